@@ -6,8 +6,8 @@ from importlinter import Contract, ContractCheck, fields, output
 class Doors(Contract):
     """No module of one room imports a private module of another; tests may.
 
-    A room is a package directly below ``package``. Private modules of ``package`` itself belong
-    to every room.
+    A room is a package directly below ``package``, or below ``package.jobs``. Private modules of
+    ``package`` itself belong to every room.
     """
 
     type_name = "doors"
@@ -31,7 +31,8 @@ class Doors(Contract):
             output.print_error(f"{importer} imports {imported}: export it in {door}", bold=False)
 
     def _room(self, module):
-        return module.removeprefix(f"{self.package}.").split(".")[0]
+        parts = module.removeprefix(f"{self.package}.").split(".")
+        return ".".join(parts[: 2 if parts[0] == "jobs" else 1])
 
     def _is_private(self, module):
         parts = module.removeprefix(f"{self.package}.").split(".")

@@ -16,8 +16,8 @@ with tarfile.open(SDIST) as archive:
 
 for wanted in (
     "jaxkfac/py.typed",
-    "jaxkfac/report/_page.css",
-    "jaxkfac/report/_page.js",
+    "jaxkfac/jobs/report/_page.css",
+    "jaxkfac/jobs/report/_page.js",
     "torch_ref/lslora/peft_plugin.py",  # jaxkfac[peft]
 ):
     assert wanted in wheel, f"{wanted} is not in the wheel"

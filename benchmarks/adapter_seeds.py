@@ -34,9 +34,9 @@ from scipy import stats
 
 import jaxkfac as jk
 from benchmarks._record import stamp, write
-from jaxkfac.data.choices import score_choices, target_log_likelihoods
-from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.text import TokenBatch, TokenBatches, encode_records
+from jaxkfac.jobs.data.choices import score_choices, target_log_likelihoods
+from jaxkfac.jobs.data.elements import element_questions, element_records
+from jaxkfac.jobs.data.text import TokenBatch, TokenBatches, encode_records
 from jaxkfac.models import Tokens, smollm2
 
 RESULTS = Path(__file__).parent / "results"

@@ -298,7 +298,7 @@ def keep_freed_memory() -> bool:
 def show(record: dict[str, Any], sizes: Sequence[int]) -> None:
     from rich.console import Console
 
-    from jaxkfac.report import terminal_table
+    from jaxkfac.jobs.report import terminal_table
 
     console = Console()
     if not console.is_terminal:  # a file has no width to keep to

@@ -99,7 +99,7 @@ def decoder(width: int) -> Any:
 
 
 def stream_of(path: Path, num_lengths: int = 8, *, marks: bool = True) -> Any:
-    from jaxkfac.data.text import record_files, token_stream
+    from jaxkfac.jobs.data.text import record_files, token_stream
 
     rows, _ = record_files(path)
     return token_stream(
@@ -127,8 +127,8 @@ def memory(name: str) -> float:
 
 def first_step(path: Path) -> dict[str, Any]:
     """One update by the command line, with the tiny decoder in place of a pretrained one."""
-    from jaxkfac.cli import main
-    from jaxkfac.cli.finetune import _run
+    from jaxkfac.jobs.cli import main
+    from jaxkfac.jobs.cli.finetune import _run
 
     _run.load_model = lambda experiment: decoder(16)
     with tempfile.TemporaryDirectory() as output:

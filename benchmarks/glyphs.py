@@ -5,8 +5,8 @@ Run, in a folder of its own:
     for file in *.deb; do dpkg -x "$file" fonts; done
     python -m benchmarks.glyphs fonts
 
-It writes jaxkfac/data/glyphs.npz. The versions of Pillow and of the packages decide single pixels;
-those in use are in jaxkfac/data/glyphs.txt.
+It writes jaxkfac/jobs/data/glyphs.npz. The versions of Pillow and of the packages decide single
+pixels; those in use are in jaxkfac/jobs/data/glyphs.txt.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIDE, FINER = 28, 4  # pixels of an image, and of the drawing for each of them
 LEVELS = 15  # of gray beside black
-TARGET = Path(__file__).parent.parent / "jaxkfac" / "data" / "glyphs.npz"
+TARGET = Path(__file__).parent.parent / "jaxkfac" / "jobs" / "data" / "glyphs.npz"
 
 # (package, faces), a family each. Families that were made from one another stay together: Roboto
 # and Roboto Slab.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._record import shown, stamp, write
-from jaxkfac.data.wordnet import WordGloss, load_wordnet
+from jaxkfac.jobs.data.wordnet import WordGloss, load_wordnet
 
 _IN_A_TEXT = 8
 STAGES = ("factors", "bases", "scores")

@@ -25,9 +25,9 @@ from flax import nnx
 
 import jaxkfac as jk
 from jaxkfac import models
-from jaxkfac.data.few_shot import Episodes, Splits, load_glyphs, read_splits
 from jaxkfac.files import Archive, write_archive, write_text
 from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.jobs.data.few_shot import Episodes, Splits, load_glyphs, read_splits
 
 FORM = "jaxkfac.example.fewshot"
 AT_ONCE = 10  # episodes of an evaluation in one program

@@ -16,9 +16,9 @@ import optax
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.data.choices import compare, score_choices, target_log_likelihoods
-from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.text import TokenBatches, encode_records
+from jaxkfac.jobs.data.choices import compare, score_choices, target_log_likelihoods
+from jaxkfac.jobs.data.elements import element_questions, element_records
+from jaxkfac.jobs.data.text import TokenBatches, encode_records
 from jaxkfac.models import Decoder, DecoderConfig, Pretrained, Tokenizer, Tokens, generate, smollm2
 
 SYSTEM, BATCH, ACCUMULATE = "Answer in a word.", 4, 2

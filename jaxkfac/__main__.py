@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxkfac.cli import main
+from jaxkfac.jobs.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

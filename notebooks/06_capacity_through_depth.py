@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxkfac as jk
-from jaxkfac.data.wordnet import load_wordnet
+from jaxkfac.jobs.data.wordnet import load_wordnet
 from jaxkfac.models import smollm2
 
 # %config InlineBackend.figure_formats = ["svg"]

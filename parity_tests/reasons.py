@@ -2,14 +2,14 @@
 
 # A whole package, with what is below it.
 PACKAGES = {
-    "jaxkfac.cli": "parses, calls and prints; what it prints comes from names that have cases",
+    "jaxkfac.jobs.cli": "parses, calls and prints; what it prints comes from names that have cases",
     "jaxkfac.data": "data, of which both sides get the same numbers through NumPy",
     "jaxkfac.kinds": "parts of value_grad_and_factors, whose cases go through every kind",
     "jaxkfac.memory": "loads, places and measures arrays whose numbers stay as they are",
     "jaxkfac.models": "models; the paired ones are written here on both sides",
     "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",
     "jaxkfac.plot": "draws numbers that have cases",
-    "jaxkfac.report": "shows numbers that others have computed",
+    "jaxkfac.jobs.report": "shows numbers that others have computed",
 }
 
 _ERROR = "an error: raised or not, there is no number"

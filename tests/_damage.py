@@ -39,7 +39,7 @@ class Format:
 
 def _rows(name: str, content: Callable[[], bytes]) -> Format:
     def read(folder: Path) -> Any:
-        from jaxkfac.data.readers import FileRows
+        from jaxkfac.jobs.data.readers import FileRows
 
         rows = FileRows((folder / name,), lambda row: json.dumps(row, default=str), strict=False)
         rows.count()
@@ -89,7 +89,7 @@ def _image(name: str) -> Format:
         Image.fromarray(pixels).save(folder / "class" / name)
 
     def read(folder: Path) -> Any:
-        from jaxkfac.data.few_shot import read_class_folder
+        from jaxkfac.jobs.data.few_shot import read_class_folder
 
         return read_class_folder(folder, image_size=8).images["class"]
 
@@ -119,7 +119,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _read_tokenizer(folder: Path) -> Any:
-    from jaxkfac.models.checkpoint import Tokenizer
+    from jaxkfac.jobs.models.checkpoint import Tokenizer
 
     tokenizer = Tokenizer.from_folder(folder)
     try:

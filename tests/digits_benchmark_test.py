@@ -9,7 +9,7 @@ import pytest
 from benchmarks.digits.__main__ import RESULTS
 from benchmarks.digits._page import page
 from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, SHARED, chosen, cost
-from jaxkfac.cli._options import Experiment
+from jaxkfac.jobs.cli._options import Experiment
 
 ABOUT = {"command": "python -m benchmarks.digits", "date": "now", "jax": "0", "cores": 2}
 

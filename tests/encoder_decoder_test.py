@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxkfac.jobs.models.encoder_decoder._blocks import buckets
 from jaxkfac.models import Pairs, generate_targets, load_encoder_decoder, save_encoder_decoder
-from jaxkfac.models.encoder_decoder._blocks import buckets
 from tests._transformers import torch, transformers
 
 BASE = {

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.data.few_shot import Episodes, load_glyphs
+from jaxkfac.jobs.data.few_shot import Episodes, load_glyphs
 from jaxkfac.models import Conv4, CosineTransformer, CosineTransformerConfig, PrototypicalNetwork
 from tests._checks import assert_tree_close
 

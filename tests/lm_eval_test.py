@@ -21,7 +21,7 @@ def models(tmp_path_factory):
     import jax.numpy as jnp
     from lm_eval.models.huggingface import HFLM
 
-    from jaxkfac.models.evaluation import lm_eval_model
+    from jaxkfac.jobs.models.evaluation import lm_eval_model
 
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)

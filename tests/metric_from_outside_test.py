@@ -8,7 +8,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.curvature.capacity import METRICS, _definitions, metric
-from jaxkfac.report import CapacityReport, capacity_table, comparison_table, model_table
+from jaxkfac.jobs.report import CapacityReport, capacity_table, comparison_table, model_table
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 import safetensors.numpy
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from jaxkfac.cli._run_state import flatten_state
-from jaxkfac.cli.analysis._files import Folder
-from jaxkfac.cli.influence._stages import STAGES, Stages
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from jaxkfac.jobs.cli._run_state import flatten_state
+from jaxkfac.jobs.cli.analysis._files import Folder
+from jaxkfac.jobs.cli.influence._stages import STAGES, Stages
 
 PARAMS = {"up": {"kernel": jnp.ones((5, 4))}, "down": {"kernel": jnp.ones((4, 3))}}
 BATCH = jnp.linspace(-1, 1, 30).reshape(6, 5), jnp.arange(6) % 3

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.jobs.models.checkpoint._tokenizer_test import TRICKY
 from jaxkfac.models import generate, smollm2
-from jaxkfac.models.checkpoint._tokenizer_test import TRICKY
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxkfac.cli import _killed_test, _several_processes_test
-from jaxkfac.cli.analysis import _run_test as _analysis_test
-from jaxkfac.cli.analysis import _stopped_test
-from jaxkfac.cli.influence import _run_test as _influence_test
+from jaxkfac.jobs.cli import _killed_test, _several_processes_test
+from jaxkfac.jobs.cli.analysis import _run_test as _analysis_test
+from jaxkfac.jobs.cli.analysis import _stopped_test
+from jaxkfac.jobs.cli.influence import _run_test as _influence_test
 from jaxkfac.memory import _join_test
 from tests import damaged_files_test
 

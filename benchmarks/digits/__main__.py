@@ -30,7 +30,7 @@ from benchmarks.digits._documented import OPTIMIZERS, SEEDS, train_documented
 from benchmarks.digits._page import page
 from benchmarks.digits._run import train
 from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, chosen
-from jaxkfac.cli._options import Optimizer
+from jaxkfac.jobs.cli._options import Optimizer
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -18,10 +18,10 @@ import optax
 
 import jaxkfac as jk
 from benchmarks.digits._run import evaluation, problem_of
-from jaxkfac.cli._loop import compile_epoch, epoch_rows, make_epoch, total_updates
-from jaxkfac.cli._options import Experiment
-from jaxkfac.cli._problem import DigitsProblem, build_optimizer
-from jaxkfac.report import TARGET_ERROR
+from jaxkfac.jobs.cli._loop import compile_epoch, epoch_rows, make_epoch, total_updates
+from jaxkfac.jobs.cli._options import Experiment
+from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer
+from jaxkfac.jobs.report import TARGET_ERROR
 
 SEEDS = range(5)
 ADAMW = "AdamW, tuned"

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.digits._documented import documented_table
 from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, chosen, cost
-from jaxkfac.report import (
+from jaxkfac.jobs.report import (
     TARGET_ERROR,
     EpochRecord,
     RunRecords,

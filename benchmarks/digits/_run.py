@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.digits._settings import SHARED
-from jaxkfac.cli._loop import (
+from jaxkfac.jobs.cli._loop import (
     compile_epoch,
     epoch_rows,
     make_epoch,
     make_evaluation,
     total_updates,
 )
-from jaxkfac.cli._options import Experiment, Optimizer
-from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
-from jaxkfac.report import TARGET_ERROR
+from jaxkfac.jobs.cli._options import Experiment, Optimizer
+from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
+from jaxkfac.jobs.report import TARGET_ERROR
 
 _SHAPED_BY = 0  # the seed of a problem that gives shapes and data alone
 # Numbers of a setting that a program takes as arguments.

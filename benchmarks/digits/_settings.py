@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from jaxkfac.cli._options import DigitsAdamwOptions, DigitsKfacOptions, Optimizer
-from jaxkfac.report import TARGET_ERROR
+from jaxkfac.jobs.cli._options import DigitsAdamwOptions, DigitsKfacOptions, Optimizer
+from jaxkfac.jobs.report import TARGET_ERROR
 
 CHOOSING, RACING = 100, (0, 1, 2)  # seeds
 # What all settings share.

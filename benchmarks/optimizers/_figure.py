@@ -9,7 +9,7 @@ from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Problem
 from benchmarks.optimizers._record import seed_runs, target
 from benchmarks.optimizers._summary import numbers
-from jaxkfac.report import FIGURE_STYLE, svg_bytes
+from jaxkfac.jobs.report import FIGURE_STYLE, svg_bytes
 
 COLORS = {
     "adamw": "#c8752d",

@@ -6,8 +6,8 @@ import numpy as np
 from flax import nnx
 
 import jaxkfac as jk
+from jaxkfac.jobs.models.encoder_decoder._blocks import buckets
 from jaxkfac.models import EncoderDecoder, EncoderDecoderConfig, Pairs
-from jaxkfac.models.encoder_decoder._blocks import buckets
 from tests._oracle import oracle
 from tests._programs import labels
 from tests._taps import Tap

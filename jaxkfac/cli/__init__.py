@@ -1,5 +1,0 @@
-"""The commands: train, finetune, analyze, adapter, plan, models, doctor."""
-
-from jaxkfac.cli._main import main
-
-__all__ = ["main"]

@@ -1,0 +1,235 @@
+"""`jaxkfac analyze`: spectra and capacity of the factors stored in a checkpoint."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jaxkfac as jk
+from jaxkfac.curvature.capacity import legend
+from jaxkfac.files import probe_folder, whole_file, write_text
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint
+from jaxkfac.jobs.cli._loop import total_updates
+from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment, older
+from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
+from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._run_state import restore_state
+from jaxkfac.jobs.cli._train import factor_average
+from jaxkfac.jobs.report import (
+    CapacityReport,
+    RunRecords,
+    SpectrumRecord,
+    capacity_table,
+    comparison_table,
+    factor_figures,
+    interval_words,
+    model_table,
+    only_in_one,
+    report_page,
+    spectra_table,
+    spectrum_records,
+    versions,
+)
+
+# ---------------- a checkpoint brought back to life: its problem, parameters and factor averages
+
+
+PyTree = Any
+
+
+class Restored(NamedTuple):
+    """What an analysis starts from.
+
+    Attributes:
+        experiment: What the run was asked to do.
+        problem: Data, model and objective.
+        params: Parameters at the checkpoint.
+        factors: The running average of the factors.
+    """
+
+    experiment: Experiment
+    problem: DigitsProblem
+    params: PyTree
+    factors: jk.Factors
+
+    def decompose(self, factors: jk.Factors, max_condition: float | None) -> jk.Eigenbases:
+        """Eigenvalues only, clipped at ``max_condition`` or as in the run."""
+        kappa = self.experiment.kfac.max_condition if max_condition is None else max_condition
+        return jk.eigendecompose(factors, max_condition=kappa, placement="host", vectors=False)
+
+
+def restore(checkpoint: Checkpoint) -> Restored:
+    """Rebuild what a K-FAC checkpoint was written from, and put its values there.
+
+    Raises:
+        ValueError: the checkpoint holds no factors, or no update has been made yet.
+    """
+    if checkpoint.optimizer != "kfac":
+        raise ValueError(
+            f"this checkpoint is of {checkpoint.optimizer}, which keeps no factors; analyze the "
+            "kfac folder beside it"
+        )
+    if checkpoint.step == 0:
+        raise ValueError("this checkpoint is from before the first update: it holds no factors")
+    experiment = experiment_from(checkpoint.config)
+    problem = digits_problem(experiment)
+    tx = build_optimizer("kfac", experiment, problem, total_updates(experiment, problem))
+    template = jax.eval_shape(tx.init, problem.shapes)
+    params, state = restore_state(checkpoint, problem.shapes, template, checkpoint.config)
+    return Restored(experiment, problem, params, factor_average(state))
+
+
+def experiment_from(config: dict[str, Any]) -> Experiment:
+    """The experiment that :func:`as_config` has written down."""
+    default = Experiment()
+    known = {field.name for field in dataclasses.fields(Experiment)}
+    if unknown := config.keys() - known:
+        raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
+    split = {"split_seed": older(config)["split_seed"]}
+    return Experiment(
+        **{
+            name: dataclasses.replace(getattr(default, name), **x) if isinstance(x, dict) else x
+            for name, x in (split | config).items()
+        }
+    )
+
+
+# ---------------- capacity of a checkpoint: of its factor averages, over batches, against another
+# one
+
+
+def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> CapacityReport:
+    """The metrics, with intervals and a comparison if they are asked for.
+
+    All are measured with the same number of examples, by default that of the training data
+    of the analyzed checkpoint, and the same damping.
+    """
+    examples = arguments.num_examples
+    if examples is None:
+        examples = len(restored.problem.train.labels)
+
+    def measure(source: Restored, factors: jk.Factors) -> jk.CapacityMetrics:
+        bases = source.decompose(factors, arguments.max_condition)
+        return jk.capacity_metrics(bases, num_examples=examples, damping=arguments.damping)
+
+    report = CapacityReport(measure(restored, restored.factors))
+    if arguments.batches:
+        each = [measure(restored, factors) for factors in held_out(restored, arguments.batches)]
+        size = len(restored.problem.test.labels) // arguments.batches
+        words = f"{arguments.batches} batches of {size} held-out examples"
+        report = report._replace(interval=jk.capacity_interval(each), batches=words)
+    if arguments.compare is not None:
+        checkpoint = load_checkpoint(arguments.compare)
+        other = restore(checkpoint)
+        report = report._replace(
+            comparison=jk.compare_capacity(measure(other, other.factors), report.metrics),
+            before=f"update {checkpoint.step}",
+        )
+    return report
+
+
+def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
+    """Factors of the parameters on as many equal batches of the held-out examples.
+
+    Shuffled, without repetition; what does not fill a batch is left out.
+
+    Raises:
+        ValueError: there are fewer examples than batches.
+    """
+    data, seed = restored.problem.test, restored.experiment.seed
+    size = len(data.labels) // batches
+    if size == 0:
+        raise ValueError(f"batches must be at most {len(data.labels)} (held-out examples)")
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(data.labels))
+    statistics, key = jax.jit(restored.problem.statistics), jax.random.key(seed)
+    for i in range(batches):
+        rows = order[i * size : (i + 1) * size]
+        batch = (data.images[rows], data.labels[rows])
+        yield statistics(restored.params, batch, key=jax.random.fold_in(key, i))[2]
+
+
+# ----------------
+
+
+def run_analyze(arguments: AnalyzeArguments) -> None:
+    """Decompose, print the tables or JSON, and write the page and figures asked for."""
+    if arguments.is_pretrained:
+        from jaxkfac.jobs.cli.analysis._run import run_analysis
+
+        return run_analysis(arguments)
+    _check_options(arguments)
+    if arguments.batches is not None and arguments.batches < 2:
+        raise ValueError(f"batches must be at least 2, not {arguments.batches}")
+    for folder in (arguments.figures, arguments.report and arguments.report.parent):
+        if folder:
+            probe_folder(folder)
+    with phase("loading the checkpoint"):
+        checkpoint = load_checkpoint(arguments.checkpoint)
+        restored = restore(checkpoint)
+    with phase("decomposing the factors"):
+        spectra = spectrum_records(restored.decompose(restored.factors, arguments.max_condition))
+    with phase("measuring capacity"):
+        capacity = capacity_report(arguments, restored)
+    if arguments.report:
+        _write_page(arguments.report, checkpoint, spectra, capacity)
+    if arguments.figures:
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        for name, svg in factor_figures(spectra).items():
+            path = arguments.figures / f"{name}.svg"
+            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
+                file.write(svg)
+    if arguments.json:
+        plain = [record._asdict() for record in spectra]
+        found = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
+        print(json.dumps(found, allow_nan=False))
+        return
+    console = Console()
+    console.print(spectra_table(spectra))
+    console.print(capacity_table(capacity))
+    if capacity.comparison is not None:
+        console.print(comparison_table(capacity))
+        for line in only_in_one(capacity):
+            console.print(line)
+    console.print(model_table(capacity))
+    console.print(legend(), style="dim")
+    if capacity.interval is not None:
+        console.print(f"batch mean, interval: {interval_words(capacity)}", style="dim")
+    for name, written in (("report", arguments.report), ("figures", arguments.figures)):
+        if written:
+            console.print(f"{name}: {written}", soft_wrap=True, highlight=False)
+
+
+def _check_options(arguments: AnalyzeArguments) -> None:
+    """Refuse options of a pretrained model, whose kind a mistyped path has lost."""
+    default = AnalyzeArguments(arguments.checkpoint)
+    for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
+        if getattr(arguments, name) != getattr(default, name):
+            words = "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{words} are for a pretrained model, and {arguments.checkpoint} is none: expected "
+                "a folder with config.json, a .gguf file or smollm2"
+            )
+
+
+def _write_page(
+    path: Path, checkpoint: Checkpoint, spectra: Sequence[SpectrumRecord], capacity: CapacityReport
+) -> None:
+    page = report_page(
+        title="Spectra and capacity of the factors",
+        lead=f"After {checkpoint.step} updates of a vision transformer on handwritten digits.",
+        runs={checkpoint.optimizer: RunRecords.from_plain(checkpoint.records)}
+        if checkpoint.records["epochs"]
+        else {},
+        spectra=spectra,
+        capacity=capacity,
+        coverage=[],
+        config=checkpoint.config,
+        versions=versions(),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page, "the report")

@@ -1,0 +1,284 @@
+"""Checkpoints of a run: one file for each, written whole or not at all, checked when read."""
+
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkfac._errors import DamagedFileError
+from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
+from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._orbax_checkpoint import is_orbax_checkpoint, load_orbax_checkpoint
+from jaxkfac.jobs.cli._progress import phase
+
+_FORM = "jaxkfac.checkpoint"
+_KEPT = 2  # checkpoints of a run
+
+
+class Checkpoint(NamedTuple):
+    """What is stored.
+
+    Attributes:
+        leaves: ``{path: array}`` of the parameters and the optimizer's state.
+        config: The experiment, as plain values; where they may change, a checksum of the
+            data.
+        optimizer: ``"kfac"`` or ``"adamw"``.
+        records: What the run has measured so far, as plain values.
+        step: Updates made.
+        position: In the data, as plain values; ``None`` where the step says it.
+    """
+
+    leaves: dict[str, np.ndarray]
+    config: dict[str, Any]
+    optimizer: str
+    records: dict[str, Any]
+    step: int
+    position: dict[str, Any] | None = None
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write the file ``folder/step``, keeping the newest two; Ctrl-C waits until it is complete.
+
+    Raises:
+        OSError: it could not be written; which checkpoint counts then is said.
+    """
+    target = folder / str(checkpoint.step)
+    about = {
+        "config": checkpoint.config,
+        "optimizer": checkpoint.optimizer,
+        "records": checkpoint.records,
+        "position": checkpoint.position,
+    }
+    with interrupts_deferred("writing the checkpoint"), phase("writing the checkpoint"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(f".*{PARTIAL}"):  # of a run that was killed
+            partial.unlink()
+        last = find_checkpoint(folder)
+        if last != target:
+            write_archive(
+                target,
+                _FORM,
+                about,
+                checkpoint.leaves.items(),
+                what=f"the checkpoint of update {checkpoint.step}",
+                nbytes=sum(leaf.nbytes for leaf in checkpoint.leaves.values()),
+                remains="there is no older one"
+                if last is None
+                else f"that of update {last.name} counts: make room and continue with --resume",
+            )
+        for old in _steps(folder)[:-_KEPT]:
+            _remove(old)
+    return target
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, the newest of a folder of them, or the K-FAC one of an output folder.
+
+    Raises:
+        FileNotFoundError: there is none at ``path``; what is there is said.
+        DamagedFileError: a byte of it is not what was written; the array is named, and another
+            checkpoint beside it that is whole.
+    """
+    found = find_checkpoint(path)
+    if found is None:
+        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
+        content = "does not exist" if held is None else f"holds {', '.join(held) or 'nothing'}"
+        raise FileNotFoundError(
+            f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
+            "written, such as runs/digits or runs/digits/kfac/1320"
+        )
+    with _way_out_named(found):
+        if is_orbax_checkpoint(found):
+            leaves, about = load_orbax_checkpoint(found)
+        else:
+            with Archive(found, _FORM, "checkpoint") as stored:
+                leaves = {name: stored.read(name) for name in stored.names}
+                about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
+                about["position"] = stored.about.get("position")  # older versions wrote none
+    return Checkpoint(leaves, step=int(found.name), **about)
+
+
+def stored_config(path: Path) -> dict[str, Any] | None:
+    """The config of the checkpoint that ``path`` means, or ``None``; arrays only of Orbax are read.
+
+    Raises:
+        DamagedFileError: it cannot be read.
+    """
+    found = find_checkpoint(path)
+    if found is None:
+        return None
+    with _way_out_named(found):
+        if is_orbax_checkpoint(found):
+            return load_orbax_checkpoint(found)[1]["config"]
+        with Archive(found, _FORM, "checkpoint", checked=False) as stored:
+            return stored.about["config"]
+
+
+@contextlib.contextmanager
+def _way_out_named(found: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error}; {_way_out(found)}") from error
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that ``path`` means, or ``None``; whether it is whole shows on reading."""
+    if path.name.isdigit() and _is_checkpoint(path):
+        return path
+    if steps := _steps(path):
+        return steps[-1]
+    below = (path / name for name in ("kfac", "adamw"))
+    return next((found for p in below if p.is_dir() and (found := find_checkpoint(p))), None)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder; among them what has the name of one and is none."""
+    found = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return found if any(map(_is_checkpoint, found)) else []
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_file() or is_orbax_checkpoint(path)
+
+
+def _way_out(damaged: Path) -> str:
+    """How to go on without this checkpoint."""
+    others = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
+    if not others:
+        return "no other checkpoint beside it is known to be whole: start again with --overwrite"
+    older = [p for p in others if int(p.name) < int(damaged.name)] or others
+    return (
+        f"{older[-1]} is whole: to continue from update {older[-1].name}, delete {damaged} and "
+        "run again with --resume"
+    )
+
+
+def _is_whole_file(path: Path) -> bool:
+    try:
+        Archive(path, _FORM, "checkpoint").close()
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def say_nothing_saved(folder: Path) -> None:
+    """Say on standard error which checkpoint counts after a state was lost."""
+    found = find_checkpoint(folder)
+    last = "there is none" if found is None else f"it is from update {found.name}"
+    print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
+
+
+def check_output(
+    output: Path,
+    folders: Sequence[Path],
+    *,
+    resume: bool,
+    overwrite: bool,
+    writes: bool = True,
+) -> None:
+    """Refuse a run in ``output``, whose checkpoints go to ``folders``, that would harm another.
+
+    Before anything is read or compiled, the process that ``writes`` also tries whether ``output``
+    can be written to. Where ``overwrite`` was asked for, it is left to the caller to remove
+    checkpoints.
+
+    Raises:
+        ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
+            both were.
+        NotADirectoryError: ``output`` is a file, or lies below one.
+        OSError: no file can be written there.
+    """
+    held = next(path for path in (output, *output.parents) if path.exists())
+    if not held.is_dir():
+        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    if resume and overwrite:
+        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+    for folder in folders:
+        found = find_checkpoint(folder)
+        if found is not None and not (resume or overwrite):
+            raise ValueError(
+                f"{output} already holds a run ({found}): continue it with --resume, "
+                "replace it with --overwrite, or choose another --output"
+            )
+    if writes:
+        probe_folder(output)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Delete the checkpoints in ``folder`` and nothing else."""
+    for path in _steps(folder):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_file():
+        path.unlink()
+    elif is_orbax_checkpoint(path):
+        shutil.rmtree(path)
+
+
+# ---------------- checkpoints written while training goes on
+
+
+class CheckpointWriter:
+    """Writes one checkpoint after the other, in a thread of its own.
+
+    A checkpoint holds copies, so that the state may be donated meanwhile. The next one waits for
+    the one before: no more than one is in main memory. A file is still written whole or not at
+    all, whatever ends the process.
+
+    Attributes:
+        error: Why a checkpoint could not be written, or ``None``; after it nothing is written.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, folder: Path, checkpoint: Checkpoint) -> None:
+        """Begin to write ``folder/step``, as :func:`save_checkpoint` does."""
+        self.wait()
+        if self.error is not None:
+            return
+
+        def write() -> None:
+            try:
+                save_checkpoint(folder, checkpoint)
+            except Exception as error:  # raised by the thread that trains
+                self.error = error
+
+        # A second Ctrl-C ends the process, which does not wait for a daemon.
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk, or has failed; a first Ctrl-C waits too."""
+        if self._thread is not None:
+            with interrupts_deferred("writing the checkpoint"):
+                self._thread.join()
+            self._thread = None
+
+
+@contextmanager
+def checkpoint_writer() -> Iterator[CheckpointWriter]:
+    """A writer whose last checkpoint is on the disk when the block is left, by an error too.
+
+    Raises:
+        OSError: a checkpoint could not be written.
+    """
+    writer = CheckpointWriter()
+    try:
+        yield writer
+    except BaseException:  # which says more than what the disk then says
+        writer.wait()
+        raise
+    writer.wait()
+    if writer.error is not None:
+        raise writer.error

@@ -1,0 +1,168 @@
+"""`--devices` and `--mesh`: where a run's arrays lie."""
+
+import contextlib
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxkfac.jobs.cli._processes import ALONE, RunProcesses
+from jaxkfac.memory import bytes_text, place_once, put_leaf
+
+PyTree = Any
+_AXES = ("data", "model")
+
+
+class RunDevices(NamedTuple):
+    """The devices of a run: the rows of a batch over ``data``, matrices over ``model``.
+
+    Attributes:
+        mesh: With the axes ``data`` and ``model``; ``None`` is the one device that JAX chooses.
+        processes: That have them.
+    """
+
+    mesh: Mesh | None
+    processes: RunProcesses = ALONE
+
+    def set(self) -> contextlib.AbstractContextManager[Any]:
+        """Where programs are traced."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @property
+    def divides(self) -> str | None:
+        """The axis over whose devices decompositions are divided."""
+        return "data" if self.mesh is not None and self.mesh.shape["data"] > 1 else None
+
+    def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
+        """Of parameters or of an optimizer's state: the last axis of matrices over ``model``."""
+        assert self.mesh is not None
+        mesh, count = self.mesh, self.mesh.shape[axis]
+
+        def of(x: Any) -> NamedSharding:
+            split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
+            axes = [*[None] * (len(x.shape) - 1), axis] if split else []
+            return NamedSharding(mesh, PartitionSpec(*axes))
+
+        return jax.tree.map(of, tree)
+
+    def put_base(self, params: PyTree) -> PyTree:
+        """A frozen model, whose memory is taken over: over ``model``, or ``data`` alone."""
+        if self.mesh is None:
+            return params
+        axis = "model" if self.mesh.shape["model"] > 1 else "data"
+        return place_once(params, self.shardings(params, axis))
+
+    def put(self, tree: PyTree) -> PyTree:
+        """Parameters or an optimizer's state at their places."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(put_leaf, tree, self.shardings(tree))
+
+    def whole(self, tree: PyTree) -> PyTree:
+        """Data that every device has."""
+        if self.mesh is None:
+            return tree
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: put_leaf(x, everywhere), tree)
+
+    def put_batch(self, batch: PyTree) -> PyTree:
+        """Rows of a batch of NumPy arrays over ``data``; a process sends those of its devices."""
+        if self.mesh is None:
+            return jax.tree.map(jax.numpy.asarray, batch)
+        rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        return jax.tree.map(lambda x: put_leaf(x, rows), batch)
+
+    def put_rows(self, rows: np.ndarray) -> jax.Array:
+        """Numbers of examples, the last axis over ``data``."""
+        if self.mesh is None:
+            return jax.numpy.asarray(rows)
+        spec = PartitionSpec(*[None] * (rows.ndim - 1), "data")
+        return put_leaf(rows, NamedSharding(self.mesh, spec))
+
+    def of_program(self, *trees: PyTree) -> dict[str, Any]:
+        """For ``jax.jit``: states come back to where they were, everything else whole."""
+        if self.mesh is None:
+            return {}
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return {"out_shardings": (*map(self.shardings, trees), whole) if trees else whole}
+
+    def described(self, state: PyTree) -> dict[str, Any]:
+        """The mesh, and the bytes that one device has of parameters and optimizer."""
+        first = jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
+        nbytes = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(state)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+        axes = {"data": 1, "model": 1} if self.mesh is None else dict(self.mesh.shape)
+        return {"mesh": axes, "bytes_per_device": nbytes}
+
+
+ONE_DEVICE = RunDevices(None)
+
+
+def run_devices(
+    devices: str, mesh: str | None, *, batch_size: int, processes: RunProcesses = ALONE
+) -> RunDevices:
+    """The devices that a run was asked to use.
+
+    Args:
+        devices: ``"all"`` or a number.
+        mesh: ``"data=4,model=2"``, either axis alone too; ``None`` has all devices for ``data``.
+        batch_size: Examples of a micro-batch, which ``data`` must divide.
+        processes: Of the run. Where there are several, all devices of each are used.
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    if devices != "all" and not (devices.isdecimal() and int(devices)):
+        raise ValueError(f"--devices must be all or a number of devices, not {devices!r}")
+    there = jax.device_count()
+    axes = {"data": 1, "model": 1}
+    if mesh is None:
+        axes["data"] = there if devices == "all" else int(devices)
+    else:
+        mentioned: set[str] = set()
+        for part in mesh.split(","):
+            found = re.fullmatch(r"(data|model)=([1-9]\d*)", part.strip())
+            if found is None:
+                raise ValueError(
+                    f"--mesh must be like data=4,model=2, not {mesh!r}: {part!r} is none of it"
+                )
+            if found[1] in mentioned:
+                raise ValueError(f"--mesh {mesh} names {found[1]} twice")
+            mentioned.add(found[1])
+            axes[found[1]] = int(found[2])
+    count = math.prod(axes.values())
+    if mesh is not None and devices not in ("1", "all", str(count)):
+        raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
+    if count > there:
+        raise ValueError(f"{count} devices were asked for, and JAX finds {there}")
+    if processes.several and count < there:
+        raise ValueError(
+            f"{count} of the {there} devices of all processes were asked for, which leaves some "
+            "process without work: take --devices all, or a --mesh of all of them"
+        )
+    if batch_size % axes["data"]:
+        raise ValueError(
+            f"{axes['data']} devices do not divide a batch of {batch_size} examples: choose a "
+            f"--batch-size that is a multiple of {axes['data']}, or fewer devices for data"
+        )
+    if count == 1:
+        return ONE_DEVICE
+    kinds = (AxisType.Auto,) * len(_AXES)
+    chosen = jax.devices()[:count]
+    sizes = tuple(axes[name] for name in _AXES)
+    found = jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen)
+    return RunDevices(found, processes)
+
+
+def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:
+    """What :meth:`RunDevices.described` says, with the speed in samples a second."""
+    axes = ", ".join(f"{axis}={count}" for axis, count in described["mesh"].items())
+    held = bytes_text(described["bytes_per_device"])
+    return f"{name} over {axes}: {speed:,.1f} samples a second, {held} on each device"

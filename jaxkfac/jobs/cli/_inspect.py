@@ -1,0 +1,235 @@
+"""Commands that only look: at a saved adapter, at known weights, at this machine."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxkfac._errors import DamagedFileError
+from jaxkfac.jobs.cli._options import AdapterArguments
+from jaxkfac.jobs.report import terminal_table
+from jaxkfac.lslora import Diagnosis, Nonlinearity, SavedModules, diagnose, read_modules
+
+if TYPE_CHECKING:
+    from jaxkfac.memory import Finding
+
+
+# ---------------- `jaxkfac adapter inspect`: the nonlinearity of every layer of a saved adapter
+
+
+_NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
+
+
+def run_adapter(arguments: AdapterArguments) -> None:
+    """Do what was asked for, which is to inspect."""
+    run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
+
+
+def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
+    """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
+
+    Files that do not have the checksums that they were written with are shown, with a warning.
+
+    Args:
+        folder: Of the adapters.
+        name: Of the adapter.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        FileNotFoundError: there is no such adapter.
+        ValueError: the files cannot be read, or are of something else than LoRA or LS-LoRA.
+    """
+    record, modules, phi = _read(folder, name)
+    found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
+    rows = {}
+    for module, adapter in modules.items():
+        shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
+        rows[module] = shape | _numbers(found.get(module))
+    if as_json:
+        print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
+        return
+    console = Console()
+    table = _table(rows, phi, f"{record['peft_type']} adapter {name!r}")
+    # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(width=max(console.width, needed)).print(table)
+    settings = ("r", "lora_alpha", *(() if phi is None else phi.settings))
+    words = [f"{key} {record[key]}" for key in settings if key in record]
+    plain = "" if phi else "; plain LoRA: there is no nonlinearity"
+    console.print(", ".join(words) + plain, highlight=False)
+    if phi is not None:
+        console.print(_legend(phi), style="dim")
+
+
+def _read(folder: Path, name: str) -> SavedModules:
+    try:
+        return read_modules(folder, name)
+    except DamagedFileError as error:
+        found = read_modules(folder, name, verify=False)
+        print(f"warning: {error}", file=sys.stderr)
+        return found
+
+
+def _legend(phi: Nonlinearity) -> str:
+    initial = ", ".join(f"{c:g}" for c in phi.initial)
+    return (
+        f"c0 to c{len(phi.initial) - 1}: {phi.formula}; deviation: mean |c - [{initial}]|; "
+        f"nonlin.: {phi.strength_formula}. What is saturated depends on data: "
+        "jaxkfac.lslora.diagnose(adapters, adapted, params, inputs)"
+    )
+
+
+def _numbers(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    if diagnosis is None:
+        return {}
+    return {
+        "coefficients": np.asarray(diagnosis.coefficients).tolist(),
+        **{name: float(getattr(diagnosis, name)) for name in _NUMBERS},
+    }
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, title: str) -> Table:
+    head = ["module", "rank", "in", "out"]
+    if phi is not None:
+        head += [*(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
+    cells = []
+    for module, row in rows.items():
+        sizes = [str(row[key]) for key in ("rank", "in", "out")]
+        numbers = [*row.get("coefficients", ()), *(row[k] for k in _NUMBERS if k in row)]
+        cells.append([module, *sizes, *(f"{x:.3g}" for x in numbers)])
+    return terminal_table(title, head, cells, no_wrap=True)
+
+
+# ---------------- `jaxkfac models`: which pretrained weights are known, and which are here
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelsArguments:
+    """Show the pretrained weights that are known, where they are kept and how large they are.
+
+    Nothing is downloaded: `jaxkfac.models.smollm2()` does that when it is first called.
+
+    For example, with the weights in a folder of your own:
+    `jaxkfac models --cache-dir weights`
+    """
+
+    cache_dir: Path | None = None
+    """Where weights are kept; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+
+def run_models(arguments: ModelsArguments) -> None:
+    """Print what is known."""
+    from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
+
+    rows = [_row(known, arguments.cache_dir) for known in KNOWN]
+    if arguments.json:
+        print(json.dumps({"cache": str(cache_folder(arguments.cache_dir)), "models": rows}))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    from jaxkfac.jobs.report import terminal_table
+    from jaxkfac.memory import bytes_text
+
+    cells = []
+    for row in rows:
+        have = row["cached_bytes"]
+        here = "no" if have is None else "yes"
+        if have is not None and have != row["bytes"]:
+            here = f"damaged: {bytes_text(have)}; delete it"
+        texts = (row["name"], bytes_text(row["bytes"]), row["licence"], row["requirement"], here)
+        cells.append([escape(text) for text in texts])
+    head = ["name", "size", "licence", "from", "in the cache"]
+    console = Console()
+    console.print(terminal_table("Pretrained weights", head, cells, words=(0, 2, 3, 4)))
+    for row in rows:
+        console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
+
+
+def _row(known: Any, cache_dir: Path | None) -> dict[str, Any]:
+    from jaxkfac.jobs.models.pretrained import cached_file
+
+    file = cached_file(known, cache_dir)
+    return {
+        "name": known.name,
+        "about": known.about,
+        "licence": known.licence,
+        "requirement": known.requirement,
+        "bytes": known.nbytes,
+        "path": str(file),
+        "cached_bytes": file.stat().st_size if file.is_file() else None,
+    }
+
+
+# ---------------- `jaxkfac doctor`: what of this machine decides bytes and bits, and what to change
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorArguments:
+    """Show devices, allocator, precision, attention, memory, threads and versions.
+
+    Each line says how it is and what to change; `!` marks what will go wrong as it is. Only
+    the settings are read, and nothing is changed. docs/troubleshooting.md says what to do when
+    memory runs out.
+
+    For example, before a training whose bits are to be compared:
+    `OPENBLAS_NUM_THREADS=1 jaxkfac doctor`
+    """
+
+    json: bool = False
+    """Print the findings as JSON instead of a table."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+
+def run_doctor(arguments: DoctorArguments) -> None:
+    """Print the findings."""
+    from jaxkfac.jobs.report import terminal_table, versions
+    from jaxkfac.memory import TROUBLESHOOTING_PAGE
+
+    findings = _findings()
+    if arguments.json:
+        plain = [finding._asdict() for finding in findings]
+        print(json.dumps({"findings": plain, "versions": versions(), "page": TROUBLESHOOTING_PAGE}))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    rows = []
+    for finding in findings:
+        mark = "[bold red]![/]" if finding.problem else ""
+        rows.append([mark, *(escape(text) for text in finding[:3])])
+    console = Console()
+    console.print(terminal_table("Doctor", ["", "what", "is", "to change"], rows, words=range(4)))
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    console.print(f"versions: {found}", highlight=False)
+    problems = sum(finding.problem for finding in findings)
+    console.print(f"{problems} problems" if problems else "no problems", style="bold")
+    console.print(f"out of memory, or too slow: {TROUBLESHOOTING_PAGE}", highlight=False)
+
+
+def _findings() -> "list[Finding]":
+    from jaxkfac.memory import inspect_environment
+
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    environ = dict(os.environ)
+    # Looking must not take the memory that somebody else is training in. The allocator reads
+    # this when the first device is asked for.
+    os.environ[name] = "false"
+    try:
+        return inspect_environment(environ)
+    finally:
+        os.environ.pop(name)
+        os.environ.update(environ)

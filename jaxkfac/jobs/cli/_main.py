@@ -1,0 +1,275 @@
+"""Commands: parse, call, and turn errors into one line that says what to do."""
+
+import contextlib
+import difflib
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxkfac import __version__
+
+# ---------------- the commands by name; what they accept and do is imported when one is called
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        name: As it is called.
+        summary: Its line in the help; the first line of what it accepts, too.
+        arguments: ``"module:class"`` of what it accepts.
+        run: ``"module:function"`` that takes them.
+        default: ``"module:function"`` of the words of the command line: what the arguments are
+            where the words do not say it; ``None``: as their class has them.
+        compiles: Whether the programs that it compiles are kept for the next time.
+    """
+
+    name: str
+    summary: str
+    arguments: str
+    run: str
+    default: str | None = None
+    compiles: bool = False
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "Train on real data with K-FAC, and the same model with AdamW beside it.",
+        "jaxkfac.jobs.cli._options:TrainArguments",
+        "jaxkfac.jobs.cli._train:run_train",
+        compiles=True,
+    ),
+    Command(
+        "finetune",
+        "Teach a pretrained decoder or encoder-decoder, and examine it before and after.",
+        "jaxkfac.jobs.cli.finetune._options:FinetuneArguments",
+        "jaxkfac.jobs.cli.finetune._run:run_finetune",
+        "jaxkfac.jobs.cli.finetune._options:default_arguments",
+        compiles=True,
+    ),
+    Command(
+        "influence",
+        "Score training texts by how much training on each lowers the loss of a query.",
+        "jaxkfac.jobs.cli.influence._options:InfluenceArguments",
+        "jaxkfac.jobs.cli.influence._run:run_influence",
+        compiles=True,
+    ),
+    Command(
+        "analyze",
+        "Show spectra and capacity of a pretrained model, or of the factors of a checkpoint.",
+        "jaxkfac.jobs.cli._options:AnalyzeArguments",
+        "jaxkfac.jobs.cli._analyze:run_analyze",
+        compiles=True,
+    ),
+    Command(
+        "adapter",
+        "Look at LS-LoRA adapters on disk.",
+        "jaxkfac.jobs.cli._options:AdapterArguments",
+        "jaxkfac.jobs.cli._inspect:run_adapter",
+    ),
+    Command(
+        "plan",
+        "Plan the memory of a training from shapes: nothing is allocated, no device is asked.",
+        "jaxkfac.jobs.cli._plan:PlanArguments",
+        "jaxkfac.jobs.cli._plan:run_plan",
+    ),
+    Command(
+        "models",
+        "Show the pretrained weights that are known, where they are kept and how large they are.",
+        "jaxkfac.jobs.cli._inspect:ModelsArguments",
+        "jaxkfac.jobs.cli._inspect:run_models",
+    ),
+    Command(
+        "doctor",
+        "Show devices, allocator, precision, attention, memory, threads and versions.",
+        "jaxkfac.jobs.cli._inspect:DoctorArguments",
+        "jaxkfac.jobs.cli._inspect:run_doctor",
+    ),
+)
+
+
+def imported(where: str) -> Any:
+    """The object at ``"module:name"``."""
+    module, name = where.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# ----------------
+
+
+_EXTRA_OF = {
+    "tyro": "cli",
+    "rich": "cli",
+    "orbax": "cli",
+    "matplotlib": "cli",
+    "grain": "data",
+    "pyarrow": "data",
+    "safetensors": "pretrained",
+    "tokenizers": "pretrained",
+    "jinja2": "pretrained",
+    "gguf": "pretrained",
+}
+
+_DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
+"""
+
+_EPILOGUE = """Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
+`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint;
+`jaxkfac analyze smollm2` those of a pretrained model, under a budget of bytes.
+`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
+`jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
+`jaxkfac influence` says which training texts an answer is owed to.
+
+`jaxkfac COMMAND --help` shows the options of a command. Compiled programs are kept in
+~/.cache/jaxkfac: $JAXKFAC_CACHE is another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C,
+143 after SIGTERM, 129 after SIGHUP.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; by default those of this process.
+
+    Returns:
+        The exit code: 0, 2 for an error that was explained, 3 where memory ran out, and 128 plus
+        the signal's number where one stopped it: 130 after Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+    """
+    # Read when JAX first calls LAPACK. With more threads the last bits of a decomposition
+    # depend on the machine, and small ones were up to 20 times slower on two busy cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["--version"], ["-V"]):
+        print(f"jaxkfac {__version__}")
+        return 0
+    if not words or words in (["--help"], ["-h"]):
+        print(_help(), end="")
+        return 0
+    known = {command.name: command for command in COMMANDS}
+    if words[0] not in known:
+        near = difflib.get_close_matches(words[0], known, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        return _fail(f"there is no command {words[0]!r}: {meant}jaxkfac --help shows all of them")
+    from jaxkfac.jobs.cli._interrupts import stopping_signals
+
+    try:
+        with stopping_signals():
+            return _dispatch(known[words[0]], words)
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF.get((error.name or "").split(".")[0])
+        if "--debug" in words:
+            raise
+        if "pip install" in str(error):
+            return _fail(str(error))
+        if extra is None:
+            raise
+        return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
+
+
+def _dispatch(command: Command, words: list[str]) -> int:
+    arguments: Any = None
+    by_program = "jax" in sys.modules  # whose settings are its own
+    try:
+        with contextlib.nullcontext() if by_program else _imports():
+            arguments = _parse(command, words[1:])  # those of a plan import JAX
+        if by_program:
+            imported(command.run)(arguments)
+        else:
+            _run(command, arguments)
+    except KeyboardInterrupt as error:
+        from jaxkfac.jobs.cli._interrupts import signal_of
+
+        if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
+            from jaxkfac.jobs.cli._interrupts import say_interrupted
+
+            say_interrupted(words, error)
+        return 128 + signal_of(error)
+    except Exception as error:
+        if "--debug" in words or isinstance(error, ModuleNotFoundError):
+            raise
+        from jaxkfac._errors import JaxkfacError
+        from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
+
+        # That nothing fits is what a plan has found, not what has happened to it.
+        found = isinstance(error, MemoryBudgetError) and command.name == "plan"
+        if is_out_of_memory(error) and not found:
+            from jaxkfac.jobs.cli._out_of_memory import answer
+
+            return answer(error, arguments)
+        if isinstance(error, JaxkfacError | ValueError | OSError):
+            return _fail(_words_of(error))
+        raise
+    return 0
+
+
+def _parse(command: Command, words: list[str]) -> Any:
+    import tyro
+
+    default = {} if command.default is None else {"default": imported(command.default)(words)}
+    return tyro.cli(
+        imported(command.arguments),
+        prog=f"jaxkfac {command.name}",
+        args=words,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        **default,
+    )
+
+
+def _run(command: Command, arguments: Any) -> None:
+    if "jax" not in sys.modules:  # a second or more, in which nothing else would be seen
+        print(f"jaxkfac {command.name}: importing JAX", file=sys.stderr, flush=True)
+    from jaxkfac.jobs.cli._interrupts import nothing_begun
+
+    with _imports(), nothing_begun():
+        run = imported(command.run)
+    with contextlib.ExitStack() as stack:
+        if command.compiles:
+            from jaxkfac.jobs.cli._compilation_cache import compilation_cache, programs_folder
+            from jaxkfac.jobs.models.pretrained import cache_folder
+
+            stack.enter_context(compilation_cache(programs_folder(cache_folder())))
+        run(arguments)
+
+
+@contextlib.contextmanager
+def _imports() -> Iterator[None]:
+    """Modules live as long as the process does: no collection looks through them, then or later.
+
+    They took 13 % of the processor time of a plan.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
+    listed = "\n".join(lines)
+    return f"usage: jaxkfac COMMAND [OPTIONS]\n\n{_DESCRIPTION}\n{listed}\n\n{_EPILOGUE}"
+
+
+def _words_of(error: Exception) -> str:
+    """What an error says in one line."""
+    if not isinstance(error, OSError) or not error.strerror or error.filename:
+        return str(error)
+    if error.strerror != os.strerror(error.errno or 0):
+        return error.strerror  # put into words by this library: no number before them
+    from jaxkfac.jobs.cli._progress import phases_of
+
+    doing = phases_of(error)
+    return f"while {doing}: {error.strerror}" if doing else str(error)
+
+
+def _fail(message: str) -> int:
+    print(f"jaxkfac: {message}", file=sys.stderr)
+    return 2

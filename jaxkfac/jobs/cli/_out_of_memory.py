@@ -1,0 +1,288 @@
+"""What a command needs, and the answer when memory ran out: where, how much, what would fit."""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkfac.jobs.cli._loop import make_evaluation, total_updates
+from jaxkfac.jobs.cli._options import Optimizer, TrainArguments
+from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_on_host
+from jaxkfac.jobs.cli._progress import phases_of
+from jaxkfac.memory import bytes_text
+from jaxkfac.planning import IN_TURN, plan_memory
+
+# ---------------- the smallest change of a command's options by which a run fits, as words to add
+# to it
+
+
+Arguments = Any
+Change = Callable[[Arguments], Arguments | None]
+
+
+class Need(NamedTuple):
+    """Bytes of a run, by row.
+
+    Attributes:
+        rows: Bytes by row.
+    """
+
+    rows: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of the rows."""
+        return sum(self.rows.values())
+
+    @property
+    def largest(self) -> str:
+        """The largest row, with its bytes."""
+        row = max(self.rows, key=self.rows.__getitem__)
+        return f"{row}, {bytes_text(self.rows[row])}"
+
+
+class RunShapes(NamedTuple):
+    """What a run can be planned from, once its own arrays are gone.
+
+    Attributes:
+        need: ``need(arguments)``: the bytes of a run, from shapes alone.
+        changes: From the cheapest to the dearest; each gives the changed arguments, or ``None``
+            where there is nothing to change.
+    """
+
+    need: Callable[[Arguments], Need]
+    changes: Sequence[Change]
+
+
+def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
+    """What the plan says: the options by which the run fits ``room`` bytes, or why none do."""
+    now = shapes.need(arguments)
+    stands = f"The plan counts {bytes_text(now.total)} for it ({now.largest})"
+    there = f"{bytes_text(room)} can be counted on without it"
+    if now.total <= room:
+        return (
+            f"{stands}, and {there}: it should fit, so that something else holds memory, or the "
+            "largest free piece is too small"
+        )
+    found, least = _smallest(arguments, shapes, room)
+    if found is not None:
+        words = " ".join(flags(arguments, found))
+        return f"{stands}; {there}. By the plan it fits with\n  {words}"
+    tried = f": with {' '.join(flags(arguments, least[1]))}" if least[1] is not arguments else ""
+    return (
+        f"{stands}; {there}. No option of this command is enough{tried} it would still need "
+        f"{bytes_text(least[0].total)} ({least[0].largest}): take a smaller model or a larger "
+        "device"
+    )
+
+
+def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
+    """The words of the command line that turn one set of arguments into another."""
+    words = []
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if old == new:
+            continue
+        name = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(new):
+            # tyro's flags of the experiment itself have no prefix.
+            words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
+        elif isinstance(new, bool):
+            words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
+        else:
+            words.append(f"--{prefix}{name} {new}")
+    return words
+
+
+def accumulations(arguments: Arguments) -> Iterator[Arguments]:
+    """Smaller micro-batches, more of them an update, the examples of an update unchanged."""
+    experiment = arguments.experiment
+    size, steps = experiment.batch_size, experiment.gradient_accumulation_steps
+    for parts in range(2, size + 1):
+        if size % parts == 0:
+            smaller = {"batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
+            changed = dataclasses.replace(experiment, **smaller)
+            yield dataclasses.replace(arguments, experiment=changed)
+
+
+def _smallest(
+    arguments: Arguments, shapes: RunShapes, room: int
+) -> tuple[Arguments | None, tuple[Need, Arguments]]:
+    """The smallest set of changes that fits, or ``None``; and the least need that was seen."""
+    least: tuple[Need, Arguments] | None = None
+    for changed, accumulates in _sets(arguments, shapes.changes):
+        options = list(accumulations(changed)) if accumulates else [changed]
+        if not options:  # a batch of one
+            continue
+        need = shapes.need(options[-1])
+        if least is None or need.total < least[0].total:
+            least = need, options[-1]
+        if need.total > room:
+            continue
+        low, high = 0, len(options) - 1  # the last fits
+        while low < high:
+            middle = (low + high) // 2
+            if shapes.need(options[middle]).total <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return options[high], least
+    return None, least or (shapes.need(arguments), arguments)
+
+
+def _sets(arguments: Arguments, changes: Sequence[Change]) -> Iterator[tuple[Arguments, bool]]:
+    """Sets of changes, the small ones first; accumulation is the cheapest of all."""
+    for size in range(1, len(changes) + 2):
+        for chosen in itertools.combinations([None, *changes], size):
+            changed: Arguments | None = arguments
+            for change in filter(None, chosen):
+                changed = None if changed is None else change(changed)
+            if changed is not None:
+                yield changed, None in chosen
+
+
+# ---------------- the answer to a command that ran out of memory: where, how much, and what would
+# fit
+
+
+EXIT_CODE = 3
+
+# The rest is for fragments. On the CPU a program's temporaries can still be mapped while those of
+# the next are asked for: 1.94 GiB of them failed with 3.03 GiB free.
+_OF_A_DEVICE, _OF_MAIN_MEMORY = 0.9, 0.5
+
+GENERAL = (
+    "In general: smaller micro-batches with more of them an update (--batch-size, "
+    "--gradient-accumulation-steps), shorter rows, a smaller model, or nothing else on the device."
+)
+
+
+def answer(error: BaseException, arguments: Any) -> int:
+    """Explain on standard error; the exit code.
+
+    What happened is said first, and only then the run's arrays are let go and a plan is made,
+    from shapes: should that fail, the first half stands.
+
+    Args:
+        error: One for which ``jk.memory.is_out_of_memory`` is true.
+        arguments: What the command was called with; ``None`` before they were read.
+    """
+    from jaxkfac.memory import TROUBLESHOOTING_PAGE, what_was_short
+
+    doing = phases_of(error)
+    where = f"while {doing}: " if doing else ""
+    _say(f"jaxkfac: {where}{what_was_short(error)}.")
+    _let_go(error)
+    del error
+    try:
+        advice = _advice(arguments)
+    except Exception as reason:  # an answer without a plan is better than a second error
+        advice = f"It could not be planned ({type(reason).__name__}). {GENERAL}"
+    _say(f"{advice}\nMore: {TROUBLESHOOTING_PAGE}; --debug shows where it happened.")
+    return EXIT_CODE
+
+
+def _advice(arguments: Any) -> str:
+    from jaxkfac.jobs.cli._options import AnalyzeArguments, TrainArguments
+    from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
+
+    if isinstance(arguments, TrainArguments):
+        return remedy(arguments, train_shapes(arguments), free_room())
+    if isinstance(arguments, FinetuneArguments):
+        from jaxkfac.jobs.cli.finetune._plan import finetune_shapes
+
+        return remedy(arguments, finetune_shapes(arguments), free_room())
+    if isinstance(arguments, AnalyzeArguments) and arguments.is_pretrained:
+        return (
+            "A smaller --device-bytes asks for more passes; --batch-size, --max-length and "
+            "--max-dense make each smaller. What is done is kept: --resume goes on."
+        )
+    return "Look for other processes with `jaxkfac doctor`."
+
+
+def _let_go(error: BaseException) -> None:
+    """The arrays that the frames of an error, and of those it came from, still hold."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    gc.collect()
+
+
+def free_room() -> int:
+    """Bytes that a plan may count on: of the first device, or of main memory."""
+    import jax
+
+    from jaxkfac.memory import free_bytes, free_host_bytes
+
+    free = free_bytes(jax.local_devices()[0])
+    if free is not None:
+        return int(free * _OF_A_DEVICE)
+    free = free_host_bytes()
+    if free is None:
+        raise NotImplementedError("the system does not say what is free")
+    return int(free * _OF_MAIN_MEMORY)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+# ---------------- what a run of `jaxkfac train` needs, from shapes
+
+
+def train_shapes(arguments: TrainArguments) -> RunShapes:
+    """Bytes of the larger of the runs with each optimizer; nothing is allocated."""
+
+    @functools.cache
+    def need(arguments: TrainArguments) -> Need:
+        chosen = arguments.optimizer
+        names: tuple[Optimizer, ...] = ("kfac", "adamw") if chosen == "both" else (chosen,)
+        problem = digits_on_host(arguments.experiment)
+        needs = [_need(arguments, name, problem) for name in names]
+        return max(needs, key=lambda need: need.total)
+
+    return RunShapes(need, [_adamw])
+
+
+def _adamw(arguments: TrainArguments) -> TrainArguments | None:
+    if arguments.optimizer == "adamw":
+        return None
+    return dataclasses.replace(arguments, optimizer="adamw")
+
+
+def _need(arguments: TrainArguments, name: Optimizer, problem: DigitsProblem) -> Need:
+    experiment = arguments.experiment
+    train, size = problem.train, experiment.batch_size
+    plan = plan_memory(
+        problem.objective,
+        problem.shapes,
+        (train.images[:size], train.labels[:size]),
+        optimizer=build_optimizer(name, experiment, problem, total_updates(experiment, problem)),
+        device_bytes=1,
+        curvature=name == "kfac",
+        options=(),
+        compiled="none",
+        fisher=experiment.fisher,
+    )
+    rows = plan.now.at_once
+    evaluation = _evaluation_bytes(problem)
+    (turn,) = (row for row in rows if row in IN_TURN)
+    if evaluation > rows[turn]:  # never at the same time
+        del rows[turn]
+        rows["evaluation on the whole training set"] = evaluation
+    return Need(rows)
+
+
+def _evaluation_bytes(problem: DigitsProblem) -> int:
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), problem.train)
+    compiled: Any = make_evaluation(problem)
+    analysis = compiled.lower(problem.shapes, data).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)

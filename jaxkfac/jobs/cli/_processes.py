@@ -1,0 +1,222 @@
+"""`--coordinator`: one run in several processes, which go on, stop and fail together."""
+
+import dataclasses
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkfac import __version__
+from jaxkfac._errors import JaxkfacError
+from jaxkfac.jobs.cli._interrupts import Hold, Stopped, interrupts_deferred, nothing_begun
+from jaxkfac.memory import ProcessGroup, initialize_distributed, is_out_of_memory, note_on_cpus
+
+
+class LostProcessError(JaxkfacError, RuntimeError):
+    """A program could not exchange anything with another process, which has most likely ended."""
+
+
+class RunProcesses:
+    """The processes of a run; alone there is nothing to tell anybody.
+
+    Every method is called by all of them, in the same order.
+
+    Args:
+        group: All of them, or ``None`` for one.
+
+    Attributes:
+        stop_together: Whether a Ctrl-C that has come has stopped all of them: then they may
+            exchange something more.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._hold: Hold | None = None
+        self.stop_together = group is None
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return self._group is not None
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes and prints."""
+        return self._group is None or self._group.rank == 0
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[list[Any]]:
+        """A block that all processes leave, or that fails in all of them.
+
+        Args:
+            doing: For errors.
+
+        Yields:
+            A list. What is put into it must have the same ``repr`` in every process.
+
+        Raises:
+            ProcessesDisagreeError: it has not, or another process has failed; its words are said.
+        """
+        same: list[Any] = []
+        if self._group is None:
+            yield same
+            return
+        try:
+            yield same
+        except Exception as error:
+            self._group.agree(doing, "", error)
+        else:
+            self._group.agree(doing, repr(same))
+
+    def compiled(self, lowered: Any) -> Any:
+        """A program, compiled where it is the same in every process.
+
+        Programs that are not would wait for one another for ever.
+
+        Raises:
+            ProcessesDisagreeError: it is another one in another process.
+        """
+        with self.together("compiling") as same:
+            if self._group is not None:
+                same.append(zlib.crc32(lowered.as_text().encode()))
+        return lowered.compile()
+
+    @contextmanager
+    def stopping_together(self) -> Iterator[None]:
+        """Training, in which a signal to stop in one process stops all at the next pause."""
+        if self._group is None:
+            yield
+            return
+        with interrupts_deferred("waiting for the other processes") as hold:
+            self._hold = hold
+            yield
+
+    def pause(self, step: int, error: Exception | None = None) -> None:
+        """Go on with an update, or stop, all of them.
+
+        Args:
+            step: The update.
+            error: What has failed in this process alone.
+
+        Raises:
+            ProcessesDisagreeError: another process has failed, or is at another update.
+            Stopped: Ctrl-C was pressed in one of them, or one got SIGTERM or SIGHUP.
+            Exception: ``error``.
+        """
+        if self._group is None:
+            if error is not None:
+                raise error
+            return
+        self._group.agree(f"update {step}", str(step), error)
+        came = 0 if self._hold is None else self._hold.number
+        if number := int(self._group.gathered(np.array([came], np.uint8)).max()):
+            self.stop_together = True
+            raise Stopped(number)
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of what it took in each of them."""
+        if self._group is None:
+            return seconds
+        return float(self._group.gathered(np.array([seconds], np.float32)).max())
+
+    def settled(self, tree: Any) -> Any:
+        """``tree`` when it has been computed, where two programs must not run at the same time.
+
+        Programs that do not depend on one another run in an order of the CPU's own, and gloo
+        takes what comes first for what it waits for.
+        """
+        if self._group is None or self._group.devices[0].platform != "cpu":
+            return tree
+        return jax.block_until_ready(tree)
+
+
+ALONE = RunProcesses(None)
+
+
+@contextmanager
+def run_processes(arguments: Any) -> Iterator[RunProcesses]:
+    """Join the other processes of a run, before JAX has looked for its devices.
+
+    Args:
+        arguments: Of ``train`` or ``finetune``. Options that need not be the same in every
+            process are ``process``, ``debug`` and ``json``.
+
+    Raises:
+        ValueError: the options that say how many processes there are do not go together, or
+            ``auto`` finds no cluster.
+        ProcessesDisagreeError: another process has other options, or another version.
+        LostProcessError: a program of XLA's failed while it exchanged something.
+    """
+    address = arguments.coordinator
+    _check(address, arguments.processes, arguments.process)
+    if address is None:
+        yield ALONE
+        return
+    with nothing_begun():
+        _join(address, arguments.processes, arguments.process)
+        processes = RunProcesses(ProcessGroup.everywhere())
+    if processes.first and (note := note_on_cpus(jax.devices()[0].platform)):
+        print(f"note: {note}", file=sys.stderr)
+    try:
+        with nothing_begun(), processes.together("comparing options") as same:
+            same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
+        yield processes
+        with processes.together("ending"):
+            pass
+    except jax.errors.JaxRuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise LostProcessError(
+            f"process {jax.process_index()} could not exchange with the others ({reason}); if "
+            "one of them has ended, it says why: start all of them again with --resume"
+        ) from error
+
+
+def _join(address: str, count: int | None, number: int | None) -> None:
+    words: dict[str, Any] = {}
+    if address != "auto":
+        words = {
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": number,
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        initialize_distributed(**words)
+    except ValueError as error:
+        if words:
+            raise
+        raise ValueError(
+            f"--coordinator auto: jax.distributed knows no cluster here ({error}): start the "
+            "command by srun, mpirun of Open MPI or on each host of a TPU pod, or give "
+            "--coordinator HOST:PORT, --processes and --process"
+        ) from error
+
+
+def _shared(arguments: Any) -> dict[str, Any]:
+    """Options that are the same in every process."""
+    own = ("coordinator", "process", "json", "debug")
+    return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in own}
+
+
+def _check(address: str | None, count: int | None, number: int | None) -> None:
+    if address in (None, "auto"):
+        given = [f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None]
+        if given:
+            raise ValueError(f"{given[0]} needs --coordinator HOST:PORT, the address of process 0")
+        return
+    if count is None or number is None:
+        raise ValueError(
+            f"--coordinator {address} needs --processes, how many there are, and --process, "
+            "which of them this is"
+        )
+    if not 0 <= number < count:
+        raise ValueError(f"--process must lie in 0 .. {count - 1}, not {number}")
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ValueError(f"--coordinator must be HOST:PORT or auto, not {address!r}")

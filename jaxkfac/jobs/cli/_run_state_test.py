@@ -1,0 +1,53 @@
+"""The state of a run as flat arrays: copies, and refused where it is of another run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.jobs.cli._analyze import experiment_from
+from jaxkfac.jobs.cli._checkpoint import Checkpoint
+from jaxkfac.jobs.cli._options import Experiment, older
+from jaxkfac.jobs.cli._run_state import as_config, flatten_state, restore_state
+
+PARAMS = {"kernel": jnp.arange(6.0).reshape(2, 3)}
+
+
+def test_a_flat_state_does_not_change_when_its_arrays_are_donated():
+    state = {name: jnp.arange(100, dtype=name) for name in ("float32", "bfloat16")}
+    expected = {name: np.array(leaf.tolist()) for name, leaf in state.items()}
+    flat = flatten_state(state, ())
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    after = step(state)
+    assert state["float32"].is_deleted() and after["float32"][0] == 1
+    for name, values in expected.items():
+        np.testing.assert_array_equal(flat[f"params/{name}"].astype(float), values)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused():
+    held = optax.sgd(0.1, momentum=0.9).init(PARAMS)
+    leaves = flatten_state(PARAMS, held)
+    stored = Checkpoint(leaves, {"optimizer": "adamw"}, "adamw", {}, 3)
+    wanted = optax.scale_by_adam().init(PARAMS)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        restore_state(stored, PARAMS, wanted, {"optimizer": "kfac"})
+    message = str(caught.value)
+    assert "option optimizer: adamw in the checkpoint, kfac requested" in message
+    assert "trace/kernel: (2, 3) in the checkpoint, not expected" in message
+    assert "nu/kernel: not in the checkpoint, expected (2, 3)" in message
+
+
+def test_a_checkpoint_of_before_split_seed_has_the_split_of_its_seed():
+    config = as_config(Experiment(seed=3))
+    del config["split_seed"]
+    assert experiment_from(config).split_seed == 3
+    stored = Checkpoint(flatten_state(PARAMS, ()), config, "kfac", {}, 3)
+
+    def resumed(experiment):
+        return restore_state(stored, PARAMS, (), as_config(experiment), lacking=older(config))
+
+    resumed(Experiment(seed=3, split_seed=3))
+    with pytest.raises(CheckpointMismatchError, match="option split_seed: 3 in the checkpoint, 0"):
+        resumed(Experiment(seed=3))

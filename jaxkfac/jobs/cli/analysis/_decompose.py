@@ -1,0 +1,277 @@
+"""Eigenvalues of factors on disk: by decomposition, or by Lanczos with vectors on disk."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, nearest
+from jaxkfac.factors import Factors
+from jaxkfac.interception import Layer
+from jaxkfac.jobs.cli.analysis._files import Folder, Group
+from jaxkfac.linalg import Spectrum
+
+# ---------------- lanczos whose vectors lie on disk: two of them are in memory, however many there
+# are
+
+
+_CHUNK = 1 << 16
+_EPS = float(np.finfo(np.float32).eps)  # of the vectors
+_STATE = "lanczos/state.json"
+
+
+class ExactSpectrum(NamedTuple):
+    """The largest eigenvalues of the exact Fisher.
+
+    Attributes:
+        eigenvalues: Descending.
+        error_bounds: Within this distance of each lies an eigenvalue.
+        steps: Products that were made.
+    """
+
+    eigenvalues: list[float]
+    error_bounds: list[float]
+    steps: int
+
+
+def lanczos(
+    product: Callable[[np.ndarray], np.ndarray],
+    size: int,
+    folder: Folder,
+    *,
+    count: int,
+    steps: int,
+    seed: int,
+    eps: float,
+    advance: Callable[[int, str], None],
+) -> ExactSpectrum:
+    r"""Lanczos with full reorthogonalisation; a run that goes on makes the products that it lacks.
+
+    After $k$ steps $A Q = Q T + \beta q e_k^\top$: for an eigenpair $T s = \theta s$ an eigenvalue
+    of $A$ lies within $\beta |s_k|$ of $\theta$. See :func:`jaxkfac.spectrum`, which keeps the
+    vectors on the device.
+
+    Args:
+        product: With the operator, of flat float32 vectors.
+        size: Their length.
+        folder: Where vectors are kept.
+        count: How many eigenvalues are returned, at most.
+        steps: Products, at most.
+        seed: Of the first vector.
+        eps: Of the type in which products are made, relative.
+        advance: Told how many products are made.
+
+    Raises:
+        NonFiniteFactorError: a product is not finite.
+
+    Memory:
+        Two vectors beside what the product takes.
+    """
+    state = {"alphas": [], "betas": []}
+    if folder.has(_STATE):
+        state = folder.read(_STATE)
+    else:
+        first = np.random.Generator(np.random.Philox(seed)).standard_normal(size, np.float32)
+        first /= np.float32(np.sqrt(_dot(first, first)))
+        folder.save_vector(0, first)
+        folder.write(_STATE, state)
+        del first
+    alphas, betas = state["alphas"], state["betas"]
+    while len(alphas) < min(steps, size) and not _is_exhausted(alphas, betas, eps):
+        done = len(alphas)
+        rest = product(folder.load_vector(done))
+        if not np.isfinite(_dot(rest, rest)):
+            raise NonFiniteFactorError(
+                f"product {done + 1} of Lanczos with the exact Fisher is not finite: the model "
+                "overflows on the first texts"
+            )
+        alpha = 0.0
+        for again in (False, True):  # the second time takes away what rounding has left
+            for number in range(done, -1, -1):
+                vector = folder.load_vector(number)
+                along = _dot(vector, rest)
+                vector *= np.float32(along)
+                rest -= vector
+                if number == done and not again:
+                    alpha = along
+        beta = float(np.sqrt(_dot(rest, rest)))
+        if beta > 0:
+            rest /= np.float32(beta)
+        folder.save_vector(done + 1, rest)
+        alphas, betas = [*alphas, alpha], [*betas, beta]
+        folder.write(_STATE, {"alphas": alphas, "betas": betas})
+        del rest
+        advance(len(alphas), f"largest {_ritz(alphas, betas, eps)[0][0]:.4g}")
+    values, bounds = _ritz(alphas, betas, eps)
+    return ExactSpectrum(values[:count], bounds[:count], len(alphas))
+
+
+def _ritz(alphas: list[float], betas: list[float], eps: float) -> tuple[list[float], list[float]]:
+    matrix = np.diag(alphas) + np.diag(betas[:-1], 1) + np.diag(betas[:-1], -1)
+    values, vectors = np.linalg.eigh(matrix)
+    rounding = 10 * len(alphas) * max(eps, _EPS) * float(np.abs(values).max())
+    bounds = betas[-1] * np.abs(vectors[-1]) + rounding
+    return values[::-1].tolist(), bounds[::-1].tolist()
+
+
+def _is_exhausted(alphas: list[float], betas: list[float], eps: float) -> bool:
+    """Whether nothing but rounding is left of the Krylov space."""
+    if not betas:
+        return False
+    # The sums of float32 lose more than a step of it, a product's rounding at most about one.
+    return betas[-1] <= max(16 * _EPS, eps) * max(map(abs, alphas))
+
+
+def _dot(one: np.ndarray, other: np.ndarray) -> float:
+    """In double precision from piece to piece: one sum of 1e8 terms in float32 loses digits."""
+    return sum(
+        float(np.dot(one[at : at + _CHUNK], other[at : at + _CHUNK]))
+        for at in range(0, len(one), _CHUNK)
+    )
+
+
+# ---------------- eigenvalues of factors on disk, one group of layers and one block at a time
+
+
+_TABLES = ("a", "a_without_ones", "g")
+
+
+class Chosen:
+    """The blocks that are decomposed.
+
+    Args:
+        groups: All layers.
+        pattern: Full match of a layer's name, or of that of one of its blocks.
+
+    Raises:
+        UnknownLayerError: it matches none.
+    """
+
+    def __init__(self, groups: Sequence[Group], pattern: str) -> None:
+        self.groups, compiled = groups, re.compile(pattern)
+        self.blocks = [
+            (group, block)
+            for group in groups
+            for block in group.blocks
+            if any(compiled.fullmatch(name) for name in group.names(block))
+        ]
+        if not self.blocks:
+            names = [name for group in groups for b in group.blocks for name in group.names(b)]
+            raise UnknownLayerError(
+                f"--decompose {pattern!r} matches no layer; the nearest names are "
+                f"{nearest(pattern, names)}"
+            )
+
+    def is_whole(self, group: Group) -> bool:
+        """Whether all blocks of a group are decomposed."""
+        return len(self.of(group)) == len(group.blocks)
+
+    def of(self, group: Group) -> list[int | None]:
+        """The blocks of a group that are decomposed."""
+        return [block for own, block in self.blocks if own is group]
+
+    def largest(self) -> int:
+        """Size of the largest matrix."""
+        sides = [
+            size
+            for group, _ in self.blocks
+            for layer in group.layers
+            if not layer.is_diagonal
+            for size, dense in (
+                (layer.in_features + 1, layer.a_dense),
+                (layer.out_features, layer.g_dense),
+            )
+            if dense
+        ]
+        return max(sides, default=1)
+
+
+def decompose(
+    chosen: Chosen, folder: Folder, *, dtype: str, advance: Callable[[int, str], None]
+) -> None:
+    """Write the eigenvalues of every chosen block; those that are there are left.
+
+    Raises:
+        NonFiniteFactorError: naming the factor.
+    """
+    for number, (group, block) in enumerate(chosen.blocks, 1):
+        name = group.name(block)
+        if not folder.has_values(name):
+            folder.save_values(name, _values(group, block, folder, dtype))
+        advance(number, name)
+
+
+def _values(group: Group, block: int | None, folder: Folder, dtype: str) -> dict[str, np.ndarray]:
+    layers = group.of_block(block)
+    bases = jk.eigendecompose(
+        _factors(group, block, layers, folder), vectors=False, placement="host", dtype=dtype
+    )
+    found = {
+        f"{table}|{key}": np.asarray(spectrum.values)
+        for table in _TABLES
+        for key, spectrum in getattr(bases, table).items()
+    }
+    return found | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
+
+
+def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder: Folder) -> Factors:
+    tables: dict[str, Any] = {"a_sums": {}, "g_sums": {}, "diagonals": {}}
+    counts: dict[str, np.ndarray] = {}
+    terms = 0.0
+    suffix = "" if block is None else f"[{block}]"
+    for part in group.parts(block):
+        stored = folder.load_part(part)
+        terms = stored.terms
+        tables[part.table][part.key + suffix] = stored.whole(part)
+        if part in stored.counts:
+            counts[part.key + suffix] = stored.counts[part]
+    return Factors(
+        a_counts=counts, terms=np.asarray(terms, np.float32), layers=layers, bias="joint", **tables
+    )
+
+
+def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Eigenbases:
+    """Bases without vectors of what has been decomposed.
+
+    A stacked layer of which all blocks are there is one layer; of others each block is one.
+    """
+    tables: dict[str, Any] = {table: {} for table in _TABLES}
+    diagonals: dict[str, object] = {}
+    layers: list[Layer] = []
+    for group in chosen.groups:
+        if not (blocks := chosen.of(group)):
+            continue
+        stacked = chosen.is_whole(group) and blocks[0] is not None
+        found = [(block, folder.load_values(group.name(block))) for block in blocks]
+        if stacked:
+            layers += group.layers
+        for block, values in found:
+            if not stacked:
+                layers += group.of_block(block)
+            for table, key, array in _entries(values):
+                if table == "diagonals":
+                    diagonals[key] = jnp.asarray(array)
+                elif not stacked:
+                    tables[table][key] = Spectrum(jnp.asarray(array), None)
+        if stacked:
+            for table, key, _ in _entries(found[0][1]):
+                base = key.removesuffix(f"[{blocks[0]}]")
+                rows = [values[f"{table}|{base}[{block}]"] for block, values in found]
+                tables[table][base] = Spectrum(jnp.asarray(np.stack(rows)), None)
+    return jk.Eigenbases(
+        **tables,
+        diagonals=diagonals,
+        layers=tuple(layers),
+        bias="joint",
+        max_condition=max_condition,
+        floor=0.0,
+    )
+
+
+def _entries(values: dict[str, np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
+    for name, array in values.items():
+        table, _, key = name.partition("|")
+        yield table, key, array

@@ -1,0 +1,218 @@
+"""Factors of a model over texts: one pass after the other, each over all batches."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.factors import Factors, Pass
+from jaxkfac.interception import Layer, leaves_by_path
+from jaxkfac.jobs.cli.analysis._files import TABLES, Folder, Part, StoredSums
+from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
+from jaxkfac.jobs.cli.analysis._texts import Texts, on_device
+from jaxkfac.linalg import pack, packed_shape
+
+# ---------------- where in a model numbers stop being finite
+
+
+def raise_non_finite(
+    analysis: AnalyzedModel, params: Any, batch: Any, exist: Any, bad: Part, texts: Sequence[int]
+) -> NoReturn:
+    """Name the first layer whose inputs are not finite, or else the part that is not.
+
+    Raises:
+        NonFiniteFactorError: always.
+    """
+    where = f"texts {texts[0] + 1} to {texts[-1] + 1}"
+    for path, leaf in leaves_by_path(params).items():
+        if not bool(jnp.isfinite(leaf).all()):
+            count = int((~jnp.isfinite(leaf)).sum())
+            raise NonFiniteFactorError(
+                f"{count} weights of {path} are not finite: the checkpoint is damaged, or "
+                f"{leaf.dtype} is too narrow for it"
+            )
+    dtype = jax.tree.leaves(params)[0].dtype
+    remedy = "" if dtype == jnp.float32 else "; --dtype float32 reaches further"
+    found = _first_inputs(analysis, params, batch, exist)
+    if found is None:
+        raise NonFiniteFactorError(
+            f"{bad} is not finite over {where}, though the inputs of every layer are: the loss "
+            f"or its gradient overflows in {dtype}{remedy}"
+        )
+    raise NonFiniteFactorError(
+        f"the inputs of layer {found} are not finite over {where}, the first such in the model: "
+        f"something before it overflows in {dtype}{remedy}"
+    )
+
+
+def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) -> str | None:
+    """The layer, in the order of the program, from the diagonals of all A alone."""
+    collect = jk.value_grad_and_factors(
+        analysis.objective, fisher="forward", max_dense=1, uncovered="ignore"
+    )
+    squares = collect(params, batch, positions=exist).factors
+    found = []
+    for number, layer in enumerate(squares.layers):
+        if layer.is_diagonal:
+            continue
+        finite = np.isfinite(np.asarray(squares.a_sums[layer.input]))
+        bad = np.flatnonzero(~finite.reshape(*layer.stack[:1], -1).all(-1))
+        if bad.size:
+            block = int(bad[0]) if layer.stack else None
+            run = _run(squares.layers, number)
+            name = layer.name + ("" if block is None else f"[{block}]")
+            found.append((run, block or 0, number, name))
+    return min(found)[-1] if found else None
+
+
+def _run(layers: Sequence[Layer], number: int) -> int:
+    """How many times the depth of the stack changes before a layer: blocks run in between."""
+    depths = [layer.stack[:1] for layer in layers[: number + 1]]
+    return sum(one != other for one, other in zip(depths, depths[1:], strict=False))
+
+
+# ----------------
+
+
+def gather(
+    analysis: AnalyzedModel,
+    params: Any,
+    texts: Texts,
+    folder: Folder,
+    *,
+    every: int,
+    advance: Callable[[int, str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """Write every factor to the folder; passes and batches that are done are left out.
+
+    Args:
+        analysis: Programs and passes.
+        params: Of the model.
+        texts: What the factors are over.
+        folder: Where they go.
+        every: Batches between two savings of a pass that goes on.
+        advance: Told how many batches of all passes are done, and of what.
+        stopped: Asked after each batch: if so, its pass is kept as it is.
+
+    Returns:
+        ``{"loss": nats a token, "terms": tokens}``.
+
+    Raises:
+        NonFiniteFactorError: naming the first layer whose inputs are not finite.
+        OSError: the disk is full.
+        KeyboardInterrupt: it was stopped.
+    """
+    total = len(texts.batches)
+    found: dict[str, float] = {}
+    for number in range(len(analysis.passes)):
+        done = f"pass-{number}.json"
+        if not folder.has(f"factors/{done}"):
+            found = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
+            folder.write(f"factors/{done}", found)
+            if stopped():
+                raise KeyboardInterrupt
+        folder.drop_sums(f"pass-{number}")  # not before: of a pass that is done nobody reads them
+        found = folder.read(f"factors/{done}")
+        advance((number + 1) * total, f"pass {number + 1}, loss {found['loss']:.3f}")
+    return found
+
+
+def _one_pass(
+    analysis: AnalyzedModel,
+    params: Any,
+    texts: Texts,
+    folder: Folder,
+    number: int,
+    every: int,
+    advance: Callable[[int, str], None],
+    stopped: Callable[[], bool],
+) -> dict[str, float]:
+    one, total = analysis.passes[number], len(texts.batches)
+    sums, dtype = folder.load_sums(f"pass-{number}"), sums_dtype(total)
+    while sums.batches < total:
+        index = sums.batches
+        batch, exist = on_device((texts.batches[index], texts.exist[index]))
+        call = analysis.call(batch, exist, analysis.key_of(index))
+        value, factors = analysis.program(number, exist)(params, call, np.int32(one.start))
+        terms = float(factors.terms)
+        sums.terms += terms
+        sums.loss += float(value) * terms
+        if bad := _add(sums, factors, one, analysis.stacks, dtype):
+            raise_non_finite(analysis, params, batch, exist, bad, _rows(index, texts))
+        del factors
+        sums.batches += 1
+        advance(number * total + sums.batches, f"pass {number + 1}, loss {float(value):.3f}")
+        if sums.batches == total:
+            break  # the pass itself is written, also where it was stopped
+        if (stop := stopped()) or sums.batches % every == 0:
+            folder.save_sums(f"pass-{number}", sums)
+        if stop:
+            raise KeyboardInterrupt
+    for part in sums.arrays:
+        folder.save_part(part, sums)
+    return {"loss": sums.loss / max(sums.terms, 1.0), "terms": sums.terms}
+
+
+def _add(
+    sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int], dtype: np.dtype
+) -> Part | None:
+    """Add a batch's factors, one block at a time; the first part that is not finite."""
+    dense = {("a_sums", x.input) for x in factors.layers if x.a_dense and not x.is_diagonal}
+    dense |= {("g_sums", x.name) for x in factors.layers if x.g_dense}
+    bad: Part | None = None
+    for table in TABLES:
+        for name, array in getattr(factors, table).items():
+            for part, block in _blocks(table, name, array, one, stacks):
+                host = np.asarray(block)
+                if (table, name) in dense and table != "diagonals":
+                    sums.sizes[part] = host.shape[-1]
+                    host = _folded(host)
+                if not np.isfinite(host).all():
+                    bad = bad or part
+                    continue
+                known = sums.arrays.get(part)
+                sums.arrays[part] = (
+                    host.astype(dtype) if known is None else np.add(known, host, out=known)
+                )
+            array.delete()
+        if table == "a_sums":
+            for name, counts in factors.a_counts.items():
+                for part, count in _blocks(table, name, counts, one, stacks):
+                    total = sums.counts.get(part, 0) + np.asarray(count, np.float64)
+                    sums.counts[part] = np.asarray(total)
+    return bad
+
+
+def _blocks(
+    table: str, name: str, array: Any, one: Pass, stacks: dict[str, int]
+) -> list[tuple[Part, Any]]:
+    """The blocks of an array; of a window those that the model has."""
+    if table == "diagonals" or name not in stacks:
+        return [(Part(table, name, None), array)]
+    windowed = name in one.parts and one.parts[name].rows is not None
+    start = one.start if windowed else 0
+    stop = min(start + array.shape[0], stacks[name])
+    host = np.asarray(array)  # on the CPU a view
+    return [(Part(table, name, i), host[i - start]) for i in range(start, stop)]
+
+
+def _folded(matrix: np.ndarray) -> np.ndarray:
+    stack, size = matrix.shape[:-2], matrix.shape[-1]
+    flat = matrix.reshape(math.prod(stack), size, size)
+    out = np.empty((len(flat), *packed_shape(size)), matrix.dtype)
+    for one, target in zip(flat, out, strict=True):
+        pack(one, target)
+    return out.reshape(*stack, *out.shape[1:])
+
+
+def _rows(index: int, texts: Texts) -> Sequence[int]:
+    """Which texts a batch holds, from 0."""
+    sizes = [len(exist) for exist in texts.exist]
+    start = sum(sizes[:index])
+    return range(start, start + sizes[index])

@@ -1,0 +1,133 @@
+"""What an analysis needs, stage by stage, before anything is loaded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxkfac.jobs.cli._out_of_memory import free_room
+from jaxkfac.jobs.cli.analysis._decompose import Chosen
+from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, sums_dtype
+from jaxkfac.jobs.report import MemoryRow
+from jaxkfac.memory import bytes_text, resident_bytes
+
+_OF_MATRIX = {"float64": 36, "float32": 16}  # bytes times n² of a decomposition
+_MEAN = 8  # bytes times n²: the sum that was read, and its mean
+
+
+def fit(
+    analysis: AnalyzedModel, chosen: Chosen, room: int, *, every: bool = True
+) -> list[MemoryRow]:
+    """Find passes that fit into ``room`` bytes; what every stage then needs.
+
+    Args:
+        analysis: Takes the budget that is found.
+        chosen: What is decomposed.
+        room: Of the device; on a CPU of the whole process.
+        every: Whether every pass is compiled; see :meth:`AnalyzedModel.fit`.
+
+    Raises:
+        ValueError: a stage does not fit, with the smallest room that would do.
+    """
+    held = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
+    found = analysis.fit(room - held, held=held, every=every)
+    rows = plan_rows(analysis, chosen, found)
+    check_stages(rows, room)
+    return rows
+
+
+def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False) -> None:
+    """Refuse stages that do not fit into ``room`` bytes.
+
+    Args:
+        rows: Of every stage.
+        room: Of the device.
+        gathers: Whether the passes are given too, as those of an analysis that goes on are.
+
+    Raises:
+        ValueError: one does not, with the smallest room that would do.
+    """
+    passes = "the passes of an analysis cannot change: give it as much, or begin with --overwrite"
+    for stage, remedy in (
+        *([("gather", passes)] if gathers else []),
+        ("Lanczos", "lower --lanczos-texts, or leave it out with --lanczos 0"),
+        ("decompose", "take --decompose-dtype float32, or a lower --max-dense"),
+    ):
+        needed = stage_bytes(rows, stage)
+        if needed > room:
+            raise ValueError(
+                f"--device-bytes {bytes_text(room)}: the smallest with which the stage "
+                f"{stage!r} of this analysis can do is {bytes_text(needed)}; {remedy}"
+            )
+
+
+def plan_rows(analysis: AnalyzedModel, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:
+    """The rows of every stage, from the bytes of its largest pass."""
+    options, held = analysis.options, held_rows(analysis)
+    on_cpu = jax.default_backend() == "cpu"
+    count = len(analysis.passes)
+    words = "a pass" if count == 1 else f"the largest of {count} passes"
+    rows = [
+        *held,
+        MemoryRow("gather", f"activations and temporaries of {words}", found.temporaries),
+        MemoryRow("gather", f"factors of {words}", found.factors),
+        MemoryRow("gather", "their sums, triangles folded", found.sums, on_device=on_cpu),
+    ]
+    if options.lanczos:
+        memory = analysis.product.memory_analysis()
+        vector = 4 * analysis.num_parameters
+        rows += [
+            MemoryRow("Lanczos", "a product with the exact Fisher", memory.temp_size_in_bytes),
+            MemoryRow("Lanczos", "its vectors in and out", 2 * vector),
+            MemoryRow("Lanczos", "a vector from the disk", 2 * vector, on_device=on_cpu),
+        ]
+    size = chosen.largest()
+    share = _OF_MATRIX[options.decompose_dtype] + _MEAN
+    rows.append(
+        MemoryRow(
+            "decompose", f"a matrix of {size} and its workspace", share * size**2, on_device=on_cpu
+        )
+    )
+    return rows
+
+
+def held_rows(analysis: AnalyzedModel) -> list[MemoryRow]:
+    """What is there all the time: this process, and the model until it has been used."""
+    on_cpu = jax.default_backend() == "cpu"
+    stages = "gather, Lanczos" if analysis.options.lanczos else "gather"
+    return [
+        MemoryRow(
+            "always", "Python, JAX and the programs", resident_bytes() or 0, on_device=on_cpu
+        ),
+        MemoryRow(stages, "the model", analysis.param_bytes),
+    ]
+
+
+def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True) -> int:
+    """The sum of a stage's rows."""
+    return sum(
+        row.nbytes
+        for row in rows
+        if row.on_device == on_device and (row.stage == "always" or stage in row.stage)
+    )
+
+
+def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
+    """What lies on the disk at most: folded factors, the sums of a pass, vectors of Lanczos.
+
+    At the end of a pass its folded factors are there twice, once in the dtype of sums.
+    """
+    tables = (shapes.a_sums, shapes.g_sums)
+    elements = sum(x.size for table in tables for x in table.values())
+    sums = elements // 2 * (4 + sums_dtype(analysis.batches).itemsize)
+    vectors = 0
+    if analysis.options.lanczos:
+        vectors = 4 * analysis.num_parameters * (analysis.options.lanczos_steps + 2)
+    return sums + vectors
+
+
+def room_of(device_bytes: int | None) -> int:
+    """What the analysis may take."""
+    if device_bytes is not None:
+        return device_bytes
+    return free_room() + (0 if jax.default_backend() != "cpu" else resident_bytes() or 0)

@@ -1,0 +1,207 @@
+"""`jaxkfac analyze` of a pretrained model: plan, run the stages, and write what was found."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import jaxkfac as jk
+from jaxkfac.curvature.capacity import legend
+from jaxkfac.files import probe_folder, whole_file, write_text
+from jaxkfac.jobs.cli._interrupts import nothing_begun
+from jaxkfac.jobs.cli._options import AnalyzeArguments
+from jaxkfac.jobs.cli._progress import host_memory, phase
+from jaxkfac.jobs.cli._run_state import as_config
+from jaxkfac.jobs.cli.analysis._stages import Found, Prepared, give_blocks_back, prepare, run_stages
+from jaxkfac.jobs.report import (
+    AnalysisRecord,
+    CapacityReport,
+    ModelMemory,
+    analysis_page,
+    capacity_table,
+    comparison_table,
+    depth_table,
+    exact_lines,
+    factor_figures,
+    memory_plan_table,
+    model_table,
+    only_in_one,
+    spectra_summary_table,
+    spectrum_records,
+    versions,
+)
+
+_OTHER = "compared"
+
+
+def run_analysis(arguments: AnalyzeArguments) -> None:
+    """Analyze a pretrained model; or print the plan."""
+    _check(arguments)
+    give_blocks_back()
+    console = Console(stderr=arguments.json)
+    models = {str(arguments.checkpoint): arguments.output}
+    if arguments.compare is not None:
+        models[str(arguments.compare)] = arguments.output / _OTHER
+    with jk.memory.track("analysis") as stages:
+        found: list[Found] = []
+        plans: list[ModelMemory] = []
+        first: Prepared | None = None
+        for number, (model, path) in enumerate(models.items()):
+            # of its own: stages of the same names would be taken for those of the first
+            own = contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
+            with own as own_stages:
+                with contextlib.nullcontext() if found else nothing_begun():
+                    with jk.memory.track("plan"):
+                        ready = prepare(arguments, model, path, exact=number == 0)
+                    console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
+                    if arguments.plan:
+                        continue
+                    if arguments.overwrite and not found:  # texts, model and options were checked
+                        _remove(arguments.output)
+                found.append(run_stages(ready, arguments))
+            peaks = _peaks(own_stages)
+            passes = len(ready.analysis.passes)
+            plans.append(ModelMemory(model, ready.rows, peaks, passes, ready.disk))
+            first = first or ready
+            del ready
+    if first is None:
+        return
+    with phase("measuring capacity"):
+        record = _record(arguments, first, found, plans, stages)
+    with phase("writing the report"):
+        _write(arguments, record)
+    for path in models.values():
+        _clean(arguments, path, whole=arguments.model.decompose == ".*")
+    if arguments.json:
+        print(json.dumps(record.to_dict(), allow_nan=False))
+        return
+    _print(console, record)
+    console.print(f"report: {_page(arguments)}", soft_wrap=True, highlight=False)
+
+
+def _check(arguments: AnalyzeArguments) -> None:
+    if arguments.batches is not None:
+        raise ValueError(
+            "--batches cuts the held-out examples of a checkpoint of `jaxkfac train`; for a "
+            "pretrained model give --texts"
+        )
+    if arguments.compare == arguments.checkpoint:
+        raise ValueError(f"--compare {arguments.compare} is the model itself")
+    if arguments.checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
+    if arguments.resume and arguments.overwrite:
+        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+    output = arguments.output
+    held = next(path for path in (output, *output.parents) if path.exists())
+    if not held.is_dir():
+        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    if not arguments.plan:
+        probe_folder(output)
+    if arguments.plan or not (output / "analysis.json").exists():
+        return
+    if not (arguments.overwrite or arguments.resume):
+        raise ValueError(
+            f"{output} already holds an analysis: continue it with --resume, replace it with "
+            "--overwrite, or choose another --output"
+        )
+
+
+def _remove(output: Path) -> None:
+    """Delete what an analysis has written, and nothing else."""
+    if not (output / "analysis.json").exists():
+        return
+    (output / "report.html").unlink(missing_ok=True)
+    for path in (output / _OTHER, output):
+        for name in ("factors", "spectra", "lanczos"):
+            shutil.rmtree(path / name, ignore_errors=True)
+        for name in ("gathered", "exact", "metrics", "analysis"):  # while that is there, so is all
+            (path / f"{name}.json").unlink(missing_ok=True)
+
+
+def _clean(arguments: AnalyzeArguments, path: Path, *, whole: bool) -> None:
+    """Let go of what can be computed again, once all of it has been used."""
+    shutil.rmtree(path / "lanczos", ignore_errors=True)
+    if whole and not arguments.keep_factors:
+        shutil.rmtree(path / "factors", ignore_errors=True)
+
+
+def _peaks(stages: jk.memory.Stage) -> dict[str, int]:
+    """Most bytes of main memory of each stage of one model."""
+    known = ((stage.name, stage.resident_peak) for stage in stages.stages)
+    return {name: peak.nbytes for name, peak in known if peak is not None}
+
+
+def _record(
+    arguments: AnalyzeArguments,
+    ready: Prepared,
+    found: list[Found],
+    plans: list[ModelMemory],
+    stages: jk.memory.Stage,
+) -> AnalysisRecord:
+    examples = arguments.num_examples or ready.texts.num_terms
+    measured = [
+        jk.capacity_metrics(x.bases, num_examples=examples, damping=arguments.damping)
+        for x in found
+    ]
+    capacity = CapacityReport(measured[0])
+    if arguments.compare is not None:
+        comparison = jk.compare_capacity(measured[1], measured[0])
+        capacity = capacity._replace(comparison=comparison, before=str(arguments.compare))
+    exact = found[0].exact
+    return AnalysisRecord(
+        model=str(arguments.checkpoint),
+        texts={
+            "texts": ready.texts.num_texts,
+            "tokens": ready.texts.num_terms,
+            "left out": ready.texts.num_bad,
+            "loss": found[0].loss,
+        },
+        spectra=spectrum_records(found[0].bases),
+        capacity=capacity,
+        exact=None if exact is None else exact._asdict(),
+        plans=plans,
+        coverage=ready.coverage,
+        config=as_config(arguments.model) | {"damping": arguments.damping},
+        versions=versions(),
+        stages=stages,
+        host_memory=host_memory(stages),
+    )
+
+
+def _write(arguments: AnalyzeArguments, record: AnalysisRecord) -> None:
+    text = json.dumps(record.to_dict(), allow_nan=False)
+    write_text(arguments.output / "metrics.json", text, "the measurements of the analysis")
+    page = _page(arguments)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, analysis_page(record), "the report")
+    if arguments.figures:
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        for name, svg in factor_figures(record.spectra).items():
+            path = arguments.figures / f"{name}.svg"
+            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
+                file.write(svg)
+
+
+def _page(arguments: AnalyzeArguments) -> Path:
+    return arguments.report or arguments.output / "report.html"
+
+
+def _print(console: Any, record: AnalysisRecord) -> None:
+    console.print(spectra_summary_table(record.spectra))
+    console.print(capacity_table(record.capacity))
+    if (depth := depth_table(record.capacity)) is not None:
+        console.print(depth)
+    if record.capacity.comparison is not None:
+        console.print(comparison_table(record.capacity))
+        for line in only_in_one(record.capacity):
+            console.print(line)
+    console.print(model_table(record.capacity))
+    console.print(legend(), style="dim")
+    for line in exact_lines(record):
+        console.print(line, soft_wrap=True, highlight=False)
+    for own in record.plans:
+        table = memory_plan_table(own.model, own.plan, disk=own.disk, peaks=own.peaks)
+        console.print(table)

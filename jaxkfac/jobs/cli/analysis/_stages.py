@@ -1,0 +1,290 @@
+"""The stages of one model's analysis, in their order."""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.jobs.cli._progress import phase, progress
+from jaxkfac.jobs.cli._run_state import as_config
+from jaxkfac.jobs.cli.analysis._decompose import (
+    Chosen,
+    ExactSpectrum,
+    decompose,
+    eigenbases,
+    lanczos,
+)
+from jaxkfac.jobs.cli.analysis._files import Folder, groups_of
+from jaxkfac.jobs.cli.analysis._gather import gather
+from jaxkfac.jobs.cli.analysis._plan import check_stages, disk_bytes, fit, plan_rows, room_of
+from jaxkfac.jobs.cli.analysis._program import AnalyzedModel
+from jaxkfac.jobs.cli.analysis._texts import (
+    Analyzed,
+    Texts,
+    analyzed,
+    batches_of,
+    on_device,
+    read_texts,
+)
+from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
+from jaxkfac.jobs.report import CoverageRow, MemoryRow, coverage_rows
+from jaxkfac.memory import bytes_text, parse_bytes
+
+# ---------------- the C library's allocator
+
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD
+_BYTES = 1 << 20
+
+
+def give_blocks_back() -> None:
+    """Have glibc return every freed block of a mebibyte and more to the system.
+
+    It learns to keep ever larger ones, up to 32 MiB, and a peak would be that of all stages
+    together. Elsewhere nothing is done.
+    """
+    _call("mallopt", _MMAP_THRESHOLD, _BYTES)
+
+
+def give_heap_back() -> None:
+    """Have glibc return what is free in its heap: compiling leaves a gigabyte of small blocks."""
+    gc.collect()
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    if sys.platform.startswith("linux"):
+        function = getattr(ctypes.CDLL(None), name, None)
+        if function is not None:
+            function(*arguments)
+
+
+# ----------------
+
+
+_MAX_CONDITION = 1e6
+_BLOCK = 1 << 20  # bytes of a file that are read at once
+# Of a run that goes on: what is there already is right for these too.
+_MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
+
+
+class Prepared(NamedTuple):
+    """A model that is ready to be loaded and analyzed.
+
+    Attributes:
+        what: Which.
+        texts: In its tokens.
+        analysis: Its programs and passes.
+        chosen: What is decomposed.
+        folder: Where everything is kept.
+        known: What it says of the analysis.
+        rows: The plan of its memory.
+        disk: Bytes of the disk.
+        coverage: Which parameters factors cover.
+    """
+
+    what: Analyzed
+    texts: Texts
+    analysis: AnalyzedModel
+    chosen: Chosen
+    folder: Folder
+    known: Mapping[str, Any]
+    rows: list[MemoryRow]
+    disk: int
+    coverage: list[CoverageRow]
+
+
+class Found(NamedTuple):
+    """What the analysis of one model has found.
+
+    Attributes:
+        bases: Without vectors.
+        loss: Nats a token.
+        exact: Of the exact Fisher, if it was asked for.
+    """
+
+    bases: jk.Eigenbases
+    loss: float
+    exact: ExactSpectrum | None
+
+
+def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool = True) -> Prepared:
+    """Read the texts, compile the programs, and plan; nothing of the model is loaded.
+
+    Args:
+        arguments: What was asked for.
+        model: Which of them, the one that is analyzed or the one that it is compared with.
+        path: Where everything of it is kept.
+        exact: Whether its exact Fisher is looked at, as it was asked for.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: the options do not go with the model, or the budget is too small.
+        OSError: the disk has no room.
+    """
+    options = arguments.model if exact else dataclasses.replace(arguments.model, lanczos=0)
+    what = analyzed(model, options)
+    with phase("reading the texts"):
+        text = read_texts(what, arguments)
+    with phase("planning"):
+        shapes = what.family.shapes(what.experiment)
+        texts = batches_of(what, shapes, text, options.batch_size)
+        like = [
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            for x in (texts.batches[0], texts.exist[0])
+        ]
+        number = len(texts.batches)
+        analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like, batches=number)
+        chosen = Chosen(groups_of(analysis.layers), options.decompose)
+        folder = Folder(path)
+        asked = {
+            "model": model,
+            "weights": [] if arguments.plan else _weights(model),
+            "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
+            "texts": texts.crc,
+        }
+        known = asked
+        if not arguments.plan:
+            known = folder.begin(asked, resume=arguments.resume)
+        given = arguments.device_bytes
+        room = room_of(None if given is None else int(parse_bytes(given, name="--device-bytes")))
+        if "max_factor_bytes" in known:
+            gathers = not folder.has("gathered.json")
+            largest = analysis.use(known["max_factor_bytes"], every=gathers)
+            rows = plan_rows(analysis, chosen, largest)
+            if given is not None and room < known["room"]:
+                check_stages(rows, room, gathers=gathers)
+        else:
+            rows = fit(analysis, chosen, room, every=not arguments.plan)
+        needed = disk_bytes(analysis, analysis.shapes)
+        if not arguments.plan and "max_factor_bytes" not in known:
+            _check_disk(path, needed - (folder.nbytes if arguments.overwrite else 0))
+            known = known | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
+    sizes = analysis.sizes
+    coverage = coverage_rows(analysis.table, sizes)
+    return Prepared(what, texts, analysis, chosen, folder, known, rows, needed, coverage)
+
+
+def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
+    """Note what is asked for, load, gather, Lanczos, decompose; what is done already is read."""
+    folder, analysis, options = ready.folder, ready.analysis, ready.analysis.options
+    folder.note(ready.known)
+    params: Any = None
+    spectrum = _known_spectrum(folder, options) if options.lanczos else None
+    exact = options.lanczos > 0 and spectrum is None
+    if not folder.has("gathered.json") or exact:
+        with jk.memory.track("load"), phase("loading the model"):
+            params = ready.what.family.load(ready.what.experiment).params
+    if not folder.has("gathered.json"):
+        total = len(analysis.passes) * len(ready.texts.batches)
+        with (
+            jk.memory.track("gather"),
+            phase("gathering the factors"),
+            _shown("gather", total) as (advance, stopped),
+        ):
+            found = gather(
+                analysis,
+                params,
+                ready.texts,
+                folder,
+                every=arguments.checkpoint_every,
+                advance=advance,
+                stopped=stopped,
+            )
+            folder.write("gathered.json", found)
+    if exact:
+        with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
+            spectrum = _exact(ready, params)
+        asked = [options.lanczos, options.lanczos_steps]
+        folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
+    del params
+    give_heap_back()
+    with (
+        jk.memory.track("decompose"),
+        phase("decomposing the factors"),
+        progress("decompose", len(ready.chosen.blocks)) as shown,
+    ):
+        decompose(ready.chosen, folder, dtype=options.decompose_dtype, advance=shown.advance)
+    condition = arguments.max_condition or _MAX_CONDITION
+    bases = eigenbases(ready.chosen, folder, max_condition=condition)
+    return Found(bases, folder.read("gathered.json")["loss"], spectrum)
+
+
+def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | None:
+    """What Lanczos has found, if it was asked for the same."""
+    if not folder.has("exact.json"):
+        return None
+    known = folder.read("exact.json")
+    same = known["asked"] == [options.lanczos, options.lanczos_steps]
+    return ExactSpectrum(**known["found"]) if same else None
+
+
+def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
+    analysis, options = ready.analysis, ready.analysis.options
+    batch = ready.texts.batches[0]
+    texts = min(options.exact_texts, len(ready.texts.exist[0]))
+    few = on_device(jax.tree.map(lambda x: x[:texts], batch))
+    program = analysis.product
+
+    def product(vector: np.ndarray) -> np.ndarray:
+        return np.array(program(params, few, jnp.asarray(vector)))
+
+    with progress("Lanczos", options.lanczos_steps) as shown:
+        found = lanczos(
+            product,
+            analysis.num_parameters,
+            ready.folder,
+            count=options.lanczos,
+            steps=options.lanczos_steps,
+            seed=options.seed,
+            eps=analysis.eps,
+            advance=shown.advance,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], Any]]:
+    doing = "the batch under way is ended and kept"
+    with interrupts_deferred(doing) as hold, progress(name, total) as shown:
+        yield shown.advance, lambda: hold.pressed
+
+
+def _weights(model: str) -> list[list[Any]]:
+    """Names and CRC-32 of the files, by which other weights in the same place are noticed."""
+    path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
+    files = [path] * path.is_file()
+    if path.is_dir():
+        files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    return [[file.name, _crc(file)] for file in files]
+
+
+def _crc(path: Path) -> str:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return f"{found:08x}"
+
+
+def _check_disk(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if needed > free:
+        raise OSError(
+            f"the factors and vectors of this analysis need {bytes_text(needed)} on the disk, and "
+            f"{path} has {bytes_text(free)} free: make room, choose another --output, or lower "
+            "--max-dense or --lanczos-steps"
+        )

@@ -1,0 +1,154 @@
+"""The texts of an analysis as batches, in their order."""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
+from jaxkfac.jobs.cli.finetune._family import Family, Text
+from jaxkfac.jobs.cli.finetune._load import family_of
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.data.readers import Bad, FileRows
+from jaxkfac.jobs.data.text import Completion
+from jaxkfac.jobs.data.wordnet import wordnet_pairs
+
+_GLOSSES = 24  # of an embedded text: more than 128 tokens
+
+
+class Analyzed(NamedTuple):
+    """The model that is analyzed, as `finetune` would load it.
+
+    Attributes:
+        family: What kind of model it is.
+        experiment: How it is loaded, and its texts written in tokens.
+    """
+
+    family: Family
+    experiment: Finetuning
+
+
+class Texts(NamedTuple):
+    """What the factors are gathered over.
+
+    Attributes:
+        batches: ``(inputs, targets, mask)`` of NumPy arrays; the last may have fewer rows.
+        exist: Which positions of each exist.
+        num_texts: How many there are.
+        num_terms: Tokens in the loss.
+        num_bad: Rows that were left out.
+        crc: CRC-32 of all tokens.
+    """
+
+    batches: list[Any]
+    exist: list[np.ndarray]
+    num_texts: int
+    num_terms: int
+    num_bad: int
+    crc: str
+
+
+def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
+    """The model called ``name``, and what it is loaded with."""
+    family = family_of(Finetuning(model=name))
+    pairs = isinstance(family, EncoderDecoderFamily)
+    experiment = Finetuning(
+        model=name,
+        data=options.data or "wordnet",
+        max_length=options.max_length,
+        max_target_length=options.max_target_length,
+        batch_size=1,
+        questions="0",
+        dtype=options.dtype,
+        dropout=0.0,  # the key of sampled labels drops nothing
+        loss_on="assistant" if pairs else "all",
+    )
+    return Analyzed(family, experiment)
+
+
+def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
+    """The first texts, before the model is there.
+
+    Raises:
+        ValueError: there is none.
+    """
+    family, experiment = what
+    count = arguments.model.texts
+    embedded = experiment.data == "wordnet" and not isinstance(family, EncoderDecoderFamily)
+    if embedded:
+        chosen: Sequence[Any] = _glosses(count)
+        return Text(chosen, chosen)
+    train = family.text(experiment, strict=arguments.strict).train
+    if isinstance(train, FileRows):
+        return _first(train, count)
+    chosen = train[:count]
+    if not chosen:
+        raise ValueError(f"--data {experiment.data}: there is no text in it")
+    return Text(chosen, chosen)
+
+
+def _first(rows: FileRows, count: int) -> Text:
+    """The first ``count`` good rows, and the bad ones before and among them."""
+    rows.peek()  # says what is wrong where none is good
+    good: list[Any] = []
+    bad: list[Bad] = []
+    for _, row in rows.read():
+        if isinstance(row, Bad):
+            bad.append(row)
+        else:
+            good.append(row)
+            if len(good) == count:
+                break
+    return Text(good, good, bad=bad)
+
+
+def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> Texts:
+    """The texts in the model's tokens.
+
+    Raises:
+        ValueError: the tokenizer has tokens that the model has not, or nothing can be learnt.
+    """
+    if pretrained.tokenizer is None:
+        model = what.experiment.model
+        raise ValueError(f"{model} has no tokenizer: put its tokenizer.json beside it")
+    found = what.family.tokens(what.experiment, pretrained, text).validation
+    number = len(found.examples)
+    size = min(batch_size, number)
+    batches, exist, crc = [], [], 0
+    for index, batch in enumerate(dataclasses.replace(found, batch_size=size).in_order()):
+        rows = min(size, number - index * size)
+        given = what.family.batch(batch, np.asarray)
+        # what fills the last batch is no text, and its positions would count
+        given = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), given)
+        batches.append(given)
+        exist.append(np.asarray(what.family.exist(on_device(given))))
+        for leaf in jax.tree.leaves(given):
+            crc = zlib.crc32(leaf.tobytes(), crc)
+    terms = sum(int(batch[2].sum()) for batch in batches)
+    return Texts(batches, exist, number, terms, len(text.bad), f"{crc:08x}")
+
+
+def on_device(batch: Any) -> Any:
+    """A batch in JAX's arrays."""
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def _glosses(count: int) -> list[Completion]:
+    """Words and what they mean, many in a text."""
+    pairs = wordnet_pairs()[0]
+    if count * _GLOSSES > len(pairs):
+        raise ValueError(
+            f"--texts {count}: the embedded glosses make {len(pairs) // _GLOSSES} texts; give "
+            "--data a file of your own"
+        )
+    step = len(pairs) // count  # from the whole alphabet
+    texts = []
+    for start in range(0, count * step, step):
+        some = pairs[start : start + _GLOSSES]
+        texts.append(Completion("", " ".join(f"{x.source}: {x.target}." for x in some)))
+    return texts

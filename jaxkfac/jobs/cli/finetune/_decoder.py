@@ -1,0 +1,199 @@
+"""Runs of a decoder: records of text, multiple choice."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
+from jaxkfac.jobs.cli.finetune._family import (
+    EncodedText,
+    Family,
+    Text,
+    check_ids,
+    dtype_of,
+    held_rows,
+)
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.data.choices import read_questions
+from jaxkfac.jobs.data.elements import element_questions, element_records
+from jaxkfac.jobs.data.readers import FileRows
+from jaxkfac.jobs.data.text import (
+    Encoded,
+    TokenBatch,
+    TokenBatches,
+    encode_records,
+    record_files,
+    token_stream,
+)
+from jaxkfac.jobs.models import Tokens, decoder_shapes, load_decoder
+from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
+
+_SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
+_EMBEDDED_QUESTIONS = 40
+
+
+class DecoderFamily(Family):
+    """Decoders in the layouts of Llama and Phi-3."""
+
+    target = kernels = r".*_proj/kernel"
+    task_type = "CAUSAL_LM"
+    num_lengths = 8
+
+    def load(self, experiment: Finetuning) -> Any:
+        options = self._options(experiment)
+        _check_attention(experiment, options["dtype"])
+        if experiment.model == "smollm2":
+            return _smollm2(options)
+        return load_decoder(experiment.model, **options)
+
+    def shapes(self, experiment: Finetuning) -> Any:
+        path: str | Path = experiment.model
+        if path == "smollm2":
+            (known,) = KNOWN
+            path = cached_file(known)
+        return decoder_shapes(path, **self._options(experiment))
+
+    def save(self, folder: Path, pretrained: Any) -> None:
+        raise ValueError(_ADAPTERS_ONLY)
+
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
+        if experiment.train == "all":
+            raise ValueError(_ADAPTERS_ONLY)
+        if experiment.data == "wordnet":
+            raise ValueError(
+                "--data wordnet are pairs for an encoder-decoder, and the model is a decoder"
+            )
+        for name in ("prefix", "source_key", "target_key"):
+            if getattr(experiment, name):
+                words = name.replace("_", "-")
+                raise ValueError(f"--{words} is for pairs, and {experiment.model} is a decoder")
+        if experiment.dropout:
+            raise ValueError(
+                f"--dropout is of encoder-decoders, and {experiment.model} is a decoder, which was "
+                "trained without; --adapter.dropout is of the adapter's inputs"
+            )
+        embedded = experiment.data == "elements"
+        system = experiment.system
+        if system is None:
+            system = _SYSTEM if embedded else ""
+        if embedded:
+            train, validation = element_records(system=system), None
+        else:
+            train, validation = record_files(experiment.data, strict=strict)
+            train.peek()
+        held = held_rows(validation)
+        chosen = experiment.questions
+        if chosen is None:
+            chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
+        if chosen.isdigit():
+            count = int(chosen)
+            questions = element_questions(count, seed=experiment.seed) if count else []
+        else:
+            questions = read_questions(Path(chosen))
+        return Text(train, held.good, questions, system, held.bad)
+
+    def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
+        context, tokenizer = pretrained.config.longest, pretrained.tokenizer
+        if experiment.data == "elements":  # short, whatever the model is
+            longest = min(experiment.max_length, context)
+        elif experiment.max_length > context:
+            raise ValueError(
+                f"max_length {experiment.max_length} is longer than the model's context, "
+                f"{context} tokens: lower --max-length"
+            )
+        else:
+            longest = experiment.max_length
+        pad_id, validation = tokenizer.pad_id, None
+
+        options: dict[str, Any] = {"max_length": longest, "loss_on": experiment.loss_on}
+
+        def encoded_of(records: Any) -> Encoded:
+            encoded = encode_records(records, tokenizer, **options)
+            check_ids(max(int(e.ids.max()) for e in encoded.examples), pretrained.config.vocabulary)
+            return encoded
+
+        if isinstance(text.train, FileRows):
+            encoded = None
+            train = token_stream(
+                text.train,
+                tokenizer,
+                batch_size=experiment.batch_size,
+                batching=experiment.batching,
+                num_lengths=experiment.num_lengths or self.num_lengths,
+                window=experiment.shuffle_window,
+                seed=experiment.seed,
+                **options,
+            )
+            train.first()  # what is wrong with it shows at once
+        else:
+            encoded = encoded_of(text.train)
+            train = _batches(experiment, encoded, pad_id, longest)
+        if text.validation:
+            held = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(held))
+            validation = TokenBatches.padded(held, batch_size=size, pad_id=pad_id)
+        return EncodedText(encoded, train, validation, {})
+
+    def rows(self, experiment: Finetuning, batches: Any) -> Any:
+        length = experiment.max_length if batches is None else batches.lengths[-1]
+        shape = (experiment.batch_size, length)
+        ids = jnp.zeros(shape, jnp.int32)
+        return Tokens(ids, ids, ids), ids, jnp.zeros(shape, bool)
+
+    def batch(
+        self, batch: TokenBatch, asarray: Callable[[Any], Any] = jnp.asarray
+    ) -> tuple[Tokens, Any, Any]:
+        ids, positions, segments, targets, mask = map(asarray, batch)
+        return Tokens(ids, positions, segments), targets, mask
+
+    def exist(self, batch: Any) -> jax.Array:
+        return batch[0].segments > 0
+
+    def examiner(self, problem: Any, arguments: Any) -> DecoderExaminer:
+        return DecoderExaminer(problem, arguments)
+
+    def _options(self, experiment: Finetuning) -> dict[str, Any]:
+        return {
+            "dtype": dtype_of(experiment),
+            "remat": experiment.remat,
+            "quantize": self.quantized(experiment),
+            "attention": experiment.attention,
+        }
+
+
+_ADAPTERS_ONLY = "--train all is for encoder-decoders: a decoder is taught by an adapter"
+
+
+def _smollm2(options: dict[str, Any]) -> Any:
+    from jaxkfac.jobs.models import smollm2
+
+    return smollm2(**options)
+
+
+def _check_attention(experiment: Finetuning, dtype: Any) -> None:
+    if experiment.attention != "cudnn":
+        return
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
+            f"{jax.default_backend()}: take --attention xla"
+        )
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(
+            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
+            "take --dtype bfloat16, or --attention xla"
+        )
+
+
+def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int) -> TokenBatches:
+    options: dict[str, Any] = {
+        "batch_size": experiment.batch_size,
+        "pad_id": pad_id,
+        "seed": experiment.seed,
+    }
+    if experiment.batching == "pack":
+        return TokenBatches.packed(encoded.examples, length=longest, **options)
+    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths or 1, **options)

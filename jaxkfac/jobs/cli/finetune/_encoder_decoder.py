@@ -1,0 +1,222 @@
+"""Runs of an encoder-decoder: pairs of texts."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkfac.interception import from_nnx
+from jaxkfac.jobs.cli.finetune._exam import PairExaminer
+from jaxkfac.jobs.cli.finetune._family import (
+    EncodedText,
+    Family,
+    Text,
+    check_ids,
+    dtype_of,
+    held_rows,
+)
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.data.pairs import (
+    EncodedPairs,
+    Pair,
+    PairBatch,
+    PairBatches,
+    bigram_loss,
+    encode_pairs,
+    pair_files,
+    pair_stream,
+)
+from jaxkfac.jobs.data.readers import FileRows
+from jaxkfac.jobs.data.wordnet import wordnet_pairs
+from jaxkfac.jobs.models import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Pairs,
+    Pretrained,
+    byte_tokenizer,
+    encoder_decoder_shapes,
+    load_encoder_decoder,
+    save_encoder_decoder,
+    shaped_encoder_decoder,
+)
+
+_SHAPES = {"gated": True, "activation": "gelu_new", "tied_head": False, "scaled_head": False}
+_BYTES = EncoderDecoderConfig(
+    vocabulary=258, width=128, hidden=256, encoder_depth=1, decoder_depth=3, num_heads=4,
+    head_size=32, eos_ids=(1,), **_SHAPES,
+)  # fmt: skip
+_FLAN_T5_XL = EncoderDecoderConfig(
+    vocabulary=32128, width=2048, hidden=5120, encoder_depth=24, decoder_depth=24, num_heads=32,
+    head_size=64, eos_ids=(1,), dropout=0.1, **_SHAPES,
+)  # fmt: skip
+ENCODER_DECODERS = {"t5-bytes": _BYTES, "flan-t5-xl": _FLAN_T5_XL}
+"""Models of this kind that have a name here."""
+
+
+class EncoderDecoderFamily(Family):
+    """Encoder-decoders in T5's layout."""
+
+    target = r".*Attention/[qv]/kernel"
+    kernels = r"(encoder|decoder)/block/.*/kernel"
+    task_type = "SEQ_2_SEQ_LM"
+    num_lengths = 4
+
+    def load(self, experiment: Finetuning) -> Any:
+        if experiment.model == "flan-t5-xl":
+            raise ValueError(
+                "flan-t5-xl is known by its sizes, for --plan: to train it, give --model the "
+                "folder of the checkpoint google/flan-t5-xl"
+            )
+        if experiment.model == "t5-bytes":
+            return _untrained(experiment)
+        return load_encoder_decoder(experiment.model, **self._options(experiment))
+
+    def shapes(self, experiment: Finetuning) -> Any:
+        options = self._options(experiment)
+        if (config := ENCODER_DECODERS.get(experiment.model)) is None:
+            return encoder_decoder_shapes(experiment.model, **options)
+        shaped = shaped_encoder_decoder(config, **options)
+        is_bytes = experiment.model == "t5-bytes"
+        return shaped._replace(tokenizer=byte_tokenizer() if is_bytes else None)
+
+    def save(self, folder: Path, pretrained: Any) -> None:
+        save_encoder_decoder(folder, pretrained)
+
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
+        _check(experiment)
+        if experiment.data == "elements":
+            raise ValueError(
+                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
+                "give --data wordnet, or a file or folder of pairs"
+            )
+        prefix = experiment.prefix
+        if experiment.data == "wordnet":
+            learnt, held_out = (
+                [Pair(prefix + pair.source, pair.target) for pair in pairs]
+                for pairs in wordnet_pairs()
+            )
+            return Text(learnt, held_out)
+        keys = {"source": experiment.source_key, "target": experiment.target_key}
+        train, validation = pair_files(experiment.data, prefix=prefix, strict=strict, **keys)
+        train.peek()
+        held = held_rows(validation)
+        return Text(train, held.good, bad=held.bad)
+
+    def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
+        tokenizer, config = pretrained.tokenizer, pretrained.config
+        ends = {"pad_id": config.pad_id, "start_id": config.start_id}
+
+        def encoded_of(pairs: Any) -> EncodedPairs:
+            encoded = _encoded(experiment, tokenizer, pairs)
+            sides = (ids for example in encoded.examples for ids in example)
+            check_ids(max(int(ids.max()) for ids in sides), config.vocabulary)
+            return encoded
+
+        chosen = {"batch_size": experiment.batch_size, "seed": experiment.seed, **ends}
+        validation, reference = None, {}
+        if isinstance(text.train, FileRows):
+            encoded = None
+            train = pair_stream(
+                text.train,
+                tokenizer,
+                max_source_length=experiment.max_length,
+                max_target_length=experiment.max_target_length,
+                num_lengths=experiment.num_lengths or self.num_lengths,
+                window=experiment.shuffle_window,
+                **chosen,
+            )
+            train.first()  # what is wrong with it shows at once
+        else:
+            encoded = encoded_of(text.train)
+            train = PairBatches.padded(
+                encoded.examples, num_lengths=experiment.num_lengths or 1, **chosen
+            )
+        if text.validation:
+            held = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(held))
+            validation = PairBatches.padded(held, batch_size=size, **ends)
+            known = text.train  # of files, the pairs of the first window
+            if isinstance(known, FileRows):
+                known = known.peek(experiment.shuffle_window)
+            examples = (encoded or encoded_of(known)).examples
+            targets = ([e.target for e in side] for side in (examples, held))
+            reference["bigram"] = bigram_loss(*targets, vocabulary=config.vocabulary)
+        return EncodedText(encoded, train, validation, reference)
+
+    def sources(
+        self, experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]
+    ) -> list[list[int]]:
+        """Ids of the sources, cut as those that are learnt from."""
+        return [e.source.tolist() for e in _encoded(experiment, tokenizer, pairs).examples]
+
+    def rows(self, experiment: Finetuning, batches: Any) -> Any:
+        lengths = experiment.max_length, experiment.max_target_length
+        if batches is not None:
+            lengths = batches.source_lengths[-1], batches.lengths[-1]
+        source, target = ((experiment.batch_size, length) for length in lengths)
+        ids = jnp.zeros(target, jnp.int32)
+        inputs = Pairs(jnp.zeros(source, jnp.int32), jnp.zeros(source, bool), ids)
+        return inputs, ids, jnp.zeros(target, bool)
+
+    def batch(
+        self, batch: PairBatch, asarray: Callable[[Any], Any] = jnp.asarray
+    ) -> tuple[Pairs, Any, Any]:
+        source, source_mask, decoder_inputs, targets, mask = map(asarray, batch)
+        return Pairs(source, source_mask, decoder_inputs), targets, mask
+
+    def exist(self, batch: Any) -> jax.Array:
+        return batch[2]  # of the target; of the source the model says it itself
+
+    def dropout(self, experiment: Finetuning, config: EncoderDecoderConfig) -> float | int:
+        return config.dropout if experiment.dropout is None else experiment.dropout
+
+    def examiner(self, problem: Any, arguments: Any) -> PairExaminer:
+        return PairExaminer(problem, arguments)
+
+    def _options(self, experiment: Finetuning) -> dict[str, Any]:
+        _check(experiment)
+        return {
+            "dtype": dtype_of(experiment),
+            "dropout": experiment.dropout,
+            "remat": experiment.remat,
+            "quantize": self.quantized(experiment),
+        }
+
+
+def _encoded(experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]) -> EncodedPairs:
+    return encode_pairs(
+        pairs,
+        tokenizer,
+        max_source_length=experiment.max_length,
+        max_target_length=experiment.max_target_length,
+    )
+
+
+def _untrained(experiment: Finetuning) -> Pretrained:
+    """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
+    rate = _BYTES.dropout if experiment.dropout is None else experiment.dropout
+    rngs = nnx.Rngs(experiment.seed)
+    model = EncoderDecoder(_BYTES, dropout=rate, remat=experiment.remat, rngs=rngs)
+    apply_fn, params = from_nnx(model)
+    params = jax.tree.map(lambda x: x.astype(dtype_of(experiment)), params)
+    return Pretrained(_BYTES, apply_fn, params, byte_tokenizer())
+
+
+def _check(experiment: Finetuning) -> None:
+    """Refuse options of decoders."""
+    wrong = {
+        "--questions are multiple choice": experiment.questions not in (None, "0"),
+        "--attention cudnn has no relative positions": experiment.attention != "xla",
+        "--batching pack puts records behind each other": experiment.batching != "pad",
+        "--loss-on all learns prompts": experiment.loss_on != "assistant",
+        "--system is the first turn of a conversation": experiment.system is not None,
+        "--adapter.split takes fused projections apart": experiment.adapter.split,
+    }
+    for words, given in wrong.items():
+        if given:
+            raise ValueError(f"{words}, and {experiment.model} is an encoder-decoder")
+    if experiment.train == "all" and experiment.quantize is not None:
+        raise ValueError("--quantize is for a frozen base: with --train all leave it out")

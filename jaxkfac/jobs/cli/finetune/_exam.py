@@ -1,0 +1,225 @@
+"""Examinations: validation loss, what a family of models is asked, and the nonlinearity."""
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac.jobs.data.choices import VARIANTS, compare, score_choices, target_log_likelihoods
+from jaxkfac.jobs.data.pairs import Pair, exact_match, rouge_l
+from jaxkfac.jobs.data.text import Completion, Record, TokenBatch
+from jaxkfac.jobs.models import generate, generate_targets
+from jaxkfac.jobs.report import ExamRecord, FourierRecord, SampleRecord
+
+
+class Examiner(abc.ABC):
+    """Asks the model the same things at several updates; its programs are compiled once.
+
+    Attributes:
+        problem: What is trained.
+        arguments: What was asked for.
+    """
+
+    def __init__(self, problem: Any, arguments: Any) -> None:
+        self.problem, self.arguments = problem, arguments
+        config, self._probe = problem.config, None
+        if config is not None and config.fourier_placement != "none":
+            first = problem.family.batch(problem.train.first())
+            self._probe = problem.devices.whole(first[0])
+
+        devices = problem.devices
+        compiled = functools.partial(jax.jit, **devices.of_program())
+
+        @compiled
+        def each_token(params: Any, adapters: Any, batch: Any) -> jax.Array:
+            inputs, targets, _ = batch
+            return target_log_likelihoods(problem.adapted(params, adapters, inputs), targets)
+
+        @compiled
+        def nonlinearity(params: Any, adapters: Any, inputs: Any) -> Any:
+            return jk.lslora.diagnose(adapters, problem.adapted, params, inputs)
+
+        self._each_token, self._nonlinearity = each_token, nonlinearity
+
+    @abc.abstractmethod
+    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+        """What is measured, or ``None`` if there is nothing to ask."""
+
+    @abc.abstractmethod
+    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+        """Answers to the first prompts that fit."""
+
+    def nonlinearity(self, adapters: Any) -> Any:
+        """Numbers of every slice's nonlinearity, on the device, or ``None`` where there is none."""
+        if self._probe is None:
+            return None
+        settled = self.problem.devices.processes.settled
+        return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
+
+    def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
+        """Of every target of a batch on the host."""
+        given = self.problem.devices.whole(self.problem.family.batch(batch))
+        return np.asarray(self._each_token(self.problem.params, adapters, given))
+
+    def loss(self, adapters: Any) -> float | None:
+        """Mean over the learnt tokens of the validation text, nats."""
+        if self.problem.validation is None:
+            return None
+        batches = list(self.problem.validation.in_order())
+        found = (self.log_likelihoods(adapters, x)[x.mask].sum(dtype=np.float64) for x in batches)
+        return -sum(map(float, found)) / sum(batch.num_terms for batch in batches)
+
+
+def fourier_record(step: int, found: Any) -> FourierRecord:
+    """The record of what :meth:`Examiner.nonlinearity` has found, once it is on the host."""
+    layers = {}
+    for name, diagnosis in found.items():
+        values = diagnosis._asdict()
+        coefficients = np.asarray(values.pop("coefficients"))
+        slices = coefficients.reshape(-1, coefficients.shape[-1])
+        layers[name] = {"coefficients": slices.tolist()} | {
+            key: np.asarray(x).reshape(-1).tolist() for key, x in values.items()
+        }
+    return FourierRecord(step, layers)
+
+
+# ---------------- what an encoder-decoder is asked: the targets of pairs
+
+
+class PairExaminer(Examiner):
+    """Asks an encoder-decoder."""
+
+    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+        """Validation loss, and how near generated targets are to those of the first pairs."""
+        if self.problem.validation is None:
+            return None
+        asked, scores = self.problem.text.validation[: self.arguments.generate], None
+        if asked:
+            answers, targets = self._answers(adapters, asked), [pair.target for pair in asked]
+            scores = {"exact match": exact_match(answers, targets)}
+            if self.arguments.rouge:
+                scores["ROUGE-L"] = rouge_l(answers, targets)
+        return ExamRecord(step, self.loss(adapters), {}, {}, scores)
+
+    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+        """Targets of the first sources, of those to validate with where there are any."""
+        text, first = self.problem.text, dict[str, Pair]()
+        for pair in text.validation or text.train:
+            if len(first) == count:
+                break
+            first.setdefault(pair.source, pair)
+        asked = list(first.values())
+        answers = zip(asked, self._answers(adapters, asked), strict=True)
+        return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]
+
+    def _answers(self, adapters: Any, pairs: Sequence[Pair]) -> list[str]:
+        """The targets that the model gives, as many sources at a time as a batch has rows."""
+        arguments, problem = self.arguments, self.problem
+        experiment, tokenizer = arguments.experiment, problem.tokenizer
+        pretrained, called = problem.weights(adapters)
+        encoded = problem.family.sources(experiment, tokenizer, pairs)
+        size, answers = min(experiment.batch_size, len(encoded)), []
+        for start in range(0, len(encoded), size):
+            sources = encoded[start : start + size]
+            found = generate_targets(
+                pretrained,
+                sources + sources[:1] * (size - len(sources)),  # one program for all of them
+                max_new_tokens=arguments.sample_tokens or experiment.max_target_length,
+                num_beams=arguments.num_beams,
+                **called,
+            )
+            answers += [tokenizer.decode(ids).strip() for ids in found[: len(sources)]]
+        return answers
+
+
+# ---------------- what a decoder is asked: multiple choice, and prompts to go on from
+
+
+_SAMPLE_TOKENS = 12
+
+
+class DecoderExaminer(Examiner):
+    """Asks a decoder."""
+
+    @property
+    def context(self) -> int:
+        """Most tokens that the model reads."""
+        return self.problem.pretrained.config.longest
+
+    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+        """Validation loss and accuracies."""
+        problem = self.problem
+        if problem.validation is None and not problem.text.questions:
+            return None
+
+        def ask(batch: TokenBatch) -> np.ndarray:
+            return self.log_likelihoods(adapters, batch)
+
+        loss, accuracy, correct = self.loss(adapters), {}, {}
+        if problem.text.questions:
+            scores = score_choices(
+                ask,
+                problem.tokenizer,
+                problem.text.questions,
+                max_length=self.context,
+                style=self.arguments.experiment.style,
+                system=problem.text.system,
+            )
+            for variant in VARIANTS:
+                found = scores.accuracy(variant)
+                accuracy[variant] = [found.value, found.low, found.high]
+                correct[variant] = scores.correct(variant).tolist()
+        return ExamRecord(step, loss, accuracy, correct)
+
+    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+        """Greedy answers to the first prompts: of the questions, or else of the records."""
+        problem, tokens = self.problem, self.arguments.sample_tokens or _SAMPLE_TOKENS
+        prompts = _prompts(problem, count, room=self.context - tokens)
+        if not prompts:
+            return []
+        pretrained, called = problem.weights(adapters)
+        answers = generate(pretrained, [ids for _, ids in prompts], max_new_tokens=tokens, **called)
+        decode = problem.tokenizer.decode
+        return [
+            SampleRecord(step, words, decode(ids).strip())
+            for (words, _), ids in zip(prompts, answers, strict=True)
+        ]
+
+
+def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
+    """``{variant: {"gained", "lost", "p_value"}}`` of the same questions at two updates."""
+    return {
+        variant: compare(np.array(first.correct[variant]), np.array(right))._asdict()
+        for variant, right in last.correct.items()
+    }
+
+
+def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int]]]:
+    """``(words, ids)`` of prompts of at most ``room`` tokens."""
+    text, tokenizer = problem.text, problem.tokenizer
+    if text.questions:
+        first = [{"role": "system", "content": text.system}] if text.system else []
+        asked = [
+            (q.stem, tokenizer.chat([*first, {"role": "user", "content": q.stem}]))
+            for q in text.questions[:count]
+        ]
+    else:
+        asked = [prompt for r in text.some(4 * count) if (prompt := _asked(r, tokenizer))]
+    fitting = [(words, list(ids)) for words, ids in asked if len(ids) <= room]
+    return fitting[:count]
+
+
+def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
+    """A record up to the first answer; ``None`` for text without a prompt."""
+    if isinstance(record, Completion):
+        return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
+    turns = [turn.to_plain() for turn in record.messages]
+    first = next(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
+    if not first:
+        return None
+    tools = {"tools": record.tools} if record.tools else {}
+    return turns[first - 1]["content"], tokenizer.chat(turns[:first], **tools)

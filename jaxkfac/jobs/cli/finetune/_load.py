@@ -1,0 +1,51 @@
+"""The model and the text of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxkfac.jobs.cli.finetune._decoder import DecoderFamily
+from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS, EncoderDecoderFamily
+from jaxkfac.jobs.cli.finetune._family import Family, Text
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.models.checkpoint import read_config
+
+
+def family_of(experiment: Finetuning) -> Family:
+    """What kind of model it is: of a folder, by its ``config.json``.
+
+    What is wrong with a folder is said where it is loaded.
+    """
+    if experiment.model in ENCODER_DECODERS:
+        return EncoderDecoderFamily()
+    path = Path(experiment.model)
+    if experiment.model != "smollm2" and (path / "config.json").is_file():
+        config = read_config(path)
+        if config.get("is_encoder_decoder") or config.get("model_type") == "t5":
+            return EncoderDecoderFamily()
+    return DecoderFamily()
+
+
+def load_model(experiment: Finetuning) -> Any:
+    """The model: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
+
+    Raises:
+        ValueError: it has no tokenizer, or an option does not go with it.
+    """
+    pretrained = family_of(experiment).load(experiment)
+    if pretrained.tokenizer is None:
+        raise ValueError(f"{experiment.model} has no tokenizer: put its tokenizer.json beside it")
+    return pretrained
+
+
+def model_shapes(experiment: Finetuning) -> Any:
+    """The same with shapes for parameters; nothing is downloaded, and no weights are read.
+
+    Raises:
+        FileNotFoundError: the model is not here.
+    """
+    return family_of(experiment).shapes(experiment)
+
+
+def load_text(experiment: Finetuning, *, strict: bool = False) -> Text:
+    """Text, before the model is loaded: what is wrong with it shows at once."""
+    return family_of(experiment).text(experiment, strict=strict)

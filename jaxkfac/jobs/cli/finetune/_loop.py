@@ -1,0 +1,382 @@
+"""The loop of a fine-tuning run: update by update, each a pure function of the state.
+
+An update reads the batches behind the position of the one before, so a run that was stopped and
+resumed gives the same bits as one that was not. Its numbers stay on the device until those of many
+updates are read at once.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxkfac as jk
+from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._loop import (
+    NonFiniteLossError,
+    finite_or_none,
+    gradient_norm,
+    skipped_updates,
+)
+from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._run_state import is_whole
+from jaxkfac.jobs.cli.finetune._exam import fourier_record
+from jaxkfac.jobs.cli.finetune._family import check_ids
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.cli.finetune._problem import (
+    FinetuneProblem,
+    collector,
+    learning_rate,
+    micro_batches,
+    objective_of,
+)
+from jaxkfac.jobs.data.stream import BatchStream, Position
+from jaxkfac.jobs.report import FinetuneRecords
+
+# ---------------- one micro-batch as one compiled program
+
+
+PyTree = Any
+_LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
+
+
+class PreparedStep(NamedTuple):
+    """A micro-batch on the device, and what of it the host counts.
+
+    Attributes:
+        number: Of the micro-batch in the run.
+        position: In the data, behind it.
+        batch: ``(inputs, targets, mask)``.
+        tokens: That are read, without padding.
+        learnt: Of them in the loss.
+        examples: In all rows.
+    """
+
+    number: int
+    position: Position
+    batch: Any
+    tokens: int
+    learnt: int
+    examples: int
+
+
+def prepare(
+    problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
+) -> PreparedStep:
+    """Build the next micro-batch and send it; does not wait until it has arrived.
+
+    Raises:
+        ValueError: it has ids that the model has not.
+    """
+    batch, position = next(batches)
+    if isinstance(problem.train, BatchStream):  # others are checked when they are made
+        check_ids(batch.largest_id, problem.vocabulary)
+    counts = batch.num_tokens, batch.num_terms, batch.num_examples
+    arrays = problem.family.batch(batch, np.asarray)
+    return PreparedStep(number, position, problem.devices.put_batch(arrays), *counts)
+
+
+class MicroResult(NamedTuple):
+    """After a micro-batch.
+
+    Attributes:
+        adapters: Changed by the last micro-batch of an update only.
+        optimizer: State.
+        numbers: Loss (mean over the learnt tokens, before), the regulariser times its weight,
+            before, what the optimizer has skipped so far, and the norm of the gradient, the
+            regulariser's included.
+    """
+
+    adapters: PyTree
+    optimizer: PyTree
+    numbers: jax.Array
+
+
+def empty_history(rows: int) -> jax.Array:
+    """Room for the numbers of ``rows`` micro-batches."""
+    return jnp.zeros((rows, 4))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write(history: jax.Array, numbers: jax.Array, row: jax.Array) -> jax.Array:
+    """One more row; not in the step, whose bits the size of the history would change."""
+    return history.at[row].set(numbers.astype(history.dtype))
+
+
+class MicroStep:
+    """``step(adapters, optimizer, given)``, compiled for each shape of a batch.
+
+    The first two are donated: what comes back lies in their memory.
+
+    Attributes:
+        compile_seconds: Spent so far.
+        programs: Compiled so far.
+    """
+
+    def __init__(
+        self,
+        problem: FinetuneProblem,
+        experiment: Finetuning,
+        tx: optax.GradientTransformationExtraArgs,
+    ) -> None:
+        self.compile_seconds, self.programs = 0.0, 0
+        self._params, self._devices = problem.params, problem.devices
+        step, options = _micro_step(problem, experiment, tx), problem.devices.of_program()
+        self._run = jax.jit(step, donate_argnums=(1, 2), **options)
+        self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+    def __call__(self, adapters: PyTree, optimizer: PyTree, given: PreparedStep) -> MicroResult:
+        """Take a micro-batch into account."""
+        number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
+        arguments = (self._params, adapters, optimizer, given.batch, number)
+        return self._devices.processes.settled(self.program(*arguments)(*arguments))
+
+    def program(self, *arguments: Any) -> Any:
+        """The compiled program of these arguments: of parameters, then those of a call."""
+        shape = tuple(x.shape for x in jax.tree.leaves(arguments[3]))
+        if shape not in self._compiled:
+            jax.block_until_ready(arguments)  # what is under way is no part of the compilation
+            started = time.perf_counter()
+            # A trace that is broken off can take the process down when it ends.
+            with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
+                lowered = self._run.lower(*arguments)
+                self._compiled[shape] = self._devices.processes.compiled(lowered)
+            self.compile_seconds += time.perf_counter() - started
+            self.programs += 1
+        return self._compiled[shape]
+
+
+def _micro_step(
+    problem: FinetuneProblem, experiment: Finetuning, tx: optax.GradientTransformationExtraArgs
+) -> Any:
+    config, weight, drops = problem.config, 0.0, problem.drops(experiment)
+    if config is not None:
+        weight = 0.0 if config.fourier_placement == "none" else config.reg_weight
+
+    def penalty_of(adapters: PyTree) -> jax.Array:
+        assert config is not None
+        return weight * jk.lslora.regulariser(adapters, config.nonlinearity)
+
+    def micro_step(
+        params: PyTree,
+        adapters: PyTree,
+        state: PyTree,
+        batch: Any,
+        number: jax.Array,
+    ) -> MicroResult:
+        objective = objective_of(experiment, problem, params)
+        _, _, mask = batch
+        key = jax.random.fold_in(jax.random.key(experiment.seed), number)
+        drop = jax.random.fold_in(key, _DROPOUT) if drops else None
+        extra: dict[str, Any]
+        if experiment.optimizer == "kfac":
+            collect = collector(experiment, objective)
+            labels = drop if drop is not None else jax.random.fold_in(key, _LABELS)
+            exist = problem.family.exist(batch)
+            loss, grads, factors = collect(adapters, batch, key=labels, positions=exist)
+            extra = {"factors": factors}
+        else:
+            loss, grads = jax.value_and_grad(objective)(adapters, batch, drop)
+            extra = {"terms": mask.sum()}
+        penalty = jnp.zeros((), jnp.float32)
+        if weight:
+            penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
+            grads = jax.tree.map(jnp.add, grads, penalty_grads)
+        updates, state = tx.update(grads, state, adapters, **extra)
+        found = (loss, penalty, skipped_updates(state), gradient_norm(grads))
+        numbers = jnp.stack([x.astype(loss.dtype) for x in found])
+        return MicroResult(optax.apply_updates(adapters, updates), state, numbers)
+
+    return micro_step
+
+
+# ----------------
+
+
+class TuneState(NamedTuple):
+    """What one update hands to the next.
+
+    Attributes:
+        adapters: Trained so far.
+        optimizer: State.
+        step: Updates made.
+        records: They only grow, whenever numbers are read.
+        position: In the data, where the next update begins; ``None`` is the beginning.
+    """
+
+    adapters: PyTree
+    optimizer: PyTree
+    step: int
+    records: FinetuneRecords
+    position: Position | None = None
+
+
+class _Unread(NamedTuple):
+    """An update whose numbers are on the device.
+
+    Attributes:
+        given: Its micro-batches' counts.
+        numbers: Of its last micro-batch: they are there when the update has ended.
+        look: What was asked about the adapters after it, or ``None``.
+    """
+
+    given: list[PreparedStep]
+    numbers: jax.Array
+    look: Any
+
+
+class Tuning:
+    """A run of updates between readings.
+
+    The state is donated to every micro-batch, so there is one of it: the newest. The next batch
+    is built and sent while the device works, and the host runs no more than one update ahead of
+    it, so that it need not wait longer than that when it is stopped.
+
+    Attributes:
+        state: After the last update; its records go as far as the last reading.
+        seconds: Of each update of this session that has ended, without compilation.
+    """
+
+    def __init__(
+        self,
+        experiment: Finetuning,
+        problem: FinetuneProblem,
+        tx: Any,
+        state: TuneState,
+        *,
+        total: int,
+        unread: int,
+        look: Callable[[int, PyTree], Any],
+    ) -> None:
+        """Begin at ``state``.
+
+        Args:
+            experiment: What was asked for.
+            problem: What is trained.
+            tx: The optimizer.
+            state: Where the run begins; its arrays are donated.
+            total: Updates of the run.
+            unread: Most updates between two readings.
+            look: ``look(step, adapters)`` after each update; what it returns, but ``None``, is
+                read with the losses and becomes a ``FourierRecord``.
+        """
+        self.state = state
+        self.seconds: list[float] = []
+        self._first = state.step
+        self._experiment, self._problem, self._look = experiment, problem, look
+        self._micro_step = MicroStep(problem, experiment, tx)
+        self._rate = learning_rate(experiment, total)
+        self._compiled_before = state.records.compile_seconds, state.records.programs
+        history = empty_history(unread * experiment.gradient_accumulation_steps)
+        self._history = problem.devices.whole(history)
+        self._last = micro_batches(experiment, problem, total - 1).stop - 1
+        self._unread: list[_Unread] = []
+        self._ahead: PreparedStep | None = None
+        self._batches = problem.train.iterate(state.position)
+        self._clock = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the state is there, and all of its records or their numbers with it."""
+        state = self.state
+        counted = len(state.records.losses) + len(self._unread) == state.step
+        return counted and is_whole(state.adapters, state.optimizer)
+
+    def update(self) -> None:
+        """Start the next update, and wait until the one before it has ended."""
+        adapters, optimizer, step, *_ = self.state
+        if not self._unread:
+            self._clock = time.perf_counter()
+        compiled, given = self._micro_step.compile_seconds, []
+        row = sum(len(update.given) for update in self._unread)
+        for number in micro_batches(self._experiment, self._problem, step):
+            micro = self._ahead if self._ahead is not None else self._prepared(number)
+            adapters, optimizer, numbers = self._micro_step(adapters, optimizer, micro)
+            self._history = write(self._history, numbers, jnp.asarray(row + len(given)))
+            given.append(micro._replace(batch=None))
+            self._ahead = None if number == self._last else self._prepared(number + 1)
+        self._clock += self._micro_step.compile_seconds - compiled
+        look = self._look(step + 1, adapters)
+        self.state = self.state._replace(
+            adapters=adapters,
+            optimizer=optimizer,
+            step=step + 1,
+            position=given[-1].position,
+        )
+        self._unread.append(_Unread(given, numbers, look))
+        self._wait(ahead=1)
+
+    def read(self) -> None:
+        """Add the numbers of all updates since the last reading to the records, at once.
+
+        Raises:
+            NonFiniteLossError: naming the first update whose loss was not finite.
+        """
+        if not self._unread:
+            return
+        self._wait(ahead=0)
+        first = self.state.step - len(self._unread)
+        rates = self._rate(jnp.arange(first, self.state.step))
+        asked = (self._history, rates, [update.look for update in self._unread])
+        history, rates, looks = jax.device_get(asked)
+        losses, penalties, norms, row = [], [], [], 0
+        for i, update in enumerate(self._unread):
+            rows = history[row : row + len(update.given)].tolist()
+            row += len(rows)
+            learnt = sum(x.learnt for x in update.given)
+            loss = sum(x[0] * y.learnt for x, y in zip(rows, update.given)) / max(learnt, 1)
+            penalty = sum(x[1] / len(rows) for x in rows)
+            if not (math.isfinite(loss) and math.isfinite(penalty)):
+                raise NonFiniteLossError(_explain(self._experiment, first + i, loss))
+            losses.append(loss)
+            penalties.append(penalty)
+            norms.append(sum(x[3] for x in rows) / len(rows))
+        found = [fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None]
+
+        def counted(name: str) -> list[int]:
+            return [sum(getattr(x, name) for x in update.given) for update in self._unread]
+
+        records, step = self.state.records, self._micro_step
+        records = records._replace(
+            losses=[*records.losses, *losses],
+            penalties=[*records.penalties, *penalties],
+            tokens=[*records.tokens, *counted("tokens")],
+            learnt=[*records.learnt, *counted("learnt")],
+            examples=[*records.examples, *counted("examples")],
+            seconds=[*records.seconds, *self.seconds[-len(self._unread) :]],
+            fourier=[*records.fourier, *found],
+            compile_seconds=self._compiled_before[0] + step.compile_seconds,
+            programs=self._compiled_before[1] + step.programs,
+            skipped=int(history[row - 1][2]),
+            gradient_norms=[*records.gradient_norms, *finite_or_none(norms)],
+            learning_rates=[*records.learning_rates, *rates.tolist()],
+        )
+        self.state, self._unread = self.state._replace(records=records), []
+
+    def _prepared(self, number: int) -> PreparedStep:
+        return prepare(self._problem, number, self._batches)
+
+    def _wait(self, *, ahead: int) -> None:
+        """Until all but the newest ``ahead`` updates have ended; waiting reads nothing."""
+        read = self.state.step - self._first - len(self._unread)
+        for update in self._unread[len(self.seconds) - read : len(self._unread) - ahead]:
+            jax.block_until_ready(update.numbers)
+            now = time.perf_counter()
+            self.seconds.append(now - self._clock)
+            self._clock = now
+
+
+def _explain(experiment: Finetuning, step: int, loss: float) -> str:
+    name = experiment.optimizer
+    rate = getattr(experiment, name).learning_rate
+    return (
+        f"the loss of {name} is {loss} at step {step}; the last checkpoint is from before. "
+        f"Try --{name}.learning-rate {rate / 3:.2g}"
+        + (f" or --kfac.damping {experiment.kfac.damping * 10:.2g}" if name == "kfac" else "")
+    )

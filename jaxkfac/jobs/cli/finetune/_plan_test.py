@@ -1,0 +1,79 @@
+"""`--plan` counts a run's bytes before anything is loaded."""
+
+import json
+
+import pytest
+
+from jaxkfac.jobs.cli import main
+from jaxkfac.jobs.cli.finetune import _run as run_module
+from jaxkfac.jobs.cli.finetune._options import (
+    PRESETS,
+    FinetuneArguments,
+    Finetuning,
+    default_arguments,
+)
+from jaxkfac.jobs.cli.finetune._plan import planned_shapes
+from jaxkfac.jobs.models import EncoderDecoderConfig
+
+CONFIG = EncoderDecoderConfig(
+    vocabulary=128, width=16, hidden=24, encoder_depth=2, decoder_depth=2, num_heads=2, head_size=8,
+    tied_head=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hugging_face()))
+    return tmp_path
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("train", ["adapter", "all"])
+def test_a_config_is_enough(train, folder, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "load_model", None)
+    words = ["--model", str(folder), "--train", train, "--max-length", "32"]
+    assert main(["finetune", "--plan", "--device-bytes", "1GB", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "8 × 1 rows an update, adamw, float32" in shown and "It fits" in shown
+    assert ("base model" in shown) is (train == "adapter")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
+
+
+@pytest.mark.exhaustive
+def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys):
+    words = ["--model", str(folder), "--data", "nowhere", "--train", "all", "--batch-size", "64"]
+    assert main(["finetune", "--plan", "--device-bytes", "16MB", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "By the plan it fits with" in shown and "--gradient-accumulation-steps" in shown
+
+
+def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(folder):
+    experiment = Finetuning(model=str(folder), data="nowhere", train="all", dtype="bfloat16")
+    rows = planned_shapes().need(FinetuneArguments(experiment=experiment)).rows
+    inner, blocks = 16 * 16, 2
+    block = 4 * inner + 16 + 2 * 16 * 24 + 16  # attention and its norm, feed-forward and its norm
+    cross = 4 * inner + 16
+    numbers = 2 * 128 * 16 + blocks * (2 * block + cross) + 2 * (32 * 2) + 2 * 16
+    assert rows["parameters"] == 2 * numbers
+
+
+def test_options_that_do_not_go_together_are_refused(folder, capsys):
+    words = ["--model", str(folder), "--attention", "cudnn"]
+    assert main(["finetune", "--plan", *words]) == 2
+    assert "--attention cudnn has no relative positions" in capsys.readouterr().err
+
+
+def test_a_preset_is_where_options_begin(folder):
+    for words in (["--preset", "wordnet-t5"], ["--steps", "3", "--preset=wordnet-t5"]):
+        assert default_arguments(["finetune", *words]) is PRESETS["wordnet-t5"]
+    assert default_arguments(["finetune"]) == FinetuneArguments()
+    assert default_arguments(["--preset"]) == FinetuneArguments()
+    assert {name: found.preset for name, found in PRESETS.items()} == {x: x for x in PRESETS}
+
+
+@pytest.mark.slow
+def test_the_documented_run_is_planned_by_its_name(capsys):
+    words = ["finetune", "--preset", "flan-t5-xl", "--plan", "--device-bytes", "80GB"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "8 × 16 rows an update" in shown and "5.31 GiB" in shown  # 2.85e9 parameters

@@ -1,0 +1,467 @@
+"""What is trained: the model, its tokens, and the optimizer."""
+
+import dataclasses
+import importlib
+import zlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Key
+
+import jaxkfac as jk
+from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
+from jaxkfac.jobs.cli._problem import warmup_schedule
+from jaxkfac.jobs.cli._run_state import as_config
+from jaxkfac.jobs.cli.finetune._family import Family, Text
+from jaxkfac.jobs.cli.finetune._load import family_of
+from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
+from jaxkfac.jobs.data.stream import BatchStream, Position, Tally
+from jaxkfac.linalg import statistics_dtype
+from jaxkfac.lslora import Adapters, Config, RmsSigma
+from jaxkfac.memory import bytes_text
+
+# ---------------- label smoothing whose Fisher stays the model's
+
+
+Outputs = Array | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothedCategorical(jk.Categorical):
+    r"""Cross entropy with $(1 - \epsilon)$ at the target and $\epsilon / K$ at all K classes.
+
+    Labels that the model samples stand for its own distribution, and are not smoothed: they come
+    as $-1 - k$ for class k, and ``terms`` is then the plain cross entropy.
+
+    Args:
+        smoothing: $\epsilon$ in [0, 1).
+    """
+
+    smoothing: float = 0.0
+
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+        super().check(outputs, _classes(targets), mask)
+
+    def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
+        plain = super().terms(outputs, _classes(targets))
+        wide = outputs.astype(statistics_dtype(outputs.dtype))
+        uniform = jax.nn.logsumexp(wide, -1) - wide.mean(-1)
+        share = jnp.where(targets < 0, 0.0, self.smoothing).astype(plain.dtype)
+        return plain + share * (uniform.astype(plain.dtype) - plain)
+
+    def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
+        return -1 - super().sample(key, outputs)
+
+
+def _classes(targets: Array) -> Array:
+    return jnp.where(targets < 0, -1 - targets, targets)
+
+
+# ----------------
+
+
+PyTree = Any
+
+
+class FinetuneProblem(NamedTuple):
+    """Everything that training and its evaluations read, before anything has been trained.
+
+    What is trained is called the adapters, also where it is all parameters; then the base model
+    has none.
+
+    Attributes:
+        family: What kind of model it is.
+        pretrained: The base model and its tokenizer.
+        config: Of the adapter; ``None`` where all parameters are trained.
+        adapted: ``adapted(params, adapters, inputs, key)``.
+        initial: ``initial() -> adapters``. Training takes their memory over. An adapter is
+            float32 and the same each time; all parameters are given once.
+        adapters: Their shapes.
+        rows: Shapes of ``(inputs, targets, mask)`` of the longest rows.
+        devices: Where all of it lies.
+        text: Questions, among others.
+        train: Batches to learn.
+        validation: To measure with, or ``None``.
+        encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
+            are needed.
+        reference: Names of other models and their loss on the validation text.
+    """
+
+    family: Family
+    pretrained: Any
+    config: Config | None
+    adapted: Callable[..., Any]
+    initial: Callable[[], Adapters]
+    adapters: Adapters
+    rows: Any
+    devices: RunDevices = ONE_DEVICE
+    text: Text = Text((), ())
+    train: Any = None
+    validation: Any = None
+    encoded: Any = None
+    reference: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def params(self) -> PyTree:
+        return self.pretrained.params
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.pretrained.tokenizer
+
+    @property
+    def data_crc(self) -> str:
+        """CRC-32 of every example's tokens, those to learn and those to measure with.
+
+        Of files that are read as they are needed, of their bytes and of the first batch.
+        """
+        held = [] if self.validation is None else self.validation.examples
+        found = 0
+        if isinstance(self.train, BatchStream):
+            found = zlib.crc32(self.train.rows.checksum().encode())
+            for part in self.train.first():
+                found = zlib.crc32(part.tobytes(), found)
+        else:
+            held = [*self.encoded.examples, *held]
+        for example in held:
+            for part in (np.int64(len(example[0])), *example):
+                found = zlib.crc32(part.tobytes(), found)
+        return f"{found:08x}"
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.pretrained.config.vocabulary
+
+    def described(self, position: Position | None = None) -> str:
+        """The data in a line: what there is, or of files what has been read at a position."""
+        if not isinstance(self.train, BatchStream):
+            return str(self.encoded)
+        if position is not None:
+            return str(Tally(**position["tally"]))
+        rows, count = self.train.rows, len(self.train.rows.files)
+        files = "a file" if count == 1 else f"{count} files"
+        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
+
+    def learnt(self, position: Position) -> int:
+        """Tokens in the loss, of the data or of what has been read of them at a position."""
+        if isinstance(self.train, BatchStream):
+            return position["tally"]["learnt"]
+        return self.encoded.num_learnt
+
+    def weights(self, adapters: PyTree) -> Any:
+        """The model with these, as a pretrained one, and how it is called: for generation."""
+        if self.config is None:
+            return self.pretrained._replace(params=adapters), {}
+        return self.pretrained, {"adapted": self.adapted, "adapters": adapters}
+
+    def drops(self, experiment: Finetuning) -> bool:
+        """Whether training drops anything: of the adapters' inputs, or in the model."""
+        own = 0.0 if self.config is None else self.config.dropout
+        return own > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
+
+
+def build_problem(
+    experiment: Finetuning,
+    pretrained: Any,
+    text: Text,
+    devices: RunDevices = ONE_DEVICE,
+) -> FinetuneProblem:
+    """Tokens and fresh adapters; the model's memory is taken over.
+
+    Raises:
+        UnknownLayerError: the adapter's target matches no layer.
+        ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
+            tokenizer has tokens that the model has not.
+    """
+    family = family_of(experiment)
+    found = family.tokens(experiment, pretrained, text)
+    return shaped_problem(experiment, pretrained, found.train, devices)._replace(
+        text=text, **found._asdict()
+    )
+
+
+def shaped_problem(
+    experiment: Finetuning, pretrained: Any, batches: Any = None, devices: RunDevices = ONE_DEVICE
+) -> FinetuneProblem:
+    """A problem whose text has not been read, but for the longest rows of ``batches``."""
+    family = family_of(experiment)
+    rows = jax.eval_shape(lambda: family.rows(experiment, batches))
+    if experiment.train == "all":
+        problem = _all_parameters(experiment, pretrained, rows, devices)
+    else:
+        problem = _adapters(experiment, pretrained, rows, devices, batches)
+    return problem._replace(train=batches)
+
+
+def _all_parameters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+) -> FinetuneProblem:
+    apply_fn, held = pretrained.apply_fn, [pretrained.params]
+
+    def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+        return apply_fn(adapters, inputs, key=key)
+
+    return FinetuneProblem(
+        family=family_of(experiment),
+        pretrained=pretrained._replace(params={}),
+        config=None,
+        adapted=adapted,
+        initial=held.pop,
+        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0]),
+        rows=rows,
+        devices=devices,
+    )
+
+
+def _adapters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices, batches: Any
+) -> FinetuneProblem:
+    family = family_of(experiment)
+    config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
+    start, found = experiment.adapter.start, None
+    if start is not None:
+        found, config = started(experiment, pretrained)
+    if devices.mesh is not None:
+        pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
+
+    def fresh(config: Config, inputs: Any) -> Adapters:
+        found = jk.lslora.init(
+            config,
+            apply_fn,
+            pretrained.params,
+            inputs,
+            key=jax.random.key(experiment.seed),
+            dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
+        )
+        return {name: _own(x) for name, x in found.items()}
+
+    def initial() -> Adapters:
+        if start is not None:
+            return started(experiment, pretrained)[0]
+        inputs = rows[0]
+        if isinstance(config.init_sigma, RmsSigma):
+            inputs = devices.whole(family.batch(batches.first())[0])
+        return fresh(config, inputs)
+
+    if found is None:
+        shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have nothing to measure
+        shapes = jax.eval_shape(lambda: fresh(shaped, rows[0]))
+    else:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        found = None  # it is read again when training begins
+
+    return FinetuneProblem(
+        family=family,
+        pretrained=pretrained,
+        config=config,
+        adapted=jk.lslora.attach(apply_fn, config),
+        initial=initial,
+        adapters=shapes,
+        rows=rows,
+        devices=devices,
+    )
+
+
+def _own(x: Any) -> Any:
+    """An adapter as it is; of a parameter that is trained whole a copy: donation takes it."""
+    if isinstance(x, jk.lslora.Adapter):
+        return x
+    return jnp.copy(x) if isinstance(x, jax.Array) else jnp.zeros(x.shape, x.dtype)
+
+
+def adapter_config(experiment: Finetuning, family: Family) -> Config:
+    """The adapter's settings.
+
+    Raises:
+        ValueError: a nonlinearity that is not known, or not where it was said to be.
+    """
+    chosen = experiment.adapter
+    from_data = chosen.sigma_from_data
+    return Config(
+        rank=chosen.rank,
+        alpha=chosen.alpha,
+        target=family.target if chosen.target is None else chosen.target,
+        exclude=chosen.exclude,
+        fourier_placement=chosen.fourier_placement,
+        init_sigma=chosen.init_sigma if from_data is None else RmsSigma(from_data),
+        reg_weight=chosen.reg_weight,
+        dropout=chosen.dropout,
+        rslora=chosen.rslora,
+        rank_pattern=chosen.rank_pattern,
+        alpha_pattern=chosen.alpha_pattern,
+        modules_to_save=chosen.modules_to_save,
+        nonlinearity=_registered(chosen.nonlinearity),
+    )
+
+
+def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
+    """The saved adapter that a run goes on from, in float32, and its settings.
+
+    Raises:
+        CheckpointMismatchError: it is of another model.
+        ValueError: its nonlinearity is another or elsewhere than was asked for, or none was; or
+            its width was to be measured.
+    """
+    chosen = experiment.adapter
+    if chosen.sigma_from_data is not None:
+        raise ValueError(
+            f"--adapter.sigma-from-data is for a new adapter, and {chosen.start} is a saved one: "
+            "give --adapter.init-sigma"
+        )
+    adapters, config = jk.lslora.load(str(chosen.start), model=pretrained)
+    wanted, had = chosen.fourier_placement, config.fourier_placement
+    if had == "none" and wanted != "none":
+        adapters, config = jk.lslora.as_fourier(
+            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted
+        )
+    elif had != wanted:
+        raise ValueError(
+            f"--adapter.start {chosen.start} has fourier_placement {had!r}, and "
+            f"--adapter.fourier-placement is {wanted!r}: they are different models"
+        )
+    asked = _registered(chosen.nonlinearity)
+    if asked not in (AdapterOptions.nonlinearity, config.nonlinearity):
+        raise ValueError(
+            f"--adapter.start {chosen.start} has the nonlinearity {config.nonlinearity!r}, and "
+            f"--adapter.nonlinearity is {asked!r}: leave it out, or begin anew"
+        )
+    options = {"reg_weight": chosen.reg_weight, "dropout": chosen.dropout}
+    wide = {
+        name: jax.tree.map(lambda x: x.astype(jnp.float32), adapter)
+        if isinstance(adapter, jk.lslora.Adapter)
+        else adapter
+        for name, adapter in adapters.items()
+    }
+    return wide, dataclasses.replace(config, **options)
+
+
+def _registered(nonlinearity: str) -> str:
+    """The name of a nonlinearity that may have to be imported, such as ``package.module:CUBIC``."""
+    module, colon, name = nonlinearity.partition(":")
+    if not colon:
+        return nonlinearity
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--adapter.nonlinearity {nonlinearity}: {error}") from error
+    if not isinstance(found, jk.lslora.Nonlinearity):
+        raise ValueError(
+            f"--adapter.nonlinearity {nonlinearity}: expected an object of a subclass of "
+            f"jaxkfac.lslora.Nonlinearity, got {type(found).__name__}"
+        )
+    jk.lslora.register(found)
+    return found.name
+
+
+def objective_of(
+    experiment: Finetuning, problem: FinetuneProblem, params: PyTree, *, drops: bool = True
+) -> jk.Objective:
+    """Mean negative log-likelihood as a function of the adapters.
+
+    With a key it is that of training, with dropout, unless ``drops=False``. Inside a compiled
+    function ``params`` must be its argument: what it closes over is copied into the program.
+    """
+
+    def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
+        return problem.adapted(params, adapters, inputs, key=key if drops else None)
+
+    smoothing = experiment.label_smoothing
+    likelihood = SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
+    return jk.Objective(apply, likelihood)
+
+
+def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
+    """``collect(adapters, batch, key, positions) -> (value, grads, factors)`` for K-FAC."""
+    return jk.value_grad_and_factors(
+        objective,
+        fisher=experiment.kfac.fisher,
+        # of an adapter AdamW has the coefficients and sigma
+        layers=None if experiment.train == "all" else r".*/(a|b)",
+        uncovered="ignore",
+        max_dense=experiment.kfac.max_dense,
+    )
+
+
+def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
+    """Everything that decides the result, as plain values, with the layers that are adapted."""
+    options = as_config(experiment)
+    streamed = isinstance(problem.train, BatchStream)
+    default = problem.family.num_lengths if streamed else 1
+    options["num_lengths"] = experiment.num_lengths or default
+    options["dropout"] = problem.family.dropout(experiment, problem.pretrained.config)
+    if problem.config is not None:
+        for name in ("target", "rank", "alpha", "rslora"):  # a saved adapter has its own
+            options["adapter"][name] = getattr(problem.config, name)
+    return options
+
+
+def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
+    """Updates in the whole run: ``steps``, or whole epochs, the last update of what is left."""
+    if experiment.epochs is None:
+        return experiment.steps
+    micro = experiment.epochs * problem.train.per_epoch
+    return -(-micro // experiment.gradient_accumulation_steps)
+
+
+def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int) -> range:
+    """Numbers of the micro-batches of an update; the last one of whole epochs may have fewer."""
+    size = experiment.gradient_accumulation_steps
+    start, stop = update * size, (update + 1) * size
+    if experiment.epochs is not None:
+        stop = min(stop, experiment.epochs * problem.train.per_epoch)
+    return range(start, stop)
+
+
+def learning_rate(experiment: Finetuning, num_updates: int) -> optax.Schedule:
+    """Of the optimizer that was chosen, by the number of an update."""
+    return _schedule(getattr(experiment, experiment.optimizer), experiment, num_updates)
+
+
+def _schedule(options: Any, experiment: Finetuning, num_updates: int) -> optax.Schedule:
+    peak, warmup = options.learning_rate, experiment.warmup
+    return warmup_schedule(peak, warmup, num_updates, experiment.schedule)
+
+
+def build_optimizer(
+    experiment: Finetuning, problem: FinetuneProblem, num_updates: int
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW, Adafactor, or K-FAC with AdamW for what no factor covers; clipped, accumulated."""
+
+    def rate(options: Any) -> optax.Schedule:
+        return _schedule(options, experiment, num_updates)
+
+    chosen = experiment.adamw
+    tx: optax.GradientTransformation = optax.adamw(
+        rate(chosen), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
+    )
+    if experiment.optimizer == "adafactor":
+        factored = experiment.adafactor
+        tx = optax.adafactor(
+            rate(factored),
+            clipping_threshold=factored.clipping_threshold,
+            weight_decay_rate=factored.weight_decay or None,
+        )
+    if experiment.optimizer == "kfac":
+        options = experiment.kfac
+        objective = objective_of(experiment, problem, problem.params)
+        shapes = collector(experiment, objective).factor_shapes
+        tx = jk.kfac(
+            rate(options),
+            like=shapes(problem.adapters, problem.rows),
+            distribute=problem.devices.divides,
+            **options.arguments(),
+            others=tx,
+        )
+    if experiment.clip_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(experiment.clip_norm), tx)
+    size = experiment.gradient_accumulation_steps
+    last = len(micro_batches(experiment, problem, num_updates - 1))
+    if last == size:
+        return jk.multi_steps(tx, every_k_schedule=size)
+    return jk.multi_steps(tx, lambda update: jnp.where(update < num_updates - 1, size, last))

@@ -1,0 +1,212 @@
+"""Training: from the checkpoint, or from the start, to the end."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxkfac.interception import leaves_by_path
+from jaxkfac.jobs.cli._checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    checkpoint_writer,
+    find_checkpoint,
+    load_checkpoint,
+    say_nothing_saved,
+)
+from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._processes import RunProcesses
+from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
+from jaxkfac.jobs.cli._run_state import DATA_CRC, flatten_state, restore_state
+from jaxkfac.jobs.cli.finetune._loggers import open_loggers
+from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
+from jaxkfac.jobs.cli.finetune._older import OLDER
+from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
+from jaxkfac.jobs.cli.finetune._problem import (
+    FinetuneProblem,
+    build_optimizer,
+    micro_batches,
+    options_of,
+    total_updates,
+)
+from jaxkfac.jobs.cli.finetune._watch import BestKept, Watch, best_folder, words_of
+from jaxkfac.jobs.report import FinetuneRecords
+
+_PAUSE_SECONDS = 10  # of updates between two looks of several processes for a signal
+_MEASURED = 3  # updates whose time says how long the run will take; the one before warms up
+
+
+def train(
+    arguments: FinetuneArguments,
+    problem: FinetuneProblem,
+    folder: Path,
+    *,
+    earlier: list[jax.Array],
+) -> TuneState:
+    """Run to the end, with checkpoints in ``folder``.
+
+    With ``--evaluate-every`` what comes back as trained is that of the best evaluation, and the
+    records are of the whole run.
+
+    A Ctrl-C waits for the update that is under way, and writes a checkpoint of it before it
+    goes on. A second one leaves no state behind: then the last checkpoint counts.
+
+    Args:
+        arguments: What was asked for.
+        problem: What is trained.
+        folder: Of the checkpoints.
+        earlier: Arrays that were there before the command began.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another run.
+        HeldTwiceError: the model, the adapter or the optimizer's state is in memory twice.
+        NonFiniteLossError: naming the first update whose loss was not finite.
+        OSError: a checkpoint could not be written; raised after the next update, or here.
+        ValueError: ``--patience`` without records to validate with.
+    """
+    if arguments.patience is not None and problem.validation is None:
+        raise ValueError("--patience needs records to validate with, and the data has none")
+    experiment, processes = arguments.experiment, problem.devices.processes
+    total, options = total_updates(experiment, problem), options_of(experiment, problem)
+    config = options | {DATA_CRC: problem.data_crc}
+    tx = build_optimizer(experiment, problem, total)
+    with processes.together(f"looking for a checkpoint in {folder}") as same:
+        state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
+        same.append(state.step)
+    adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
+    state = state._replace(adapters=adapters, optimizer=optimizer)
+    del adapters, optimizer
+    check_held_once(
+        [*earlier, *_replaced(problem)],
+        params=problem.params,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+    )
+    with processes.together("opening the loggers"):
+        names = arguments.log if processes.first else ()
+        logger = open_loggers(names, arguments.output, config=options, step=state.step)
+    watch = Watch(arguments, problem.family.examiner(problem, arguments), logger, total)
+    best = BestKept(arguments, problem, best_folder(folder))
+    best.resumed(state.step)
+    unread = min(arguments.log_every, total)
+    run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
+    del state  # its arrays are donated
+    with (
+        contextlib.closing(logger),
+        checkpoint_writer() as writer,
+        processes.stopping_together(),
+    ):
+
+        def save() -> None:
+            best.saved(run.state.records)
+            adapters, optimizer, step, records, position = run.state
+            leaves = flatten_state(adapters, optimizer, keep=processes.first)
+            if processes.first:
+                plain = records.to_plain()
+                optimized = experiment.optimizer
+                found = Checkpoint(leaves, config, optimized, plain, step, position)
+                writer.save(folder, found)
+
+        _to_the_end(
+            arguments, run, watch, best, writer, save, processes, folder=folder, total=total
+        )
+    return best.restored(run.state)
+
+
+def _to_the_end(
+    arguments: FinetuneArguments,
+    run: Tuning,
+    watch: Watch,
+    best: BestKept,
+    writer: CheckpointWriter,
+    save: Callable[[], None],
+    processes: RunProcesses,
+    *,
+    folder: Path,
+    total: int,
+) -> None:
+    first = noted = run.state.step
+
+    def examine() -> bool:
+        """Whether the run ends here."""
+        run.state = watch.examine(run.state)
+        best.keep(run.state)
+        return run.state.step == total or best.stops(run.state.records)
+
+    def read() -> None:
+        nonlocal noted
+        run.read()
+        watch.note(run.state.records, noted)
+        noted = run.state.step
+
+    try:
+        if processes.first and not first:
+            say("finetune: examining what there is before the first update")
+        if examine():
+            return
+        with progress("finetune", total, start=first, quiet=not processes.first) as shown:
+            said = False
+            pause_at, paused, since = first + 1, first, time.monotonic()
+            for step in range(first + 1, total + 1):
+                reads = watch.reads(step)
+                with interrupts_deferred("finishing the update"):
+                    run.update()
+                    if reads:
+                        read()
+                shown.advance(step, words_of(run.state.records) if reads else None)
+                if not said and len(run.seconds) > _MEASURED and step < total:
+                    said = True
+                    measured = sum(run.seconds[1 : _MEASURED + 1]) / _MEASURED
+                    shown.say(time_left(measured, total - step))
+                ends = examine() if reads else False
+                if step % arguments.checkpoint_every == 0 or ends:
+                    save()
+                if ends:
+                    writer.wait()
+                # Several wait for one another there, and so look for a signal only now and then.
+                if reads or not processes.several or step >= pause_at:
+                    processes.pause(step, writer.error)
+                    each = processes.slowest((time.monotonic() - since) / (step - paused))
+                    pause_at = step + max(1, int(_PAUSE_SECONDS / max(each, 1e-6)))
+                    paused, since = step, time.monotonic()
+                if ends:
+                    break
+    except KeyboardInterrupt:
+        if not (run.whole and processes.stop_together):
+            writer.wait()  # the last one may be under way
+            say_nothing_saved(folder)
+        elif run.state.step:
+            read()
+            save()
+        raise
+
+
+def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
+    """Parameters of the base that are trained whole: as the run begins, they are equal."""
+    base = leaves_by_path(problem.params)
+    return [leaf for path, leaf in base.items() if path in problem.adapters]
+
+
+def _start(
+    experiment: Finetuning,
+    problem: FinetuneProblem,
+    tx: Any,
+    folder: Path | None,
+    config: dict[str, Any],
+) -> TuneState:
+    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
+    if folder is not None and find_checkpoint(folder):
+        stored = load_checkpoint(folder)
+        template = jax.eval_shape(tx.init, problem.adapters)
+        adapters, optimizer = restore_state(
+            stored, problem.adapters, template, config, lacking=OLDER
+        )
+        records, position = FinetuneRecords.from_plain(stored.records), stored.position
+        if position is None:  # of an older version, whose data were in memory
+            position = {"batch": micro_batches(experiment, problem, stored.step).start}
+        return TuneState(adapters, optimizer, stored.step, records, position)
+    adapters = problem.initial()
+    return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())

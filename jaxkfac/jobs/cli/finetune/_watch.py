@@ -1,0 +1,222 @@
+"""What a run keeps and asks while it goes on: its best state, evaluations, samples."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._text import number
+from jaxkfac.files import Archive, write_archive
+from jaxkfac.interception import with_leaves
+from jaxkfac.jobs.cli._checkpoint import remove_checkpoints
+from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._run_state import flatten_state
+from jaxkfac.jobs.cli.finetune._exam import Examiner, fourier_record
+from jaxkfac.jobs.cli.finetune._loggers import MetricLogger
+from jaxkfac.jobs.cli.finetune._loop import TuneState
+from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
+from jaxkfac.jobs.cli.finetune._problem import FinetuneProblem
+from jaxkfac.jobs.report import ExamRecord, FinetuneRecords
+from jaxkfac.memory import bytes_text, resident_bytes
+
+# ---------------- the state of the least held-out loss, kept on the disk while a run goes on
+#
+# Its arrays lie beside the checkpoints, in a file named after its update: a copy in memory would
+# be a second one of what is trained. Which update it is follows from the records, so that a run
+# that is resumed, from whichever checkpoint, agrees with one that was not stopped.
+
+
+_FORM = "jaxkfac.best"
+_CHECKPOINTS = 3  # the two that are kept, and the one that may not be on the disk yet
+
+
+class BestKept:
+    """What is trained, as it was at the best evaluation so far.
+
+    Evaluations count from the first update on, where ``--evaluate-every`` asks for them and there
+    are records to validate with.
+    """
+
+    def __init__(self, arguments: FinetuneArguments, problem: FinetuneProblem, folder: Path):
+        self._problem, self._folder = problem, folder
+        self._patience = arguments.patience
+        self._asked = arguments.evaluate_every is not None
+        self._saved: list[int] = []
+
+    def best(self, records: FinetuneRecords) -> ExamRecord | None:
+        """The evaluation whose state is kept."""
+        return records.best if self._asked else None
+
+    def stops(self, records: FinetuneRecords) -> bool:
+        """Whether the last ``--patience`` evaluations were no better than one before them."""
+        best = self.best(records)
+        if self._patience is None or best is None:
+            return False
+        since = sum(exam.loss is not None and exam.step > best.step for exam in records.exams)
+        return since >= self._patience
+
+    def keep(self, state: TuneState) -> None:
+        """Write the state down if it is the best one; every process calls."""
+        best = self.best(state.records)
+        if best is None or best.step != state.step or self._file(best.step).exists():
+            return
+        first = self._problem.devices.processes.first
+        leaves = flatten_state(state.adapters, (), keep=first)
+        if first:
+            with interrupts_deferred("writing the best state"):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                write_archive(
+                    self._file(best.step),
+                    _FORM,
+                    {"step": best.step, "loss": best.loss},
+                    leaves.items(),
+                    what=f"the best state, of update {best.step}",
+                    nbytes=sum(leaf.nbytes for leaf in leaves.values()),
+                )
+
+    def saved(self, records: FinetuneRecords) -> None:
+        """A checkpoint is about to be written: files that none of those kept needs can go."""
+        best = self.best(records)
+        self._saved = [*self._saved, 0 if best is None else best.step][-_CHECKPOINTS:]
+        if len(self._saved) == _CHECKPOINTS and self._problem.devices.processes.first:
+            for path in self._folder.glob("*"):
+                if path.name.isdigit() and int(path.name) < min(self._saved):
+                    path.unlink()
+
+    def resumed(self, step: int) -> None:
+        """Forget what was kept after the update where the run goes on."""
+        if self._problem.devices.processes.first:
+            for path in self._folder.glob("*"):
+                if path.name.isdigit() and int(path.name) > step:
+                    path.unlink()
+
+    def restored(self, state: TuneState) -> TuneState:
+        """The state with what was trained as it was at the best evaluation.
+
+        The arrays that are replaced are deleted, before others take memory.
+
+        Raises:
+            FileNotFoundError: the file is gone.
+            DamagedFileError: it is not what was written.
+        """
+        best = self.best(state.records)
+        if best is None or best.step == state.step:
+            return state
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.adapters)
+        with Archive(self._file(best.step), _FORM, "best state") as stored:
+            for array in jax.tree.leaves(state.adapters):
+                array.delete()
+            leaves = {name: jnp.asarray(stored.read(name)) for name in stored.names}
+        adapters: Any = with_leaves({"params": shapes}, leaves)["params"]
+        return state._replace(adapters=self._problem.devices.whole(adapters))
+
+    def _file(self, step: int) -> Path:
+        return self._folder / str(step)
+
+
+def best_folder(checkpoints: Path) -> Path:
+    """Beside the checkpoints."""
+    return checkpoints / "best"
+
+
+def remove_best(checkpoints: Path) -> None:
+    """Delete what an earlier run has kept."""
+    remove_checkpoints(best_folder(checkpoints))
+
+
+# ---------------- what is asked of a run while it goes on: evaluations, samples, numbers for
+# loggers
+
+
+class Watch:
+    """Examines the states whose turn it is, and hands numbers to the logger."""
+
+    def __init__(
+        self, arguments: FinetuneArguments, examiner: Examiner, logger: MetricLogger, total: int
+    ) -> None:
+        self._arguments, self._examiner = arguments, examiner
+        self._logger, self._total = logger, total
+
+    def reads(self, step: int) -> bool:
+        """Whether numbers are read after this update."""
+        asked = self._arguments
+        every = (asked.log_every, asked.checkpoint_every, asked.evaluate_every)
+        return step == self._total or any(step % n == 0 for n in every if n is not None)
+
+    def look(self, step: int, adapters: Any) -> Any:
+        """The adapter's nonlinearity where it is its turn, on the device."""
+        if step % self._arguments.diagnose_every and step != self._total:
+            return None
+        return self._examiner.nonlinearity(adapters)
+
+    def note(self, records: FinetuneRecords, step: int) -> None:
+        """Hand over the numbers of the updates after ``step``."""
+        held = float(memory_in_use() or 0)
+        for i in range(step, len(records.losses)):
+            values = {
+                "loss/train": records.losses[i],
+                "loss/penalty": records.penalties[i],
+                "learning_rate": records.learning_rates[i - len(records.losses)],
+                "tokens_per_second": records.tokens[i] / records.seconds[i],
+                "memory_bytes": held,
+                "skipped": float(records.skipped),
+            }
+            if (norm := records.gradient_norms[i - len(records.losses)]) is not None:
+                values["gradient_norm"] = norm
+            self._logger.numbers(i + 1, values)
+        for found in records.fourier:
+            if found.step > step:
+                self._note_fourier(found)
+
+    @phase("examining")
+    def examine(self, state: TuneState) -> TuneState:
+        """Add what is due after this update, and not in the records of it yet."""
+        step, records, asked = state.step, state.records, self._arguments
+        end = step in (0, self._total)
+        if step == 0 and not records.fourier:
+            found = jax.device_get(self._examiner.nonlinearity(state.adapters))
+            if found is not None:
+                records = records._replace(fourier=[fourier_record(0, found)])
+                self._note_fourier(records.fourier[0])
+        due = end or (asked.evaluate_every and step % asked.evaluate_every == 0)
+        if due and not any(exam.step == step for exam in records.exams):
+            exam = self._examiner.exam(step, state.adapters)
+            if exam is not None:
+                records = records._replace(exams=[*records.exams, exam])
+                found = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
+                if exam.loss is not None:
+                    found["loss/validation"] = exam.loss
+                found |= {f"generated/{name}": value for name, value in (exam.scores or {}).items()}
+                self._logger.numbers(step, found)
+        if due and asked.samples and not any(sample.step == step for sample in records.samples):
+            samples = self._examiner.samples(step, state.adapters, count=asked.samples)
+            records = records._replace(samples=[*records.samples, *samples])
+            for number, sample in enumerate(samples):
+                self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")
+        return state._replace(records=records)
+
+    def _note_fourier(self, found: Any) -> None:
+        for layer, values in found.layers.items():
+            names = ("sigma", "deviation", "nonlinearity", "saturated")
+            means = {f"{name}/{layer}": float(np.mean(values[name])) for name in names}
+            self._logger.numbers(found.step, means)
+
+
+def words_of(records: FinetuneRecords) -> str:
+    """How a run stands, in a line; empty before the first reading."""
+    if not records.losses:
+        return ""
+    held = memory_in_use()
+    memory = "" if held is None else f"  {bytes_text(held)}"
+    speed = f"{records.tokens_per_second:,.0f} tokens/s{memory}"
+    rate, norm = records.learning_rates[-1], records.gradient_norms[-1]
+    return f"loss {records.losses[-1]:.4f}  rate {rate:.2g}  gradient {number(norm)}  {speed}"
+
+
+def memory_in_use() -> int | None:
+    """Bytes in use on the first device, or of main memory where devices do not count."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_in_use"] if stats else resident_bytes()

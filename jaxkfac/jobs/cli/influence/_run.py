@@ -1,0 +1,218 @@
+"""`jaxkfac influence`: factors, bases, queries, scores, and a report of the texts that say most."""
+
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jaxkfac as jk
+from jaxkfac.files import whole_file, write_text
+from jaxkfac.interception import leaves_by_path
+from jaxkfac.jobs.cli._checkpoint import check_output
+from jaxkfac.jobs.cli._interrupts import nothing_begun
+from jaxkfac.jobs.cli._progress import host_memory, phase
+from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
+from jaxkfac.jobs.cli.finetune._load import family_of, load_model
+from jaxkfac.jobs.cli.finetune._options import Finetuning
+from jaxkfac.jobs.cli.influence._options import InfluenceArguments
+from jaxkfac.jobs.cli.influence._score import (
+    Scoring,
+    by_token,
+    decomposed,
+    factor_shapes,
+    prepared,
+    scored,
+    stored,
+)
+from jaxkfac.jobs.cli.influence._stages import STAGES, Stages
+from jaxkfac.jobs.cli.influence._texts import PairReader, RecordReader, ScoredTexts
+from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influence_table, versions
+
+
+def run_influence(arguments: InfluenceArguments) -> None:
+    """Score, write everything, and print the tables."""
+    arguments.check()
+    stages = _stages(arguments)
+    with jk.memory.track("run") as measured:
+        with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
+            scoring = _scoring(arguments)
+        _say(scoring.train, scoring.queries)
+        with jk.memory.track("factors and bases"):
+            bases = _bases(scoring, stages)
+        with jk.memory.track("gradients of the training texts"):
+            store = stored(scoring, bases)
+        with jk.memory.track("queries"):
+            held = prepared(scoring, bases)
+            del bases  # as large as the factors
+        with jk.memory.track("scores"):
+            scores = scored(scoring, held, stages, store)
+            _save(arguments.output / "scores.npy", scores)
+        with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
+            queries = _records(scoring, held, scores)
+    with phase("writing the report"):
+        _write(arguments, scoring, queries, measured)
+
+
+def _stages(arguments: InfluenceArguments) -> Stages:
+    folder = arguments.output / "stages"
+    check_output(arguments.output, [], resume=arguments.resume, overwrite=arguments.overwrite)
+    stages = Stages(folder)
+    held = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
+    if held and not (arguments.resume or arguments.overwrite):
+        raise ValueError(
+            f"{arguments.output} already holds a run (its {', '.join(held)}): continue it with "
+            "--resume, replace it with --overwrite, or choose another --output"
+        )
+    return stages
+
+
+def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
+    """The bases, of this run or of another; with ``--overwrite`` what is replaced goes.
+
+    That is not before all has been checked: the layers for new bases, or the bases that are given.
+
+    Raises:
+        FileNotFoundError: ``--bases`` holds none.
+    """
+    arguments = scoring.arguments
+    if arguments.bases is None:
+        with nothing_begun():
+            shapes = factor_shapes(scoring)
+            if arguments.overwrite:
+                stages.remove()
+        return decomposed(scoring, stages, shapes)
+    with nothing_begun():
+        given = Stages(arguments.bases / "stages")
+        if not given.holds("bases"):
+            raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
+        bases = decomposed(scoring, given, factor_shapes(scoring))
+        if arguments.overwrite:
+            same = arguments.bases.resolve() == arguments.output.resolve()
+            stages.remove(("scores",) if same else STAGES)
+    return bases
+
+
+def _scoring(arguments: InfluenceArguments) -> Scoring:
+    """The model and the texts.
+
+    Raises:
+        ValueError: the folder holds no model that can be scored, or a text is none.
+    """
+    like = Finetuning(
+        model=arguments.model,
+        max_length=arguments.max_length,
+        max_target_length=arguments.max_target_length,
+        dtype=arguments.dtype,
+        dropout=0.0,  # the key of sampled labels drops nothing
+    )
+    if arguments.model in ("t5-bytes", "flan-t5-xl"):
+        raise ValueError(
+            f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
+        )
+    for path in (arguments.train, arguments.queries):  # before the model takes its time
+        if not path.is_file():
+            raise FileNotFoundError(f"no file of texts at {path}")
+    family, pretrained = family_of(like), load_model(like)
+    kind = PairReader if isinstance(family, EncoderDecoderFamily) else RecordReader
+    reader = kind(arguments, pretrained)
+    train, queries = reader.read(arguments.train, "text"), reader.read(arguments.queries, "query")
+    return Scoring(arguments, family, pretrained, reader, train, queries, _crc(pretrained.params))
+
+
+def _crc(params: Any) -> str:
+    found = 0
+    for path, leaf in leaves_by_path(params).items():
+        found = zlib.crc32(path.encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, found)
+    return f"{found:08x}"
+
+
+def _say(train: ScoredTexts, queries: ScoredTexts) -> None:
+    console = Console(stderr=True)
+    for name, texts in (("train", train), ("queries", queries)):
+        console.print(f"{name}: {texts}", highlight=False, soft_wrap=True)
+
+
+def _save(path: Path, scores: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.save(buffer, scores)
+    with whole_file(path, "the scores", nbytes=buffer.tell()) as file:
+        file.write(buffer.getvalue())
+
+
+def _records(scoring: Scoring, held: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
+    """For each query the texts that say most, with their tokens."""
+    texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
+    order = np.argsort(-scores, 1, kind="stable")
+    best, worst = order[:, :number], order[:, ::-1][:, :number]
+    shown = sorted({*best.ravel().tolist(), *worst.ravel().tolist()})
+    parts = by_token(scoring, held, [texts[i] for i in shown])
+    place = {index: at for at, index in enumerate(shown)}
+
+    def record(query: int, index: int) -> ScoredText:
+        text = texts[index]
+        each = parts[query, place[index]].tolist()
+        tokens = list(zip(scoring.reader.pieces(text), each, strict=False))
+        return ScoredText(text.row, float(scores[query, index]), scoring.reader.shown(text), tokens)
+
+    lost = np.asarray(held.errors).max(1)
+    return [
+        QueryRecord(
+            row=query.row,
+            text=scoring.reader.shown(query),
+            helpful=[record(q, i) for i in best[q].tolist()],
+            harmful=[record(q, i) for i in worst[q].tolist()],
+            mean=float(scores[q].mean()),
+            spread=float(scores[q].std()),
+            lost=float(lost[q]),
+        )
+        for q, query in enumerate(scoring.queries.texts)
+    ]
+
+
+def _write(
+    arguments: InfluenceArguments,
+    scoring: Scoring,
+    queries: list[QueryRecord],
+    measured: jk.memory.Stage,
+) -> None:
+    output, config, software = arguments.output, scoring.config(), versions()
+    memory, train = host_memory(measured), scoring.train
+    found = {
+        "config": config,
+        "versions": software,
+        "train": {"file": str(arguments.train), "rows": [x.row for x in train.texts],
+                  "cut": train.cut, "left_out": train.left_out},
+        "queries": [query.to_plain() for query in queries],
+        "scores": str(output / "scores.npy"),
+        "host_memory": memory,
+        "memory": measured.to_dict(),
+    }  # fmt: skip
+    text = json.dumps(found, indent=1, allow_nan=False)
+    write_text(output / "influence.json", text, "the records of the run")
+    sizes = [int(x.size) for x in jax.tree.leaves(scoring.pretrained.params)]
+    page = influence_page(
+        title=f"Influence on {arguments.model}",
+        lead=f"{sum(sizes):,} parameters; {train} for {len(queries)} queries.",
+        queries=queries,
+        config=config,
+        versions=software,
+        stages=measured,
+        host_memory=memory,
+    )
+    write_text(output / "report.html", page, "the report")
+    if arguments.json:
+        print(json.dumps(found, allow_nan=False))
+        return
+    console = Console()
+    for query in queries:
+        console.print(influence_table(query))
+    for name in ("scores.npy", "influence.json", "report.html"):
+        line = f"{name.partition('.')[0]}: {output / name}"
+        console.print(line, soft_wrap=True, highlight=False)

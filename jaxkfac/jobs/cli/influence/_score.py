@@ -1,0 +1,351 @@
+"""Factors, bases and scores of a run, each taken from its file where that is there."""
+
+import contextlib
+import dataclasses
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac._errors import UnknownLayerError
+from jaxkfac.factors import PLAIN_TERMS, Factors, LongSum
+from jaxkfac.jobs.cli._progress import phase, progress
+from jaxkfac.jobs.cli.influence._options import InfluenceArguments
+from jaxkfac.jobs.cli.influence._stages import Stages
+from jaxkfac.jobs.cli.influence._texts import NumberedText, ScoredTexts, TextReader
+from jaxkfac.memory import MemoryBudgetError, parse_bytes
+from jaxkfac.uses import Queries, scores_of_batches
+
+# ---------------- sums over batches that are right to 1e-5, however many batches there are
+
+
+class HostSum:
+    """A sum of arrays in host memory; ``sum + new`` adds to it in place.
+
+    Args:
+        first: Its first term.
+        wide: Whether it is kept in float64.
+    """
+
+    def __init__(self, first: Any, *, wide: bool) -> None:
+        self._sum = jax.tree.map(lambda x: np.array(x, np.float64 if wide else x.dtype), first)
+        self._dtypes = jax.tree.map(lambda x: x.dtype, first)
+
+    def __add__(self, new: Any) -> "HostSum":
+        jax.tree.map(lambda total, x: np.add(total, x, out=total), self._sum, new)
+        return self
+
+    @property
+    def total(self) -> Any:
+        """In the dtypes of its terms."""
+        return jax.tree.map(lambda x, dtype: x.astype(dtype, copy=False), self._sum, self._dtypes)
+
+
+def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | LongSum | HostSum:
+    """What further factors are added to.
+
+    Args:
+        first: Of the first batch.
+        number: How many batches there are. Up to 256 a plain sum keeps its digits, and takes half
+            of the bytes.
+        on_host: Whether factors are NumPy arrays.
+    """
+    if on_host:
+        return HostSum(first, wide=number > PLAIN_TERMS)
+    return first if number <= PLAIN_TERMS else LongSum.zeros(first) + first
+
+
+def total_of(summed: Any) -> Factors:
+    """The sum."""
+    return summed if isinstance(summed, Factors) else summed.total
+
+
+# ----------------
+
+
+PyTree = Any
+_SECONDS = 30.0  # between two writings of the scores
+
+
+class Scoring(NamedTuple):
+    """What is scored, with what.
+
+    Attributes:
+        arguments: What was asked for.
+        family: What kind of model it is.
+        pretrained: The model.
+        reader: Of its texts.
+        train: Training texts.
+        queries: Queries.
+        params_crc: CRC-32 of the model's parameters.
+    """
+
+    arguments: InfluenceArguments
+    family: Any
+    pretrained: Any
+    reader: TextReader
+    train: ScoredTexts
+    queries: ScoredTexts
+    params_crc: str
+
+    @property
+    def objective(self) -> jk.Objective:
+        """Of which influence is taken."""
+        return jk.Objective(self.pretrained.apply_fn, jk.Categorical())
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The budget."""
+        given = self.arguments.memory
+        return None if given is None else int(parse_bytes(given, name="--memory"))
+
+    def config_of_bases(self) -> dict[str, Any]:
+        """All that decides factors and bases."""
+        crcs = {"params_crc32": self.params_crc, "train_crc32": self.train.crc}
+        return self.arguments.options_of_bases() | crcs
+
+    def config(self) -> dict[str, Any]:
+        """All that decides the scores."""
+        return self.config_of_bases() | self.arguments.options() | {"query_crc32": self.queries.crc}
+
+    def batches(
+        self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
+    ) -> Iterator[Any]:
+        """``(inputs, targets, mask)`` of all texts from one on, in order."""
+        for batch in self.reader.batches(texts, start=start, fill=fill):
+            yield self.family.batch(batch)
+
+    def statistics(self) -> Any:
+        """Collects factors."""
+        given = self.arguments
+        return jk.value_grad_and_factors(
+            self.objective,
+            fisher=given.fisher,
+            layers=self.reader.layers if given.layers is None else given.layers,
+            uncovered="ignore",
+            max_dense=given.max_dense,
+            max_factor_bytes=self.max_bytes,
+        )
+
+    def chosen(self) -> list[NumberedText]:
+        """The texts that factors are collected from."""
+        texts, number = self.train.texts, self.arguments.factors_from
+        if number is None or number >= len(texts):
+            return texts
+        order = np.random.Generator(np.random.Philox(self.arguments.seed)).permutation(len(texts))
+        return [texts[i] for i in sorted(order[:number])]
+
+
+def factor_shapes(scoring: Scoring) -> jk.Factors:
+    """Shapes of the factors.
+
+    Raises:
+        UnknownLayerError: ``--layers`` matches none.
+    """
+    first = next(scoring.batches(scoring.chosen(), fill=False))
+    return scoring.statistics().factor_shapes(scoring.pretrained.params, first)
+
+
+def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenbases:
+    """The bases: of their file, or from factors, whose shapes are ``like``."""
+    config, params = scoring.config_of_bases(), scoring.pretrained.params
+    first = next(scoring.batches(scoring.chosen(), fill=False))
+
+    def make() -> jk.Eigenbases:
+        factors = stages.tree("factors", config, like, lambda: _collected(scoring))
+        with phase("decomposing the factors"):
+            bases = _decomposed_in_turn(factors)
+        return _measured(scoring, bases) if scoring.arguments.ekfac else bases
+
+    def shaped(factors: jk.Factors) -> jk.Eigenbases:
+        bases = jk.eigendecompose(factors)
+        if not scoring.arguments.ekfac:
+            return bases
+        correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
+        return correct(params, first, jax.random.key(0))
+
+    return stages.tree("bases", config, jax.eval_shape(shaped, like), make)
+
+
+def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
+    """The bases of layers of one input after the other, whose factors are given up for them.
+
+    Together the sums, the means and the bases of a model would be in memory at once.
+    """
+    groups: dict[str, list[Any]] = {}
+    for layer in factors.layers:
+        groups.setdefault(layer.name if layer.is_diagonal else layer.input, []).append(layer)
+    tables = ("a_sums", "a_counts", "g_sums", "diagonals")
+    parts = []
+    for layers in groups.values():
+        keys = {key for layer in layers for key in (layer.input, layer.name)}
+        some = {
+            table: {key: whole.pop(key) for key in keys & whole.keys()}
+            for table in tables
+            for whole in [getattr(factors, table)]
+        }
+        part = dataclasses.replace(factors, layers=tuple(layers), **some)
+        del some
+        parts.append(jk.eigendecompose(part, placement="host"))
+        del part
+    tables = ("a", "a_without_ones", "g", "diagonals")
+    joined = {
+        table: {key: value for part in parts for key, value in getattr(part, table).items()}
+        for table in tables
+    }
+    return dataclasses.replace(parts[0], layers=factors.layers, **joined)
+
+
+def _collected(scoring: Scoring) -> jk.Factors:
+    """Factors of the chosen texts, batch by batch; they are added by their counts."""
+    texts, given, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
+    key = jax.random.key(given.seed)
+
+    def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
+        return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
+
+    add: Any = operator.add
+    on_host = scoring.max_bytes is not None  # passes compile themselves, and come back there
+    if not on_host:
+        collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
+    total, done, batches = None, 0, -(-len(texts) // given.batch_size)
+    doing = "collecting factors"
+    with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
+        for number, batch in enumerate(scoring.batches(texts, fill=False)):
+            new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            if total is None:
+                total = summed_from(new, batches, on_host=on_host)
+            else:
+                total = add(total, new)
+            del new
+            jax.block_until_ready(jax.tree.leaves(total))
+            done += len(batch[1])
+            shown.advance(done, "texts")
+    return total_of(total)
+
+
+@contextlib.contextmanager
+def _explained(arguments: InfluenceArguments) -> Iterator[None]:
+    """Name the option that a budget was given with."""
+    try:
+        yield
+    except MemoryBudgetError as error:
+        if arguments.memory is None:
+            raise
+        remedy = "allow more, or choose fewer --layers or a smaller --query-rank"
+        raise ValueError(f"--memory {arguments.memory}: {error}; {remedy}") from None
+
+
+def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
+    """The bases with eigenvalues measured on the same texts."""
+    correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
+    # other labels than those of the factors
+    key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
+    add: Any = jax.jit(operator.add, donate_argnums=0)
+    total, done, texts = None, 0, scoring.chosen()
+    with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
+        for number, batch in enumerate(scoring.batches(texts, fill=False)):
+            new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            # Not + of the bases: of very many batches float32 would lose digits.
+            total = add(LongSum.zeros(new.corrections) if total is None else total, new.corrections)
+            done += len(batch[1])
+            shown.advance(done, "texts")
+    assert total is not None
+    return dataclasses.replace(new, corrections=total.total)
+
+
+def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
+    """The queries, preconditioned."""
+    given = scoring.arguments
+    batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    with phase("preconditioning the queries"), _explained(given):
+        return jk.prepare_queries(
+            scoring.objective,
+            scoring.pretrained.params,
+            bases,
+            scoring.family.batch(whole),
+            damping=given.damping,
+            query_rank=given.query_rank,
+            max_bytes=scoring.max_bytes,
+        )
+
+
+def stored(scoring: Scoring, bases: jk.Eigenbases) -> jk.GradientStore | None:
+    """The gradients of the training texts, where ``--store`` asks for them."""
+    given, texts = scoring.arguments, scoring.train.texts
+    if given.store is None:
+        return None
+    with phase("storing gradients"), progress("gradients", len(texts)) as shown:
+
+        def batches() -> Iterator[Any]:
+            for done, batch in enumerate(scoring.batches(texts)):
+                shown.advance(min(done * given.batch_size, len(texts)), "texts")
+                yield batch
+
+        params = scoring.pretrained.params
+        return jk.gradient_store(
+            scoring.objective, params, bases, batches(), given.store, num_examples=len(texts)
+        )
+
+
+def scored(
+    scoring: Scoring, held: Queries, stages: Stages, store: jk.GradientStore | None = None
+) -> np.ndarray:
+    """``(queries, texts)``; what has been scored is stored every now and then, and at the end.
+
+    The file holds all scores: written after every batch, a run would be quadratic in its texts.
+    """
+    config, texts = scoring.config(), scoring.train.texts
+    found = np.zeros((held.number, 0), np.float32)
+    if stages.holds("scores"):
+        found = stages.read("scores", config)["scores"]
+    done = stored = found.shape[1]
+    batches: Any = scoring.batches(texts, start=done)
+    if store is not None and done < len(texts):  # it is read from its first example on
+        batches, found, done, stored = store, found[:, :0], 0, 0
+    args = scoring.objective, scoring.pretrained.params, held
+    if done == len(texts):
+        return found
+    parts, since = [found], time.monotonic()
+    with phase("scoring"), progress("scores", len(texts), start=done) as shown:
+        try:
+            for scores, exist in scores_of_batches(*args, batches):
+                parts.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
+                done += parts[-1].shape[1]
+                if time.monotonic() - since >= _SECONDS:
+                    stages.write("scores", config, {"scores": np.concatenate(parts, 1)})
+                    stored, since = done, time.monotonic()
+                shown.advance(done, "texts")
+        finally:  # after Ctrl-C too
+            found = np.concatenate(parts, 1)
+            if found.shape[1] > stored:
+                stages.write("scores", config, {"scores": found})
+    return found
+
+
+def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
+    """``(queries, texts, positions)``: the parts of the layers whose rows are such positions.
+
+    Zeros where ``--layers`` has left none of them, as of an encoder alone.
+    """
+    try:
+        found = [
+            np.asarray(scores)
+            for scores, _ in scores_of_batches(
+                scoring.objective,
+                scoring.pretrained.params,
+                held,
+                scoring.batches(texts),
+                per="token",
+                layers=scoring.reader.tokens_of,
+            )
+        ]
+    except UnknownLayerError:
+        longest = max(len(scoring.reader.pieces(text)) for text in texts)
+        return np.zeros((held.number, len(texts), longest), np.float32)
+    return np.concatenate(found, 1)[:, : len(texts)]

@@ -1,0 +1,236 @@
+"""Training texts and queries in tokens: every row keeps its number, and what was cut is counted."""
+
+import abc
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkfac.jobs.cli.finetune._family import check_ids
+from jaxkfac.jobs.cli.influence._options import InfluenceArguments
+from jaxkfac.jobs.data.pairs import Pair, PairExample, encode_pair, pair_batch, read_pairs
+from jaxkfac.jobs.data.text import Example, bucket_lengths, encode_record, read_records, token_batch
+
+
+class NumberedText(NamedTuple):
+    """One text, or one of several examples that a conversation is made into.
+
+    Attributes:
+        row: Its number in the file, from 1.
+        example: In tokens, cut.
+    """
+
+    row: int
+    example: Any
+
+
+class ScoredTexts(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        texts: Those of which something is in the loss.
+        cut: How many were longer than what is read.
+        left_out: How many have nothing in the loss.
+    """
+
+    texts: list[NumberedText]
+    cut: int
+    left_out: int
+
+    def __str__(self) -> str:
+        words = f"{len(self.texts)} texts"
+        if self.cut:
+            words += f", {self.cut} of them cut"
+        if self.left_out:
+            words += f", {self.left_out} left out (nothing in their loss)"
+        return words
+
+    @property
+    def crc(self) -> str:
+        """CRC-32 of all tokens."""
+        found = 0
+        for text in self.texts:
+            for part in (np.int64(len(text.example[0])), *text.example):
+                found = zlib.crc32(part.tobytes(), found)
+        return f"{found:08x}"
+
+
+class TextReader(abc.ABC):
+    """How texts of a kind of model become batches.
+
+    Attributes:
+        layers: Full-match pattern of the layers that count by default; ``None``: all.
+        tokens_of: Of those whose rows run along the tokens that are shaded.
+    """
+
+    layers: str | None = None
+    tokens_of: str | None = None
+
+    def __init__(self, arguments: InfluenceArguments, pretrained: Any) -> None:
+        self._arguments, self._pretrained = arguments, pretrained
+        self._tokenizer = pretrained.tokenizer
+
+    def read(self, path: Path, what: str) -> ScoredTexts:
+        """The texts of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: a row is none, or nothing of any text, or of a query, is in the loss.
+        """
+        texts, cut, left_out = [], 0, 0
+        for row, (example, was_cut) in self._examples(path):
+            cut += was_cut
+            if self._learnt(example):
+                texts.append(NumberedText(row, example))
+            elif what == "query":
+                raise ValueError(
+                    f"{path}: query {row} has nothing in its loss in the first "
+                    f"{self._arguments.max_length} tokens: raise --max-length, or leave it out"
+                )
+            else:
+                left_out += 1
+        if not texts:
+            raise ValueError(
+                f"{path}: nothing of its texts is in the loss in the first "
+                f"{self._arguments.max_length} tokens: raise --max-length"
+            )
+        largest = max(int(side.max(initial=0)) for text in texts for side in self._ids(text))
+        check_ids(largest, self._pretrained.config.vocabulary)
+        return ScoredTexts(texts, cut, left_out)
+
+    def batches(
+        self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
+    ) -> Iterator[Any]:
+        """All texts in order, in rows of one length; a last batch filled with rows without loss.
+
+        Args:
+            texts: The texts.
+            start: The first that is read, where a batch begins.
+            fill: Whether the last batch is filled; else it is smaller.
+        """
+        size, examples = self._arguments.batch_size, [text.example for text in texts]
+        size = min(size, len(examples))
+        lengths = self._lengths(examples)
+        for first in range(start, len(examples), size):
+            rows = examples[first : first + size]
+            if fill:
+                rows += [self._without_loss(rows[0])] * (size - len(rows))
+            yield self._batch(rows, lengths)
+
+    def pieces(self, text: NumberedText) -> list[str]:
+        """The token that is read at each position."""
+        return [self._tokenizer.decode([int(i)]) for i in self._read_ids(text)]
+
+    @abc.abstractmethod
+    def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Any, bool]]]: ...
+
+    @abc.abstractmethod
+    def _learnt(self, example: Any) -> bool: ...
+
+    @abc.abstractmethod
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]: ...
+
+    @abc.abstractmethod
+    def _read_ids(self, text: NumberedText) -> Sequence[int]: ...
+
+    @abc.abstractmethod
+    def _lengths(self, examples: Sequence[Any]) -> Any: ...
+
+    @abc.abstractmethod
+    def _without_loss(self, example: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def _batch(self, examples: list[Any], lengths: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def shown(self, text: NumberedText) -> str:
+        """The text in words."""
+
+
+class RecordReader(TextReader):
+    """Records for a decoder."""
+
+    def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Example, bool]]]:
+        longest, given = self._arguments.max_length, self._arguments
+        for name in ("prefix", "source_key", "target_key"):
+            if getattr(given, name):
+                words = name.replace("_", "-")
+                raise ValueError(f"--{words} is for pairs, and {given.model} is a decoder")
+        if longest > (context := self._pretrained.config.longest):
+            raise ValueError(
+                f"max_length {longest} is longer than the model's context, {context} tokens: "
+                "lower --max-length"
+            )
+        for row, record in enumerate(read_records(path), 1):
+            for whole in encode_record(record, self._tokenizer, loss_on=given.loss_on):
+                example = Example(whole.ids[:longest], whole.learnt[:longest])
+                yield row, (example, len(whole.ids) > longest)
+
+    def _learnt(self, example: Example) -> bool:
+        return bool(example.learnt.any())
+
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]:
+        return [text.example.ids]
+
+    def _read_ids(self, text: NumberedText) -> Sequence[int]:
+        return text.example.ids[:-1].tolist()
+
+    def _lengths(self, examples: Sequence[Example]) -> int:
+        return bucket_lengths([len(e.ids) - 1 for e in examples], 1)[0]
+
+    def _without_loss(self, example: Example) -> Example:
+        return example._replace(learnt=np.zeros_like(example.learnt))
+
+    def _batch(self, examples: list[Example], lengths: int) -> Any:
+        return token_batch([[e] for e in examples], length=lengths, pad_id=self._tokenizer.pad_id)
+
+    def shown(self, text: NumberedText) -> str:
+        return self._tokenizer.decode(text.example.ids.tolist())
+
+
+class PairReader(TextReader):
+    """Pairs for an encoder-decoder."""
+
+    # Relative positions are added to every example's attention alike.
+    layers = r"(?!.*relative_attention_bias/).*"
+    tokens_of = r"(decoder/(?!.*(EncDecAttention/[kv]|relative_attention_bias)/).*|lm_head.*)"
+
+    def _examples(self, path: Path) -> Iterator[tuple[int, tuple[PairExample, bool]]]:
+        given, found = self._arguments, self._arguments
+        pairs, _ = read_pairs(path, source=given.source_key, target=given.target_key)
+        for row, pair in enumerate(pairs, 1):
+            example, *cut = encode_pair(
+                Pair(given.prefix + pair.source, pair.target),
+                self._tokenizer,
+                max_source_length=found.max_length,
+                max_target_length=found.max_target_length,
+            )
+            yield row, (example, any(cut))
+
+    def _learnt(self, example: PairExample) -> bool:
+        return bool(len(example.source) and len(example.target))
+
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]:
+        return text.example
+
+    def _read_ids(self, text: NumberedText) -> Sequence[int]:
+        return [self._pretrained.config.start_id, *text.example.target[:-1].tolist()]
+
+    def _lengths(self, examples: Sequence[PairExample]) -> tuple[int, int]:
+        source, target = (bucket_lengths([len(e[i]) for e in examples], 1)[0] for i in (0, 1))
+        return source, target
+
+    def _without_loss(self, example: PairExample) -> PairExample:
+        return example._replace(target=example.target[:0])
+
+    def _batch(self, examples: list[PairExample], lengths: tuple[int, int]) -> Any:
+        config = self._pretrained.config
+        ends = {"pad_id": config.pad_id, "start_id": config.start_id}
+        source, target = lengths
+        return pair_batch(examples, source_length=source, target_length=target, **ends)
+
+    def shown(self, text: NumberedText) -> str:
+        source, target = (self._tokenizer.decode(ids.tolist()) for ids in text.example)
+        return f"{source} → {target}"

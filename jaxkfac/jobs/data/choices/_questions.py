@@ -1,0 +1,192 @@
+"""Questions with choices, and their file format."""
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxkfac._errors import one_of
+from jaxkfac.jobs.data.readers import read_rows
+from jaxkfac.jobs.data.text._encode import Example, TokenizerLike
+
+
+class Question(NamedTuple):
+    """A question with several answers, one of them right.
+
+    Attributes:
+        id: What the file calls it.
+        stem: The question, or the sentence that an answer ends.
+        choices: Texts of the answers.
+        labels: Their labels, such as A to D.
+        answer: Index of the right one.
+    """
+
+    id: str
+    stem: str
+    choices: tuple[str, ...]
+    labels: tuple[str, ...]
+    answer: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """The object that OpenBookQA's files hold."""
+        choices = [{"text": t, "label": n} for t, n in zip(self.choices, self.labels, strict=True)]
+        return {
+            "id": self.id,
+            "question": {"stem": self.stem, "choices": choices},
+            "answerKey": self.labels[self.answer],
+        }
+
+
+def read_questions(path: Path | str) -> list[Question]:
+    """The questions of a file, in its order.
+
+    Args:
+        path: Rows as :func:`parse_question` knows them, in any format of
+            :mod:`jaxkfac.jobs.data.readers`.
+
+    Returns:
+        At least one question.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row is no JSON or no question, or its answer key is none of its labels;
+            named with file and number.
+
+    References:
+        T. Mihaylov, P. Clark, T. Khot, A. Sabharwal, Can a Suit of Armor Conduct Electricity? A
+        New Dataset for Open Book Question Answering, 2018.
+    """
+    return read_rows(path, parse_question)
+
+
+def parse_question(plain: Any) -> Question:
+    """A question from what JSON gives.
+
+    Args:
+        plain: In OpenBookQA's own form ``{"id", "question": {"stem", "choices": [{"text",
+            "label"}, ...]}, "answerKey"}``; in that of the datasets library ``{"question_stem" or
+            "question", "choices": {"text": [...], "label": [...]}, "answerKey"}``; or
+            ``{"question", "choices": [...], "answer": index}`` as in MMLU. Without an ``"id"``
+            the question stands for it.
+
+    Raises:
+        ValueError: a key is missing or of another type, fewer than two choices, two with one
+            label, or an answer key that is none of the labels.
+
+    Example:
+        >>> parse_question({"id": "1", "answerKey": "B", "question_stem": "Fe is",
+        ...                 "choices": {"text": ["lead", "iron"], "label": ["A", "B"]}}).answer
+        1
+    """
+    try:
+        stem, texts, labels, key = _parts(plain)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            'expected {"id", "question": {"stem", "choices": [{"text", "label"}, ...]}, '
+            '"answerKey"}, or {"question_stem", "choices": {"text": [...], "label": [...]}, '
+            f'"answerKey"}}; {error!r}'
+        ) from error
+    name = str(plain.get("id", stem))
+    if not all(isinstance(x, str) and x for x in (stem, *texts, *labels)):
+        raise ValueError(f"question {name!r}: stem, texts and labels must be non-empty strings")
+    if len(texts) < 2 or len(texts) != len(labels) or len(set(labels)) < len(labels):
+        raise ValueError(
+            f"question {name!r}: expected two or more labels, one for each choice, got "
+            f"{list(texts)} and {list(labels)}"
+        )
+    if key not in labels:
+        raise ValueError(
+            f"question {name!r}: the answer key {key!r} is none of its labels {list(labels)}"
+        )
+    return Question(name, stem, texts, labels, labels.index(key))
+
+
+def _parts(plain: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]:
+    """``(stem, texts, labels, key)``."""
+    if "question_stem" in plain:
+        stem, choices = plain["question_stem"], plain["choices"]
+    elif isinstance(plain["question"], str):
+        stem, choices = plain["question"], plain["choices"]
+    else:
+        stem, choices = plain["question"]["stem"], plain["question"]["choices"]
+    if isinstance(choices, dict):
+        return stem, tuple(choices["text"]), tuple(choices["label"]), plain["answerKey"]
+    if choices and all(isinstance(choice, str) for choice in choices):
+        if len(choices) > len(string.ascii_uppercase):
+            raise ValueError(
+                f"question {stem!r}: {len(choices)} choices without labels; at most 26 get letters"
+            )
+        labels = tuple(string.ascii_uppercase[: len(choices)])
+        known = dict(enumerate(labels))  # datasets without answers have -1
+        return stem, tuple(choices), labels, known.get(plain["answer"], plain["answer"])
+    texts = tuple(choice["text"] for choice in choices)
+    return stem, texts, tuple(choice["label"] for choice in choices), plain["answerKey"]
+
+
+# ---------------- questions as tokens: each choice after its prompt
+
+
+PromptStyle = Literal["chat", "plain"]
+
+
+def choice_examples(
+    questions: Sequence[Question],
+    tokenizer: TokenizerLike,
+    *,
+    style: PromptStyle,
+    system: str,
+    max_length: int,
+) -> list[list[Example]]:
+    """For each question its choices after the prompt; the choice's tokens are marked.
+
+    Raises:
+        ValueError: a question does not fit ``max_length``, or a choice has no tokens.
+    """
+    return [
+        [
+            _example(_prompt(q.stem, tokenizer, style, system), choice, tokenizer, style, q.id,
+                     max_length)
+            for choice in q.choices
+        ]
+        for q in questions
+    ]  # fmt: skip
+
+
+def bare_examples(
+    questions: Sequence[Question], tokenizer: TokenizerLike, *, style: PromptStyle, system: str
+) -> dict[str, Example]:
+    """Each distinct choice after ``Answer:`` alone, for its likelihood without the question."""
+    prompt = _prompt("Answer:" if style == "chat" else "", tokenizer, style, system)
+    texts = dict.fromkeys(choice for q in questions for choice in q.choices)
+    return {text: _example(prompt, text, tokenizer, style, text, None) for text in texts}
+
+
+def _prompt(stem: str, tokenizer: TokenizerLike, style: PromptStyle, system: str) -> list[int]:
+    one_of("style", style, ("chat", "plain"))
+    if style == "plain":
+        return list(tokenizer.encode(f"{stem}\nAnswer:" if stem else "Answer:"))
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": stem})
+    return list(tokenizer.chat(turns, add_generation_prompt=True))
+
+
+def _example(
+    prompt: list[int],
+    choice: str,
+    tokenizer: TokenizerLike,
+    style: PromptStyle,
+    name: str,
+    max_length: int | None,
+) -> Example:
+    answer = tokenizer.encode(choice if style == "chat" else f" {choice}", add_special_tokens=False)
+    if not answer or not prompt:
+        raise ValueError(f"question {name!r}: the choice {choice!r} or its prompt has no tokens")
+    ids = np.asarray([*prompt, *answer], np.int32)
+    if max_length is not None and len(ids) > max_length:
+        raise ValueError(
+            f"question {name!r} takes {len(ids)} tokens with the choice {choice!r}, and at most "
+            f"{max_length} fit: raise max_length, or leave the question out"
+        )
+    return Example(ids, np.arange(len(ids)) >= len(prompt))

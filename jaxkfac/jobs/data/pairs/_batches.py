@@ -1,0 +1,214 @@
+"""Batches of pairs: of data in memory, or read as they are needed."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxkfac.jobs.data._digits import epoch_batches, num_batches
+from jaxkfac.jobs.data.pairs._pairs import (
+    Pair,
+    PairBatch,
+    PairExample,
+    check_lengths,
+    encode_pair,
+    pair_batch,
+)
+from jaxkfac.jobs.data.readers import FileRows
+from jaxkfac.jobs.data.stream import (
+    BatchStream,
+    NumberedBatches,
+    Tally,
+    arrange_by_length,
+    length_multiples,
+)
+from jaxkfac.jobs.data.text import TokenizerLike, bucket_lengths
+
+# ---------------- which pairs a step reads: a pure function of the seed and the step
+
+
+@dataclasses.dataclass(frozen=True)
+class PairBatches(NumberedBatches[PairBatch]):
+    """Batches of pairs in a fresh random order each epoch; nothing is remembered.
+
+    Attributes:
+        examples: The pairs.
+        batch_size: Rows of a batch.
+        source_lengths: Row lengths of sources; a batch takes the shortest that fits its rows.
+        lengths: Row lengths of targets, likewise.
+        pad_id: What fills the rest.
+        start_id: What the decoder reads first.
+        seed: Of the order.
+
+    Example:
+        >>> import numpy as np
+        >>> examples = [PairExample(np.arange(4), np.arange(9))] * 6
+        >>> batches = PairBatches.padded(examples, batch_size=2, pad_id=0, start_id=0)
+        >>> batches.per_epoch, batches.at(100).source.shape, batches.at(100).targets.shape
+        (3, (2, 8), (2, 16))
+    """
+
+    examples: tuple[PairExample, ...]
+    batch_size: int
+    source_lengths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    pad_id: int
+    start_id: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        num_batches(len(self.examples), self.batch_size)
+
+    @classmethod
+    def padded(
+        cls,
+        examples: Sequence[PairExample],
+        *,
+        batch_size: int,
+        pad_id: int,
+        start_id: int,
+        seed: int = 0,
+        num_lengths: int = 1,
+    ) -> "PairBatches":
+        """A pair in each row, either side padded to one of ``num_lengths`` lengths.
+
+        Raises:
+            ValueError: there are fewer pairs than ``batch_size``.
+        """
+        sources, targets = (
+            bucket_lengths([len(example[side]) for example in examples], num_lengths)
+            for side in (0, 1)
+        )
+        return cls(tuple(examples), batch_size, sources, targets, pad_id, start_id, seed)
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch; the incomplete last one is left out."""
+        return num_batches(len(self.examples), self.batch_size)
+
+    def at(self, step: int) -> PairBatch:
+        """The batch of a step, counted from 0 over all epochs."""
+        epoch, offset = divmod(step, self.per_epoch)
+        order = epoch_batches(
+            self.seed, epoch, num_examples=len(self.examples), batch_size=self.batch_size
+        )
+        return self._batch([self.examples[i] for i in order[offset]])
+
+    def in_order(self) -> Iterator[PairBatch]:
+        """Every pair once, in order, as an evaluation reads them.
+
+        The last batch is filled with its first pair, of which nothing is learnt.
+        """
+        for start in range(0, len(self.examples), self.batch_size):
+            rows = list(self.examples[start : start + self.batch_size])
+            filler = rows[0]._replace(target=rows[0].target[:0])
+            yield self._batch(rows + [filler] * (self.batch_size - len(rows)))
+
+    def _batch(self, examples: Sequence[PairExample]) -> PairBatch:
+        def shortest(lengths: Sequence[int], side: int) -> int:
+            longest = max(len(example[side]) for example in examples)
+            return next(length for length in lengths if length >= longest)
+
+        return pair_batch(
+            examples,
+            source_length=shortest(self.source_lengths, 0),
+            target_length=shortest(self.lengths, 1),
+            pad_id=self.pad_id,
+            start_id=self.start_id,
+        )
+
+
+# ---------------- pairs that are read as they are needed
+
+
+@dataclasses.dataclass(frozen=True)
+class PairStream(BatchStream[PairExample, PairBatch]):
+    """Batches of pairs; ``lengths`` are those of targets.
+
+    Attributes:
+        source_lengths: Row lengths of sources that occur, ascending.
+    """
+
+    source_lengths: tuple[int, ...] = ()
+
+
+def pair_stream(
+    rows: FileRows[Pair],
+    tokenizer: TokenizerLike,
+    *,
+    batch_size: int,
+    max_source_length: int,
+    max_target_length: int,
+    pad_id: int,
+    start_id: int,
+    num_lengths: int = 4,
+    window: int = 8192,
+    seed: int = 0,
+) -> PairStream:
+    """Batches of pairs, made as they are asked for.
+
+    Args:
+        rows: Pairs, as :func:`pair_files` finds them.
+        tokenizer: Of the model.
+        batch_size: Rows of a batch.
+        max_source_length: Tokens of a source, at least 2; a longer one is cut before its end.
+        max_target_length: Tokens of a target, at least 2; a longer one loses its end.
+        pad_id: What fills the rest of a row.
+        start_id: What the decoder reads first.
+        num_lengths: A batch's row lengths, of sources and of targets, are multiples of the
+            longest over this: a program is compiled for each pair of them that occurs.
+        window: Pairs among which the order is random.
+        seed: Of the order.
+
+    Returns:
+        Batches from any position, each of pairs of about one length.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+    check_lengths(max_source_length, max_target_length)
+    longest = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    source_lengths = length_multiples(max_source_length, num_lengths)
+    target_lengths = length_multiples(max_target_length, num_lengths)
+
+    def encode(pair: Pair, tally: Tally) -> list[PairExample]:
+        example, *cut = encode_pair(pair, tokenizer, **longest)
+        if not len(example.source):
+            raise ValueError(f"the source {pair.source[:40]!r} has no tokens")
+        tally.longest = max(tally.longest, *map(len, example))
+        tally.truncated += any(cut)
+        tally.examples += 1
+        tally.tokens += len(example.source) + len(example.target)
+        tally.learnt += len(example.target)
+        return [example]
+
+    def collate(held: Sequence[tuple[PairExample, ...]]) -> PairBatch:
+        examples = [example for (example,) in held]
+        return pair_batch(
+            examples,
+            source_length=_shortest(source_lengths, [e.source for e in examples]),
+            target_length=_shortest(target_lengths, [e.target for e in examples]),
+            pad_id=pad_id,
+            start_id=start_id,
+        )
+
+    return PairStream(
+        rows,
+        encode,
+        arrange_by_length(_length, batch_size=batch_size),
+        collate,
+        batch_size=batch_size,
+        lengths=target_lengths,
+        window=window,
+        seed=seed,
+        source_lengths=source_lengths,
+    )
+
+
+def _shortest(lengths: Sequence[int], sides: Sequence[np.ndarray]) -> int:
+    longest = max(map(len, sides))
+    return next(length for length in lengths if length >= longest)
+
+
+def _length(pair: PairExample) -> int:
+    return len(pair.source) + len(pair.target)

@@ -1,0 +1,346 @@
+"""Pairs of texts: a source, and the target that is learnt."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxkfac.jobs.data.readers import FileRows, find_files, read_splits
+from jaxkfac.jobs.data.text import TokenizerLike
+
+PAIR_KEYS = (
+    ("source", "target"),
+    ("input", "output"),
+    ("prompt", "completion"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("text", "summary"),
+    ("question", "answer"),
+)
+"""Keys of a source and its target, as public data sets name them; the first that are there."""
+
+
+class Pair(NamedTuple):
+    """Two texts, neither of them empty."""
+
+    source: str
+    target: str
+
+
+def parse_pair(plain: Any, *, source: str | None = None, target: str | None = None) -> Pair:
+    """A pair from what JSON gives.
+
+    Args:
+        plain: An object with two strings. Other keys are ignored, but where no keys are given
+            what is asked is part of the source: Alpaca's ``instruction`` before its ``input``,
+            and the ``context`` of a question, as T5 was given it.
+        source: Key of the source; ``None``: as in ``PAIR_KEYS``, beside ``target`` if that is
+            given.
+        target: Key of the target, likewise.
+
+    Raises:
+        ValueError: a key is not there, its value is no string, or a side is empty.
+
+    Example:
+        >>> parse_pair({"document": "It rains.", "summary": "Rain."})
+        Pair(source='It rains.', target='Rain.')
+    """
+    if not isinstance(plain, dict):
+        raise ValueError(f"expected an object with keys, got {type(plain).__name__}")
+    if source is None and target is None:
+        plain = _with_task(plain)
+    keys = _keys(plain, source, target)
+    for side, key in zip(Pair._fields, keys, strict=True):
+        if not isinstance(plain[key], str):
+            raise ValueError(f"expected {key!r} to be a string, got {type(plain[key]).__name__}")
+        if not plain[key].strip():
+            raise ValueError(f"the {side} ({key!r}) is empty")
+    return Pair(*(plain[key] for key in keys))
+
+
+def read_pairs(
+    path: Path | str, *, source: str | None = None, target: str | None = None
+) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to train on and to validate with.
+
+    Args:
+        path: A file, all of it to train on; or a folder, in which
+            :func:`jaxkfac.jobs.data.readers.find_files` says which files are for what.
+        source: Key of the sources; see :func:`parse_pair`.
+        target: Key of the targets.
+
+    Returns:
+        ``(train, validation)``; the second may be empty.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a row is no JSON or no pair, or has an empty side, named with file and number.
+    """
+    parse = functools.partial(parse_pair, source=source, target=target)
+    return read_splits(path, parse)
+
+
+def pair_files(
+    path: Path | str,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    prefix: str = "",
+    strict: bool = False,
+) -> tuple[FileRows[Pair], FileRows[Pair] | None]:
+    """Pairs to train on and to validate with, to be read as they are needed.
+
+    Args:
+        path: As in :func:`read_pairs`.
+        source: Key of the sources; see :func:`parse_pair`.
+        target: Key of the targets.
+        prefix: What stands before each source, such as ``"summarize: "``.
+        strict: Whether a bad row is an error.
+
+    Returns:
+        ``(train, validation)``; the second may be ``None``.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a file of an unknown format.
+    """
+
+    def parse(plain: Any) -> Pair:
+        pair = parse_pair(plain, source=source, target=target)
+        return pair._replace(source=prefix + pair.source)
+
+    train, validation = find_files(path)
+    held = FileRows(validation, parse, strict) if validation else None
+    return FileRows(train, parse, strict), held
+
+
+def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
+    """Rows whose source is in two columns."""
+    texts = {key: value for key, value in plain.items() if isinstance(value, str)}
+    if "instruction" in texts and "output" in texts:
+        parts = texts["instruction"], texts.get("input", "")
+        return plain | {"input": "\n".join(part for part in parts if part)}
+    if {"question", "context", "answer"} <= texts.keys():
+        asked = f"question: {texts['question']} context: {texts['context']}"
+        return plain | {"question": asked}
+    return plain
+
+
+def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequence[str]:
+    fitting = [
+        (source or ours, target or theirs)
+        for ours, theirs in PAIR_KEYS
+        if (source or ours) in plain and (target or theirs) in plain
+    ]
+    if fitting:
+        return fitting[0]
+    known = ", ".join(f"{ours!r} and {theirs!r}" for ours, theirs in PAIR_KEYS)
+    wanted = known if source is None and target is None else f"{source!r} and {target!r}"
+    raise ValueError(f"expected the keys {wanted}; got {sorted(plain)}; name others as options")
+
+
+# ---------------- pairs to tokens
+
+
+class PairExample(NamedTuple):
+    """One pair in tokens; every token of the target is learnt.
+
+    Attributes:
+        source: What the encoder reads.
+        target: What the decoder is asked for, with the token that ends it.
+    """
+
+    source: Int[np.ndarray, " S"]
+    target: Int[np.ndarray, " T"]
+
+
+class EncodedPairs(NamedTuple):
+    """A data set in tokens, and what it cost.
+
+    Attributes:
+        examples: In the order of the pairs.
+        cut_sources: Sources that were longer and lost the middle before their end.
+        cut_targets: Targets that were longer and lost their end.
+    """
+
+    examples: list[PairExample]
+    cut_sources: int
+    cut_targets: int
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens in the loss: those of the targets."""
+        return sum(len(example.target) for example in self.examples)
+
+    def __str__(self) -> str:
+        sources = sum(len(example.source) for example in self.examples)
+        words = f"{len(self.examples)} pairs, {sources} source tokens, {self.num_learnt} learnt"
+        if self.cut_sources or self.cut_targets:
+            words += f"; {self.cut_sources} sources and {self.cut_targets} targets cut"
+        return words
+
+
+def encode_pair(
+    pair: Pair, tokenizer: TokenizerLike, *, max_source_length: int, max_target_length: int
+) -> tuple[PairExample, bool, bool]:
+    """``(example, whether the source was cut, whether the target was)``."""
+    source, target = (list(tokenizer.encode(text)) for text in pair)
+    ends = tokenizer.eos_ids
+    if ends and (not target or target[-1] not in ends):
+        target.append(ends[0])
+    long = len(source) > max_source_length, len(target) > max_target_length
+    if long[0]:  # an encoder has seen all its sources end
+        last = source[-1:] if source[-1] in ends else []
+        source = source[: max_source_length - len(last)] + last
+    example = PairExample(
+        np.asarray(source, np.int32), np.asarray(target[:max_target_length], np.int32)
+    )
+    return example, *long
+
+
+def check_lengths(max_source_length: int, max_target_length: int) -> None:
+    """Refuse lengths in which nothing fits."""
+    for name, length in (("source", max_source_length), ("target", max_target_length)):
+        if length < 2:
+            raise ValueError(f"max_{name}_length={length}: expected at least 2 tokens")
+
+
+def encode_pairs(
+    pairs: Sequence[Pair],
+    tokenizer: TokenizerLike,
+    *,
+    max_source_length: int,
+    max_target_length: int,
+) -> EncodedPairs:
+    """Write pairs with a tokenizer.
+
+    The tokenizer's own end of a text stands behind each source, where it has one, and an end
+    behind each target. A source that is too long is cut before its end, a target with its end.
+
+    Args:
+        pairs: What to learn.
+        tokenizer: Of the model.
+        max_source_length: Tokens of a source, at least 2.
+        max_target_length: Tokens of a target, at least 2.
+
+    Returns:
+        The examples, and how many sides were cut.
+
+    Raises:
+        ValueError: a length is below 2, or a source of which no token is left, by its number.
+
+    Example:
+        >>> class Letters:
+        ...     eos_ids, pad_id = (1,), 0
+        ...     def encode(self, text, **_): return [ord(c) for c in text] + [1]
+        ...     def decode(self, ids): return "".join(map(chr, ids))
+        ...     def chat(self, messages, **_): return []
+        >>> lengths = {"max_source_length": 3, "max_target_length": 8}
+        >>> found = encode_pairs([Pair("iron", "Fe")], Letters(), **lengths)
+        >>> found.examples[0].source, found.examples[0].target, found.cut_sources
+        (array([105, 114,   1]...), array([ 70, 101,   1]...), 1)
+    """
+    check_lengths(max_source_length, max_target_length)
+    lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    examples, cuts = [], np.zeros(2, int)
+    for number, pair in enumerate(pairs, start=1):
+        example, *cut = encode_pair(pair, tokenizer, **lengths)
+        if not len(example.source):
+            raise ValueError(f"pair {number}: the source {pair.source[:40]!r} has no tokens")
+        examples.append(example)
+        cuts += cut
+    return EncodedPairs(examples, *cuts.tolist())
+
+
+# ---------------- rows of tokens for an encoder and a decoder
+
+
+class PairBatch(NamedTuple):
+    """What an encoder-decoder reads and is asked for, on the host.
+
+    Attributes:
+        source: Tokens that the encoder reads.
+        source_mask: Which of them exist.
+        decoder_inputs: The start, and the target without its last token.
+        targets: Tokens that are asked for.
+        mask: Which of them exist; all that do are learnt.
+    """
+
+    source: Int[np.ndarray, "rows S"]
+    source_mask: Bool[np.ndarray, "rows S"]
+    decoder_inputs: Int[np.ndarray, "rows T"]
+    targets: Int[np.ndarray, "rows T"]
+    mask: Bool[np.ndarray, "rows T"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of sources and targets, without padding."""
+        return int(self.source_mask.sum() + self.mask.sum())
+
+    @property
+    def num_examples(self) -> int:
+        """Rows with a target."""
+        return int(self.mask.any(1).sum())
+
+    @property
+    def largest_id(self) -> int:
+        """Of all tokens, padding with them."""
+        return int(max(self.source.max(), self.decoder_inputs.max(), self.targets.max()))
+
+    @property
+    def num_terms(self) -> int:
+        """Targets that are learnt."""
+        return int(self.mask.sum())
+
+
+def pair_batch(
+    examples: Sequence[PairExample],
+    *,
+    source_length: int,
+    target_length: int,
+    pad_id: int,
+    start_id: int,
+) -> PairBatch:
+    """Write examples into rows, padded on the right.
+
+    Args:
+        examples: One for each row; an empty target is a row of which nothing is learnt.
+        source_length: Tokens of each row of the sources.
+        target_length: Tokens of each row of the targets.
+        pad_id: What fills the rest.
+        start_id: What the decoder reads first.
+
+    Returns:
+        A batch of ``len(examples)`` rows, int32 and bool.
+
+    Raises:
+        ValueError: an example is longer than its row.
+
+    Example:
+        >>> example = PairExample(np.array([5, 6, 1]), np.array([7, 8, 1]))
+        >>> lengths = {"source_length": 4, "target_length": 4}
+        >>> batch = pair_batch([example], **lengths, pad_id=0, start_id=0)
+        >>> batch.source[0], batch.decoder_inputs[0], batch.targets[0]
+        (array([5, 6, 1, 0]...), array([0, 7, 8, 0]...), array([7, 8, 1, 0]...))
+    """
+    sources, source_mask = _rows([e.source for e in examples], source_length, pad_id, "source")
+    targets, mask = _rows([e.target for e in examples], target_length, pad_id, "target")
+    inputs = np.roll(targets, 1, axis=1)
+    inputs[:, 0] = start_id
+    inputs[:, 1:][~mask[:, 1:]] = pad_id  # what ends a target is not read
+    return PairBatch(sources, source_mask, inputs, targets, mask)
+
+
+def _rows(
+    sides: Sequence[np.ndarray], length: int, pad_id: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.asarray([len(ids) for ids in sides])
+    if (long := lengths.max(initial=0)) > length:
+        raise ValueError(f"a {name} has {long} tokens, and its row {length}")
+    mask = np.arange(length) < lengths[:, None]
+    ids = np.full((len(sides), length), pad_id, np.int32)
+    ids[mask] = np.concatenate(sides)
+    return ids, mask

@@ -1,0 +1,330 @@
+"""The file formats: JSON Lines, one JSON array, Parquet and Arrow."""
+
+import codecs
+import gzip
+import importlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.jobs.data.readers._reader import (
+    DEEPEST,
+    TOO_DEEP,
+    BadRow,
+    Reader,
+    RowPlace,
+    damaged,
+    is_too_deep,
+    register_reader,
+)
+
+# ---------------- packages that only some files need
+
+
+def pyarrow(module: str) -> Any:
+    """``pyarrow``, or a module of it; or how to get it."""
+    return data_package(f"pyarrow.{module}" if module else "pyarrow")
+
+
+def data_package(name: str) -> Any:
+    """A package of the extra ``data``.
+
+    Raises:
+        ModuleNotFoundError: saying how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.split(".")[0]
+        raise ModuleNotFoundError(
+            f'{package} is not installed: pip install "jaxkfac[data]"', name=error.name
+        ) from None
+
+
+# ---------------- jSON Lines, plain or compressed
+
+
+_CHUNK = 1 << 20  # bytes
+
+
+@register_reader
+class JsonLines(Reader):
+    """One JSON object a line, UTF-8; empty lines are no rows.
+
+    Offsets count bytes of the text. Compressed text is read from the start to get to one.
+    """
+
+    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
+    unit = "line"
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        offset, number = place
+        try:
+            with opened(path) as file:
+                _skip(file, offset)
+                # Lines end with a line feed: a string may hold others that Python splits at.
+                for line in file:
+                    offset, number = offset + len(line), number + 1
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
+                    if line.strip():
+                        yield RowPlace(offset, number), _row(line)
+        except (EOFError, OSError, zlib.error) as error:
+            raise damaged(path, f" behind line {number}", error) from error
+
+    def count(self, path: Path) -> int:
+        """Lines that are not empty, unparsed."""
+        try:
+            with opened(path) as file:
+                return sum(1 for line in file if not line.isspace())
+        except (EOFError, OSError, zlib.error) as error:
+            raise damaged(path, "", error) from error
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """The bytes of a text, unpacked as its name says."""
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return io.BufferedReader(gzip.open(path), _CHUNK)
+    if name.endswith(".zst"):
+        raw = pyarrow("").input_stream(str(path), compression="zstd")
+        return io.BufferedReader(raw, _CHUNK)
+    return io.BufferedReader(io.FileIO(path), _CHUNK)
+
+
+def _skip(file: io.BufferedIOBase, offset: int) -> None:
+    if file.seekable():
+        file.seek(offset)
+        return
+    while offset and (read := len(file.read(min(offset, _CHUNK)))):
+        offset -= read
+
+
+def _row(line: bytes) -> Any:
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if b"\\u" in line:  # half of a pair of surrogates is JSON, and no text
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        return TOO_DEEP if is_too_deep(row) else row
+    except UnicodeError as error:
+        return BadRow(f"not UTF-8 ({error})")
+    except json.JSONDecodeError as error:
+        return BadRow(
+            f"not JSON ({error.msg} at column {error.colno}); expected one whole object on each "
+            "line"
+        )
+    except ValueError as error:  # a number of thousands of digits
+        return BadRow(f"not JSON that can be read ({error})")
+    except RecursionError:
+        return TOO_DEEP
+
+
+# ---------------- one JSON array of objects, as many data sets are handed on
+
+
+_BEGIN = 1 << 12  # bytes, in which there is more than white space
+
+
+@register_reader
+class JsonArray(Reader):
+    """An array, an element at a time; offsets count elements.
+
+    Files of this name that hold lines are read as :class:`JsonLines`.
+    """
+
+    suffixes = (".json", ".json.gz", ".json.zst")
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        return self._elements(path, place) if _is_array(path) else JsonLines().read(path, place)
+
+    def count(self, path: Path) -> int:
+        """The elements, each parsed; lines are not."""
+        return super().count(path) if _is_array(path) else JsonLines().count(path)
+
+    def _elements(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        ijson, number = data_package("ijson"), 0
+        try:
+            with opened(path) as file:
+                if file.peek(3).startswith(codecs.BOM_UTF8):
+                    file.read(3)
+                for number, row in enumerate(
+                    ijson.items(_Shallow(file), "item", use_float=True), 1
+                ):
+                    if number > place.offset:
+                        yield RowPlace(number, number), row
+        except Exception as error:  # an integer of thousands of digits is a bare ValueError
+            raise damaged(path, f" behind element {number}", error) from error
+
+
+class _Shallow:
+    """A text of JSON, read on as long as it is not nested deeply.
+
+    The package keeps a path for every level, whose lengths add up: 100,000 levels of a file of
+    200 kB took 19 GB.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file, self._depth, self._open = file, 0, b""
+
+    def read(self, size: int = -1) -> bytes:
+        """As of a file.
+
+        Raises:
+            ValueError: it is nested too deeply.
+        """
+        chunk = self._file.read(size)
+        text = self._open + chunk
+        self._open = b""
+        levels = np.frombuffer(_STRING.sub(self._without, text), np.uint8)
+        steps = np.isin(levels, _OPEN).astype(np.int64) - np.isin(levels, _CLOSE)
+        depths = self._depth + np.cumsum(steps)
+        if depths.max(initial=0) > DEEPEST + 1:  # the array is one
+            raise ValueError(TOO_DEEP.reason)
+        self._depth = int(depths[-1]) if len(depths) else self._depth
+        return chunk
+
+    def _without(self, match: re.Match[bytes]) -> bytes:
+        if not match["end"]:  # goes on in the next chunk, perhaps behind half of an escape
+            self._open = b'"' + (match["escape"] or b"")
+        return b""
+
+
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:(?P<end>")|(?P<escape>\\)?\Z)', re.DOTALL)
+_OPEN, _CLOSE = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
+
+
+def _is_array(path: Path) -> bool:
+    try:
+        with opened(path) as file:
+            return file.read(_BEGIN).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    except (EOFError, OSError, zlib.error) as error:
+        raise damaged(path, "", error) from error
+
+
+# ---------------- parquet
+
+
+_ROWS = 512  # that are Python objects at one time
+
+
+@register_reader
+class Parquet(Reader):
+    """A row group after the other; offsets count rows."""
+
+    suffixes = (".parquet",)
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        parquet, start, before = pyarrow("parquet"), place.offset, 0
+        with _opened(parquet, path) as file:
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if before + rows > start:
+                    yield from _group(path, file, group, before, start)
+                before += rows
+
+    def count(self, path: Path) -> int:
+        """From the file's footer."""
+        with _opened(pyarrow("parquet"), path) as file:
+            return file.metadata.num_rows
+
+
+def _opened(parquet: Any, path: Path) -> Any:
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:  # OSError without a number and UnicodeDecodeError are among them
+        raise damaged(path, "", error) from error
+
+
+def _group(
+    path: Path, file: Any, group: int, before: int, start: int
+) -> Iterator[tuple[RowPlace, Any]]:
+    number = before
+    try:
+        for batch in file.iter_batches(_ROWS, row_groups=[group]):
+            batch.validate(full=True)
+            skipped = min(max(start - number, 0), len(batch))
+            number += skipped
+            for row in batch.slice(skipped).to_pylist():
+                number += 1
+                yield RowPlace(number, number), row
+    except Exception as error:
+        raise damaged(path, f" behind row {number}", error) from error
+
+
+# ---------------- arrow, as the datasets library and Feather write it
+
+
+class _FirstFeatherError(Exception):
+    pass
+
+
+@register_reader
+class Arrow(Reader):
+    """Record batches of a stream or of a file, from mapped memory; offsets count rows."""
+
+    suffixes = (".arrow", ".feather")
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        number = 0
+        for batch in _batches(path):
+            skipped = min(max(place.offset - number, 0), len(batch))
+            number += skipped
+            for start in range(skipped, len(batch), _ROWS):
+                for row in _values(path, batch.slice(start, _ROWS), number):
+                    number += 1
+                    yield RowPlace(number, number), row
+
+    def count(self, path: Path) -> int:
+        """The sum over record batches, of which no values are read."""
+        return sum(len(batch) for batch in _batches(path, values=False))
+
+
+def _values(path: Path, batch: Any, number: int) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except Exception as error:
+        raise damaged(path, f" behind row {number}", error) from error
+
+
+def _batches(path: Path, *, values: bool = True) -> Iterator[Any]:
+    """Record batches, each checked before it is used.
+
+    Arrow trusts the offsets of a file: one changed bit in them ends the process, by SIGBUS.
+    """
+    package, ipc, read = pyarrow(""), pyarrow("ipc"), 0
+    try:
+        with package.memory_map(str(path)) as mapped:
+            begin = mapped.read(6)
+            if begin.startswith(b"FEA1"):
+                raise _FirstFeatherError
+            if begin == b"ARROW1":
+                with ipc.open_file(mapped) as file:
+                    for number in range(file.num_record_batches):
+                        batch = file.get_batch(number)
+                        batch.validate(full=values)
+                        yield batch
+                        read += len(batch)
+                return
+            mapped.seek(0)
+            with ipc.open_stream(mapped) as stream:
+                for batch in stream:
+                    batch.validate(full=values)
+                    yield batch
+                    read += len(batch)
+    except _FirstFeatherError:
+        raise ValueError(
+            f"{path} is of the first version of Feather, which has no record batches: "
+            "write it again with pyarrow.feather.write_feather(table, path)"
+        ) from None
+    except Exception as error:  # UnicodeDecodeError and SystemError are among them
+        raise damaged(path, f" behind row {read}", error) from error

@@ -1,0 +1,196 @@
+"""Rows of several files, one after the other, and where the next one begins."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jaxkfac.jobs.data.readers._reader import (
+    BadRow,
+    Reader,
+    RowPlace,
+    check_file,
+    find_files,
+    reader_of,
+)
+
+_Parsed = TypeVar("_Parsed")
+_HOPELESS = 1000  # rows without a good one among them
+_BLOCK = 1 << 20  # bytes
+_BLOCKS, _ALL_BLOCKS = 64, 1024  # that a checksum is of: in a file, in all of them
+
+
+class FilePlace(NamedTuple):
+    """Where among files the next row begins.
+
+    Attributes:
+        file: Index of the file.
+        offset: In it; see :class:`RowPlace`.
+        number: Of lines or rows before it.
+    """
+
+    file: int = 0
+    offset: int = 0
+    number: int = 0
+
+
+_BEGINNING = FilePlace()
+
+
+class Bad(NamedTuple):
+    """A row that was left out.
+
+    Attributes:
+        where: File and number, from 1.
+        reason: What is wrong with it.
+    """
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRows(Generic[_Parsed]):
+    """The rows of files, parsed as they are read; nothing is kept.
+
+    Attributes:
+        files: Of formats that are known.
+        parse: From what JSON gives; raises ``ValueError`` for a row that is none.
+        strict: Whether a bad row is an error, or yielded as :class:`Bad`.
+    """
+
+    files: tuple[Path, ...]
+    parse: Callable[[Any], _Parsed]
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            check_file(file)
+
+    def read(
+        self, place: FilePlace = _BEGINNING, order: Sequence[int] | None = None
+    ) -> Iterator[tuple[FilePlace, _Parsed | Bad]]:
+        """Rows from ``place`` on, each with the place behind it.
+
+        Args:
+            place: Of the first row.
+            order: Indices of the files, as they are read; ``place.file`` counts in it.
+
+        Raises:
+            ValueError: a file is damaged, or with ``strict`` a row is bad, named with its number.
+        """
+        order = range(len(self.files)) if order is None else order
+        for index in range(place.file, len(order)):
+            path = self.files[order[index]]
+            start = RowPlace(place.offset, place.number) if index == place.file else RowPlace()
+            for (offset, number), row in _reader(path).read(path, start):
+                behind = FilePlace(index, offset, number)
+                yield behind, self._parsed(row, self.where(behind, order))
+
+    def peek(self, count: int = 1) -> list[_Parsed]:
+        """The first rows that are good, at most ``count``.
+
+        Raises:
+            ValueError: there is none, or none among the first thousand; what is wrong with the
+                first of them is said.
+        """
+        good: list[_Parsed] = []
+        bad: list[Bad] = []
+        for _, row in self.read():
+            if isinstance(row, Bad):
+                bad.append(row)
+            else:
+                good.append(row)
+            if len(good) == count or len(bad) + len(good) >= max(count, _HOPELESS):
+                break
+        if not good:
+            files = ", ".join(map(str, self.files))
+            raise ValueError(
+                f"none of the first {len(bad)} rows can be used: {bad[0]}"
+                if bad
+                else f"{files} holds no row"
+            )
+        return good
+
+    def where(self, place: FilePlace, order: Sequence[int] | None = None) -> str:
+        """File and number of the row before ``place``."""
+        index = place.file if order is None else order[place.file]
+        return f"{self.files[index]}:{place.number}"
+
+    def count(self) -> int:
+        """How many rows there are, bad ones with them; lines are counted, not parsed."""
+        return sum(_reader(path).count(path) for path in self.files)
+
+    def checksum(self) -> str:
+        """CRC-32 of names, sizes and contents; of large files 64 MiB each, or 1 GiB of all."""
+        found, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
+        for path in self.files:
+            size = path.stat().st_size
+            found = zlib.crc32(f"{path.name} {size}".encode(), found)
+            with path.open("rb") as file:
+                for block in range(blocks):
+                    file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
+                    found = zlib.crc32(file.read(_BLOCK), found)
+        return f"{found:08x}"
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, as they lie on the disk."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def _parsed(self, row: Any, where: str) -> _Parsed | Bad:
+        try:
+            if isinstance(row, BadRow):
+                raise ValueError(row.reason)
+            return self.parse(row)
+        except ValueError as error:
+            if self.strict:
+                raise ValueError(f"{where}: {error}") from error
+            return Bad(where, str(error))
+
+
+def read_rows(path: Path | str, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
+    """Every row of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row that is none, named with file and number; none at all; or a file that is
+            damaged or of an unknown format.
+    """
+    rows = FileRows((Path(path),), parse)
+    found = [row for _, row in rows.read() if not isinstance(row, Bad)]
+    if not found:
+        raise ValueError(f"{path} holds no {_reader(Path(path)).unit}")
+    return found
+
+
+def read_splits(
+    path: Path | str, parse: Callable[[Any], _Parsed]
+) -> tuple[list[_Parsed], list[_Parsed]]:
+    """Every row to train on and to validate with.
+
+    Args:
+        path: A file, or a folder as :func:`find_files` understands it.
+        parse: As of :class:`FileRows`.
+
+    Returns:
+        ``(train, validation)``; the second may be empty.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: as of :func:`read_rows`.
+    """
+    train, validation = find_files(path)
+    read = [[row for file in files for row in read_rows(file, parse)]
+            for files in (train, validation)]  # fmt: skip
+    return read[0], read[1]
+
+
+def _reader(path: Path) -> Reader:
+    found = reader_of(path)
+    assert found is not None  # files are checked when they are named
+    return found

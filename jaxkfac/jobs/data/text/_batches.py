@@ -1,0 +1,303 @@
+"""Batches of records: of data in memory, or read as they are needed."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxkfac._errors import one_of
+from jaxkfac.jobs.data._digits import epoch_batches, num_batches
+from jaxkfac.jobs.data.readers import FileRows, find_files, read_rows, read_splits
+from jaxkfac.jobs.data.stream import (
+    BatchStream,
+    NumberedBatches,
+    Tally,
+    arrange_by_length,
+    group_generator,
+    length_multiples,
+)
+from jaxkfac.jobs.data.text._encode import (
+    Example,
+    LossOn,
+    Record,
+    TokenizerLike,
+    check_encoding,
+    encode_record,
+    truncate,
+)
+from jaxkfac.jobs.data.text._formats import parse_record
+from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
+
+# ---------------- which rows a step reads: a pure function of the seed and the step
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBatches(NumberedBatches[TokenBatch]):
+    """Batches of a data set in a fresh random order each epoch; nothing is remembered.
+
+    Attributes:
+        rows: The examples of each row.
+        batch_size: Rows of a batch.
+        lengths: Row lengths that occur; a batch takes the shortest that fits its rows.
+        pad_id: What fills the rest.
+        seed: Of the order.
+
+    Example:
+        >>> examples = [Example(np.arange(4), np.ones(4, bool))] * 6
+        >>> batches = TokenBatches.padded(examples, batch_size=2, pad_id=0)
+        >>> batches.per_epoch, batches.lengths, batches.at(100).ids.shape
+        (3, (8,), (2, 8))
+    """
+
+    rows: tuple[tuple[Example, ...], ...]
+    batch_size: int
+    lengths: tuple[int, ...]
+    pad_id: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        num_batches(len(self.rows), self.batch_size)
+
+    @classmethod
+    def padded(
+        cls,
+        examples: Sequence[Example],
+        *,
+        batch_size: int,
+        pad_id: int,
+        seed: int = 0,
+        num_lengths: int = 1,
+    ) -> "TokenBatches":
+        """An example in each row, padded to one of ``num_lengths`` lengths.
+
+        Raises:
+            ValueError: there are fewer examples than ``batch_size``.
+        """
+        rows = tuple((example,) for example in examples)
+        lengths = bucket_lengths([_taken(row) for row in rows], num_lengths)
+        return cls(rows, batch_size, lengths, pad_id, seed)
+
+    @classmethod
+    def packed(
+        cls,
+        examples: Sequence[Example],
+        *,
+        batch_size: int,
+        length: int,
+        pad_id: int,
+        seed: int = 0,
+    ) -> "TokenBatches":
+        """Rows of ``length`` tokens with as many examples as fit.
+
+        Rows are filled once and come in another order each epoch, so that a step's rows
+        follow from its number alone.
+
+        Raises:
+            ValueError: there are fewer rows than ``batch_size``, or an example does not fit.
+        """
+        found = pack([len(e.ids) - 1 for e in examples], length)
+        rows = tuple(tuple(examples[i] for i in row) for row in found)
+        return cls(rows, batch_size, (length,), pad_id, seed)
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Every example, row by row."""
+        return tuple(example for row in self.rows for example in row)
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch; the incomplete last one is left out."""
+        return num_batches(len(self.rows), self.batch_size)
+
+    def at(self, step: int) -> TokenBatch:
+        """The batch of a step, counted from 0 over all epochs."""
+        epoch, offset = divmod(step, self.per_epoch)
+        order = epoch_batches(
+            self.seed, epoch, num_examples=len(self.rows), batch_size=self.batch_size
+        )
+        return self._batch([self.rows[i] for i in order[offset]])
+
+    def in_order(self) -> Iterator[TokenBatch]:
+        """Every row once, in order, as an evaluation reads them.
+
+        The last batch is filled with its first row, of which nothing is learnt.
+        """
+        for start in range(0, len(self.rows), self.batch_size):
+            rows = list(self.rows[start : start + self.batch_size])
+            filler = tuple(e._replace(learnt=np.zeros_like(e.learnt)) for e in rows[0])
+            yield self._batch(rows + [filler] * (self.batch_size - len(rows)))
+
+    def _batch(self, rows: Sequence[Sequence[Example]]) -> TokenBatch:
+        longest = max(_taken(row) for row in rows)
+        length = next(n for n in self.lengths if n >= longest)
+        return token_batch(rows, length=length, pad_id=self.pad_id)
+
+
+def _taken(row: Sequence[Example]) -> int:
+    return sum(len(example.ids) - 1 for example in row)
+
+
+# ---------------- records from files
+
+
+def read_records(path: Path | str) -> list[Record]:
+    """The records of one file, in its order.
+
+    Args:
+        path: A file of rows that :func:`parse_record` knows; its formats are those
+            of :mod:`jaxkfac.jobs.data.readers`. Empty lines are passed over.
+
+    Returns:
+        At least one record.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row is no JSON, no UTF-8 or no record, named with file and number; there
+            is no record at all; or the file is damaged or of an unknown format.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "train.jsonl")
+        ...     _ = path.write_text('{"text": "Fe is iron"}')
+        ...     read_records(path)
+        [Completion(prompt='', completion='Fe is iron')]
+    """
+    return read_rows(path, parse_record)
+
+
+def record_files(path: Path | str, *, strict: bool = False) -> tuple[FileRows, FileRows | None]:
+    """Records to train on and to validate with, to be read as they are needed.
+
+    Args:
+        path: A file or a folder; :func:`jaxkfac.jobs.data.readers.find_files` says which files of a
+            folder are for what.
+        strict: Whether a bad row is an error.
+
+    Returns:
+        ``(train, validation)``; the second may be ``None``.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a file of an unknown format.
+    """
+    train, validation = find_files(path)
+    held = FileRows(validation, parse_record, strict) if validation else None
+    return FileRows(train, parse_record, strict), held
+
+
+def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
+    """All records to train on and to validate with.
+
+    Args:
+        path: As in :func:`record_files`.
+
+    Returns:
+        ``(train, validation)``; the second may be empty.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it; what the folder
+            holds is said.
+        ValueError: as in :func:`read_records`.
+    """
+    return read_splits(path, parse_record)
+
+
+# ---------------- tokens of records that are read as they are needed
+
+
+Batching = Literal["pad", "pack"]
+
+
+def token_stream(
+    rows: FileRows,
+    tokenizer: TokenizerLike,
+    *,
+    batch_size: int,
+    max_length: int,
+    batching: Batching = "pad",
+    num_lengths: int = 8,
+    loss_on: LossOn = "assistant",
+    window: int = 8192,
+    seed: int = 0,
+) -> BatchStream[Example, TokenBatch]:
+    """Batches of tokens, made as they are asked for.
+
+    Args:
+        rows: Records, as :func:`record_files` finds them.
+        tokenizer: Of the model.
+        batch_size: Rows of a batch.
+        max_length: Tokens of a record, at least 2; the end of a longer one is cut.
+        batching: ``"pad"``: an example in each row, those of a batch of about one length, padded
+            to the longest of the batch; ``"pack"``: rows of ``max_length`` tokens with as many
+            examples as fit.
+        num_lengths: With ``"pad"``: a batch's length is a multiple of ``max_length`` over this,
+            so that no more programs than these are compiled.
+        loss_on: ``"all"``: prompts are learnt too.
+        window: Records among which the order is random.
+        seed: Of the order.
+
+    Returns:
+        Batches from any position.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+    check_encoding(max_length, loss_on)
+    one_of("batching", batching, ("pad", "pack"))
+    lengths = length_multiples(max_length, num_lengths)
+    arrange = arrange_by_length(_length, batch_size=batch_size)
+    if batching == "pack":
+        lengths = (max_length,)
+        arrange = functools.partial(_packed, length=max_length)
+
+    def encode(record: Record, tally: Tally) -> list[Example]:
+        found = encode_record(record, tokenizer, loss_on=loss_on)
+        return [x for example in found if (x := _counted(example, max_length, tally))]
+
+    def collate(held: Sequence[tuple[Example, ...]]) -> TokenBatch:
+        longest = max(sum(len(example.ids) - 1 for example in row) for row in held)
+        length = next(n for n in lengths if n >= longest)
+        return token_batch(held, length=length, pad_id=tokenizer.pad_id)
+
+    return BatchStream(
+        rows,
+        encode,
+        arrange,
+        collate,
+        batch_size=batch_size,
+        lengths=lengths,
+        window=window,
+        seed=seed,
+    )
+
+
+def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
+    """The example, cut; ``None`` if nothing to learn is left of it."""
+    tally.longest = max(tally.longest, len(example.ids))
+    tally.truncated += len(example.ids) > max_length
+    example = truncate(example, max_length)
+    if not example.learnt.any():
+        tally.dropped += 1
+        return None
+    tally.examples += 1
+    tally.tokens += len(example.ids)
+    tally.learnt += int(example.learnt.sum())
+    return example
+
+
+def _packed(
+    examples: list[Example], seed: tuple[int, int], *, length: int
+) -> list[tuple[Example, ...]]:
+    """Rows with as many examples as fit, in a random order."""
+    lengths = np.array([_length(example) for example in examples])
+    rows = pack((lengths - 1).tolist(), length)
+    order = group_generator(lengths, seed).permutation(len(rows))
+    return [tuple(examples[i] for i in rows[row]) for row in order]
+
+
+def _length(example: Example) -> int:
+    return len(example.ids)

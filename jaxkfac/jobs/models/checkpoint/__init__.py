@@ -1,0 +1,45 @@
+"""Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and the parameters filled."""
+
+from jaxkfac.jobs.models.checkpoint._fill import (
+    Leaf,
+    Shape,
+    Source,
+    TensorSpec,
+    alone,
+    check_tensors,
+    fill,
+    fill_shapes,
+)
+from jaxkfac.jobs.models.checkpoint._folder import (
+    Pretrained,
+    open_weights,
+    read_config,
+    save_folder,
+    token_ids,
+)
+from jaxkfac.jobs.models.checkpoint._tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    read_json,
+    tokenizers_package,
+)
+
+__all__ = [
+    "Leaf",
+    "Pretrained",
+    "Shape",
+    "Source",
+    "TensorSpec",
+    "Tokenizer",
+    "alone",
+    "byte_tokenizer",
+    "check_tensors",
+    "fill",
+    "fill_shapes",
+    "open_weights",
+    "read_config",
+    "read_json",
+    "save_folder",
+    "token_ids",
+    "tokenizers_package",
+]

@@ -1,0 +1,207 @@
+"""A folder in Hugging Face's layout: its config, its weights, its tokenizer."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxkfac.files import whole_file, write_text
+from jaxkfac.interception import NnxApply, leaves_by_path
+from jaxkfac.jobs.models.checkpoint._fill import Leaf
+from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
+from jaxkfac.memory import stored_tensors
+
+# ---------------- a model with its weights, however it was loaded
+
+
+class Pretrained(NamedTuple):
+    """A model with its weights.
+
+    Attributes:
+        config: Sizes: a :class:`DecoderConfig` or an :class:`EncoderDecoderConfig`.
+        apply_fn: ``apply_fn(params, inputs) -> logits``; see :class:`Decoder` and
+            :class:`EncoderDecoder`.
+        params: Nested dictionary; paths are Hugging Face's names, with blocks stacked.
+        tokenizer: ``None`` where the checkpoint has none.
+        path: The folder it is from, which PyTorch can read as well; ``None`` for a GGUF file.
+    """
+
+    config: Any
+    apply_fn: NnxApply
+    params: PyTree
+    tokenizer: Tokenizer | None
+    path: str | None = None
+
+
+# ---------------- tensors of a Hugging Face folder, read one at a time
+
+
+_FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+class SafetensorsSource:
+    """A ``Source`` over ``model.safetensors``, or over shards and their index.
+
+    Headers are checked when it is built; a damaged file is refused there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tensors = {tensor.name: tensor for tensor in stored_tensors(folder)}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        other = {n: str(t.dtype) for n, t in self._tensors.items() if t.dtype not in _FLOATS}
+        if other:
+            raise ValueError(
+                f"{folder}: expected floating tensors, got {other}; a checkpoint that is "
+                "quantised already is not read: take the original and pass quantize="
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, as it is stored."""
+        tensor = self._tensors[name]
+        count = math.prod(tensor.shape)
+        flat = np.fromfile(
+            tensor.file, np.uint8, count * tensor.dtype.itemsize, offset=tensor.start
+        )
+        if flat.size != count * tensor.dtype.itemsize:
+            raise ValueError(
+                f"{tensor.file} ended inside tensor {name!r}: it has been changed while it was read"
+            )
+        return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+# ----------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, with the ends of answers that ``generation_config.json`` gives.
+
+    Raises:
+        FileNotFoundError: the folder or its ``config.json`` is not there.
+        ValueError: a damaged file, or a checkpoint that is quantised already.
+    """
+    if not folder.is_dir():
+        what = "is no folder and no .gguf file" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"no model at {folder}, which {what}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no config.json in {folder}, which holds {sorted(x.name for x in folder.iterdir())}"
+        )
+    found = read_json(folder / "config.json")
+    if (generation := folder / "generation_config.json").is_file():
+        ends = read_json(generation).get("eos_token_id")  # what answers end with, not only texts
+        found |= {} if ends is None else {"eos_token_id": ends}
+    if "quantization_config" in found:
+        kind = dict(found["quantization_config"] or {}).get("quant_method")
+        raise ValueError(
+            f"{folder} is quantised already (quantization_config): take the original checkpoint "
+            "and pass quantize="
+            + ("; jk.nf4.from_bitsandbytes reads single kernels" if kind == "bitsandbytes" else "")
+        )
+    return found
+
+
+def open_weights(
+    folder: Path, *, vocabulary: int, eos_ids: tuple[int, ...]
+) -> tuple[SafetensorsSource, Tokenizer | None]:
+    """Tensors and tokenizer of a folder whose config has been read.
+
+    Args:
+        folder: Of the checkpoint.
+        vocabulary: Rows of the embedding.
+        eos_ids: Of the config.
+
+    Raises:
+        ValueError: the tokenizer has ids beyond the embedding.
+    """
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder, eos_ids=eos_ids)
+        if tokenizer.size > vocabulary:
+            raise ValueError(
+                f"the tokenizer in {folder} has {tokenizer.size} tokens and the embedding "
+                f"{vocabulary} rows: they are not of one model"
+            )
+    return SafetensorsSource(folder), tokenizer
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """None, one id or a list of them."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+# ---------------- a folder in Hugging Face's layout, written tensor by tensor
+
+
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def save_folder(
+    folder: Path | str,
+    params: PyTree,
+    leaves: Mapping[str, Leaf],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write ``config.json``, ``model.safetensors`` and what the tokenizer has.
+
+    Args:
+        folder: Made if it is missing.
+        params: Nested dictionary, floating.
+        leaves: Which stored tensors make up each parameter.
+        config: What ``config.json`` shall hold.
+        tokenizer: Or ``None``.
+
+    Raises:
+        ValueError: parameters that are not those of ``leaves``, or quantised ones.
+        OSError: a file could not be written; an older one is as it was.
+
+    Memory:
+        One stored tensor in main memory.
+    """
+    folder, found = Path(folder), leaves_by_path(params)
+    shapes = {path: tuple(getattr(x, "shape", ())) for path, x in found.items()}
+    expected = {path: leaf.shape for path, leaf in leaves.items()}
+    if shapes != expected:
+        wrong = sorted(path for path in shapes | expected if shapes.get(path) != expected.get(path))
+        raise ValueError(f"params are not those that the config describes: {wrong[:8]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    header, start = dict[str, Any](), 0
+    for path, leaf in leaves.items():
+        dtype = np.dtype(found[path].dtype)
+        for part in (part for parts in leaf.slices for part in parts):
+            stop = start + int(np.prod(part.shape)) * dtype.itemsize
+            header[part.name] = {
+                "dtype": _DTYPES[dtype.name],
+                "shape": list(part.shape),
+                "data_offsets": [start, stop],
+            }
+            start = stop
+    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of eight bytes
+    target = folder / "model.safetensors"
+    with whole_file(target, "the model's weights", nbytes=8 + len(head) + start) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for path, leaf in leaves.items():
+            for tensor in _tensors(leaf, found[path]):
+                file.write(np.ascontiguousarray(tensor).tobytes())
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    text = json.dumps(config, indent=1)
+    write_text(folder / "config.json", text, "the model's config")
+
+
+def _tensors(leaf: Leaf, value: Any) -> Iterator[np.ndarray]:
+    """The stored tensors of a parameter, (out, in) if they are matrices."""
+    for number, parts in enumerate(leaf.slices):
+        whole = np.asarray(value[number] if leaf.stacked else value)
+        whole, start = whole.T if leaf.transposed else whole, 0
+        for part in parts:
+            yield whole[start : start + part.shape[0]]
+            start += part.shape[0]

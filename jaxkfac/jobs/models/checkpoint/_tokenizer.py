@@ -1,0 +1,272 @@
+"""Text to token ids and back, and conversations by a chat template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.files import write_text
+from jaxkfac.jobs.models.checkpoint._chat_template import Messages, Rendered, render
+
+# ---------------- small JSON files that lie beside weights
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ValueError: it is damaged, or no object.
+    """
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON object: {error}; download it again") from error
+
+
+# ----------------
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with what a checkpoint says beside it.
+
+    Attributes:
+        eos_ids: Tokens that end an answer.
+        pad_id: Token for padding; the first of ``eos_ids``, or 0, where none is named.
+        chat_template: Jinja source, or ``None``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> None:
+        self._tokenizer, self._special = tokenizer, dict(special or {})
+        self.eos_ids = tuple(eos_ids)
+        self.pad_id = pad_id if pad_id is not None else next(iter(self.eos_ids), 0)
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, eos_ids: Sequence[int] = ()) -> "Tokenizer":
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Args:
+            folder: Of the checkpoint.
+            eos_ids: Of the config; the tokenizer's own end is added.
+
+        Raises:
+            ValueError: a file that is damaged.
+        """
+        file, extra = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        try:
+            tokenizer = tokenizers_package().Tokenizer.from_file(str(file))
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{file} is no tokenizer: {error}; download it again") from error
+        tokenizer.no_padding()  # of training; rows are padded where they are batched
+        tokenizer.no_truncation()
+        config = read_json(extra) if extra.is_file() else {}
+        special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and _text(v)}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            try:
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            except (LookupError, TypeError) as error:
+                raise ValueError(f"{extra} has a chat_template of no known form") from error
+        if (jinja := folder / "chat_template.jinja").is_file():
+            try:
+                template = jinja.read_text(encoding="utf-8")
+            except UnicodeError as error:
+                raise ValueError(f"{jinja} is no text ({error}): download it again") from error
+        if not isinstance(template, str | None):
+            raise ValueError(f"{extra} has a chat_template of no known form")
+        ends = [*eos_ids, *_ids(tokenizer, special.get("eos_token"))]
+        pad = [*_ids(tokenizer, special.get("pad_token")), None][0]
+        return cls(
+            tokenizer,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            pad_id=pad,
+            chat_template=template,
+            special=special,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for :meth:`from_folder`.
+
+        Raises:
+            OSError: a file could not be written; an older one is as it was.
+        """
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        for name, text in (
+            ("tokenizer.json", self._tokenizer.to_str()),
+            ("tokenizer_config.json", json.dumps({**self._special, **template}, indent=1)),
+        ):
+            write_text(folder / name, text, "the tokenizer")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the files name one."""
+        return [*_ids(self._tokenizer, _text(self._special.get("bos_token"))), None][0]
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer's own files name one."""
+        return [*_ids(self._tokenizer, _text(self._special.get("eos_token"))), None][0]
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: Any; special tokens in it (``<|im_end|>``) become those tokens.
+            add_special_tokens: What the tokenizer puts around a text, as a beginning.
+
+        Raises:
+            ValueError: ``tokenizer.json`` lacks what the text needs.
+        """
+        return self._encoded(text, add_special_tokens).ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(
+                f"tokenizer.json cannot encode a text ({error}): download it again"
+            ) from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] = (),
+    ) -> list[int]:
+        """Token ids of a conversation; see :meth:`render`."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self.encode(text, add_special_tokens=False)  # templates write them
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] = (),
+    ) -> str:
+        """The text of a conversation by the chat template.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` each.
+            add_generation_prompt: End with the beginning of an answer.
+            tools: Functions that may be called, as JSON schemas.
+
+        Raises:
+            ValueError: there is no template, or it refuses these messages.
+        """
+        return self._rendered(messages, add_generation_prompt, tools).text
+
+    def marked_chat(
+        self, messages: Messages, *, tools: Sequence[Any] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Token ids of a conversation, and which of them the assistant generates.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` each.
+            tools: Functions that may be called, as JSON schemas.
+
+        Returns:
+            ``(ids, generated)`` by the template's ``{% generation %}`` marks, a token that a mark
+            cuts with it; ``None`` if the template has no such marks.
+
+        Raises:
+            ValueError: there is no template, or it refuses these messages.
+        """
+        text, answers = self._rendered(messages, False, tools)
+        if answers is None:
+            return None
+        found = self._encoded(text, False)
+        first, end = np.reshape(found.offsets, (-1, 2)).T
+        generated = np.zeros(len(first), bool)
+        for start, stop in answers:
+            generated |= (first < stop) & (end > start)
+        return found.ids, generated.tolist()
+
+    def _rendered(
+        self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Any]
+    ) -> Rendered:
+        if self.chat_template is None:
+            raise ValueError("this tokenizer has no chat template: encode texts instead")
+        return render(
+            self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tokens=self._special,
+            tools=tools,
+        )
+
+
+def tokenizers_package() -> Any:
+    """The package ``tokenizers``, or how to get it."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'tokenizers is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+    return tokenizers
+
+
+def _text(token: Any) -> str:
+    """A special token's text; files have it plain or as a record."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def _ids(tokenizer: Any, token: str | None) -> list[int]:
+    found = tokenizer.token_to_id(token) if token else None
+    return [] if found is None else [found]
+
+
+# ---------------- bytes as tokens: nothing has to be learnt from a text first
+
+
+_PAD, _END = "<pad>", "</s>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 258 ids: padding (0), the end of a text (1), and the bytes of UTF-8.
+
+    Raises:
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.size, tokenizer.decode(tokenizer.encode("naïve"))
+        (258, 'naïve')
+    """
+    package = tokenizers_package()
+    alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate([_PAD, _END, *alphabet])}
+    made = package.Tokenizer(package.models.BPE(words, []))
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    made.add_special_tokens([_PAD, _END])
+    made.post_processor = package.processors.TemplateProcessing(
+        single=f"$A {_END}", special_tokens=[(_END, words[_END])]
+    )
+    special = {"pad_token": _PAD, "eos_token": _END}
+    return Tokenizer(made, eos_ids=(words[_END],), pad_id=words[_PAD], special=special)

@@ -1,0 +1,353 @@
+"""Sizes and choices of a decoder, from Hugging Face's ``config.json``, for each model type."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from jaxkfac.jobs.models.checkpoint import token_ids
+from jaxkfac.jobs.models.decoder._rotary import Rotary
+
+# ---------------- which blocks have the window
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def windows(
+    config: Mapping[str, Any], window: int | None, otherwise: Callable[[int], bool]
+) -> dict[str, Any]:
+    """``sliding_window`` and ``windowed`` of a decoder.
+
+    Args:
+        config: Its ``config.json``; new files have a list ``layer_types``.
+        window: What the file says.
+        otherwise: Whether a block has the window, by its number, where there is no list.
+
+    Raises:
+        ValueError: a layer of another type, by name, or another number of them.
+    """
+    kinds, depth = config.get("layer_types"), config["num_hidden_layers"]
+    if kinds is None:
+        kinds = [_KINDS[not otherwise(block)] for block in range(depth)]
+    if len(kinds) != depth:
+        raise ValueError(f"layer_types: expected {depth}, one per block, got {len(kinds)}")
+    if unknown := sorted(set(kinds) - set(_KINDS)):
+        raise ValueError(f"layer_types: expected {' or '.join(_KINDS)}, got {', '.join(unknown)}")
+    windowed = tuple(kind == _KINDS[0] for kind in kinds)
+    if window is None or not any(windowed):
+        return {"sliding_window": None}
+    return {"sliding_window": window, "windowed": None if all(windowed) else windowed}
+
+
+# ---------------- gemma 2: norms before and after each layer, soft-capped scores and logits, every
+# other window
+
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``gemma2``."""
+    return {
+        **gemma(config),
+        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
+        "logit_softcap": config.get("final_logit_softcapping", 30.0),
+        **windows(config, config.get("sliding_window", 4096), lambda block: block % 2 == 0),
+    }
+
+
+def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common.
+
+    Raises:
+        ValueError: attention to both sides, or another activation.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention: expected false, a decoder reads leftwards")
+    activation = config.get("hidden_activation") or _ACTIVATION
+    if activation != _ACTIVATION:
+        raise ValueError(f"hidden_activation: expected {_ACTIVATION!r}, got {activation!r}")
+    return {
+        "activation": activation,
+        "tied_head": bool(config.get("tie_word_embeddings", True)),
+        "head_size": config.get("head_dim") or 256,
+        "mlp_bias": False,
+        "post_norms": True,
+        "unit_offset": True,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+    }
+
+
+# ---------------- gemma 3, the text model: norms of heads, and other rotary angles in the blocks
+# with a window
+
+
+def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``gemma3_text``.
+
+    Raises:
+        ValueError: soft-capped attention, which no Gemma 3 has.
+    """
+    if config.get("attn_logit_softcapping"):
+        raise ValueError("attn_logit_softcapping: expected null in a gemma3_text")
+    window, every = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
+    return {
+        **gemma(config),
+        "head_norms": True,
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "rotary": _rotary(config, "full_attention", "rope_theta", 1e6),
+        "local_rotary": _rotary(config, "sliding_attention", "rope_local_base_freq", 1e4),
+        **windows(config, window, lambda block: (block + 1) % every > 0),
+    }
+
+
+def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) -> Rotary:
+    """Of one kind of block; ``rope_scaling`` of older files is of the full ones."""
+    found = {"rope_theta": config.get(theta, default)}
+    if kind == "full_attention":
+        found |= config.get("rope_scaling") or {}
+    found |= (config.get("rope_parameters") or {}).get(kind) or {}
+    return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": found})
+
+
+# ---------------- llama: no window, whatever the file says
+
+
+def llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``llama``."""
+    return {}
+
+
+# ---------------- mistral: a window in all blocks, of 4096 where the file does not say; null is
+# none
+
+
+def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``mistral``."""
+    return {"sliding_window": config.get("sliding_window", 4096)}
+
+
+# ---------------- phi-3: a window, where the file gives one, in all blocks
+
+
+def phi3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``phi3``."""
+    return {
+        "norm_epsilon": config.get("rms_norm_eps", 1e-5),
+        "sliding_window": config.get("sliding_window"),
+    }
+
+
+# ---------------- qwen 2 and 2.5: biases of queries, keys and values; a window, if any, in the
+# upper blocks
+
+
+def qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``qwen2``."""
+    return {"attention_bias": False, "qkv_bias": True, "mlp_bias": False, **upper_windows(config)}
+
+
+def upper_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The window of blocks from ``max_window_layers`` on; none without ``use_sliding_window``."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    below = config.get("max_window_layers", 28)
+    return windows(config, window, lambda block: block >= below)
+
+
+# ---------------- qwen 3: norms of every head's queries and keys; windows as in Qwen 2
+
+
+def qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``qwen3``."""
+    return {
+        "head_size": config.get("head_dim") or 128,
+        "head_norms": True,
+        "mlp_bias": False,
+        **upper_windows(config),
+    }
+
+
+# ---------------- the model types that are covered
+
+
+# From a ``config.json`` to the options of ``DecoderConfig`` that its type decides. What it does not
+# name is read the same way for all.
+Reader = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+FAMILIES: Mapping[str, Reader] = MappingProxyType(
+    {
+        reader.__name__: reader
+        for reader in (phi3, llama, mistral, qwen2, qwen3, gemma2, gemma3_text)
+    }
+)
+
+
+def model_types() -> str:
+    """Their names, for an error."""
+    return ", ".join(FAMILIES)
+
+
+# ---------------- sizes and choices of a decoder, from Hugging Face's ``config.json``
+
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder of the Phi-3 layout: fused projections, rotary positions, grouped heads.
+
+    Attributes:
+        vocabulary: Number of tokens.
+        width: Size of the stream.
+        hidden: Size of the gated layer.
+        depth: Number of blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides ``num_heads``.
+        head_size: Size of a head.
+        context: Positions that the model was made for.
+        norm_epsilon: Added to the mean square.
+        tied_head: The head is the embedding, transposed.
+        sliding_window: Positions that a token sees, its own included; ``None``: all before it.
+        attention_bias: Biases in the attention's projections.
+        mlp_bias: Biases in the gated layer's.
+        rotary: The angles of positions.
+        eos_ids: Tokens that end an answer.
+        windowed: Which blocks have the window, one for each; ``None``: all.
+        local_rotary: The angles in these blocks; ``None``: the same.
+        qkv_bias: Biases of queries, keys and values alone.
+        head_norms: Queries and keys are normalised, head by head, before they are rotated.
+        post_norms: What attention and the gated layer give is normalised, too, before it is added.
+        unit_offset: Norms multiply by 1 + scale.
+        activation: Of the gate.
+        embedding_scale: What embeddings are multiplied with, in the dtype of the parameters.
+        attention_scale: What scores are; ``None``: one over the root of ``head_size``.
+        attention_softcap: ``c`` in ``c tanh(score / c)``; ``None``: scores as they are.
+        logit_softcap: The same of logits.
+
+    Example:
+        >>> config = DecoderConfig.from_hugging_face({
+        ...     "model_type": "llama", "vocab_size": 97, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ...     "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 2})
+        >>> config.head_size, config.rotary.kind, config.eos_ids
+        (8, 'default', (2,))
+    """
+
+    vocabulary: int
+    width: int
+    hidden: int
+    depth: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    context: int
+    norm_epsilon: float = 1e-5
+    tied_head: bool = False
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rotary: Rotary = dataclasses.field(default_factory=Rotary)
+    eos_ids: tuple[int, ...] = ()
+    windowed: tuple[bool, ...] | None = None
+    local_rotary: Rotary | None = None
+    qkv_bias: bool = False
+    head_norms: bool = False
+    post_norms: bool = False
+    unit_offset: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float | int = 1.0
+    attention_scale: float | int | None = None
+    attention_softcap: float | int | None = None
+    logit_softcap: float | int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("vocabulary", "width", "hidden", "depth", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_size", "context", "sliding_window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}"
+            )
+        if self.windowed is not None and len(self.windowed) != self.depth:
+            raise ValueError(
+                f"windowed: expected {self.depth} values, one per block, got {len(self.windowed)}"
+            )
+        if self.windowed is not None and self.sliding_window is None:
+            raise ValueError("windowed: there is no sliding_window")
+        if self.activation not in get_args(Activation):
+            raise ValueError(f"activation must be one of {get_args(Activation)}")
+        for name in ("embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        for rotary in filter(None, (self.rotary, self.local_rotary)):
+            rotary.check(self.head_size)
+
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have: ``dynamic`` angles stretch the context."""
+        stretched = self.rotary.kind == "dynamic"
+        return int(self.context * self.rotary.factor) if stretched else self.context
+
+    @property
+    def parts(self) -> dict[str, dict[str, int]]:
+        """What the fused kernels are made of: ``{kernel: {part: its outputs}}``, in order.
+
+        Llama and Mistral keep these projections apart; :func:`jaxkfac.lslora.split` and ``fuse``
+        take it to and from their adapters.
+        """
+        heads, kv = (n * self.head_size for n in (self.num_heads, self.num_kv_heads))
+        return {
+            "qkv_proj": {"q_proj": heads, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": {"gate_proj": self.hidden, "up_proj": self.hidden},
+        }
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Read a ``config.json``.
+
+        Args:
+            config: The file's content. Old files (``rope_theta``, ``rope_scaling``) and new
+                ones (``rope_parameters``) are read; keys that do not change what the model
+                computes are ignored.
+
+        Raises:
+            ValueError: a ``model_type``, activation, rotary scaling or type of layer that is not
+                covered, or a key that is missing; each by name.
+        """
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            found = "" if kind else f"; config.json has {sorted(config)}"
+            if inner := config.get("text_config"):
+                found = f", around a {inner.get('model_type')!r} which is not loaded by itself"
+            raise ValueError(f"model_type: expected one of {model_types()}, got {kind!r}{found}")
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        required += ("num_attention_heads", "max_position_embeddings")
+        if missing := [name for name in required if config.get(name) is None]:
+            raise ValueError(f"config.json lacks {missing}")
+        heads = config["num_attention_heads"]
+        options = {
+            "vocabulary": config["vocab_size"],
+            "width": config["hidden_size"],
+            "hidden": config["intermediate_size"],
+            "depth": config["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_size": config.get("head_dim") or config["hidden_size"] // heads,
+            "context": config["max_position_embeddings"],
+            "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+            "tied_head": bool(config.get("tie_word_embeddings", False)),
+            "attention_bias": bool(config.get("attention_bias", False)),
+            "mlp_bias": bool(config.get("mlp_bias", False)),
+            "eos_ids": token_ids(config.get("eos_token_id")),
+        }
+        options |= FAMILIES[str(kind)](config)
+        activation = config.get("hidden_act", "silu")
+        if "activation" not in options and activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {activation!r}")
+        if "rotary" not in options:
+            options["rotary"] = Rotary.from_hugging_face(config)
+        return cls(**options)

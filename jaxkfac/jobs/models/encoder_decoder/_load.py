@@ -1,0 +1,242 @@
+"""An encoder-decoder from a folder in Hugging Face's layout."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxkfac.interception import NnxApply, from_nnx
+from jaxkfac.jobs.models.checkpoint import (
+    Leaf,
+    Pretrained,
+    Source,
+    TensorSpec,
+    alone,
+    check_tensors,
+    fill,
+    fill_shapes,
+    open_weights,
+    read_config,
+    save_folder,
+)
+from jaxkfac.jobs.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.jobs.models.encoder_decoder._encoder_decoder import EncoderDecoder
+from jaxkfac.memory import LeafSharding, checked_dtype
+
+# ---------------- which stored tensors make up each parameter of an encoder-decoder
+
+
+def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
+    """Every parameter by its path."""
+    leaves = {"shared/embedding": alone("shared.weight", (config.vocabulary, config.width))}
+    for stack, depth in (("encoder", config.encoder_depth), ("decoder", config.decoder_depth)):
+        for path, shape in _block(config, cross=stack == "decoder").items():
+            name, kind = path.replace("/", "."), "scale" if len(shape) == 1 else "kernel"
+            leaves[f"{stack}/block/{path}/{kind}"] = Leaf(
+                tuple(
+                    (TensorSpec(f"{stack}.block.{i}.{name}.weight", shape),) for i in range(depth)
+                ),
+                stacked=True,
+                transposed=kind == "kernel",
+            )
+        # stored with the first block, read by all
+        table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        shape = (config.num_buckets, config.num_heads)
+        leaves[f"{stack}/relative_attention_bias/embedding"] = alone(table, shape)
+        norm = f"{stack}.final_layer_norm.weight"
+        leaves[f"{stack}/final_layer_norm/scale"] = alone(norm, (config.width,))
+    if not config.tied_head:
+        shape = (config.vocabulary, config.width)
+        leaves["lm_head/kernel"] = alone("lm_head.weight", shape, transposed=True)
+    return leaves
+
+
+def repeats(name: str, config: EncoderDecoderConfig) -> bool:
+    """Whether a stored tensor says nothing new: the embedding again, or what nothing reads."""
+    again = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    return name in (*again, unread) or (name == "lm_head.weight" and config.tied_head)
+
+
+def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int, ...]]:
+    """Stored shapes of a block's tensors by path: (out, in), or (width,) of a norm."""
+    width, hidden = config.width, config.hidden
+    inner = config.num_heads * config.head_size
+    attention = dict.fromkeys("qkv", (inner, width)) | {"o": (width, inner)}
+    inputs = ("wi_0", "wi_1") if config.gated else ("wi",)
+    modules = {"SelfAttention": attention} | ({"EncDecAttention": attention} if cross else {})
+    modules["DenseReluDense"] = dict.fromkeys(inputs, (hidden, width)) | {"wo": (width, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, (module, kernels) in enumerate(modules.items()):
+        shapes[f"layer/{number}/layer_norm"] = (width,)
+        shapes |= {f"layer/{number}/{module}/{name}": shape for name, shape in kernels.items()}
+    return shapes
+
+
+# ----------------
+
+
+_HEAD, _EMBEDDING = "lm_head.weight", "shared.weight"
+
+
+def load_encoder_decoder(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    dropout: float | int | None = 0.0,
+    remat: bool = True,
+    quantize: str | None = None,
+    sharding: LeafSharding | None = None,
+) -> Pretrained:
+    """Load an encoder-decoder of type t5: version 1.0, 1.1 or FLAN.
+
+    Nothing is initialised first: shapes come from the config, every name and shape of the
+    checkpoint is compared with them before a parameter is filled, and stacked parameters are
+    filled block by block. The head is tied where the checkpoint holds none, or the embedding
+    again.
+
+    Args:
+        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
+            if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``.
+        dtype: Of the parameters, and so of the computation.
+        dropout: Rate where a call has a ``key``; ``None`` takes that of the file. Of training
+            alone: a key for sampled labels drops numbers too.
+        remat: Recompute each block's activations in the backward pass.
+        quantize: Full-match pattern over paths of stacked kernels
+            (``r"(encoder|decoder)/block/.*/kernel"``): these are quantised to NF4 as they are
+            read. Such parameters are read by ``jk.lslora.attach(apply_fn, config)`` alone.
+        sharding: A sharding or device for all parameters, or a function of path and shape.
+            Quantised kernels stay on the default device.
+
+    Returns:
+        A :class:`Pretrained`; ``apply_fn(params, Pairs(...)) -> logits``.
+
+    Raises:
+        FileNotFoundError: the folder, ``config.json`` or the weights are not there.
+        ValueError: a damaged file; a model that is not covered; tensors that are missing, not
+            known or of another shape, every one by name; a tokenizer with ids beyond the
+            embedding.
+        MemoryBudgetError: before a parameter is filled, if they would not fit.
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Memory:
+        The parameters; and in main memory one stored tensor and, on an accelerator, the largest
+        stacked parameter (a kernel of all blocks). Where both are stored, embedding and head once
+        more while they are compared.
+
+    Example:
+        >>> load_encoder_decoder("nowhere")
+        Traceback (most recent call last):
+        FileNotFoundError: no model at nowhere, which does not exist
+    """
+    path = Path(path)
+    config = EncoderDecoderConfig.from_hugging_face(read_config(path))
+    source, tokenizer = open_weights(path, vocabulary=config.vocabulary, eos_ids=config.eos_ids)
+    config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+    leaves = layout(config)
+    check_tensors(
+        source.shapes,
+        leaves,
+        str(path),
+        what="encoder-decoder",
+        repeats=lambda name: repeats(name, config),
+    )
+    params = fill(
+        source,
+        leaves,
+        dtype=checked_dtype(dtype),
+        sharding=sharding,
+        quantize=quantize,
+        what=f"loading {path}",
+    )
+    apply_fn = encoder_decoder_function(config, remat, dropout)
+    return Pretrained(config, apply_fn, params, tokenizer, str(path))
+
+
+def encoder_decoder_shapes(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    dropout: float | int | None = 0.0,
+    remat: bool = True,
+    quantize: str | None = None,
+) -> Pretrained:
+    """What :func:`load_encoder_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
+
+    For planning: ``config.json`` is enough. Where weights are beside it, they say whether the head
+    is tied; where a tokenizer is, it is read.
+
+    Raises:
+        FileNotFoundError: the folder or its ``config.json`` is not there.
+        ValueError: a model that is not covered.
+    """
+    path = Path(path)
+    config, tokenizer = EncoderDecoderConfig.from_hugging_face(read_config(path)), None
+    if any(path.glob("*.safetensors")):
+        sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
+        source, tokenizer = open_weights(path, **sizes)
+        config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+    return shaped_encoder_decoder(config, dtype, dropout, remat, quantize)._replace(
+        tokenizer=tokenizer, path=str(path)
+    )
+
+
+def shaped_encoder_decoder(
+    config: EncoderDecoderConfig,
+    dtype: DTypeLike,
+    dropout: float | int | None,
+    remat: bool,
+    quantize: str | None,
+) -> Pretrained:
+    """An encoder-decoder of these sizes with shapes for parameters, and no tokenizer."""
+    shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
+    return Pretrained(config, encoder_decoder_function(config, remat, dropout), shapes, None)
+
+
+def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
+    """Write a folder that :func:`load_encoder_decoder` and transformers read.
+
+    Args:
+        folder: Made if it is missing.
+        pretrained: With parameters that are not quantised, in their own dtype.
+
+    Raises:
+        ValueError: parameters that are not those of the config.
+        OSError: a file could not be written; an older one is as it was.
+
+    Memory:
+        One stored tensor in main memory.
+    """
+    config, plain = pretrained.config, pretrained.config.to_hugging_face()
+    if pretrained.path is not None:  # what it says beyond the sizes is kept
+        plain = read_config(Path(pretrained.path)) | plain
+    save_folder(folder, pretrained.params, layout(config), plain, pretrained.tokenizer)
+
+
+def encoder_decoder_function(
+    config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
+) -> NnxApply:
+    """``apply_fn`` of an encoder-decoder whose parameters are given with each call."""
+    rate = config.dropout if dropout is None else dropout
+
+    def model() -> EncoderDecoder:
+        return EncoderDecoder(config, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+
+    shapes = nnx.eval_shape(model)
+    return from_nnx(shapes)[0]
+
+
+def _is_tied(config: EncoderDecoderConfig, source: Source) -> bool:
+    """Whether the head is the embedding, which ``config.json`` does not always say.
+
+    transformers 5 writes ``tie_word_embeddings: true`` with every model, and reads two different
+    tensors as two parameters whatever the file says.
+    """
+    if _HEAD not in source.shapes or _EMBEDDING not in source.shapes:
+        return config.tied_head
+    return source.shapes[_HEAD] == source.shapes[_EMBEDDING] and np.array_equal(
+        source.read(_HEAD), source.read(_EMBEDDING)
+    )

@@ -1,0 +1,5 @@
+"""Decoders as the harness lm-eval drives them."""
+
+from jaxkfac.jobs.models.evaluation._lm_eval import Requests, lm_eval_model
+
+__all__ = ["Requests", "lm_eval_model"]

@@ -1,0 +1,31 @@
+"""Tokens chosen one after the other, whatever the model: likeliest, drawn, or by beams."""
+
+from jaxkfac.jobs.models.generation._generation import (
+    EarlyStopping,
+    TokenChoice,
+    beam_search,
+    check_temperature,
+    choose,
+    continued,
+    end_ids,
+    generated_ids,
+    ids_of,
+    is_in,
+    padded_length,
+    require_cache,
+)
+
+__all__ = [
+    "EarlyStopping",
+    "TokenChoice",
+    "beam_search",
+    "check_temperature",
+    "choose",
+    "continued",
+    "end_ids",
+    "generated_ids",
+    "ids_of",
+    "is_in",
+    "padded_length",
+    "require_cache",
+]

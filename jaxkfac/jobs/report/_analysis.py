@@ -1,0 +1,384 @@
+"""The analysis of a pretrained model: its record, tables, figures and page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from jaxkfac._text import number
+from jaxkfac.curvature import CapacityRecord
+from jaxkfac.jobs.report._capacity import CapacityReport
+from jaxkfac.jobs.report._html import report_page
+from jaxkfac.jobs.report._page import (
+    FIGURE_STYLE,
+    figure_html,
+    svg_bytes,
+    table_html,
+    terminal_table,
+)
+from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, families
+from jaxkfac.memory import Stage, bytes_text
+
+# ---------------- what the analysis of a pretrained model measures, as plain values
+
+
+class MemoryRow(NamedTuple):
+    """Bytes that a stage of an analysis needs.
+
+    Attributes:
+        stage: In which; ``"always"`` in each.
+        what: What they are for.
+        nbytes: How many.
+        on_device: Whether they are the device's; on a CPU all are.
+    """
+
+    stage: str
+    what: str
+    nbytes: int
+    on_device: bool = True
+
+
+class ModelMemory(NamedTuple):
+    """Plan and peaks of one model's analysis.
+
+    Attributes:
+        model: What it is called.
+        plan: Of the memory, as it was printed beforehand.
+        peaks: ``{stage: most bytes of main memory}``, measured.
+        passes: Backward passes over each batch.
+        disk: Planned bytes of the disk.
+    """
+
+    model: str
+    plan: Sequence[MemoryRow]
+    peaks: Mapping[str, int]
+    passes: int
+    disk: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        rows = [row._asdict() for row in self.plan]
+        return self._asdict() | {"plan": rows, "peaks": dict(self.peaks)}
+
+
+class AnalysisRecord(NamedTuple):
+    """An analysis of a pretrained model.
+
+    Attributes:
+        model: What it is called.
+        texts: ``{"texts", "tokens" in the loss, "left out", "loss" in nats a token}``.
+        spectra: Of every factor that was decomposed.
+        capacity: Metrics, perhaps beside those of another model.
+        exact: ``{"eigenvalues", "error_bounds", "steps"}`` of the exact Fisher, or ``None``.
+        plans: Of its memory, with peaks; behind it those of the model it is compared with.
+        coverage: Which parameters factors cover.
+        config: Everything that decided the result.
+        versions: Of the software.
+        stages: Times and peaks of this process.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+    """
+
+    model: str
+    texts: Mapping[str, float]
+    spectra: Sequence[SpectrumRecord]
+    capacity: CapacityReport
+    exact: Mapping[str, Any] | None
+    plans: Sequence[ModelMemory]
+    coverage: Sequence[CoverageRow]
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    stages: Stage
+    host_memory: Mapping[str, int | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        first, *compared = self.plans
+        own = {name: x for name, x in first.to_dict().items() if name != "model"}
+        return {
+            "model": self.model,
+            "texts": dict(self.texts),
+            "spectra": [record._asdict() for record in self.spectra],
+            **self.capacity.to_dict(),
+            "exact": self.exact,
+            **own,
+            "compared": compared[0].to_dict() if compared else None,
+            "coverage": [row._asdict() for row in self.coverage],
+            "config": dict(self.config),
+            "versions": dict(self.versions),
+            "host_memory": dict(self.host_memory),
+            "memory": self.stages.to_dict(),
+        }
+
+
+def stage_sums(plan: Sequence[MemoryRow], *, on_device: bool) -> dict[str, int]:
+    """``{stage: bytes}`` of a plan, with what is always there in each."""
+    stages = [name for row in plan for name in row.stage.split(", ") if name != "always"]
+    return {
+        stage: sum(
+            row.nbytes
+            for row in plan
+            if row.on_device == on_device and (row.stage == "always" or stage in row.stage)
+        )
+        for stage in dict.fromkeys(stages)
+    }
+
+
+def exact_lines(record: AnalysisRecord) -> list[str]:
+    """Sentences on the eigenvalues of the exact Fisher; none where it was left out."""
+    if record.exact is None:
+        return []
+    pairs = zip(record.exact["eigenvalues"], record.exact["error_bounds"], strict=True)
+    found = ", ".join(f"{number(value)} ± {number(bound)}" for value, bound in pairs)
+    largest = record.capacity.metrics.model.scalars()["largest"]
+    return [
+        f"Exact Fisher on the first texts, after {record.exact['steps']} steps of Lanczos: "
+        f"largest eigenvalues {found}.",
+        f"Largest of the Kronecker factors over all texts: {number(largest)}.",
+    ]
+
+
+# ---------------- capacity over depth: a row for each block of a stack
+
+
+class DepthStack(NamedTuple):
+    """Layers that are stacked together: the blocks of a decoder, say.
+
+    Attributes:
+        name: What their names begin with.
+        layers: ``{rest of the name: record of each block}``.
+    """
+
+    name: str
+    layers: dict[str, tuple[CapacityRecord, ...]]
+
+    @property
+    def depth(self) -> int:
+        """How many blocks there are."""
+        return len(next(iter(self.layers.values())))
+
+    def head(self) -> list[str]:
+        """Headings of :meth:`rows`."""
+        return ["block", *self.layers, "trace", "share"]
+
+    def rows(self) -> Iterator[list[str]]:
+        """Of each block the entropy rank of each layer, its trace, and its share of the stack's."""
+        traces = [sum(x[i].trace for x in self.layers.values()) for i in range(self.depth)]
+        total = sum(traces)
+        for i, trace in enumerate(traces):
+            ranks = (number(records[i].entropy_rank) for records in self.layers.values())
+            share = f"{trace / total:.1%}" if total else "–"
+            yield [str(i), *ranks, number(trace), share]
+
+
+def stacks_of(report: CapacityReport) -> list[DepthStack]:
+    """The stacks of a model, in its order; layers without two factors are left out."""
+    found: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
+    for name, record in report.metrics.layers.items():
+        if len(record.slices) < 2 or record.scalars().get("num_above_a") is None:
+            continue
+        first = "/".join(name.split("/")[:2])
+        rest = name.removeprefix(f"{first}/").removesuffix("/kernel")
+        found.setdefault((first, len(record.slices)), {})[rest] = record.slices
+    return [DepthStack(name, layers) for (name, _), layers in found.items()]
+
+
+# ---------------- capacity over depth, a panel for each measure and a line for each layer
+
+
+_MEASURES = {
+    "entropy_rank": "entropy rank",
+    "participation_ratio": "participation ratio",
+    "trace": "trace",
+}
+
+
+def depth_figure(stack: DepthStack) -> bytes:
+    """Entropy rank, participation ratio and trace of each layer, from the first block to the last.
+
+    Returns:
+        The figure as SVG.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with mpl.rc_context(FIGURE_STYLE):
+        figure = Figure(figsize=(9.2, 3.2), layout="constrained")
+        axes = figure.subplots(1, len(_MEASURES))
+        marker = "o-" if stack.depth <= 40 else "-"
+        for axis, (measure, title) in zip(axes, _MEASURES.items(), strict=True):
+            for name, records in stack.layers.items():
+                values = [max(getattr(record, measure), 1e-30) for record in records]
+                axis.plot(range(stack.depth), values, marker, markersize=2.5, label=name)
+            axis.set_yscale("log")
+            axis.set_title(title)
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axis.set_xlabel("block")
+            axis.set_axisbelow(True)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=4)
+        return svg_bytes(figure)
+
+
+# ---------------- the analysis of a pretrained model for the terminal
+
+
+_FEW = 48  # blocks that a terminal shows one by one
+
+
+def memory_plan_rows(
+    plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
+) -> list[list[str]]:
+    """``[stage, what, bytes, peak]``: each row of a plan, and the sums with what was measured."""
+    rows = []
+    for on_device in (True, False):
+        own = [row for row in plan if row.on_device == on_device]
+        where = "" if all(row.on_device for row in plan) or on_device else ", main memory"
+        rows += [[row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in own]
+        for stage, nbytes in stage_sums(own, on_device=on_device).items():
+            peak = (peaks or {}).get(stage)
+            is_resident = not on_device or all(row.on_device for row in plan)
+            measured = bytes_text(peak) if peak is not None and is_resident else ""
+            rows.append([f"{stage}, sum{where}", "", bytes_text(nbytes), measured])
+    rows.append(["disk", "folded factors, sums of a pass, vectors", bytes_text(disk), ""])
+    return rows
+
+
+def memory_plan_table(
+    model: str, plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
+) -> Table:
+    """A plan of memory; with ``peaks`` what was measured stands beside it."""
+    head, rows = ["stage", "", "plan", "peak"], memory_plan_rows(plan, disk=disk, peaks=peaks)
+    if peaks is None:
+        head, rows = head[:3], [row[:3] for row in rows]
+    return terminal_table(f"Memory of the analysis of {model}", head, rows, words=(0, 1))
+
+
+def spectra_summary_rows(records: Sequence[SpectrumRecord]) -> list[list[str]]:
+    """A line for each factor, all its blocks together: smallest, and largest where they differ."""
+    rows = []
+    for family in families(records, shared_once=True):
+        members = family.members
+        rows.append(
+            [
+                family.title,
+                family.side,
+                str(len(members)),
+                _range([float(len(x.raw)) for x in members]),
+                _range([x.top for x in members]),
+                _range([x.condition_raw for x in members]),
+                _range([x.condition_clipped for x in members]),
+                str(sum(x.raised for x in members)),
+                _range([x.entropy_rank for x in members]),
+            ]
+        )
+    return rows
+
+
+SUMMARY_HEAD = [
+    *("layer", "factor", "blocks", "size", "top", "condition", "clipped", "raised"),
+    "entropy rank",
+]
+
+
+def spectra_summary_table(records: Sequence[SpectrumRecord]) -> Table:
+    """One line for each factor, all its blocks together."""
+    return terminal_table("Spectra", SUMMARY_HEAD, spectra_summary_rows(records), words=(0, 1))
+
+
+def depth_table(report: CapacityReport) -> Table | None:
+    """One line for each block of the stacks; ``None`` where there is no stack, or a long one."""
+    stacks = stacks_of(report)
+    if not stacks or sum(stack.depth for stack in stacks) > _FEW:
+        return None
+    table = None
+    for stack in stacks:
+        title = f"{stack.name}: entropy rank of each layer, and trace"
+        part = terminal_table(title, stack.head(), list(stack.rows()))
+        if table is None:
+            table = Table.grid()
+        table.add_row(part)
+    return table
+
+
+def _range(values: Sequence[float | None]) -> str:
+    """The smallest and the largest; an infinite one is the largest."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    ends = [number(min(known)), "–" if len(known) < len(values) else number(max(known))]
+    return ends[0] if ends[0] == ends[1] else " … ".join(ends)
+
+
+# ---------------- the page of the analysis of a pretrained model
+
+
+_DEPTH = (
+    "Entropy rank, participation ratio and trace of each layer's block of the curvature, from "
+    "the first block of the model to the last."
+)
+
+
+def analysis_page(record: AnalysisRecord) -> str:
+    """Everything that was found, as one self-contained HTML page."""
+    texts = record.texts
+    lead = (
+        f"Factors over {texts['texts']:,g} texts, {texts['tokens']:,g} tokens in the loss, "
+        f"{texts['loss']:.3f} nats a token."
+    )
+    first = [_memory(record), _summary(record)]
+    if record.exact is not None:
+        lines = "".join(f"<p>{escape(line)}</p>" for line in exact_lines(record))
+        first.append(f"<h2>Exact Fisher</h2>{lines}")
+    return report_page(
+        title=f"Spectra and capacity of {record.model}",
+        lead=lead,
+        runs={},
+        spectra=record.spectra,
+        coverage=record.coverage,
+        config=record.config,
+        versions=record.versions,
+        capacity=record.capacity,
+        stages=record.stages,
+        host_memory=record.host_memory,
+        first=[*first, *_depth(record)],
+    )
+
+
+def _memory(record: AnalysisRecord) -> str:
+    peak = record.host_memory.get("peak")
+    known = "" if peak is None else f" The process held at most {bytes_text(peak)}."
+    first, *compared = (_of_model(x) for x in record.plans)
+    others = "".join(
+        f"<p>Of {escape(x.model)}, with which it is compared:</p>{text}"
+        for x, text in zip(record.plans[1:], compared, strict=True)
+    )
+    return (
+        "<h2>Plan and peaks</h2><p>The plan was made before anything was loaded."
+        f"{known}</p>{first}{others}"
+    )
+
+
+def _of_model(memory: ModelMemory) -> str:
+    rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
+    words = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
+    table = table_html(["stage", "", "plan", "peak"], rows, text=2)
+    return f"<p>Gathered in {words} over each batch.</p>{table}"
+
+
+def _summary(record: AnalysisRecord) -> str:
+    table = table_html(SUMMARY_HEAD, spectra_summary_rows(record.spectra), text=2)
+    return f"<h2>Factors</h2><p>All blocks of a layer in one line, smallest … largest.</p>{table}"
+
+
+def _depth(record: AnalysisRecord) -> list[str]:
+    parts = []
+    for stack in stacks_of(record.capacity):
+        table = table_html(stack.head(), list(stack.rows()), text=1)
+        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", _DEPTH)
+        parts.append(
+            f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
+            f"entropy rank of each layer, and trace</summary>{table}</details>"
+        )
+    return parts

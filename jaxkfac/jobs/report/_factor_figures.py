@@ -1,0 +1,357 @@
+"""Figures of factors: spectra, ranks and conditions, as files and as panels of a page."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxkfac._text import shortened
+from jaxkfac.jobs.report._page import FIGURE_STYLE, MUTED, SIDES, svg_bytes
+from jaxkfac.jobs.report._panels import Axis, Line, panel_html, panels_html
+from jaxkfac.jobs.report._spectra import FactorFamily, SpectrumRecord, ends, families
+
+# ---------------- small multiples of spectra: one panel for each factor of each layer
+
+
+COLUMNS = 4
+_MOST_LINES, MOST_POINTS = 16, 256  # a page with each point of a large model has many megabytes
+_TITLES = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
+
+
+def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
+    """Eigenvalues over their rank, before clipping as dots and after it as lines.
+
+    Slices of a stacked layer, and layers whose names differ in a number, are drawn in one panel,
+    later ones lighter: 16 of them, and 256 eigenvalues of each, where there are more. An input
+    factor that several layers share is drawn once. Values that are not positive cannot be drawn
+    on a logarithmic axis and are counted in the panel instead.
+
+    Returns:
+        The figure as SVG.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    found = panels(records)
+    with mpl.rc_context(FIGURE_STYLE):
+        rows = max(math.ceil(len(found) / COLUMNS), 1)
+        figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
+        axes = figure.subplots(rows, COLUMNS, squeeze=False)
+        for axis in axes.flat[len(found) :]:
+            axis.set_axis_off()
+        for axis, (title, members) in zip(axes.flat, found, strict=False):
+            _draw_spectra(axis, title, members)
+        figure.supxlabel("rank of the eigenvalue", fontsize=9)
+        figure.supylabel("eigenvalue", fontsize=9)
+        return svg_bytes(figure)
+
+
+def panels(
+    records: Sequence[SpectrumRecord], *, apart: bool = False
+) -> list[tuple[str, list[SpectrumRecord]]]:
+    """Titles and depths of the factors that are stored under their own layer's name."""
+    order = {"A": 0, "G": 0, "diagonal": 1}
+    found = sorted(
+        families(records, shared_once=True, apart=apart), key=lambda family: order[family.side]
+    )
+    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in found]
+
+
+def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
+    color = SIDES[members[0].side]
+    hidden = sum(value <= 0 for record in members for value in record.raw)
+    shown = evenly(len(members), _MOST_LINES)
+    for number in shown:
+        record, alpha = members[number], 1.0 - 0.6 * number / max(len(members) - 1, 1)
+        kept = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in kept]
+        axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
+        axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
+    axis.set_title(title, fontsize=7.5, linespacing=1.25)
+    axis.tick_params(labelsize=7)
+    axis.set_axisbelow(True)
+    raised = sum(record.raised for record in members)
+    notes = [f"{raised} raised"] if raised else []
+    notes += [f"{len(shown)} of {len(members)} shown"] if len(shown) < len(members) else []
+    notes += [f"{hidden} not positive"] if hidden else []
+    place = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
+    axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **place)
+    _whole_decades(axis, members)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most so many of ``count`` indices, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
+def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
+    """A logarithmic axis with at least two labelled powers of ten."""
+    from matplotlib.ticker import NullFormatter
+
+    positive = [v for r in members for v in (*r.raw, *r.clipped) if v > 0]
+    if not positive:
+        return
+    low, high = math.log10(min(positive)), math.log10(max(positive))
+    axis.set_yscale("log")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    if math.floor(high) - math.ceil(low) < 1:
+        axis.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high + 1e-9))
+
+
+# ---------------- rank per depth: how many directions each factor has, from the first layer to the
+# last
+
+
+_LABELS = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
+
+
+def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
+    """The entropy rank of every factor over its depth, a panel for each kind of layer.
+
+    Depth is the slice of a stacked layer, or the order of layers whose names differ only
+    in a number. Dashed: the size, which the rank cannot exceed. All panels share their
+    logarithmic axis.
+
+    Returns:
+        The figure as SVG.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    panels: dict[str, list[FactorFamily]] = {}
+    for family in families(records, shared_once=False):
+        panels.setdefault(family.title, []).append(family)
+    with mpl.rc_context(FIGURE_STYLE):
+        rows = max(math.ceil(len(panels) / COLUMNS), 1)
+        figure = Figure(figsize=(9.2, 1.5 * rows + 0.8), layout="constrained")
+        axes = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (title, members) in zip(axes.flat, panels.items(), strict=False):
+            for family in members:
+                _draw_ranks(axis, family)
+            axis.set_title(shortened(title, 34), fontsize=7.5)
+        top = max((len(record.raw) for record in records), default=1)
+        first = axes.flat[0]
+        first.set_yscale("log")
+        first.set_ylim(0.8, 1.6 * top)
+        first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        first.yaxis.set_minor_locator(NullLocator())
+        figure.supxlabel("depth", fontsize=9)
+        figure.supylabel("entropy rank", fontsize=9)
+        _ranks_legend(figure, {record.side for record in records})
+        return svg_bytes(figure)
+
+
+def _draw_ranks(axis: Any, family: FactorFamily) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    color, depths = SIDES[family.side], range(len(family.members))
+    ranks = [max(record.entropy_rank, 0.8) for record in family.members]
+    sizes = [len(record.raw) for record in family.members]
+    dashes = {"color": color, "linestyle": (0, (4, 3)), "linewidth": 0.8, "alpha": 0.6}
+    if len(depths) > 1:
+        axis.plot(depths, sizes, **dashes)
+    else:
+        axis.plot([-0.3, 0.3], sizes * 2, **dashes)
+    axis.plot(depths, ranks, "o-", color=color, markersize=3.5, linewidth=1.2)
+    pad = 0.06 * (len(depths) - 1) if len(depths) > 1 else 0.9
+    axis.set_xlim(-pad, len(depths) - 1 + pad)
+    axis.xaxis.set_major_locator(MaxNLocator(4, integer=True) if len(depths) > 1 else NullLocator())
+    axis.tick_params(labelsize=7)
+    axis.set_axisbelow(True)
+
+
+def _ranks_legend(figure: Any, sides: set[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=SIDES[side], marker="o", markersize=3.5, label=label)
+        for side, label in _LABELS.items()
+        if side in sides
+    ]
+    dashed = Line2D([], [], color=MUTED, linestyle=(0, (4, 3)), linewidth=0.8, label="size")
+    figure.legend(handles=[*handles, dashed], loc="outside upper right", ncols=len(handles) + 1)
+
+
+# ---------------- condition number of each factor before and after clipping
+
+
+_SIDE_TEXT = {"A": "A", "G": "G", "diagonal": "diag."}
+
+
+def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
+    """A line for each factor, from its condition number before clipping to that after.
+
+    Depths of the same factor lie in one row, the first on top. A factor whose smallest
+    eigenvalue is not positive starts from the right edge: its condition is infinite.
+
+    Returns:
+        The figure as SVG.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    rows = families(records, shared_once=True)
+    known = [x for r in records for x in (r.condition_raw, r.condition_clipped) if x is not None]
+    low, high = ends(known)
+    infinite = any(record.condition_raw is None for record in records)
+    last = math.ceil(math.log10(high) + 1e-9)
+    edge = 10.0 ** (last + max(1, round(0.06 * last)))
+    with mpl.rc_context(FIGURE_STYLE):
+        depths = max((len(family.members) for family in rows), default=1)
+        height = (0.16 + 0.02 * min(depths, 24)) * len(rows)
+        figure = Figure(figsize=(9.2, height + 1.1), layout="constrained")
+        axis = figure.subplots()
+        for y, family in enumerate(rows):
+            _draw_conditions(axis, y, family, edge)
+        labels = [f"{shortened(f.title, 44)}   {_SIDE_TEXT[f.side]}" for f in rows]
+        axis.set_yticks(range(len(rows)), labels, fontsize=7)
+        for label, family in zip(axis.get_yticklabels(), rows, strict=True):
+            label.set_color(SIDES[family.side])
+        axis.set_ylim(len(rows) - 0.3, -0.7)
+        axis.set_xscale("log")
+        axis.set_xlim(10.0 ** math.floor(math.log10(low) - 0.02), edge * (2 if infinite else 1))
+        decades = range(math.floor(math.log10(low)), last + 1)
+        axis.set_xticks([10.0**k for k in decades[:: -(-len(decades) // 12)]])
+        axis.xaxis.set_minor_locator(NullLocator())
+        if infinite:
+            axis.axvline(edge, color=MUTED, linewidth=0.6)
+            axis.text(edge, -0.8, "infinite", ha="center", va="bottom", fontsize=7, color=MUTED)
+        axis.set_xlabel("condition number")
+        axis.set_axisbelow(True)
+        axis.tick_params(axis="y", length=0)
+        _conditions_legend(figure)
+        return svg_bytes(figure)
+
+
+def _draw_conditions(axis: Any, y: int, family: FactorFamily, edge: float) -> None:
+    color, count = SIDES[family.side], len(family.members)
+    for i, record in enumerate(family.members):
+        if record.condition_clipped is None:  # clipping has nothing to raise to
+            axis.text(0.01, y, "all zero", transform=axis.get_yaxis_transform(), fontsize=7,
+                      color=MUTED, va="center")  # fmt: skip
+            continue
+        height = y + 0.5 * ((i + 0.5) / count - 0.5)
+        before = edge if record.condition_raw is None else record.condition_raw
+        after = record.condition_clipped
+        axis.plot([before, after], [height] * 2, color=color, linewidth=0.6, alpha=0.45)
+        marker = ">" if record.condition_raw is None else "o"
+        axis.plot(before, height, marker, color=color, markersize=3.2, markerfacecolor="white",
+                  markeredgewidth=0.8, clip_on=False)  # fmt: skip
+        axis.plot(after, height, "o", color=color, markersize=2.6)
+
+
+def _conditions_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    dot = {"color": MUTED, "linestyle": "", "marker": "o", "markersize": 4}
+    before = Line2D([], [], markerfacecolor="white", label="before clipping", **dot)
+    after = Line2D([], [], label="after clipping", **dot)
+    figure.legend(handles=[before, after], loc="outside lower center", ncols=2)
+
+
+# ---------------- the spectra of all factors as panels of a page, and their ranks and conditions
+# over depth
+
+
+_COLORS = {"A": "a", "G": "g", "diagonal": "diagonal"}
+_LEGEND = (("a", "A, inputs"), ("g", "G, output gradients"), ("diagonal", "diagonal"))
+_MOST_SLICES = 12  # of a stack in one panel
+
+
+def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
+    """Ranks and condition numbers over depth, then a panel for each factor."""
+    over = panels_html(list(_over_depth(records)), legend=_LEGEND)
+    each = [_spectrum(title, members) for title, members in panels(records, apart=True)]
+    return (
+        f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
+        "number, of every factor in the model's order. Where the smallest eigenvalue is not "
+        "positive the condition is infinite, and there is a gap.</p>"
+        f"{panels_html(each)}<p>Dots: eigenvalues of the running average, as decomposed. Lines: "
+        "after clipping.</p>"
+    )
+
+
+def _over_depth(records: Sequence[SpectrumRecord]) -> Iterator[str]:
+    columns = {"entropy rank": "entropy_rank", "condition number": "condition_raw",
+               "condition number after clipping": "condition_clipped"}  # fmt: skip
+    for title, field in columns.items():
+        lines = []
+        for side, color in _COLORS.items():
+            of = [r for r in records if r.side == side]
+            if side == "A":  # an input that several layers read is drawn once
+                of = [r for r in of if r.source == r.layer]
+            names = [r.layer + "".join(f"[{i}]" for i in r.slice) for r in of]
+            values = [getattr(r, field) for r in of]
+            where = list(range(1, len(of) + 1))
+            lines.append(Line(side, where, values, color, dots=len(of) == 1, names=names))
+        yield panel_html(title.capitalize(), lines, Axis("factor"), Axis("", log=True))
+
+
+def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
+    step = -(-len(members) // _MOST_SLICES)
+    color, lines = _COLORS[members[0].side], []
+    for record in members[::step]:
+        kept = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        name = "".join(f"[{i}]" for i in record.slice)
+        raw, faint = [record.raw[i] for i in kept], len(members) > 1
+        lines += [
+            Line(f"clipped{name}", ranks, clipped, color),
+            Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=faint),
+        ]
+    notes = []
+    if raised := sum(record.raised for record in members):
+        notes.append(f"{raised} raised")
+    if hidden := sum(value <= 0 for record in members for value in record.raw):
+        notes.append(f"{hidden} not positive")
+    if step > 1:
+        notes.append(f"{len(members[::step])} of {len(members)} slices")
+    layer = " ".join(dict.fromkeys([title, *(r.layer for r in members)]))
+    return panel_html(
+        title.replace("\n", ": "),
+        lines,
+        Axis("rank"),
+        Axis("eigenvalue", log=True),
+        layer=layer,
+        note=", ".join(notes),
+    )
+
+
+# ---------------- the figures of a set of factors, by file name, and the words below them
+
+
+# {name: (what stands for the drawing, its caption)}
+WORDS = {
+    "spectra": (
+        "Eigenvalues of every factor before and after clipping",
+        "Dots: eigenvalues, as decomposed. Lines: after clipping. All depths of a layer share a "
+        "panel, later ones lighter.",
+    ),
+    "ranks": (
+        "Entropy rank of every factor over depth",
+        "Entropy rank, exp(entropy) of the normalised eigenvalues, over depth: the slice of a "
+        "stacked layer, or the order of layers whose names differ in a number. Dashed: the "
+        "factor's size.",
+    ),
+    "conditions": (
+        "Condition number of every factor before and after clipping",
+        "Condition number before (open) and after clipping (filled). Where the smallest "
+        "eigenvalue is not positive it is infinite. An input that several layers read is shown "
+        "once.",
+    ),
+}
+
+
+def factor_figures(records: Sequence[SpectrumRecord]) -> dict[str, bytes]:
+    """``{"spectra", "ranks", "conditions": SVG}`` of all factors."""
+    return {
+        "spectra": spectra_figure(records),
+        "ranks": ranks_figure(records),
+        "conditions": conditions_figure(records),
+    }

@@ -1,0 +1,270 @@
+"""The page of a fine-tuning run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from jaxkfac._text import number
+from jaxkfac.jobs.report._capacity import CapacityReport, capacity_html
+from jaxkfac.jobs.report._finetune_records import (
+    FinetuneRecords,
+    FourierRecord,
+    SampleRecord,
+    exam_rows,
+    held_out_rows,
+    mean_loss,
+)
+from jaxkfac.jobs.report._html import report_page
+from jaxkfac.jobs.report._page import table_html
+from jaxkfac.jobs.report._panels import Axis, Line, driven_panels, panel_html, panels_html
+from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
+from jaxkfac.lslora import Nonlinearity, find_nonlinearity
+from jaxkfac.memory import Stage
+
+# ---------------- loss of a fine-tuning run, and the adapter's nonlinearity over its updates, as
+# panels
+
+
+_COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
+
+
+def loss_panels_html(records: FinetuneRecords) -> str:
+    """Loss of each update, its running mean, and that of validation; then what drove them."""
+    updates = range(1, len(records.losses) + 1)
+    lines = [
+        Line("one update", updates, records.losses, "a", faint=True),
+        Line("training", updates, running_mean(records.losses), "a"),
+    ]
+    legend = [("a", "training")]
+    held = [(e.step, e.loss) for e in records.exams if e.loss is not None]
+    if held:
+        steps, losses = zip(*held)
+        lines.append(Line("validation", steps, losses, "adamw"))
+        legend.append(("adamw", "validation"))
+    panel = panel_html("Loss, by updates", lines, Axis("updates"), Axis("nats per learnt token"))
+    return panels_html([panel, *driven_panels({"finetune": records})], legend=legend)
+
+
+def nonlinearity_panels_html(records: Sequence[FourierRecord], phi: Nonlinearity) -> str:
+    """Deviation, nonlinearity, sigma and saturation of each layer, then its coefficients."""
+    start = ", ".join(f"{c:g}" for c in phi.initial)
+    titles = {
+        "deviation": f"Deviation: mean |c − [{start}]|",
+        "nonlinearity": f"Nonlinearity: {phi.strength_formula.partition(',')[0]}",
+        "sigma": "σ",
+        "saturated": f"Saturated: part with {phi.saturated_formula.partition(',')[0]}",
+    }
+    panels = []
+    for name, title in titles.items():
+        series = {
+            layer: [np.asarray(r.layers[layer][name]) for r in records]
+            for layer in records[0].layers
+            if all(r.layers[layer].get(name) is not None for r in records)
+        }
+        panels.append(_panel(title, records, series))
+    for index, start in enumerate(phi.initial):
+        series = {
+            layer: [np.asarray(r.layers[layer]["coefficients"])[:, index] - start for r in records]
+            for layer in records[0].layers
+        }
+        panels.append(_panel(f"c{index} − {start:g}", records, series))
+    legend = [(color, joined([layer])) for layer, color in _colors(records)]
+    return panels_html(panels, legend=legend)
+
+
+def _panel(
+    title: str, records: Sequence[FourierRecord], series: dict[str, list[np.ndarray]]
+) -> str:
+    """Means over a layer's slices; faint, where it has several, the least and the largest."""
+    steps, lines = [r.step for r in records], []
+    for layer, color in _colors(records):
+        if layer not in series:
+            continue
+        label, values = joined([layer]), series[layer]
+        if values[0].size > 1:
+            for word, of in (("least", np.min), ("largest", np.max)):
+                ends = [float(of(x)) for x in values]
+                lines.append(Line(f"{label}, {word}", steps, ends, color, faint=True))
+        lines.append(Line(label, steps, [float(x.mean()) for x in values], color))
+    return panel_html(title, lines, Axis("updates"), Axis(""))
+
+
+def _colors(records: Sequence[FourierRecord]) -> Iterator[tuple[str, str]]:
+    for i, layer in enumerate(records[0].layers):
+        yield layer, _COLORS[i % len(_COLORS)]
+
+
+def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
+    """An exponential mean, debiased, so that it begins at the first loss."""
+    shown, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total, weight = decay * total + (1 - decay) * loss, decay * weight + (1 - decay)
+        shown.append(total / weight)
+    return shown
+
+
+# ----------------
+
+
+_ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
+
+
+def finetune_page(
+    *,
+    title: str,
+    lead: str,
+    records: FinetuneRecords,
+    comparison: Mapping[str, Any],
+    spectra: Sequence[SpectrumRecord],
+    capacity: CapacityReport | None,
+    coverage: Sequence[CoverageRow],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    nonlinearity: str = "fourier",
+    reference: Mapping[str, float] = MappingProxyType({}),
+    trained: str = "the adapter",
+    stages: Stage | None = None,
+    host_memory: Mapping[str, int | None] | None = None,
+) -> str:
+    """The report of a fine-tuning run as one HTML page; a part without records is left out.
+
+    Args:
+        title: Heading of the page.
+        lead: One sentence below it.
+        records: Of the run.
+        comparison: ``{variant: {"gained", "lost", "p_value"}}``, before against after.
+        spectra: Of the adapter's factors at the end.
+        capacity: Of the same factors.
+        coverage: Rows of the adapter's layer table.
+        config: Everything that decided the result.
+        versions: Of the software.
+        nonlinearity: Name of the adapter's, where it has one.
+        reference: Names of other models and their validation loss.
+        trained: What capacity is of.
+        stages: Peaks of memory.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+
+    Returns:
+        The page, self-contained.
+    """
+    parts = [_training(records)]
+    if records.exams and records.exams[-1].accuracy:
+        parts.append(_questions(records, comparison))
+    if held := held_out_rows(records, reference):
+        table = table_html(["on text that was held out", "before", "after"], held, text=1)
+        parts.append(f"<h2>Validation</h2>{table}")
+    if records.samples:
+        parts += ["<h2>Samples</h2>", _samples(records.samples)]
+    if records.fourier:
+        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
+    if capacity:
+        parts += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
+    return report_page(
+        title=title,
+        lead=lead,
+        runs={},
+        spectra=spectra,
+        coverage=coverage,
+        config=config,
+        versions=versions,
+        stages=stages,
+        host_memory=host_memory,
+        first=parts,
+        answer=_answer(records, comparison),
+    )
+
+
+def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str]:
+    """What the training has changed, on what was held out where there is some."""
+    if not records.losses:
+        return []
+    spent = f"{len(records.losses):,} updates and {sum(records.seconds):.1f} s of training"
+    said = []
+    exams = [exam for exam in records.exams if exam.loss is not None]
+    if len(exams) > 1:
+        before, after = exams[0].loss, exams[-1].loss
+        said.append(f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}.")
+    else:
+        ends = [mean_loss(records.losses, last=last) for last in (False, True)]
+        said.append(f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}.")
+    for variant, found in list(comparison.items())[-1:]:
+        before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
+        p = found["p_value"]
+        verdict = "more than chance" if p < 0.05 else "no more than chance would do"
+        said.append(
+            f"Questions answered rightly ({variant}): {before[0]:.1%} before, {after[0]:.1%} after "
+            f"(95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
+        )
+    return said
+
+
+def _training(records: FinetuneRecords) -> str:
+    rows = [
+        [
+            str(len(records.losses)),
+            f"{sum(records.tokens):,}",
+            f"{sum(records.learnt):,}",
+            f"{mean_loss(records.losses, last=False):.4f}",
+            f"{mean_loss(records.losses, last=True):.4f}",
+            f"{records.samples_per_second:,.1f}",
+            f"{records.tokens_per_second:,.0f}",
+            f"{sum(records.seconds):.1f} s",
+            f"{records.compile_seconds:.1f} s, {records.programs}",
+            str(records.skipped),
+        ]
+    ]
+    head = ["updates", "tokens", "learnt", "first loss", "last loss", "samples/s",
+            "tokens/s", "training", "compiling, programs", "skipped"]  # fmt: skip
+    note = (
+        "<p>Faint: each update's own tokens, before it; the line is their running mean. First and "
+        "last loss are means over a tenth of the updates.</p>"
+    )
+    return f"<h2>Training</h2>{loss_panels_html(records)}{note}{table_html(head, rows, text=0)}"
+
+
+def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:
+    count = len(next(iter(records.exams[-1].correct.values())))
+    note = (
+        f"<p>{count} questions; the likeliest choice is the answer: by the sum of its tokens' "
+        "log-likelihoods, that per token, per byte, or less its likelihood without the question "
+        "(pmi). Brackets are Wilson's 95 % intervals; p is McNemar's exact test on the questions "
+        "whose answer changed.</p>"
+    )
+    head = ["likelihood", "before", "after", "gained", "lost", "p"]
+    return f"<h2>Questions</h2>{note}{table_html(head, exam_rows(records, comparison), text=1)}"
+
+
+def _samples(samples: Sequence[SampleRecord]) -> str:
+    steps = sorted({s.step for s in samples})
+    answers = {(s.prompt, s.step): s.answer for s in samples}
+    prompts = {s.prompt: s.target for s in samples}
+    rows = [[p, *(answers.get((p, step), "") for step in steps)] for p in prompts]
+    head = ["prompt", *(f"after {step} updates" if step else "before" for step in steps)]
+    if any(target is not None for target in prompts.values()):
+        rows = [[*row, prompts[row[0]] or ""] for row in rows]
+        head.append("wanted")
+    return table_html(head, rows, text=len(head) + 1)
+
+
+def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
+    phi = find_nonlinearity(nonlinearity)
+    note = escape(
+        f"{_ENDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
+        f"{phi.saturated_formula}."
+    )
+    rows = []
+    for layer, values in records.fourier[-1].layers.items():
+        means = [*np.asarray(values["coefficients"]).mean(0)]
+        means += [
+            np.mean(values[name]) if values.get(name) is not None else None
+            for name in ("sigma", "deviation", "nonlinearity", "saturated")
+        ]
+        rows.append([layer, *(number(None if x is None else float(x)) for x in means)])
+    coefficients = [f"c{number}" for number in range(len(phi.initial))]
+    head = ["layer, mean over blocks", *coefficients, "σ", "deviation", "nonlinearity",
+            "saturated"]  # fmt: skip
+    panels = nonlinearity_panels_html(records.fourier, phi)
+    return f"{panels}<p>{note}</p>{table_html(head, rows, text=1)}"

@@ -1,0 +1,272 @@
+"""The page of a run: what has come out, curves, factors, layers, memory, configuration."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from jaxkfac._text import number
+from jaxkfac.jobs.report._capacity import CapacityReport, capacity_html
+from jaxkfac.jobs.report._factor_figures import factor_panels_html
+from jaxkfac.jobs.report._page import OPTIMIZERS, page_html, table_html
+from jaxkfac.jobs.report._panels import curve_panels_html
+from jaxkfac.jobs.report._race import TO_TARGET, RunRecords, at_target, race_sentence
+from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
+from jaxkfac.memory import Stage, bytes_text
+
+# ---------------- what has come out of a run, in sentences: who won, by how much, in updates and
+# in seconds
+
+
+_Z = 1.959963984540054  # 95 %
+
+
+def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) -> list[str]:
+    """Sentences on the runs; the better one on held-out examples is the first.
+
+    Args:
+        runs: ``{"kfac" or "adamw": records}``, with epochs.
+        num_test: How many examples are held out; without it there is no interval.
+    """
+    known = {name: run for name, run in runs.items() if run.epochs}
+    if len(known) < 2:
+        return [_alone(name, run, num_test) for name, run in known.items()]
+    best, other = sorted(known, key=lambda name: -known[name].epochs[-1].test_accuracy)[:2]
+    return [_held_out(known, best, other, num_test), _loss(known)]
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share ``right`` of ``count``."""
+    middle = right + _Z**2 / (2 * count)
+    half = _Z * math.sqrt(right * (1 - right) / count + _Z**2 / (4 * count**2))
+    return (middle - half) / (1 + _Z**2 / count), (middle + half) / (1 + _Z**2 / count)
+
+
+def newcombe(first: float, second: float, count: int) -> tuple[float, float]:
+    """Newcombe's 95 % interval of the difference of two shares, each of ``count`` examples.
+
+    Of the same examples the true interval is narrower, since both are often right together.
+
+    References:
+        Newcombe, Interval estimation for the difference between independent proportions, 1998.
+    """
+    (low1, high1), (low2, high2) = wilson(first, count), wilson(second, count)
+    low = first - second - math.hypot(first - low1, high2 - second)
+    return low, first - second + math.hypot(high1 - first, second - low2)
+
+
+def _alone(name: str, run: RunRecords, num_test: int | None) -> str:
+    last = run.epochs[-1]
+    ends = ""
+    if num_test:
+        low, high = wilson(last.test_accuracy, num_test)
+        ends = f" (95 % interval {low:.1%} to {high:.1%})"
+    return (
+        f"{OPTIMIZERS[name][0]} is right on {last.test_accuracy:.1%}{ends} of the held-out "
+        f"examples after {last.step:,} updates and {last.seconds:.1f} s of training."
+    )
+
+
+def _held_out(runs: Mapping[str, RunRecords], best: str, other: str, num_test: int | None) -> str:
+    first, second = (runs[name].epochs[-1].test_accuracy for name in (best, other))
+    names = OPTIMIZERS[best][0], OPTIMIZERS[other][0]
+    found = f"{first:.1%} against {second:.1%} of the held-out examples"
+    if num_test is None:
+        return f"{names[0]} is right on {found} ({names[1]})."
+    low, high = newcombe(first, second, num_test)
+    points = (
+        f"{100 * (first - second):.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+    )
+    if low <= 0:
+        return (
+            f"On held-out examples neither has won: {names[0]} {first:.1%}, {names[1]} "
+            f"{second:.1%} ({points}, which contains zero)."
+        )
+    return f"{names[0]} has won on held-out examples: {found} for {names[1]} ({points})."
+
+
+def _loss(runs: Mapping[str, RunRecords]) -> str:
+    """When the one with the lower loss had come to where the other ended."""
+    low, high = sorted(runs, key=lambda name: runs[name].epochs[-1].train_loss)[:2]
+    end = runs[high].epochs[-1]
+    epochs = runs[low].epochs
+    reached = next(epoch for epoch in epochs if epoch.train_loss <= end.train_loss)
+    names = OPTIMIZERS[low][0], OPTIMIZERS[high][0]
+    steps = f"{reached.step:,} updates where {names[1]} took {end.step:,}"
+    times = f"{reached.seconds:.1f} s where it took {end.seconds:.1f} s"
+    return (
+        f"{names[0]} ends with the lower training loss, {epochs[-1].train_loss:.3g} against "
+        f"{end.train_loss:.3g} nats: it was where {names[1]} ends after {steps}, and {times}."
+    )
+
+
+# ----------------
+
+
+def report_page(
+    *,
+    title: str,
+    lead: str,
+    runs: Mapping[str, RunRecords],
+    spectra: Sequence[SpectrumRecord],
+    coverage: Sequence[CoverageRow],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    capacity: CapacityReport | None = None,
+    stages: Stage | None = None,
+    host_memory: Mapping[str, int | None] | None = None,
+    first: Sequence[str] = (),
+    answer: Sequence[str] = (),
+    num_test: int | None = None,
+) -> str:
+    """The report of a run as one HTML page; a part without records is left out.
+
+    Args:
+        title: Heading of the page.
+        lead: One sentence below it.
+        runs: ``{"kfac" or "adamw": records}``.
+        spectra: Of the factors at the end.
+        coverage: Rows of the layer table.
+        config: Everything that decided the result; may be nested.
+        versions: Of the software.
+        capacity: Metrics of the factors at the end, with what they are compared with.
+        stages: Peaks of memory, from ``jk.memory.track``.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+        first: Parts of another kind of run, as HTML, which come before all others.
+        answer: What has come out of it, in sentences; by default what the runs say.
+        num_test: How many examples the runs hold out, for the interval of that.
+
+    Returns:
+        The page, self-contained.
+    """
+    parts = [*first]
+    if runs:
+        parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+    if spectra:
+        parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
+    if capacity:
+        parts += ["<h2>Capacity</h2>", capacity_html(capacity)]
+    if coverage:
+        parts += ["<h2>Coverage</h2>", _coverage(coverage)]
+    if stages:
+        parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
+    parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
+    if runs and not answer:
+        first_at = race_sentence({name: [run] for name, run in runs.items()})
+        answer = [first_at, *train_answer(runs, num_test)]
+    return page_html(title, lead, parts, answer=answer)
+
+
+def _cards(runs: Mapping[str, RunRecords]) -> str:
+    cards = []
+    for name, run in runs.items():
+        last, label = run.epochs[-1], OPTIMIZERS[name][0]
+        cards.append(
+            f'<div class="card"><b class="{name}">{last.test_accuracy:.2%}</b>'
+            f"<span>test accuracy, {label}</span></div>"
+            f'<div class="card"><b class="{name}">{last.train_loss:.4f}</b>'
+            f"<span>training loss (nats), {label}</span></div>"
+        )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _curves(runs: Mapping[str, RunRecords]) -> str:
+    return (
+        f"{curve_panels_html(runs)}<p>All optimizers see the same examples in the same order, with "
+        "the same shifts. Time is that of the training steps on the machine at hand, without "
+        "compilation and evaluation. Faint: each update's own examples. The gradient's norm is "
+        "that before clipping.</p>"
+    )
+
+
+def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
+    numbers = table_html(
+        ["layer", "factor", "slice", "size", "top", "condition", "clipped", "raised",
+         "entropy rank"],
+        [
+            [
+                s.layer, s.side, ",".join(map(str, s.slice)), str(len(s.raw)), number(s.top),
+                number(s.condition_raw), number(s.condition_clipped), str(s.raised),
+                f"{s.entropy_rank:.1f}",
+            ]
+            for s in spectra
+        ],
+        text=2,
+    )  # fmt: skip
+    note = (
+        "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
+        "where the smallest is not positive. Entropy rank: exp(entropy) of the normalised "
+        "eigenvalues.</p>"
+    )
+    shown = f"<details><summary>All numbers</summary>{note}{numbers}</details>"
+    return f"{factor_panels_html(spectra)}{shown}"
+
+
+def _host_memory(found: Mapping[str, int | None]) -> str:
+    known = [f"{name} {bytes_text(n)}" for name, n in found.items() if n is not None]
+    return f"<p>Main memory: {', '.join(known)}.</p>" if known else ""
+
+
+def _stages(stages: Stage) -> str:
+    head, *rows = stages.table()
+    return table_html(head, rows, text=1)
+
+
+def _runs(runs: Mapping[str, RunRecords]) -> str:
+    rows = []
+    for name, run in runs.items():
+        last = run.epochs[-1]
+        rows.append(
+            [
+                OPTIMIZERS[name][0],
+                *at_target([run]),
+                str(last.step),
+                str(last.examples),
+                f"{last.train_loss:.4f}",
+                f"{last.test_loss:.4f}",
+                f"{last.train_accuracy:.2%}",
+                f"{last.test_accuracy:.2%}",
+                f"{run.samples_per_second:,.1f}",
+                f"{last.seconds:.1f} s",
+                f"{run.compile_seconds:.1f} s",
+                str(run.skipped),
+            ]
+        )
+    head = ["optimizer", *TO_TARGET, "updates", "examples", "train loss", "test loss", "train acc.",
+            "test acc.", "samples/s", "training", "compiling", "skipped"]  # fmt: skip
+    return table_html(head, rows, text=1)
+
+
+def _coverage(rows: Sequence[CoverageRow]) -> str:
+    covered = sum(row.share for row in rows if not row.reason)
+    lead = f"<p>Factors cover {covered:.1%} of the parameters.</p>"
+    body = [
+        [
+            r.name, r.kind, "" if r.inputs is None else str(r.inputs),
+            "" if r.outputs is None else str(r.outputs), stack_text(r.stack), str(r.parameters),
+            f"{r.share:.1%}", r.reason or (f"input of {r.shares_input_with}"
+                                           if r.shares_input_with else ""),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", ""]
+    table = table_html(head, body, text=2, last=True)
+    if len(rows) <= 60:
+        return lead + table
+    return f"{lead}<details><summary>{len(rows)} layers</summary>{table}</details>"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(value, f"{prefix}{name}.")
+        else:
+            pairs.append((f"{prefix}{name}", value))
+    return pairs
+
+
+def _pairs(pairs: Any) -> str:
+    items = "".join(f"<tr><td class='name'>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>"
+                    for k, v in pairs)  # fmt: skip
+    return f"<table><tbody>{items}</tbody></table>"

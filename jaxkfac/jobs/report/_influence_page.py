@@ -1,0 +1,161 @@
+"""The page and the tables of an influence run."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from jaxkfac._text import number
+from jaxkfac.jobs.report._html import report_page
+from jaxkfac.jobs.report._page import terminal_table
+from jaxkfac.memory import Stage
+
+# ---------------- what an influence run has found, as plain records
+
+
+class ScoredText(NamedTuple):
+    """A training text beside a query.
+
+    Attributes:
+        row: Its number in its file, from 1.
+        score: Positive: training on it lowers the query's loss.
+        text: In words.
+        tokens: ``(token, its part of the score)``, in order.
+    """
+
+    row: int
+    score: float
+    text: str
+    tokens: Sequence[tuple[str, float]] = ()
+
+
+class QueryRecord(NamedTuple):
+    """A query and the texts that say most about it.
+
+    Attributes:
+        row: Its number in its file, from 1.
+        text: In words.
+        helpful: Texts with the largest scores, the largest first.
+        harmful: Those with the smallest, the smallest first.
+        mean: Of all scores.
+        spread: Their standard deviation.
+        lost: The part of its gradient that holding it at low rank has lost: of the layer where
+            that is most, as a ratio of norms.
+    """
+
+    row: int
+    text: str
+    helpful: Sequence[ScoredText]
+    harmful: Sequence[ScoredText]
+    mean: float
+    spread: float
+    lost: float
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values that survive JSON."""
+        lists = {name: [x._asdict() for x in getattr(self, name)] for name in _LISTS}
+        return self._asdict() | lists
+
+
+_LISTS = ("helpful", "harmful")
+
+
+# ----------------
+
+
+_HELPS, _HARMS = "31, 90, 146", "200, 117, 45"  # blue and orange, as everywhere
+_SHOWN = 160  # characters of a text in a terminal
+_NOTE = (
+    "<p>A score is to first order what training on a text does to the loss of the query: positive "
+    "lowers it. Tokens are shaded by their part of the text's score, blue where it is positive "
+    "and orange where it is negative; a part is that of the position at which the token is "
+    "read.</p>"
+)
+
+
+def influence_page(
+    *,
+    title: str,
+    lead: str,
+    queries: Sequence[QueryRecord],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    stages: Stage | None = None,
+    host_memory: Mapping[str, int | None] | None = None,
+) -> str:
+    """The report of an influence run as one HTML page.
+
+    Args:
+        title: Heading of the page.
+        lead: One sentence below it.
+        queries: Each with its texts.
+        config: Everything that decided the result.
+        versions: Of the software.
+        stages: Peaks of memory.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+
+    Returns:
+        The page, self-contained.
+    """
+    return report_page(
+        title=title,
+        lead=lead,
+        runs={},
+        spectra=[],
+        coverage=[],
+        config=config,
+        versions=versions,
+        stages=stages,
+        host_memory=host_memory,
+        first=[_NOTE, *map(_query, queries)],
+    )
+
+
+def influence_table(query: QueryRecord) -> Table:
+    """The texts of one query, for the terminal."""
+    both = [*query.helpful, *reversed(query.harmful)]
+    rows = [[number(x.score), str(x.row), _short(x.text)] for x in both]
+    title = f"Query {query.row}: {_short(query.text)}"
+    return terminal_table(title, ["score", "row", "text"], rows, words=(2,))
+
+
+def _short(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN else words[: _SHOWN - 1] + "…"
+
+
+def _query(query: QueryRecord) -> str:
+    numbers = f"All texts: mean {number(query.mean)}, standard deviation {number(query.spread)}."
+    if query.lost:
+        numbers += f" Lost by low rank: {query.lost:.2%} of the gradient of a layer, at most."
+    return (
+        f"<h2>Query {query.row}</h2><p><b>{escape(query.text)}</b></p><p>{numbers}</p>"
+        f"<h3>Most helpful</h3>{_texts(query.helpful)}"
+        f"<h3>Most harmful</h3>{_texts(query.harmful)}"
+    )
+
+
+def _texts(texts: Sequence[ScoredText]) -> str:
+    rows = "".join(
+        f'<tr><td class="n">{number(x.score)}</td><td class="n">{x.row}</td><td>{_shaded(x)}</td>'
+        "</tr>"
+        for x in texts
+    )
+    head = '<th class="n">score</th><th class="n">row</th><th>text</th>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _shaded(text: ScoredText) -> str:
+    if not text.tokens:
+        return escape(text.text)
+    largest = max(abs(part) for _, part in text.tokens) or 1.0
+    spans = []
+    for token, part in text.tokens:
+        color, strength = _HELPS if part > 0 else _HARMS, 0.7 * abs(part) / largest
+        words = escape(token).replace("\n", "↵<br>")
+        spans.append(
+            f'<span style="background: rgba({color}, {strength:.2f})" '
+            f'title="{escape(number(part))}">{words}</span>'
+        )
+    return f'<span style="white-space: pre-wrap">{"".join(spans)}</span>'

@@ -1,0 +1,233 @@
+"""What a training run measures, and which optimizer is first at a target."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxkfac.curvature.capacity import Interval, mean_interval
+from jaxkfac.jobs.report._page import OPTIMIZERS
+
+# ---------------- what a training run measures, as plain values that survive JSON
+
+
+class EpochRecord(NamedTuple):
+    """Measured after an epoch.
+
+    Attributes:
+        step: Updates made.
+        examples: Training examples seen, with repetition.
+        seconds: Spent in training steps so far; no compilation, no evaluation.
+        train_loss: Mean over the whole training set, nats, without augmentation.
+        train_accuracy: Likewise, in [0, 1].
+        test_loss: Mean over the test set, nats.
+        test_accuracy: In [0, 1].
+        validation_loss: Mean over the validation set, nats; ``None`` in older records.
+        validation_accuracy: In [0, 1]; likewise.
+    """
+
+    step: int
+    examples: int
+    seconds: float
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+
+
+class RunRecords(NamedTuple):
+    """The history of one optimizer.
+
+    Attributes:
+        losses: One for each update, before it, over its examples, nats.
+        epochs: One for each epoch.
+        compile_seconds: Spent compiling, over all sessions of the run.
+        skipped: Micro-batches and updates left out because something was not finite.
+        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
+            where that is not finite. Runs of older versions lack those of their first updates.
+        learning_rates: Of as many updates, the last ones.
+    """
+
+    losses: list[float]
+    epochs: list[EpochRecord]
+    compile_seconds: float = 0.0
+    skipped: int = 0
+    gradient_norms: Sequence[float | None] = ()
+    learning_rates: Sequence[float] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training examples, without compilation and evaluation; 0 before the first epoch."""
+        return self.epochs[-1].examples / self.epochs[-1].seconds if self.epochs else 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dictionaries and lists only."""
+        return {**self._asdict(), "epochs": [epoch._asdict() for epoch in self.epochs]}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "RunRecords":
+        """The inverse of :meth:`to_plain`."""
+        return cls(**{**plain, "epochs": [EpochRecord(**epoch) for epoch in plain["epochs"]]})
+
+
+# ---------------- which optimizer is first at a target, in updates and in seconds
+
+
+TARGET_ERROR = 0.03
+"""Of the validation set."""
+TO_TARGET = tuple(f"{unit} to {TARGET_ERROR:.0%}" for unit in ("updates", "s"))
+"""Heads of the columns of :func:`at_target`."""
+Runs = Mapping[str, Sequence[RunRecords]]
+_UNITS = {"updates": ".0f", "seconds": ".1f"}
+
+
+def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
+    """The first epoch after which the error on the validation set is at most ``error``."""
+    known = (epoch for epoch in run.epochs if epoch.validation_accuracy is not None)
+    return next((x for x in known if 1 - x.validation_accuracy <= error + 1e-9), None)
+
+
+def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
+    """Updates and seconds to the target: of several runs the geometric mean and its interval.
+
+    Where a run does not reach it, how many do: a mean of these alone would be of the lucky ones.
+    """
+    found = _times(runs)
+    if None in found["updates"]:
+        count = sum(x is not None for x in found["updates"])
+        word = f"{count} of {len(runs)} seeds" if count else "never"
+        return word, word
+    updates, seconds = (_time(found[unit], form) for unit, form in _UNITS.items())
+    return updates, seconds
+
+
+def interval(numbers: Sequence[float], form: str) -> str:
+    """A number; of several the mean and, in brackets, its 95 % interval."""
+    if len(numbers) == 1:
+        return format(numbers[0], form)
+    return _text(mean_interval(numbers), form)
+
+
+def _time(numbers: Sequence[float], form: str) -> str:
+    """As :func:`interval`, of what is positive and compared by its ratios."""
+    return format(numbers[0], form) if len(numbers) == 1 else _text(_geometric(numbers), form)
+
+
+def _geometric(numbers: Sequence[float]) -> Interval:
+    """The geometric mean: Student's interval of the logarithms."""
+    return Interval(*map(math.exp, mean_interval(list(map(math.log, numbers)))))
+
+
+def race_sentence(runs: Runs) -> str:
+    """Who is faster to the target: in updates, and in seconds.
+
+    Of several seeds geometric means and 95 % intervals. One is faster then where the interval of
+    the ratio leaves one out: seed by seed both have seen the same examples.
+
+    Args:
+        runs: For each optimizer its runs, one for each seed, in the same order.
+    """
+    known = _known(runs)
+    goal, parts = f"{TARGET_ERROR:.0%} error on the validation images", []
+    for name, found in known.items():
+        label, times = OPTIMIZERS[name][0], _times(found)
+        if missed := times["updates"].count(None):
+            often = f" in {missed} of {len(found)} seeds" if missed < len(found) else ""
+            parts.append(f"{label} does not reach {goal}{often}")
+            continue
+        updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
+        means = f" (geometric means of {len(found)} seeds, 95% intervals)"
+        several = means if len(found) > 1 else ""
+        parts.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
+    said = "; ".join(parts) + "."
+    verdicts = _verdicts(known)
+    return f"{said} {verdicts}" if verdicts else said
+
+
+def race_record(runs: Runs) -> dict[str, Any]:
+    """The same as plain values for JSON.
+
+    Returns:
+        ``sentence``; ``error``, the target; ``optimizers``, of each the ``updates`` and
+        ``seconds`` to it: ``each`` run's, ``None`` where it does not reach it, and ``interval``
+        ``{"mean", "low", "high"}`` of the geometric mean, ``None`` of one run or where one does
+        not; and ``ratios`` of the first optimizer's to the second's, likewise.
+    """
+    known = _known(runs)
+    optimizers = {
+        name: {
+            unit: {"each": each, "interval": _record(each, _geometric)}
+            for unit, each in _times(found).items()
+        }
+        for name, found in known.items()
+    }
+    ratios = {unit: _ratio(known, unit) for unit in _UNITS}
+    return {
+        "sentence": race_sentence(runs),
+        "error": TARGET_ERROR,
+        "optimizers": optimizers,
+        "ratios": {unit: None if x is None else x._asdict() for unit, x in ratios.items()},
+    }
+
+
+def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
+    """Mean and 95 % interval; ``None`` of fewer than two, or where one is not known."""
+    return _record(numbers, mean_interval)
+
+
+def _record(
+    numbers: Sequence[float | None], mean: Callable[[Sequence[float]], Interval]
+) -> dict[str, float] | None:
+    known = [x for x in numbers if x is not None]
+    return mean(known)._asdict() if len(known) == len(numbers) > 1 else None
+
+
+def _known(runs: Runs) -> Runs:
+    return {name: found for name, found in runs.items() if found and found[0].epochs}
+
+
+def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
+    epochs = [reached(run) for run in runs]
+    return {
+        "updates": [None if epoch is None else float(epoch.step) for epoch in epochs],
+        "seconds": [None if epoch is None else epoch.seconds for epoch in epochs],
+    }
+
+
+def _ratio(runs: Runs, unit: str) -> Interval | None:
+    """Of the first optimizer's to the second's: the geometric mean over the seeds."""
+    if len(runs) != 2:
+        return None
+    first, second = (_times(found)[unit] for found in runs.values())
+    if len(first) != len(second) or len(first) < 2 or None in (*first, *second):
+        return None
+    return _geometric([x / y for x, y in zip(first, second, strict=True)])
+
+
+def _verdicts(runs: Runs) -> str:
+    times = {name: _times(found) for name, found in runs.items()}
+    if len(runs) != 2 or any(None in found["updates"] for found in times.values()):
+        return ""
+    labels = [OPTIMIZERS[name][0] for name in runs]
+    said = []
+    for unit in _UNITS:
+        ratio = _ratio(runs, unit)
+        if ratio is not None:
+            words = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
+            low, high = ratio.low, ratio.high
+        else:
+            (first, *_), (second, *_) = (found[unit] for found in times.values())
+            words, low, high = "", first / second, first / second
+        winner = labels[0] if high < 1 else labels[1] if low > 1 else None
+        faster = "neither is shown to be faster" if ratio is not None else "neither is faster"
+        faster = faster if winner is None else f"{winner} is faster"
+        said.append((faster, f"in {unit}{words}"))
+    (one, first), (other, second) = said
+    both = "or" if one.startswith("neither") else "and"
+    found = f"{one} {first} {both} {second}" if one == other else f"{one} {first}, {other} {second}"
+    return f"{found[0].upper()}{found[1:]}."
+
+
+def _text(found: Interval, form: str) -> str:
+    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"

@@ -1,0 +1,92 @@
+"""Runs that differ in their seed, as one table and one page."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from rich.table import Table
+
+from jaxkfac.jobs.report._html import report_page
+from jaxkfac.jobs.report._page import OPTIMIZERS, table_html, terminal_table, versions
+from jaxkfac.jobs.report._race import (
+    TO_TARGET,
+    EpochRecord,
+    Runs,
+    at_target,
+    interval,
+    interval_record,
+    race_record,
+    race_sentence,
+)
+
+_HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
+
+
+def seeds_table(runs: Runs) -> Table:
+    """Means and 95 % intervals over the seeds: of the last epoch, and of the time to the target.
+
+    Args:
+        runs: For each optimizer its runs, one for each seed.
+    """
+    return terminal_table(_title(runs), _HEAD, _rows(runs), no_wrap=True)
+
+
+def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
+    """The same as an HTML page, with links to the runs' own.
+
+    Args:
+        runs: For each optimizer its runs, one for each seed.
+        folders: ``{seed: page of its run}``.
+    """
+    links = [f'<a href="{escape(page)}">seed {escape(seed)}</a>' for seed, page in folders.items()]
+    first = [
+        f"<p>{escape(race_sentence(runs))}</p>",
+        table_html(_HEAD, _rows(runs), text=1),
+        f"<p>{', '.join(links)}</p>",
+    ]
+    return report_page(
+        title=_title(runs),
+        lead="Means over the seeds (geometric ones of times to the target) and, in brackets, 95 % "
+        "intervals of Student's t: what initial parameters, order, shifts and sampled labels make "
+        "of it, all on the same images.",
+        runs={},
+        spectra=[],
+        coverage=[],
+        config={},
+        versions=versions(),
+        first=first,
+    )
+
+
+def seeds_record(runs: Runs) -> dict[str, Any]:
+    """The same as plain values for JSON: ``to_target``, and ``final``, the last epoch's intervals.
+
+    Args:
+        runs: For each optimizer its runs, one for each seed.
+    """
+    final = {
+        name: {
+            measured: interval_record([getattr(run.epochs[-1], measured) for run in found])
+            for measured in EpochRecord._fields
+            if measured not in ("step", "examples")
+        }
+        for name, found in runs.items()
+    }
+    return {"to_target": race_record(runs), "final": final}
+
+
+def _title(runs: Runs) -> str:
+    return f"Result of {len(next(iter(runs.values())))} seeds"
+
+
+def _rows(runs: Runs) -> list[list[str]]:
+    return [
+        [
+            OPTIMIZERS[name][0],
+            *at_target(found),
+            interval([run.epochs[-1].train_loss for run in found], ".4f"),
+            interval([100 * run.epochs[-1].test_accuracy for run in found], ".2f"),
+            interval([run.epochs[-1].seconds for run in found], ".1f"),
+        ]
+        for name, found in runs.items()
+    ]

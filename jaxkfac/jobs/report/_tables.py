@@ -1,0 +1,68 @@
+"""Tables for the terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from jaxkfac._text import number
+from jaxkfac.jobs.report._page import OPTIMIZERS, terminal_table
+from jaxkfac.jobs.report._race import TO_TARGET, RunRecords, at_target
+from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
+
+
+def runs_table(runs: Mapping[str, RunRecords]) -> Table:
+    """When each run is at 3 % error, and its last epoch."""
+    head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
+    rows = []
+    for name, run in runs.items():
+        last = run.epochs[-1]
+        rows.append(
+            [
+                OPTIMIZERS[name][0],
+                *at_target([run]),
+                str(last.step),
+                f"{last.train_loss:.4f}",
+                f"{last.test_accuracy:.2%}",
+                f"{last.seconds:.1f}",
+                f"{run.compile_seconds:.1f}",
+            ]
+        )
+        if run.skipped:
+            rows.append([f"  {run.skipped} skipped: not finite"])
+    return terminal_table("Result", head, rows, no_wrap=True)
+
+
+def coverage_table(rows: Sequence[CoverageRow]) -> Table:
+    """Which parameters are covered, by what."""
+    remarks = "shares its input with, or is not covered because"
+    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", remarks]
+    cells = []
+    for row in rows:
+        sizes = ["" if x is None else str(x) for x in (row.inputs, row.outputs)]
+        numbers = [stack_text(row.stack), str(row.parameters), f"{row.share:.1%}"]
+        remark = row.reason or row.shares_input_with or ""
+        cells.append([row.name, row.kind, *sizes, *numbers, remark])
+    return terminal_table("Coverage", head, cells, words=(0, 1, 7))
+
+
+def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
+    """One line for each factor of each slice."""
+    head = [
+        *("layer", "factor", "slice", "size", "top"),
+        *("condition", "clipped", "raised", "entropy rank"),
+    ]
+    rows = [
+        [
+            record.layer,
+            record.side,
+            ",".join(map(str, record.slice)),
+            str(len(record.raw)),
+            number(record.top),
+            number(record.condition_raw),
+            number(record.condition_clipped),
+            str(record.raised),
+            f"{record.entropy_rank:.1f}",
+        ]
+        for record in records
+    ]
+    return terminal_table("Spectra", head, rows, words=(0, 1))

@@ -1,5 +1,0 @@
-"""Decoders as the harness lm-eval drives them."""
-
-from jaxkfac.models.evaluation._lm_eval import Requests, lm_eval_model
-
-__all__ = ["Requests", "lm_eval_model"]
