@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
 from jaxkfac.uses import _laplace_posterior
+from jaxkfac.uses._linearised_variance import OutputDistribution, bridge
 from jaxkfac.uses._posterior_precision import LogLikelihood
-from jaxkfac.uses._predictive import OutputDistribution, bridge
 from tests._cases import CASES, case
 from tests._checks import objective_of
 

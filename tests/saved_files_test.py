@@ -15,8 +15,7 @@ import pytest
 import safetensors.numpy
 
 import jaxkfac as jk
-from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from jaxkfac.jobs.cli._run_state import flatten_state
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, flatten_state, load_checkpoint, save_checkpoint
 from jaxkfac.jobs.cli.analysis._files import Folder
 from jaxkfac.jobs.cli.influence._stages import STAGES, Stages
 

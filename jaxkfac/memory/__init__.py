@@ -1,23 +1,21 @@
 """Load, cast and place once; ask for room; say what ran out; watch peaks; find second copies."""
 
 from jaxkfac.memory._budget import (
+    TROUBLESHOOTING_PAGE,
     ByteSize,
     MemoryBudgetError,
     bytes_text,
+    explain_out_of_memory,
     free_bytes,
     free_host_bytes,
+    is_out_of_memory,
     parse_bytes,
     require,
     resident_bytes,
+    what_was_short,
 )
 from jaxkfac.memory._duplicates import Duplicate, DuplicateReport, duplicate_report
 from jaxkfac.memory._environment import Finding, inspect_environment
-from jaxkfac.memory._exhausted import (
-    TROUBLESHOOTING_PAGE,
-    explain_out_of_memory,
-    is_out_of_memory,
-    what_was_short,
-)
 from jaxkfac.memory._leaves import Target, aligned_empty, check_targets
 from jaxkfac.memory._load import LeafSharding, load_safetensors, stored_tensors
 from jaxkfac.memory._place import (

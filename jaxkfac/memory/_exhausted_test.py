@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.memory import MemoryBudgetError, explain_out_of_memory, is_out_of_memory
-from jaxkfac.memory._exhausted import asked_bytes
+from jaxkfac.memory._budget import asked_bytes
 
 GIB = 2**30
 RUN_OUT = [  # error, bytes it asks for

@@ -7,8 +7,8 @@ from jaxkfac.uses._influence import TopK, TruncatedScores, influence, scores_of_
 from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._laplace import laplace
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
+from jaxkfac.uses._linearised_variance import GaussianPrediction
 from jaxkfac.uses._posterior_precision import LogLikelihood
-from jaxkfac.uses._predictive import GaussianPrediction
 from jaxkfac.uses._quadratic_penalty import QuadraticPenalty, quadratic_penalty
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence

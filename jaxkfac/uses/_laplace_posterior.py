@@ -23,7 +23,13 @@ from jaxkfac.uses._laplace_programs import (
     sampled,
     summed_terms,
 )
-from jaxkfac.uses._linearised_variance import split_terms
+from jaxkfac.uses._linearised_variance import (
+    GaussianPrediction,
+    OutputDistribution,
+    rule_of,
+    split_terms,
+    with_noise,
+)
 from jaxkfac.uses._posterior_precision import (
     LogLikelihood,
     PosteriorPrecision,
@@ -31,12 +37,6 @@ from jaxkfac.uses._posterior_precision import (
     check_positive,
     check_prior,
     statistics_dtype_of,
-)
-from jaxkfac.uses._predictive import (
-    GaussianPrediction,
-    OutputDistribution,
-    rule_of,
-    with_noise,
 )
 
 Method = Literal["probit", "bridge", "mc"]

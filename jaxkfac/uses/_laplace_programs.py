@@ -13,7 +13,12 @@ from jaxkfac.factors import Batch, Gaussian
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._examples import batches_of
-from jaxkfac.uses._linearised_variance import LinearisedVariance
+from jaxkfac.uses._linearised_variance import (
+    LinearisedVariance,
+    OutputDistribution,
+    negative_log_predictive,
+    rule_of,
+)
 from jaxkfac.uses._posterior_precision import (
     LogLikelihood,
     best_prior,
@@ -22,7 +27,6 @@ from jaxkfac.uses._posterior_precision import (
     log_evidence,
     squared_norms,
 )
-from jaxkfac.uses._predictive import OutputDistribution, negative_log_predictive, rule_of
 
 if TYPE_CHECKING:
     from jaxkfac.uses._laplace_posterior import LaplacePosterior

@@ -13,12 +13,11 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
-from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
 from jaxkfac.jobs.cli._loop import total_updates
 from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment, older
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.jobs.cli._progress import phase
-from jaxkfac.jobs.cli._run_state import restore_state
 from jaxkfac.jobs.cli._train import factor_average
 from jaxkfac.jobs.report import (
     CapacityReport,

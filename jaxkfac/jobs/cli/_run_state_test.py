@@ -8,9 +8,8 @@ import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.jobs.cli._analyze import experiment_from
-from jaxkfac.jobs.cli._checkpoint import Checkpoint
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, as_config, flatten_state, restore_state
 from jaxkfac.jobs.cli._options import Experiment, older
-from jaxkfac.jobs.cli._run_state import as_config, flatten_state, restore_state
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(2, 3)}
 

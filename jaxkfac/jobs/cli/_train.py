@@ -16,11 +16,15 @@ from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
     Checkpoint,
     CheckpointWriter,
+    as_config,
     check_output,
     checkpoint_writer,
     find_checkpoint,
+    flatten_state,
+    is_whole,
     load_checkpoint,
     remove_checkpoints,
+    restore_state,
     say_nothing_saved,
 )
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
@@ -30,7 +34,6 @@ from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, lab
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import check_held_once, host_memory, phase, progress, time_left
-from jaxkfac.jobs.cli._run_state import as_config, flatten_state, is_whole, restore_state
 from jaxkfac.jobs.report import (
     RunRecords,
     SpectrumRecord,

@@ -5,8 +5,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxkfac._text import shortened
-from jaxkfac.jobs.report._page import FIGURE_STYLE, MUTED, SIDES, svg_bytes
-from jaxkfac.jobs.report._panels import Axis, Line, panel_html, panels_html
+from jaxkfac.jobs.report._page import (
+    FIGURE_STYLE,
+    MUTED,
+    SIDES,
+    Axis,
+    Line,
+    panel_html,
+    panels_html,
+    svg_bytes,
+)
 from jaxkfac.jobs.report._spectra import FactorFamily, SpectrumRecord, ends, families
 
 # ---------------- small multiples of spectra: one panel for each factor of each layer

@@ -18,8 +18,8 @@ from jaxkfac.jobs.report._finetune_records import (
     mean_loss,
 )
 from jaxkfac.jobs.report._html import report_page
-from jaxkfac.jobs.report._page import table_html
-from jaxkfac.jobs.report._panels import Axis, Line, driven_panels, panel_html, panels_html
+from jaxkfac.jobs.report._page import Axis, Line, panel_html, panels_html, table_html
+from jaxkfac.jobs.report._race import driven_panels
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
 from jaxkfac.memory import Stage

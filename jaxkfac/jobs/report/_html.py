@@ -9,8 +9,13 @@ from jaxkfac._text import number
 from jaxkfac.jobs.report._capacity import CapacityReport, capacity_html
 from jaxkfac.jobs.report._factor_figures import factor_panels_html
 from jaxkfac.jobs.report._page import OPTIMIZERS, page_html, table_html
-from jaxkfac.jobs.report._panels import curve_panels_html
-from jaxkfac.jobs.report._race import TO_TARGET, RunRecords, at_target, race_sentence
+from jaxkfac.jobs.report._race import (
+    TO_TARGET,
+    RunRecords,
+    at_target,
+    curve_panels_html,
+    race_sentence,
+)
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
 from jaxkfac.memory import Stage, bytes_text
 

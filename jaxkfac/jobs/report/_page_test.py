@@ -10,7 +10,7 @@ import pytest
 
 from jaxkfac.jobs.report import EpochRecord, RunRecords, report_page
 from jaxkfac.jobs.report._html import newcombe, train_answer, wilson
-from jaxkfac.jobs.report._panels import Axis, Line, panel_html
+from jaxkfac.jobs.report._page import Axis, Line, panel_html
 from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 

@@ -4,9 +4,8 @@
 adapters as usual: ``jk.lslora.attach`` and ``jk.find_layers`` accept such trees.
 """
 
-from jaxkfac.lslora.nf4._bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from jaxkfac.lslora.nf4._quantize import dequantize, quantize, quantize_slices
-from jaxkfac.lslora.nf4._tensor import NF4, Nested
+from jaxkfac.lslora.nf4._tensor import NF4, Nested, from_bitsandbytes, to_bitsandbytes
 
 __all__ = [
     "NF4",

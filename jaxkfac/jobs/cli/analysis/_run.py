@@ -11,10 +11,10 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
+from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import AnalyzeArguments
 from jaxkfac.jobs.cli._progress import host_memory, phase
-from jaxkfac.jobs.cli._run_state import as_config
 from jaxkfac.jobs.cli.analysis._stages import Found, Prepared, give_blocks_back, prepare, run_stages
 from jaxkfac.jobs.report import (
     AnalysisRecord,

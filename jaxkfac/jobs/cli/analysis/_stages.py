@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.jobs.cli._progress import phase, progress
-from jaxkfac.jobs.cli._run_state import as_config
 from jaxkfac.jobs.cli.analysis._decompose import (
     Chosen,
     ExactSpectrum,

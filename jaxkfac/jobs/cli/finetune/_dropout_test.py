@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.jobs.cli._checkpoint import Checkpoint, save_checkpoint
-from jaxkfac.jobs.cli._run_state import option_differences
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, option_differences, save_checkpoint
 from jaxkfac.jobs.cli.finetune import _encoder_decoder
 from jaxkfac.jobs.cli.finetune._load import load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._older import OLDER, as_begun

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import jaxkfac as jk
+from jaxkfac.jobs.cli._checkpoint import is_whole
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._loop import (
     NonFiniteLossError,
@@ -25,7 +26,6 @@ from jaxkfac.jobs.cli._loop import (
     skipped_updates,
 )
 from jaxkfac.jobs.cli._progress import phase
-from jaxkfac.jobs.cli._run_state import is_whole
 from jaxkfac.jobs.cli.finetune._exam import fourier_record
 from jaxkfac.jobs.cli.finetune._family import check_ids
 from jaxkfac.jobs.cli.finetune._options import Finetuning

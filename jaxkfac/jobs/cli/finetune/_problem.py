@@ -14,9 +14,9 @@ import optax
 from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
+from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.jobs.cli._problem import warmup_schedule
-from jaxkfac.jobs.cli._run_state import as_config
 from jaxkfac.jobs.cli.finetune._family import Family, Text
 from jaxkfac.jobs.cli.finetune._load import family_of
 from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning

@@ -10,17 +10,19 @@ import jax
 
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
+    DATA_CRC,
     Checkpoint,
     CheckpointWriter,
     checkpoint_writer,
     find_checkpoint,
+    flatten_state,
     load_checkpoint,
+    restore_state,
     say_nothing_saved,
 )
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._processes import RunProcesses
 from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
-from jaxkfac.jobs.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.jobs.cli.finetune._older import OLDER

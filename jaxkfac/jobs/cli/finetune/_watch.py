@@ -10,10 +10,9 @@ import numpy as np
 from jaxkfac._text import number
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import with_leaves
-from jaxkfac.jobs.cli._checkpoint import remove_checkpoints
+from jaxkfac.jobs.cli._checkpoint import flatten_state, remove_checkpoints
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._progress import phase
-from jaxkfac.jobs.cli._run_state import flatten_state
 from jaxkfac.jobs.cli.finetune._exam import Examiner, fourier_record
 from jaxkfac.jobs.cli.finetune._loggers import MetricLogger
 from jaxkfac.jobs.cli.finetune._loop import TuneState

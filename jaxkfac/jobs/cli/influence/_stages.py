@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.files import PARTIAL, Archive, write_archive
+from jaxkfac.jobs.cli._checkpoint import option_differences
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._progress import phase
-from jaxkfac.jobs.cli._run_state import option_differences
 
 _FORM = "jaxkfac.influence"
 STAGES = ("factors", "bases", "scores")

@@ -1,13 +1,302 @@
-"""Episodes: a few images of a few classes to learn from, and others to be asked about."""
+"""Images by class and by split, and episodes of a few images of a few classes."""
 
 import dataclasses
-from typing import NamedTuple
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
-from jaxkfac._errors import at_least_one
-from jaxkfac.jobs.data.few_shot._class_images import ClassImages
+from jaxkfac._errors import at_least_one, one_of
+
+# ---------------- images by class, and classes by split
+
+
+class ClassImages(NamedTuple):
+    """Images of some classes, all of one size.
+
+    Attributes:
+        source: Where they come from, for errors.
+        images: ``{class: (images, height, width, channels)}``, 0 to 255.
+    """
+
+    source: str
+    images: Mapping[str, UInt8[np.ndarray, "images height width channels"]]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels."""
+        height, width, channels = next(iter(self.images.values())).shape[1:]
+        return height, width, channels
+
+
+class Splits(NamedTuple):
+    """Three sets of classes, none of them in two.
+
+    Attributes:
+        train: To learn from.
+        validation: To choose by.
+        novel: To be measured on, once.
+    """
+
+    train: ClassImages
+    validation: ClassImages
+    novel: ClassImages
+
+
+def split_classes(
+    classes: ClassImages, *, seed: int = 0, fractions: tuple[float, float] = (0.2, 0.2)
+) -> Splits:
+    """Divide classes at random: whole classes, never the images of one.
+
+    Args:
+        classes: At least three.
+        seed: Of the division; the same on every machine.
+        fractions: Of the classes that go to validation and to novel, each at least one class.
+
+    Raises:
+        ValueError: too few classes for three splits, or fractions that leave none to train on.
+
+    Example:
+        >>> from jaxkfac.jobs.data.few_shot import load_glyphs
+        >>> splits = split_classes(load_glyphs().train)
+        >>> [len(split.images) for split in splits]
+        [22, 8, 8]
+    """
+    if not all(0 < fraction < 1 for fraction in fractions):
+        raise ValueError(f"fractions={fractions}: expected each in (0, 1)")
+    names = sorted(classes.images)
+    sizes = [max(1, round(fraction * len(names))) for fraction in fractions]
+    if sum(sizes) >= len(names):
+        raise ValueError(
+            f"{classes.source} has {len(names)} classes, of which {sizes[0]} to validate and "
+            f"{sizes[1]} novel ones leave none to train on"
+        )
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(names))
+    cuts = [sizes[0], sum(sizes)]
+    validation, novel, train = (sorted(names[i] for i in part) for part in np.split(order, cuts))
+    return Splits(
+        *(
+            ClassImages(f"{classes.source} ({title})", {n: classes.images[n] for n in part})
+            for title, part in (("train", train), ("validation", validation), ("novel", novel))
+        )
+    )
+
+
+# ---------------- images from a folder for each class
+
+
+_ENDINGS = frozenset(
+    (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+)
+_LONGEST = 256  # the longer side over the shorter
+_SPLIT_FOLDERS = (("train",), ("validation", "val", "valid", "dev"), ("novel", "test"))
+
+
+def read_class_folder(
+    folder: Path | str, *, image_size: int = 84, channels: Literal[1, 3] = 3
+) -> ClassImages:
+    """Read a folder of folders, each with the images of one class.
+
+    An image is scaled until it covers the square, and its middle is cut out. Files and folders
+    whose names begin with a dot are passed over, and files that end like no image.
+
+    Args:
+        folder: ``folder/class/image``; the class is the inner folder's name.
+        image_size: Height and width to come, pixels.
+        channels: 1 for gray, 3 for colours.
+
+    Returns:
+        All images, ``image_size**2 * channels`` bytes each, in the order of their names.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no class in it, or no image in a class.
+        ValueError: a file does not decode; it is named.
+        ModuleNotFoundError: Pillow is not installed.
+
+    Memory:
+        All of it: 60,000 images of 84 x 84 in colour are 1.3 GB.
+    """
+    at_least_one(image_size=image_size)
+    one_of("channels", channels, (1, 3))
+    decoder = _pillow()
+    folder = _existing(Path(folder))
+    images = {}
+    for inner in _folders(folder):
+        files = sorted(p for p in inner.iterdir() if _is_image(p))
+        if not files:
+            raise FileNotFoundError(f"the class folder {inner} holds no image{_ends()}")
+        images[inner.name] = np.stack(
+            [_decoded(decoder, path, image_size, channels) for path in files]
+        )
+    if not images:
+        held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise FileNotFoundError(
+            f"{folder} has no folder for a class; it holds {held}. Expected {folder}/CLASS/IMAGE"
+        )
+    return ClassImages(str(folder), images)
+
+
+def read_splits(
+    folder: Path | str, *, image_size: int = 84, channels: Literal[1, 3] = 3, seed: int = 0
+) -> Splits:
+    """Read ``folder/train``, ``validation`` and ``novel``, or divide one folder.
+
+    Args:
+        folder: Of three folders of these names (``val``, ``valid``, ``dev`` and ``test`` are
+            read too), each as :func:`read_class_folder` takes it; or one such folder, whose
+            classes are divided at random (:func:`split_classes`).
+        image_size: As of :func:`read_class_folder`.
+        channels: Likewise.
+        seed: Of the division.
+
+    Raises:
+        ValueError: one of the three is missing, or a class is in two of them; or as of
+            :func:`read_class_folder`.
+    """
+    folder = _existing(Path(folder))
+    options: dict[str, Any] = {"image_size": image_size, "channels": channels}
+    found = [
+        [folder / name for name in names if (folder / name).is_dir()] for names in _SPLIT_FOLDERS
+    ]
+    if not any(found):
+        return split_classes(read_class_folder(folder, **options), seed=seed)
+    if not all(len(folders) == 1 for folders in found):
+        wanted = "; ".join(" or ".join(names) for names in _SPLIT_FOLDERS)
+        raise ValueError(
+            f"{folder} has some folders of splits: expected one of each, {wanted}, or folders of "
+            "classes alone"
+        )
+    splits = Splits(*(read_class_folder(one, **options) for (one,) in found))
+    for i, one in enumerate(splits):
+        for other in splits[i + 1 :]:
+            if both := sorted(one.images.keys() & other.images.keys()):
+                raise ValueError(f"the class {both[0]!r} is in {one.source} and in {other.source}")
+    return splits
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "reading image files needs Pillow: pip install 'jaxkfac[images]'", name="PIL"
+        ) from error
+    return Image
+
+
+def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
+    try:
+        with decoder.open(path) as file:
+            width, height = file.size
+            if max(width, height) > _LONGEST * min(width, height):  # a square of it would be huge
+                raise ValueError(f"it has {width} x {height} pixels")
+            image = _eight_bits(file).convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # a decoder of a hundred formats raises what it likes
+        (what, *_) = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} does not decode as an image ({what})") from error
+    scale = size / min(image.size)
+    width, height = (max(size, round(scale * side)) for side in image.size)
+    image = image.resize((width, height), decoder.Resampling.BILINEAR)
+    left, top = (width - size) // 2, (height - size) // 2
+    image = image.crop((left, top, left + size, top + size))
+    return np.asarray(image).reshape(size, size, channels)
+
+
+def _eight_bits(file: Any) -> Any:
+    """An image as it is seen: upright, on white where it is transparent, eight bits a channel."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image, np.float64)
+        whole = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
+        return Image.fromarray(np.clip(255 / whole * values, 0, 255).round().astype(np.uint8))
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"expected a folder of classes at {folder}, which {what}")
+    return folder
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    return (p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith("."))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _ENDINGS and not path.name.startswith(".")
+
+
+def _ends() -> str:
+    return f" (files that end in {', '.join(sorted(_ENDINGS))})"
+
+
+# ---------------- letters and digits in many faces, embedded: images by class without a download
+
+
+GLYPHS_SHA256 = "959dbc935b8fd5b792b44449af68c98623bacf6c9af6711b573d1678f5d0f982"
+"""Digest of the bytes of the archive's arrays, in their order."""
+
+_LEVELS = 15  # of gray beside black
+_SPLIT_NAMES = ("train", "validation", "novel")
+
+
+def load_glyphs() -> Splits:
+    """62 letters and digits, 28 x 28 pixels: no class and no typeface is in two splits.
+
+    Capital and small letters are classes of their own. Characters that look alike (0, O and o)
+    are in one split. Each class is drawn in every face of its split, turned, slanted, scaled and
+    moved at random.
+
+    Returns:
+        38 classes of 128 images to train on, 10 of 36 to validate with and 14 of 40 novel ones;
+        ``jaxkfac/jobs/data/glyphs.txt`` names the faces, their licences and the distortions.
+
+    Raises:
+        ValueError: the embedded file does not have the digest ``GLYPHS_SHA256``.
+
+    Example:
+        >>> splits = load_glyphs()
+        >>> sum(len(split.images) for split in splits)
+        62
+        >>> "".join(splits.novel.images)
+        '34FJMUVWejmuvw'
+        >>> splits.novel.images["e"].shape
+        (40, 28, 28, 1)
+    """
+    packed = resources.files("jaxkfac.jobs.data").joinpath("glyphs.npz").read_bytes()
+    with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    digest = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
+    if digest != GLYPHS_SHA256:
+        raise ValueError(
+            f"jaxkfac/jobs/data/glyphs.npz is damaged: sha256 {digest}, expected {GLYPHS_SHA256}; "
+            "reinstall jaxkfac"
+        )
+    return Splits(*(_split(arrays, name) for name in _SPLIT_NAMES))
+
+
+def _split(arrays: dict[str, np.ndarray], split: str) -> ClassImages:
+    pixels, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+    pixels = (pixels * (255 // _LEVELS))[..., None]
+    names = bytes(arrays[f"{split}_names"]).decode("ascii")
+    return ClassImages(
+        f"glyphs ({split})", {name: pixels[labels == i] for i, name in enumerate(names)}
+    )
+
+
+# ---------------- episodes: a few images of a few classes to learn from, and others to be asked
+# about
 
 
 class Episode(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkfac.jobs.models import load_decoder
 from jaxkfac.jobs.models.checkpoint._tokenizer_test import TEMPLATE, TRICKY, byte_level
-from jaxkfac.jobs.models.decoder import _gguf, _load_test
+from jaxkfac.jobs.models.decoder import _load, _load_test
 
 SIZES = {
     "hidden_size": 32,
@@ -18,7 +18,7 @@ SIZES = {
     "model_type": "llama",
 }
 CONFIG = _load_test.CONFIG | SIZES | {"vocab_size": 259, "rms_norm_eps": 1e-5}
-NAMES = {ours: theirs for theirs, ours in (_gguf._BLOCK | _gguf._ENDS).items()}
+NAMES = {ours: theirs for theirs, ours in (_load._BLOCK | _load._ENDS).items()}
 
 
 def interleaved(weight, heads):

@@ -1,9 +1,12 @@
 """A decoder from a folder in Hugging Face's layout, or from a GGUF file."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -21,11 +24,194 @@ from jaxkfac.jobs.models.checkpoint import (
     fill_shapes,
     open_weights,
     read_config,
+    tokenizers_package,
 )
 from jaxkfac.jobs.models.decoder._attention import AttentionBy
 from jaxkfac.jobs.models.decoder._config import DecoderConfig
 from jaxkfac.jobs.models.decoder._decoder import Decoder
+from jaxkfac.jobs.models.decoder._rotary import Rotary
 from jaxkfac.memory import LeafSharding, checked_dtype
+
+# ---------------- byte-level BPE from the fields of a GGUF file
+
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types that no merge makes
+_PRE = ("smollm", "gpt-2")
+
+
+def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokenizer | None:
+    """Vocabulary and merges as a tokenizer; ``None`` where the file has none.
+
+    Raises:
+        ValueError: another kind of tokenizer than byte-level BPE, or another way to cut a text
+            into words than SmolLM's (each digit alone) or GPT-2's.
+    """
+    if "tokenizer.ggml.tokens" not in fields:
+        return None
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre not in _PRE:
+        raise ValueError(
+            f"tokenizer.ggml.model {kind!r} with pre {pre!r}: expected 'gpt2' with one of "
+            f"{', '.join(_PRE)}; load the Hugging Face folder"
+        )
+    package = tokenizers_package()
+    words = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type", [1] * len(words))
+    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"]]
+    model = package.models.BPE({word: i for i, word in enumerate(words)}, merges)
+    tokenizer = package.Tokenizer(model)
+    cuts = [package.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if pre == "smollm":
+        cuts.insert(0, package.pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence(cuts)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [word for word, t in zip(words, types, strict=True) if t == number]
+        tokens = [package.AddedToken(word, special=special, normalized=False) for word in added]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"}
+    found = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return Tokenizer(
+        tokenizer,
+        eos_ids=eos_ids,
+        pad_id=fields.get("tokenizer.ggml.padding_token_id"),
+        chat_template=fields.get("tokenizer.chat_template"),
+        special={name: words[i] for name, i in found.items() if i is not None},
+    )
+
+
+# ----------------
+
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+class GgufSource:
+    """A ``Source`` over a GGUF file.
+
+    The file is mapped, so that pages read count as memory of the process until they give way.
+    """
+
+    def __init__(self, tensors: Any, config: DecoderConfig) -> None:
+        self._tensors = {_name(tensor.name): tensor for tensor in tensors}
+        self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        self.shapes = {
+            name: tuple(int(n) for n in tensor.shape[::-1])
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in float32."""
+        from gguf import quants
+
+        tensor = self._tensors[name]
+        x = quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        heads = self._heads.get(name.split(".")[-2])
+        if heads is None:
+            return x
+        # Stored for rotation of neighbours: pair i of a head is rows 2i and 2i + 1. Ours, as
+        # Hugging Face's, is rows i and i + half.
+        return x.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
+    """Config, weights and tokenizer of a file.
+
+    Raises:
+        ValueError: the file is damaged, or holds another kind of model.
+    """
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+    try:
+        reader = GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # the reader trusts the file: any lookup in it may fail
+        raise ValueError(
+            f"{file} ({file.stat().st_size} bytes) is no whole GGUF file: {error}; "
+            "download it again"
+        ) from error
+    names = [tensor.name for tensor in reader.tensors]
+    try:
+        config = _config(fields, tied="output.weight" not in names)
+    except KeyError as error:
+        raise ValueError(f"{file} lacks the field {error}; download it again") from error
+    try:
+        tokenizer = gguf_tokenizer(fields, config.eos_ids)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # fields that contradict each other, or that the package refuses
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file}: its tokenizer cannot be read: {reason}") from error
+    return config, GgufSource(reader.tensors, config), tokenizer
+
+
+def _config(fields: dict[str, Any], *, tied: bool) -> DecoderConfig:
+    if (kind := fields["general.architecture"]) != "llama":
+        raise ValueError(
+            f"general.architecture: expected 'llama', got {kind!r}; load the Hugging Face folder"
+        )
+    scaling = fields.get("llama.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise ValueError(
+            f"llama.rope.scaling.type: expected 'none' or 'linear', got {scaling!r}; load the "
+            "Hugging Face folder"
+        )
+    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    linear = scaling == "linear"
+    head_size = fields.get("llama.attention.key_length", width // heads)
+    if (rotated := fields.get("llama.rope.dimension_count", head_size)) != head_size:
+        raise ValueError(
+            f"llama.rope.dimension_count: expected the head's size {head_size}, got {rotated}; "
+            "load the Hugging Face folder"
+        )
+    end = fields.get("tokenizer.ggml.eos_token_id")
+    return DecoderConfig(
+        vocabulary=fields.get("llama.vocab_size") or len(fields["tokenizer.ggml.tokens"]),
+        width=width,
+        hidden=fields["llama.feed_forward_length"],
+        depth=fields["llama.block_count"],
+        num_heads=heads,
+        num_kv_heads=fields.get("llama.attention.head_count_kv", heads),
+        head_size=head_size,
+        context=fields["llama.context_length"],
+        norm_epsilon=fields["llama.attention.layer_norm_rms_epsilon"],
+        tied_head=tied,
+        rotary=Rotary(
+            kind="linear" if linear else "default",
+            theta=fields.get("llama.rope.freq_base", 10000.0),
+            factor=fields["llama.rope.scaling.factor"] if linear else 1.0,
+        ),
+        eos_ids=() if end is None else (end,),
+    )
+
+
+def _name(name: str) -> str:
+    """Hugging Face's name of a tensor; one that has none keeps its own, and is then unknown."""
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        number, part, kind = found.groups()
+        return f"model.layers.{number}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
+    part, _, kind = name.rpartition(".")
+    return f"{_ENDS[part]}.{kind}" if part in _ENDS else name
+
 
 # ---------------- which stored tensors make up each parameter of a decoder
 
@@ -198,8 +384,6 @@ def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy)
 def open_checkpoint(path: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
     """Config, weights and tokenizer of a folder or a GGUF file."""
     if path.suffix == ".gguf" and path.is_file():
-        from jaxkfac.jobs.models.decoder._gguf import open_gguf
-
         return open_gguf(path)
     return open_folder(path)
 
