@@ -1,18 +1,24 @@
-"""Count what can be counted of the inside: doors, kinds, names, types, and what a call enters.
+"""Count what can be counted of the inside: files, doors, names, types, and what a call enters.
 
 Run: python -m benchmarks.structure [--json FILE]
 
-Test files are left out. A room is a package of the first level; an import between rooms is private
-if a component of the module's name begins with an underscore. Functions and files are those of
+Test files are left out. Code lines are lines without comments, docstrings and blank ones. A room
+is a package of the first level; an import between rooms is private if a component of the module's
+name begins with an underscore. Complexity is ruff's (McCabe). Functions and files are those of
 jaxkfac that a call enters whose traces are cached, outside ``jit``.
 """
 
 import argparse
 import ast
 import collections
+import json
+import re
+import statistics
+import subprocess
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -26,12 +32,162 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
-    record = stamp() | sources() | entered()
+    record = stamp() | house() | sources() | entered() | planned()
     for name, value in record.items():
         print(f"{name}: {value}")
     if arguments.json:
         write(record, arguments.json)
     return 0
+
+
+# ---------------------------------------------------------------- the house
+
+VAGUE = frozenset(
+    "found held own whole known part parts given kept left taken made wanted asked said seen meant "
+    "here there rest other others same each apart once word words thing things".split()
+)
+"""Names that say nothing about the value they are bound to."""
+REASONED = ("interception", "kinds", "factors", "curvature")
+
+
+def house() -> dict[str, Any]:
+    """How large the files are, and what they bind."""
+    texts = {path: path.read_text() for path in _files()}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    lines = {path: _code_lines(text, trees[path]) for path, text in texts.items()}
+    chapters = [n for path, n in lines.items() if path.name != "__init__.py"]
+    application = {path for path in texts if "jobs" in path.parts}
+    names = [name for tree in trees.values() for name in _bound(tree)]
+    reasoned = [path for path in texts if _room(path) in REASONED]
+    comments = sum(len(re.findall(r"^ *# (?!-{16})|\S  # ", texts[p], re.M)) for p in reasoned)
+    functions = [
+        (_function_lines(text, node), node.name)
+        for path, text in texts.items()
+        for node in ast.walk(trees[path])
+        if isinstance(node, ast.FunctionDef)
+    ]
+    parameters = [x for tree in trees.values() for x in _parameters(tree)]
+    doors = {path.parent.name: _door(tree) for path, tree in trees.items() if _is_index(path)}
+    largest = max(doors, key=lambda name: doors[name])
+    return {
+        "files": len(texts),
+        "median code lines": statistics.median(chapters),
+        "below 40 code lines, __init__ left out": f"{_share(n < 40 for n in chapters)}",
+        "library, lines / files": _sizes(set(texts) - application, texts),
+        "application, lines / files": _sizes(application, texts),
+        "circles of files": [len(circle) for circle in _circles(trees)],
+        "vague names": _share(name.strip("_") in VAGUE for name in names),
+        f"comments per 100 code lines, {', '.join(REASONED)}": round(
+            100 * comments / sum(lines[path] for path in reasoned), 1
+        ),
+        "largest door": f"{doors[largest]} names ({largest})",
+        "longest function": "{} code lines ({})".format(*max(functions)),
+        "largest complexity": _most_complex(),
+        "parameters typed Any, PyTree or not": _share(_says_nothing(x) for x in parameters),
+    }
+
+
+def _share(values: Iterable[bool]) -> str:
+    flags = list(values)
+    return f"{sum(flags) / len(flags):.1%}"
+
+
+def _sizes(paths: set[Path], texts: dict[Path, str]) -> str:
+    return f"{sum(texts[path].count(chr(10)) for path in paths)} / {len(paths)}"
+
+
+def _code_lines(text: str, tree: ast.Module) -> int:
+    documented = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            first = node.body[0]
+            documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
+        for number, line in enumerate(text.splitlines(), start=1)
+    )
+
+
+def _function_lines(text: str, node: ast.FunctionDef) -> int:
+    source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+    return _code_lines(source, ast.parse(source))
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+
+
+def _parameters(tree: ast.Module) -> Iterator[ast.arg]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield from (x for x in arguments if x.arg not in ("self", "cls"))
+
+
+def _says_nothing(parameter: ast.arg) -> bool:
+    return parameter.annotation is None or ast.unparse(parameter.annotation) in ("Any", "PyTree")
+
+
+def _is_index(path: Path) -> bool:
+    return path.name == "__init__.py" and path.parent != LIBRARY
+
+
+def _door(tree: ast.Module) -> int:
+    """How many names a package's ``__all__`` has."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return len(ast.literal_eval(node.value))
+    return 0
+
+
+def _circles(trees: dict[Path, ast.Module]) -> list[set[str]]:
+    """Files that import each other when a module is loaded or type-checked."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees}
+    reached: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in _loaded(trees[path].body):
+            for alias in node.names:
+                names = (f"{node.module}.{alias.name}", node.module or "")
+                reached[name] |= {next((x for x in names if x in modules and x != name), name)}
+    for middle in modules:  # transitive closure
+        for name in modules:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    circles = {
+        frozenset(x for x in reached[name] if name in reached[x]) | {name}
+        for name in modules
+        if any(x != name and name in reached[x] for x in reached[name])
+    }
+    return [set(circle) for circle in circles]
+
+
+def _loaded(body: list[ast.stmt]) -> Iterator[ast.ImportFrom]:
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If):
+            yield from _loaded([*node.body, *node.orelse])
+
+
+def _most_complex() -> str:
+    ruff = Path(sys.executable).with_name("ruff")
+    options = ["--config", "lint.mccabe.max-complexity=1", "--output-format", "json", "--exit-zero"]
+    listed = subprocess.run(
+        [ruff, "check", "--select", "C901", "--no-cache", *options, *map(str, _files())],
+        capture_output=True,
+        check=True,
+    )
+    messages = (entry["message"] for entry in json.loads(listed.stdout))
+    found = (re.match(r"`(\w+)` is too complex \((\d+) ", message) for message in messages)
+    complexity, name = max((int(match[2]), match[1]) for match in found if match)
+    return f"{complexity} ({name})"
 
 
 # ---------------------------------------------------------------- sources
@@ -51,11 +207,7 @@ def sources() -> dict[str, Any]:
         "comparisons of a layer's kind with a string": sum(kinds.values()),
         "in files": len(kinds),
         "class names of more than one class": sorted(n for n, k in names.items() if k > 1),
-        **{f"parameters without a type, {room}": _untyped(room, trees) for room in TYPED},
     }
-
-
-TYPED = ("factors", "interception")
 
 
 def _files() -> Iterator[Path]:
@@ -107,18 +259,6 @@ def _is_value(pattern: ast.AST) -> TypeGuard[ast.MatchValue]:
     return isinstance(pattern, ast.MatchValue)
 
 
-def _untyped(room: str, trees: dict[Path, ast.Module]) -> str:
-    """Share of parameters annotated ``Any``, or not at all; lambdas cannot be."""
-    found: list[bool] = []
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if _room(path) == room and isinstance(node, ast.FunctionDef):
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                given = [x for x in given if x.arg not in ("self", "cls")]
-                found += [x.annotation is None or ast.unparse(x.annotation) == "Any" for x in given]
-    return f"{sum(found) / len(found):.1%}"
-
-
 # ---------------------------------------------------------------- what calls enter
 
 
@@ -159,6 +299,46 @@ def entered() -> dict[str, str]:
             "push and flush": profile.entered(push),
             "push and flush, with its threads": profile.entered(push, threads=True),
         }
+
+
+def planned() -> dict[str, str]:
+    """``files / calls`` of one plan of a small training, at its second call."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxkfac as jk
+
+    params = {
+        name: {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32)} for name in ("up", "down")
+    }
+
+    def apply_fn(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
+
+    batch = (jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32))
+    objective = jk.Objective(apply_fn, jk.Categorical())
+
+    def plan() -> None:
+        jk.plan_memory(
+            objective, params, batch, optimizer=optax.adam(1e-3), device_bytes=1e9, compiled="none"
+        )
+
+    plan()
+    calls, entered = 0, set()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(str(LIBRARY)):
+            calls += 1
+            entered.add(frame.f_code.co_filename)
+
+    sys.setprofile(count)
+    try:
+        plan()
+    finally:
+        sys.setprofile(None)
+    return {"plan_memory": f"{len(entered)} files / {calls} calls"}
 
 
 class _Profile:
