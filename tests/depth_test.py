@@ -71,15 +71,21 @@ def chain(params, x):
     return x
 
 
-@pytest.mark.slow
-def test_three_thousand_layers_are_found_and_have_statistics():
-    params = [jnp.eye(2)] * 3000
+@pytest.mark.parametrize(
+    "depth",
+    [
+        pytest.param(800, marks=pytest.mark.slow),
+        pytest.param(3000, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_thousands_of_layers_are_found_and_have_statistics(depth):
+    params = [jnp.eye(2)] * depth
     batch = jnp.ones((4, 2)), jnp.zeros((4, 2))
-    assert len(jk.find_layers(chain, params, batch[0])) == 3000
+    assert len(jk.find_layers(chain, params, batch[0])) == depth
     stats = jk.value_grad_and_factors(jk.Objective(chain, jk.Gaussian()))
-    assert len(stats.factor_shapes(params, batch).layers) == 3000
+    assert len(stats.factor_shapes(params, batch).layers) == depth
     _, grads, factors = jax.eval_shape(stats, params, batch)
-    assert len(grads) == len(factors.layers) == 3000
+    assert len(grads) == len(factors.layers) == depth
 
 
 @pytest.mark.exhaustive

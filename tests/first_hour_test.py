@@ -29,11 +29,18 @@ def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]
     return [found[0], found[-1]]
 
 
-@pytest.mark.parametrize("method", ["kfac", "kfac_rate", "kfe_adam"])
+def mark_of(name: str, method: str) -> pytest.MarkDecorator:
+    """The default optimizer on every problem is slow; a rate of one's own is exhaustive."""
+    if name in QUICK:
+        return pytest.mark.sampled(2)
+    return pytest.mark.slow if method == "kfac" else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "method"),
     [
-        pytest.param(name, marks=pytest.mark.sampled(2) if name in QUICK else pytest.mark.slow)
+        pytest.param(name, method, marks=mark_of(name, method))
+        for method in ("kfac", "kfac_rate", "kfe_adam")
         for name in PROBLEMS
         if name not in NEEDS_DOWNLOAD
     ],

@@ -61,7 +61,7 @@ class Statistics:
 
     Each layer is read by *position* (moments are summed in the backward pass; ``_moments``)
     or by *example* (each example's sum is emitted, and moments are formed after it;
-    ``_example_sums``).
+    ``_taps``).
 
     Args:
         traced: The program.

@@ -27,10 +27,8 @@ def by_open_mpi(port, count, rank):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "join", [by_slurm, pytest.param(by_open_mpi, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("join", [by_slurm, by_open_mpi])
 def test_the_processes_of_a_launcher_find_one_another(tmp_path, join):
     words = [*TRAIN, "--devices", "all", "--steps", "2", "--json"]
     run = Run(tmp_path / "p", [*words, "--output", str(tmp_path / "run")], join=join)

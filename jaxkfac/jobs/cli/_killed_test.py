@@ -37,7 +37,7 @@ import signal
 import sys
 import threading
 import time
-from jaxkfac.jobs.cli import _interrupts, _phases
+from jaxkfac.jobs.cli import _interrupts, _progress
 
 written, fatal, *words = sys.argv[1:]
 fatal, seconds = json.loads(fatal), {}
@@ -67,7 +67,7 @@ def watched(context, counts=lambda doing: True):
             entries[number] = time.monotonic() - start
     return entered
 
-_phases.phase = watched(_phases.phase)
+_progress.phase = watched(_progress.phase)
 _interrupts.interrupts_deferred = watched(
     _interrupts.interrupts_deferred, lambda doing: doing.startswith("finishing")
 )

@@ -140,7 +140,7 @@ def assert_same_end(one, other, *, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)  # eight devices of train, two processes of finetune
+@pytest.mark.sampled(1)  # eight devices of train
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
     [(1, 8, "data=4,model=2"), (4, 1, "data=4"), (2, 2, "data=2,model=2")],
@@ -171,8 +171,8 @@ def test_twenty_steps_of_several_processes_or_devices_are_those_of_one(
         assert kept["bytes_per_device"] < of_one["bytes_per_device"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [2, 4])
 def test_where_a_process_is_killed_the_others_say_so_and_all_go_on(tmp_path, count):
     words = [*TRAIN, "--devices", "all", "--epochs", "12", "--json"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -238,7 +238,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, stop, cou
     assert 9 <= stored.step < 1200 and len(stored.records["losses"]) == stored.step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_stops_a_finetuning_of_two_processes_between_two_readings(tmp_path):
     words = [*FINETUNE, "--devices", "all", "--steps", "100000", "--log-every", "100000"]
     words += ["--checkpoint-every", "3", "--output", str(tmp_path / "run")]
@@ -253,7 +253,7 @@ def test_a_signal_stops_a_finetuning_of_two_processes_between_two_readings(tmp_p
     assert 6 <= stored.step < 100000 and len(stored.records["losses"]) == stored.step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_one_process_cannot_write_stops_both(tmp_path):
     words = [*TRAIN, "--devices", "all", "--epochs", "4", "--output", str(tmp_path / "run")]
     run = Run(tmp_path / "p", words, variables={"FILE_BYTES": "10000"})

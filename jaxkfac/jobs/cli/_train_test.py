@@ -410,8 +410,7 @@ def test_steps_can_end_a_run_inside_an_epoch(tmp_path, no_page):
     assert len(records["losses"]) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_digits_are_learnt_by_both_and_faster_by_kfac(seed, tmp_path):

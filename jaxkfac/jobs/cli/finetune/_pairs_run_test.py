@@ -130,7 +130,7 @@ def test_all_parameters_are_trained_and_the_model_is_read_again(words, run, tmp_
     "words",
     [
         pytest.param((), marks=pytest.mark.exhaustive),
-        ("--train", "all", "--optimizer", "kfac"),
+        pytest.param(("--train", "all", "--optimizer", "kfac"), marks=pytest.mark.exhaustive),
         pytest.param(("--train", "all", "--dropout", "0.2"), marks=pytest.mark.exhaustive),
     ],
     ids=["adapter", "kfac", "dropout"],
@@ -279,7 +279,7 @@ def test_pairs_with_an_empty_side_are_left_out_and_counted(run, data, tmp_path):
         assert f"train.jsonl:{number}: the {side} is empty" in found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint_to_go_on_from(
     run, tmp_path, monkeypatch, capsys
 ):
