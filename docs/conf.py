@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "mathml",
     "docstrings",
+    "api_index",
     "records",
     "notebooks",
 ]

@@ -30,4 +30,5 @@ if not TYPE_CHECKING:  # a type checker knows the names, and a misspelt one by i
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *importlib.import_module("jaxkfac._index").__all__})
+    dunders = (name for name in globals() if name.startswith("__"))
+    return sorted({*dunders, *importlib.import_module("jaxkfac._index").__all__})

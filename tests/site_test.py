@@ -52,6 +52,14 @@ def test_links_of_notebooks_lead_somewhere():
                 assert (notebook.parent / path).exists(), f"{notebook.name}: {address}"
 
 
+def test_the_index_of_the_api_has_every_public_name_with_a_sentence():
+    pages = [page.stem for page in (ROOT / "docs" / "api").glob("*.md")]
+    tables = extension("api_index").tables(ROOT / "docs" / "api", pages)
+    rows = dict(re.findall(r"^\| \{py:obj\}`(\w+) <[\w.]+>` \| (.*) \|$", tables, re.M))
+    missing = {name for name in jk.__all__ if not rows.get(name) and callable(getattr(jk, name))}
+    assert not missing
+
+
 def test_every_public_name_is_documented():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.M))

@@ -3,9 +3,12 @@
 import re
 from typing import Any
 
+from jax.typing import ArrayLike
 from sphinx.application import Sphinx
+from sphinx.util.typing import stringify_annotation
 
 BLOCK = re.compile(r"^( *)\$\$\s*(.+?)\s*\$\$([.,;]?)$", re.MULTILINE | re.DOTALL)
+ARRAY_LIKE = stringify_annotation(ArrayLike, "fully-qualified-except-typing")
 INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$`]+?)(?<=\S)\$(?![\w$])")
 
 
@@ -38,7 +41,9 @@ def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
 def _short(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
 ) -> tuple[str | None, Any]:
-    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    def short(text: str | None) -> str | None:
+        return text and text.replace(ARRAY_LIKE, "ArrayLike").replace("jaxlib._jax.Array", "Array")
+
     return short(signature), short(returns)
 
 

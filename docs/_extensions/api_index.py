@@ -1,0 +1,60 @@
+"""The index of the API: every documented name with the first sentence of its docstring."""
+
+import inspect
+import pydoc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+MARK = "<!-- every public name -->"
+DIRECTIVE = re.compile(r"^\.\. (currentmodule|automodule|autofunction|autoclass):: ([\w.]+)$", re.M)
+
+
+def documented(page: str) -> Iterator[str]:
+    """Full names of what a page of the API documents, in its order."""
+    module = ""
+    for directive, name in DIRECTIVE.findall(page):
+        if directive == "currentmodule":
+            module = name
+        elif directive == "automodule":
+            yield from (f"{name}.{public}" for public in pydoc.locate(name).__all__)
+        else:
+            yield f"{module}.{name}"
+
+
+def first_sentence(name: str) -> str:
+    """The first sentence of the docstring of a function or a class."""
+    text = inspect.getdoc(pydoc.locate(name))
+    sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[0]
+    return sentence.replace("``", "`").replace("|", r"\|")
+
+
+def tables(folder: Path, pages: list[str]) -> str:
+    """A table for each page that documents something."""
+    parts = []
+    for page in pages:
+        text = (folder / f"{page}.md").read_text()
+        names = list(documented(text))
+        rows = [
+            f"| {{py:obj}}`{name.split('.')[-1]} <{name}>` | {first_sentence(name)} |"
+            for name in names
+            if callable(pydoc.locate(name))
+        ]
+        if rows:
+            title = text.partition("\n")[0].removeprefix("# ")
+            parts.append(f"## [{title}]({page}.md)\n\n| | |\n|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _fill(app: Sphinx, name: str, source: list[str]) -> None:
+    if MARK in source[0]:
+        pages = re.findall(r"^(\w+)$", source[0].partition("{toctree}")[2], re.M)
+        source[0] = source[0].replace(MARK, tables(Path(app.srcdir) / "api", pages))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Fill the mark when a page is read."""
+    app.connect("source-read", _fill)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
