@@ -60,7 +60,7 @@ from jaxkfac.interception._arguments import (
     path_of,
     with_leaves,
 )
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
     automatic,
@@ -88,7 +88,7 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup, entries_picked, kept_axis, lookup_of
 from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
-from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
+from jaxkfac.interception._kind import Data, Kind, Site, Use, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
@@ -100,13 +100,14 @@ from jaxkfac.interception._mark_outputs import (
     marks_of,
 )
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
-from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window, scanned_by
+from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window
 from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
+from jaxkfac.interception._use_groups import scanned_by
 from jaxkfac.interception._uses import matrix_problem, order_problem
-from jaxkfac.interception._values import Data, Use, View
+from jaxkfac.interception._values import View
 from jaxkfac.interception._views import broadcast_axes, reversal
 from jaxkfac.interception.coupling import Answer, Answers, Question, Word
 

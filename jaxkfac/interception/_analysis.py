@@ -39,6 +39,7 @@ from jaxkfac.interception._custom import (
 )
 from jaxkfac.interception._equation_rules import EquationRules
 from jaxkfac.interception._functions import is_followed, is_function, lookups_in
+from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._layer import IS_COMPLEX
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._row_masks import holds_mask
@@ -49,15 +50,7 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
-from jaxkfac.interception._values import (
-    Constant,
-    CoverageNote,
-    Data,
-    Parameter,
-    Value,
-    View,
-    views_in,
-)
+from jaxkfac.interception._values import Constant, CoverageNote, Parameter, View, views_in
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (

@@ -30,7 +30,7 @@ from jaxkfac.interception._compat import (
     scan_counts,
     scan_like,
 )
-from jaxkfac.interception._values import Use
+from jaxkfac.interception._kind import Use
 
 _ALONG_AN_AXIS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 

@@ -27,9 +27,10 @@ from jaxkfac.interception._compat import (
     is_var,
     scan_counts,
 )
+from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
-from jaxkfac.interception._values import Constant, Data, Parameter, Value
+from jaxkfac.interception._values import Constant, Parameter
 
 # ---------------- which equations the wanted outputs of a program depend on
 

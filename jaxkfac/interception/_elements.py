@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception._compat import Eqn, bind
+from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._functions import JOINS, entries_picked, is_function
 from jaxkfac.interception._index import Index, shape_of, slices
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry, scale_slot
-from jaxkfac.interception._views import SAME_ELEMENTS
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
+from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
 # ---------------- slots shaped like the parameter: they go through the same equations as its
 # elements
@@ -224,6 +225,38 @@ def _move(
     operands = [x if i == position else v for i, v in enumerate(values)]
     out = bind(eqn)(*operands)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scale_slot(
+    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
+) -> Slot:
+    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
+
+    Behind a function of the parameter, which is no matrix of it, no use reads the slot.
+    """
+    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
+    if beside:
+        slot = {key: part for key, part in slot.items() if key not in beside}
+        return scale_slot(eqn, slot, position, values, entries) | beside
+    if is_negated(eqn, position):
+        return _times(slot, jnp.asarray(-1.0), entries)
+    if name in ("mul", "div") and position <= (name == "mul"):
+        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
+        if c.size == 1:
+            c = c.reshape(())
+            return _times(slot, c if name == "mul" else 1 / c, entries)
+    return slot
+
+
+def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
+    def times(part: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
+        if not isinstance(entry, SlotEntry):
+            return _times(part, c, entry)
+        if entry.power == 0:
+            return part
+        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, part)
+
+    return {key: times(part, entries[key]) for key, part in slot.items()}
 
 
 # ---------------- how slots are propagated through an equation of parameters: its rule, as for

@@ -21,7 +21,7 @@ from jaxkfac.interception._functions import (
     stack_looked_up,
     without_lookup_if_grown,
 )
-from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._row_masks import is_mask
 from jaxkfac.interception._structured import (
@@ -33,11 +33,8 @@ from jaxkfac.interception._values import (
     Combined,
     Constant,
     CoverageNote,
-    Data,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,

@@ -7,11 +7,12 @@ from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._index import pieces_of
+from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import EXAMPLES_LOST
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
-from jaxkfac.interception._values import CoverageNote, Data, Use
+from jaxkfac.interception._values import CoverageNote
 
 # ---------------- which layer uses lead to which outputs of a program
 

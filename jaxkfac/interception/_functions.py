@@ -11,16 +11,14 @@ from jaxtyping import Array, Int
 from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._compat import Eqn, body_of, call_kind
 from jaxkfac.interception._index import Join
+from jaxkfac.interception._kind import Data, Use, Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._values import (
     Combined,
     Constant,
-    Data,
     Derived,
     Parameter,
     Picked,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._index import cuts_of, index_name, overlap, pieces_of
+from jaxkfac.interception._kind import Use
 from jaxkfac.interception._layer import Layer, ParameterMatrix, selector
 from jaxkfac.interception._use_groups import (
     UseGroup,
@@ -20,7 +21,7 @@ from jaxkfac.interception._use_groups import (
     stack_of,
     without_overlaps,
 )
-from jaxkfac.interception._values import CoverageNote, Use, View
+from jaxkfac.interception._values import CoverageNote, View
 
 # ---------------- biases that are joined to the layer whose product they are added to
 

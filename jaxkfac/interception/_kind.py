@@ -6,26 +6,136 @@ is all that the rest of the library knows of it. The kinds themselves are in ``j
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from jaxtyping import Array, Bool, Shaped
 
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._encoded import bind
+from jaxkfac.interception._slots import Slot, SlotEntry
+from jaxkfac.interception._values import Constant, Parameter, View
 
-if TYPE_CHECKING:
-    from jaxkfac.interception._rewrite import Site
-    from jaxkfac.interception._slots import SlotEntry
-    from jaxkfac.interception._values import Use, Value
-else:  # modules that import this one; by these names the type checker of the tests finds them
-    Site = "jaxkfac.interception._rewrite.Site"
-    SlotEntry = "jaxkfac.interception._slots.SlotEntry"
-    Use = "jaxkfac.interception._values.Use"
-    Value = "jaxkfac.interception._values.Value"
-
-Axes = tuple[Atoms, ...]
 RowWeights = Bool[Array, "..."] | None  # which rows exist, with the axes of ``Use.rows``
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Depends on data.
+
+    Attributes:
+        number: Value number.
+        axes: One entry per axis, in atoms.
+        product: The layer use of which this value is the product, seen through views that
+            nothing else reads; a bias added to it is joined to that use.
+        product_axes: Per axis, the atoms of the parameter's free axes, or ``None``.
+        products: Where it depends on no other data: the products of constants and parameters that
+            it comes from (see ``_constant_rows``).
+    """
+
+    number: int
+    axes: Axes
+    product: "Use | None" = None
+    product_axes: tuple[Atoms | None, ...] = ()
+    products: frozenset[Hashable] = frozenset()
+
+
+Value = Constant | Parameter | Data
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """One equation in which a parameter meets data by a rule.
+
+    Attributes:
+        kind: The kind of layer.
+        eqn: The equation.
+        operand: Position of the parameter among the operands.
+        view: The parameter's view there.
+        scope: Identities of the scans and branches around it, outermost first.
+        in_axes: Atoms of the contracted axes, in the equation's order.
+        out_axes: Atoms of the free axes, in the equation's order.
+        batch_axes: Atoms of the axes shared with the data (experts, feature groups).
+        rows: Atoms of the data operand's axes that are neither contracted nor shared.
+        result: Atoms of the result's axes, for a scale or bias.
+        data: The data operand, if there is one.
+        from_constant: Whether that operand is a constant (the zeros that a recurrent state
+            starts from), whose rows the program joins with those of data only later.
+        whole_examples: Of an elementwise use: whether its gradient has to be summed over an example
+            before it is squared, because it is a sum at every row already.
+        features: Of an elementwise use: the axes of the result that are features (of logits the
+            classes); where it has no elements of its own along them, its gradient is summed
+            before it is squared.
+        parts: Where the parameter is a part of an array: the uses of all its parts.
+        join: For a bias: the product it is added to, if nothing else reads that product.
+        layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
+        layers: Names of all of them, where each iteration's is another layer; ``None`` where it
+            is none that is tapped. A parameter that is the whole tree has the name ``""``.
+        free_stack: Whether its first free axis is read as a stack of experts.
+        row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
+            been broadcast along them.
+        row_axes: Of kernels gathered by row: which of their axes are rows.
+        groups: Of a convolution: the sizes of ``batch_axes``.
+        reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
+            back to front along it.
+        where: The equation and the calls around it; the same in every analysis of one program.
+    """
+
+    kind: "Kind"
+    eqn: Eqn
+    operand: int
+    view: View
+    scope: tuple[int, ...]
+    in_axes: Axes = ()
+    out_axes: Axes = ()
+    batch_axes: Axes = ()
+    rows: Axes = ()
+    result: Axes = ()
+    data: Data | None = None
+    from_constant: bool = False
+    whole_examples: bool = False
+    features: tuple[int, ...] = ()
+    parts: Sequence["Use"] = ()
+    join: "Use | None" = None
+    layer: str | None = None
+    layers: tuple[str | None, ...] = ()
+    free_stack: bool = False
+    row_batch: tuple[int, ...] = ()
+    row_axes: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    reversed: tuple[bool, ...] = ()
+    where: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation handed to a handler, and for each of its layer uses what belongs to it.
+
+    Attributes:
+        eqn: The equation.
+        uses: Its uses that are tapped.
+        slots: Their slots.
+        rows: Which of their rows exist, or ``None``.
+        active: Whether their statistics are wanted, a scalar, or ``None`` for always.
+        table: The axis atoms.
+    """
+
+    eqn: Eqn
+    uses: list[Use]
+    slots: list[Slot]
+    rows: list[Bool[Array, "..."] | None]
+    active: list[Bool[Array, ""] | None]
+    table: AxisTable
+
+    def without_values(self) -> "Site":
+        """The site without arrays, for rules that must close over no tracer."""
+        return dataclasses.replace(self, slots=[], rows=[], active=[])
+
+    def bind(self, *operands: Any) -> Any:
+        """The original operation, every parameter of the equation kept."""
+        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
 
 
 class Kind(abc.ABC):

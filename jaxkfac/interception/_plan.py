@@ -10,12 +10,11 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, Jaxpr, Var, is_stateful
 from jaxkfac.interception._constant_rows import Meeting
+from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._values import (
     CoverageNote,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,

@@ -28,40 +28,10 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
+from jaxkfac.interception._kind import Site, Use
 from jaxkfac.interception._plan import Plan, Segment, steps_of
 from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
 from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
-from jaxkfac.interception._values import Use
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One equation handed to a handler, and for each of its layer uses what belongs to it.
-
-    Attributes:
-        eqn: The equation.
-        uses: Its uses that are tapped.
-        slots: Their slots.
-        rows: Which of their rows exist, or ``None``.
-        active: Whether their statistics are wanted, a scalar, or ``None`` for always.
-        table: The axis atoms.
-    """
-
-    eqn: Eqn
-    uses: list[Use]
-    slots: list[Slot]
-    rows: list[Bool[Array, "..."] | None]
-    active: list[Bool[Array, ""] | None]
-    table: AxisTable
-
-    def without_values(self) -> "Site":
-        """The site without arrays, for rules that must close over no tracer."""
-        return dataclasses.replace(self, slots=[], rows=[], active=[])
-
-    def bind(self, *operands: Any) -> Any:
-        """The original operation, every parameter of the equation kept."""
-        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
-
 
 # Of the operands, behind them the indices by which rows pick entries of a stack, if they do; it
 # returns the equation's result.

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Shaped
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._plan import MARK_ROWS
-from jaxkfac.interception._values import Constant, Use, Value
+from jaxkfac.interception._values import Constant
 from jaxkfac.interception._views import SAME_ELEMENTS
 
 # ---------------- constants that are masks: every element is 0 or 1

@@ -7,18 +7,12 @@ power, and one that declares none is an error: a wrong power would be a wrong nu
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
-
-from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._values import Use
-from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
@@ -63,38 +57,6 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
                 check_entries({layer: value}, inside)
 
 
-def scale_slot(
-    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot:
-    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
-
-    Behind a function of the parameter, which is no matrix of it, no use reads the slot.
-    """
-    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
-    if beside:
-        slot = {key: part for key, part in slot.items() if key not in beside}
-        return scale_slot(eqn, slot, position, values, entries) | beside
-    if is_negated(eqn, position):
-        return _times(slot, jnp.asarray(-1.0), entries)
-    if name in ("mul", "div") and position <= (name == "mul"):
-        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
-        if c.size == 1:
-            c = c.reshape(())
-            return _times(slot, c if name == "mul" else 1 / c, entries)
-    return slot
-
-
-def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
-    def times(part: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
-        if not isinstance(entry, SlotEntry):
-            return _times(part, c, entry)
-        if entry.power == 0:
-            return part
-        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, part)
-
-    return {key: times(part, entries[key]) for key, part in slot.items()}
-
-
 # ---------------- windows: slots of a few iterations of a scan, so that a budget of bytes bounds
 # them
 #
@@ -123,15 +85,6 @@ class Window:
     def covers(self, iteration: Int[Array, ""]) -> Bool[Array, ""]:
         """Whether the window holds an iteration."""
         return (iteration >= self.start) & (iteration < self.start + self.size)
-
-
-def scanned_by(uses: list[Use]) -> tuple[str, int] | None:
-    """The one scan over the leading stacked axis of a layer, if there is one."""
-    if any(u.view.members for u in uses):  # an iteration is another layer's
-        return None
-    found = {u.view.consumed[0].traced_index if u.view.consumed else ("none", 0) for u in uses}
-    (scan, *others) = found
-    return scan if not others and scan[0] == "scan" else None
 
 
 def row_of(buffer: Slot, window: Window, iteration: Int[Array, ""]) -> tuple[Slot, Slot]:

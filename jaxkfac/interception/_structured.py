@@ -15,17 +15,14 @@ from jaxkfac.interception._compat import (
     read_order,
     scan_counts,
 )
-from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._values import (
     Combined,
     Constant,
     Consumed,
-    Data,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,

@@ -34,13 +34,14 @@ from jaxkfac.interception._examples import (
 )
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._index import shape_of
+from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix
 from jaxkfac.interception._mark_outputs import OutputMark, lifted, marks_of
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, Window, check_entries
 from jaxkfac.interception._trace_cache import depth_explained
-from jaxkfac.interception._values import CoverageNote, Data, Use
+from jaxkfac.interception._values import CoverageNote
 from jaxkfac.interception.coupling import (
     Answer,
     Answers,

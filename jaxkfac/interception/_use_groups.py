@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._index import Range, index_name, overlap, own_atoms, pieces_of
-from jaxkfac.interception._kind import Kind
+from jaxkfac.interception._kind import Kind, Use
 from jaxkfac.interception._layer import ParameterMatrix
-from jaxkfac.interception._values import CoverageNote, Use, View
+from jaxkfac.interception._values import CoverageNote, View
 
 # ---------------- the parameter of a use as a matrix: its stack, its inputs and its outputs
 
@@ -174,3 +174,12 @@ def without_overlaps(blocks: list[UseGroup]) -> tuple[list[UseGroup], list[Cover
         if block.bias is not None and block.bias.path in notes:
             block.bias = None
     return kept, list(notes.values())
+
+
+def scanned_by(uses: list[Use]) -> tuple[str, int] | None:
+    """The one scan over the leading stacked axis of a layer, if there is one."""
+    if any(u.view.members for u in uses):  # an iteration is another layer's
+        return None
+    found = {u.view.consumed[0].traced_index if u.view.consumed else ("none", 0) for u in uses}
+    (scan, *others) = found
+    return scan if not others and scan[0] == "scan" else None

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 
 from jaxkfac.interception._axes import Atoms, AxisTable, fresh
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._kind import kind_named, kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._values import (
     Combined,
     Constant,
     Consumed,
-    Data,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,

@@ -5,9 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms, Axes
-from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._index import Index, Join, Range
-from jaxkfac.interception._kind import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,32 +153,10 @@ class Derived:
         return frozenset(path for path, _ in self.reasons)
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Depends on data.
-
-    Attributes:
-        number: Value number.
-        axes: One entry per axis, in atoms.
-        product: The layer use of which this value is the product, seen through views that
-            nothing else reads; a bias added to it is joined to that use.
-        product_axes: Per axis, the atoms of the parameter's free axes, or ``None``.
-        products: Where it depends on no other data: the products of constants and parameters that
-            it comes from (see ``_constant_rows``).
-    """
-
-    number: int
-    axes: Axes
-    product: "Use | None" = None
-    product_axes: tuple[Atoms | None, ...] = ()
-    products: frozenset[Hashable] = frozenset()
-
-
 Parameter = View | Combined | Derived
-Value = Constant | Parameter | Data
 
 
-def traced_indices_in(values: Sequence[Value]) -> frozenset[tuple[str, int]]:
+def traced_indices_in(values: Sequence[object]) -> frozenset[tuple[str, int]]:
     """The scans over, and dynamic indices into, stacks of the parameters in some values."""
     found: set[tuple[str, int]] = set()
     for value in values:
@@ -190,75 +166,11 @@ def traced_indices_in(values: Sequence[Value]) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def views_in(value: Value) -> tuple[View, ...]:
+def views_in(value: object) -> tuple[View, ...]:
     """The parameters that are seen in a value."""
     if isinstance(value, Combined):
         return value.views
     return (value,) if isinstance(value, View) else ()
-
-
-@dataclasses.dataclass(eq=False)
-class Use:
-    """One equation in which a parameter meets data by a rule.
-
-    Attributes:
-        kind: The kind of layer.
-        eqn: The equation.
-        operand: Position of the parameter among the operands.
-        view: The parameter's view there.
-        scope: Identities of the scans and branches around it, outermost first.
-        in_axes: Atoms of the contracted axes, in the equation's order.
-        out_axes: Atoms of the free axes, in the equation's order.
-        batch_axes: Atoms of the axes shared with the data (experts, feature groups).
-        rows: Atoms of the data operand's axes that are neither contracted nor shared.
-        result: Atoms of the result's axes, for a scale or bias.
-        data: The data operand, if there is one.
-        from_constant: Whether that operand is a constant (the zeros that a recurrent state
-            starts from), whose rows the program joins with those of data only later.
-        whole_examples: Of an elementwise use: whether its gradient has to be summed over an example
-            before it is squared, because it is a sum at every row already.
-        features: Of an elementwise use: the axes of the result that are features (of logits the
-            classes); where it has no elements of its own along them, its gradient is summed
-            before it is squared.
-        parts: Where the parameter is a part of an array: the uses of all its parts.
-        join: For a bias: the product it is added to, if nothing else reads that product.
-        layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
-        layers: Names of all of them, where each iteration's is another layer; ``None`` where it
-            is none that is tapped. A parameter that is the whole tree has the name ``""``.
-        free_stack: Whether its first free axis is read as a stack of experts.
-        row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
-            been broadcast along them.
-        row_axes: Of kernels gathered by row: which of their axes are rows.
-        groups: Of a convolution: the sizes of ``batch_axes``.
-        reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
-            back to front along it.
-        where: The equation and the calls around it; the same in every analysis of one program.
-    """
-
-    kind: Kind
-    eqn: Eqn
-    operand: int
-    view: View
-    scope: tuple[int, ...]
-    in_axes: Axes = ()
-    out_axes: Axes = ()
-    batch_axes: Axes = ()
-    rows: Axes = ()
-    result: Axes = ()
-    data: Data | None = None
-    from_constant: bool = False
-    whole_examples: bool = False
-    features: tuple[int, ...] = ()
-    parts: Sequence["Use"] = ()
-    join: "Use | None" = None
-    layer: str | None = None
-    layers: tuple[str | None, ...] = ()
-    free_stack: bool = False
-    row_batch: tuple[int, ...] = ()
-    row_axes: tuple[int, ...] = ()
-    groups: tuple[int, ...] = ()
-    reversed: tuple[bool, ...] = ()
-    where: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from jax.extend import core as jex
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
 from jaxkfac.interception._index import Range
+from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._values import Constant, Consumed, Value, View
+from jaxkfac.interception._values import Constant, Consumed, View
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
