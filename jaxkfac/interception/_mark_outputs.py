@@ -35,9 +35,9 @@ from jaxkfac.interception._compat import (
     open_jaxpr,
 )
 from jaxkfac.interception._custom import (
-    apart,
     is_rule,
     of_variables,
+    opaque_call,
     operands_of,
     rule_of,
     shapes_of,
@@ -329,7 +329,7 @@ def _run(
             here = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):
                 marks += _run_beside(eqn, values, here, rules=rules)
-                out = apart(of_operands(eqn, jaxpr))(*values)
+                out = opaque_call(of_operands(eqn, jaxpr))(*values)
                 env.update(zip(eqn.outvars, out, strict=True))
                 continue
             inner = functools.partial(_run, *body_of(eqn), rules=rules)
