@@ -72,10 +72,10 @@ from jaxkfac.interception._compat import (
     evaluate,
     is_var,
     open_jaxpr,
+    replicated,
     scan_counts,
     scan_like,
     varying_axes,
-    whole,
 )
 from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._encoded import (
@@ -187,6 +187,7 @@ __all__ = [
     "path_of",
     "pieces_of",
     "register_kind",
+    "replicated",
     "reversal",
     "scan_counts",
     "scan_like",
@@ -196,6 +197,5 @@ __all__ = [
     "trace",
     "trace_marked",
     "varying_axes",
-    "whole",
     "with_leaves",
 ]

@@ -45,7 +45,7 @@ class AxisTable:
         self._size: list[int] = []
         self._kinds: list[set[AxisKind]] = []
         self._split: dict[int, Atoms] = {}
-        self._parts: dict[tuple[Atoms, int, int], Atoms] = {}
+        self._ranges: dict[tuple[Atoms, int, int], Atoms] = {}
 
     def new(self, size: int, kind: AxisKind) -> Atoms:
         """A fresh axis; no atoms if its size is one."""
@@ -56,12 +56,12 @@ class AxisTable:
         self._kinds.append({kind})
         return (len(self._parent) - 1,)
 
-    def part(self, axis: Atoms, start: int, stop: int) -> Atoms:
+    def range_of(self, axis: Atoms, start: int, stop: int) -> Atoms:
         """A run of the indices of a parameter's axis; equal runs have equal atoms."""
         key = (self.atoms(axis), start, stop)
-        if key not in self._parts:
-            self._parts[key] = self.new(stop - start, "parameter")
-        return self._parts[key]
+        if key not in self._ranges:
+            self._ranges[key] = self.new(stop - start, "parameter")
+        return self._ranges[key]
 
     def size(self, atom: int) -> int:
         return self._size[self._find(atom)]

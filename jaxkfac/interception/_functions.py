@@ -316,7 +316,11 @@ def _looked_up(
     if view.axes is None or view.function or view.picked or view.chosen or view.members:
         return None
     axis = facts.table.atoms(view.axes[lookup.axis])
-    if len(view.axes) < 3 or not axis or any(j.whole == view.axes[lookup.axis] for j in view.joins):
+    if (
+        len(view.axes) < 3
+        or not axis
+        or any(j.array_axis == view.axes[lookup.axis] for j in view.joins)
+    ):
         return None
     if any(facts.table.kinds(a) != {"parameter"} for a in axis):
         return None
@@ -338,7 +342,7 @@ def _looked_up(
 def looked_up_by_constants(
     eqn: Eqn, ins: Sequence[Value], results: Sequence[Value], where: Hashable
 ) -> list[Value]:
-    """The results, with the lookup noted where constants (perhaps one for each row) pick entries."""
+    """The results, with the lookup noted where constants, maybe one for each row, pick entries."""
     table = ins[0]
     if lookup_of(eqn) is None or not isinstance(table, View) or table.axes is None:
         return list(results)

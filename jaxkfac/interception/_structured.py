@@ -186,7 +186,9 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
-        if any(join.whole == value.axes[0] for join in value.joins):  # only some iterations read it
+        if any(
+            join.array_axis == value.axes[0] for join in value.joins
+        ):  # only some iterations read it
             return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
         if value.chosen or value.picked:  # its rows are not those of single iterations
             lost_by = "select_n" if value.chosen else "gather"
@@ -209,8 +211,8 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     if value.reasons or None in alike or len(alike) > 1:
         return None
     lie = [view.joins[0] for view in value.views]
-    iterations = range(table.size(*lie[0].whole))
-    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in iterations]:
+    iterations = range(table.size(*lie[0].array_axis))
+    if [(j.start, j.size, j.parameter_axis) for j in lie] != [(i, 1, ()) for i in iterations]:
         return None
     assert first.axes is not None
     elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
@@ -226,11 +228,11 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
 
 def _layout(table: AxisTable, view: View) -> Hashable:
     """How a view reads its parameter along all axes but the first; ``None`` if unknown."""
-    if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
+    if not view.axes or len(view.joins) != 1 or view.joins[0].array_axis != view.axes[0]:
         return None
     if view.consumed or view.reversed or view.members or view.picked:
         return None
-    parameter_atoms = [a for axis in view.own for a in table.atoms(axis)]
+    parameter_atoms = [a for axis in view.remaining_axes for a in table.atoms(axis)]
     read = [tuple(map(parameter_atoms.index, table.atoms(axis))) for axis in view.axes[1:]]
     return (tuple(map(table.size, parameter_atoms)), tuple(read), view.function, len(view.scaled))
 

@@ -70,7 +70,7 @@ def _of_elements(view: View, beside: Collection[str]) -> View:
 
 def atom_positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
     """The position and size of each atom of the (indexed) parameter."""
-    atoms = [a for axis in view.own for a in table.atoms(axis)]
+    atoms = [a for axis in view.remaining_axes for a in table.atoms(axis)]
     return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
 
 

@@ -111,7 +111,7 @@ class View:
         return (*stacked, *(c.traced_index for c in self.consumed))
 
     @property
-    def own(self) -> Axes:
+    def remaining_axes(self) -> Axes:
         """The axes of the parameter that remain behind the static index."""
         range_axes = [i for i, at in enumerate(self.index) if isinstance(at, Range)]
         return tuple(

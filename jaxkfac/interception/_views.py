@@ -174,7 +174,7 @@ def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part
     Only a part of the axis is, if the parameter was reversed before it was put beside others.
     """
     atoms = set(table.atoms(axis))
-    inside = [j.own for j in view.joins if atoms.intersection(table.atoms(j.whole))]
+    inside = [j.parameter_axis for j in view.joins if atoms.intersection(table.atoms(j.array_axis))]
     if any(reversal(table, view, piece_axis) != "none" for piece_axis in inside):
         return "part"
     turned = atoms.intersection(table.atoms(view.reversed))
@@ -215,7 +215,7 @@ def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View
     if view.axes is None:
         return view
     axis = table.atoms(view.axes[d])
-    joined = next((j for j in view.joins if table.atoms(j.whole) == axis), None)
+    joined = next((j for j in view.joins if table.atoms(j.array_axis) == axis), None)
     if joined is not None:
         first, last = joined.start - start, joined.start + joined.size - start
         other_joins = tuple(j for j in view.joins if j is not joined)
@@ -226,10 +226,13 @@ def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View
         if first < 0 or last > stop - start:
             return dataclasses.replace(view, axes=None)
         if (first, last) == (0, stop - start):
-            return _with_axis(view, d, joined.own, joins=other_joins)
-        cut_axis = table.part(axis, start, stop)
+            return _with_axis(view, d, joined.parameter_axis, joins=other_joins)
+        cut_axis = table.range_of(axis, start, stop)
         return _with_axis(
-            view, d, cut_axis, joins=(*other_joins, joined._replace(whole=cut_axis, start=first))
+            view,
+            d,
+            cut_axis,
+            joins=(*other_joins, joined._replace(array_axis=cut_axis, start=first)),
         )
     k = next((k for k, a in enumerate(view.origin) if axis and table.atoms(a) == axis), None)
     if k is None or any(not isinstance(at, Range) for at in view.index[k : k + 1]):
@@ -244,7 +247,7 @@ def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View
         numbers = [at for at in index[:k] if not isinstance(at, Range)]
         if len(numbers) == k:
             return _with_axis(view, d, (), index=(*numbers, start, *index[k + 1 :]))
-    cut_axis = table.part(view.origin[k], start, stop)
+    cut_axis = table.range_of(view.origin[k], start, stop)
     index[k] = previous._replace(start=start, stop=stop)
     origin = (*view.origin[:k], cut_axis, *view.origin[k + 1 :])
     return _with_axis(view, d, cut_axis, index=tuple(index), origin=origin)

@@ -55,7 +55,7 @@ class Embedding(TwoSided):
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
-        if any(view.axes[axis] == j.whole for j in view.joins):
+        if any(view.axes[axis] == j.array_axis for j in view.joins):
             return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
         use.in_axes = (view.axes[axis],)

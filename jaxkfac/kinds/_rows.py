@@ -87,7 +87,7 @@ def _cut(
         piece = pieces.get(atoms[i])
         if piece is not None:
             x = jax.lax.slice_in_dim(x, piece.start, piece.start + piece.size, axis=d + i)
-            x = _cut(table, pieces, x, d + i, piece.own)
+            x = _cut(table, pieces, x, d + i, piece.parameter_atoms)
     return x.reshape(*before, -1, *after)
 
 
@@ -110,7 +110,7 @@ def in_own_order(
         copies: 1 for rows, 2 for their outer products.
     """
     table = site.table
-    own = [a for axis in use.view.own for a in table.atoms(axis)]
+    own = [a for axis in use.view.remaining_axes for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
     order = sorted(range(len(atoms)), key=lambda i: own.index(atoms[i]))
