@@ -15,13 +15,8 @@ from jaxkfac.interception._compat import Eqn, Var, body_of, is_var, open_jaxpr
 from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified
-from jaxkfac.interception.coupling._loops import (
-    Follows,
-    collective,
-    scan,
-    shard_map,
-    while_loop,
-)
+from jaxkfac.interception.coupling._loops import Follows, scan, while_loop
+from jaxkfac.interception.coupling._shards import collective, shard_map
 from jaxkfac.interception.coupling._values import (
     Dependence,
     LabeledValue,
