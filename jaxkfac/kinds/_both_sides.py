@@ -37,8 +37,8 @@ CHUNK_BYTES = 32 * 2**20
 def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
     """The sum of ``fn``, a tree, over chunks of the leading axis of at most ``size`` entries.
 
-    A chunk takes entries a stride apart, so that an axis that is split over devices needs no
-    communication.
+    A chunk takes entries a stride apart, so that an axis that is split over devices is not moved
+    between them.
     """
     number = jax.tree.leaves(arrays)[0].shape[0]
     size = max(1, min(size, number))

@@ -176,7 +176,7 @@ def _gathered(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:
     edges = list(itertools.accumulate((p.shape[-2] for p in panels[:-1]), initial=0))
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (full_size, full_size), d) for d in (0, 1))
     first = sum(jnp.where(row >= edge, edge - last, 0) for last, edge in itertools.pairwise(edges))
-    below = column < first  # the element is below its row's diagonal block
+    below = column < first  # left of the row's diagonal block: read the transposed element
     row, column = jnp.where(below, column, row), jnp.where(below, row, column)
 
     def entries_at(flat_panel: Array, place: Array) -> Array:
