@@ -150,7 +150,7 @@ NAMES = {
     "register_kind": _PART,
     "reversal": _PART,
     "scanned_by": _PART,
-    "whole": _PART,
+    "replicated": _PART,
     "with_leaves": _PART,
     "DeferredParameter": _PART,
     "EncodedParameter": _PART,

@@ -20,8 +20,8 @@ from jaxkfac.interception import (
     cast_varying,
     fast_convolutions,
     leaves_by_path,
+    replicated,
     varying_axes,
-    whole,
     with_leaves,
 )
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
@@ -129,7 +129,7 @@ def per_example_diagonals(
         return its.expectation(objective, outputs, one, contribution)
 
     # No loop runs along an axis that is split.
-    examples = whole((batch, estimator.by_example(number)))
+    examples = replicated((batch, estimator.by_example(number)))
     some = lambda part, _: jax.vmap(squares)(part)
     try:
         rows = map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)

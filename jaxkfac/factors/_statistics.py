@@ -255,7 +255,14 @@ class Statistics:
             parts = table.atoms(axis)
             return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in parts)
 
-        axes = (use.view.own, use.in_axes, use.out_axes, use.batch_axes, use.rows, use.result)
+        axes = (
+            use.view.remaining_axes,
+            use.in_axes,
+            use.out_axes,
+            use.batch_axes,
+            use.rows,
+            use.result,
+        )
         return (
             equation_signature(use.eqn),
             use.kind,

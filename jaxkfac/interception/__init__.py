@@ -1,43 +1,43 @@
 """Find the layers of any JAX function; re-emit it with handlers in their place.
 
-A function is traced to a jaxpr once (``trace``), and one analysis of it (``_analysis``) says of
-every value what it can be:
+A function is traced to a jaxpr once (``trace``). One analysis of it (``_analysis``) classifies
+every value:
 
 - a **constant** depends on neither parameters nor data;
 - a **parameter** is an input to find layers for;
 - a **view** is a parameter whose elements were selected, renamed or scaled by constants
-  (transposed, reshaped, cast, one slice of a scan), so that a gradient of it is one of the
-  parameter; or a function of the parameter element by element (``exp(w)``), so that it is one
-  times a derivative;
-- a **combined** value is several parameters, each of them in view: a product element by element,
+  (transposed, reshaped, cast, one slice of a scan), so that a gradient of the view is a gradient
+  of the parameter; or it is an elementwise function of the parameter (``exp(w)``), whose gradient
+  is that of the parameter after multiplication by a derivative;
+- a **combined** value contains several parameters, each of them in view: an elementwise product,
   or arrays put side by side;
 - a **derived** value depends on parameters alone and shows none of them (``w @ u``): where it
-  meets data it is a weight of its own (``_computed``), and the parameters are behind it;
+  meets data it is a weight of its own (``_uses``), and the parameters are behind it;
 - **data** depends on data.
 
 Where a view meets data, the equation is a *use* of the layer by its *kind* (``Kind``), or a row
-of the coverage report. Nothing that reads a parameter is passed over: that is the completeness
-argument, and why an unknown primitive is an error rather than a guess.
+of the coverage report. Every equation that reads a parameter is accounted for. This is the
+completeness argument, and the reason why an unknown primitive is an error and not a guess.
 
 **Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
-(``_axes``). A union-find merges those that the program uses as one; a reshape splits them; an
-unknown primitive makes fresh ones. So a mask of the outputs finds the rows of an inner layer by
-identity, never by equal sizes. Only axes of data propagate: a constant of shape ``(S, S)`` would
-make queries and keys the same axis.
+(``_axes``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
+unknown primitive makes fresh ones. A mask of the outputs therefore finds the rows of an inner
+layer by identity, never by equal sizes. Only axes of data propagate: a constant of shape
+``(S, S)`` would make queries and keys the same axis.
 
 **Plan and emission.** The analysis leaves a plan: for each jaxpr, which equations are uses, views
-or calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
-(policy kept), scan, cond and shard_map. Each layer has a **slot**, a dictionary of extra inputs,
-which goes where its parameter goes: a scanned parameter has a stacked slot, and one multiplied by
-a constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
-slot shaped like the parameter has a derivative beside it instead, applied at the use. At a use
-the handler gets the site and the operands, and returns the result. A handler whose backward rule
-returns statistics as the slot's cotangent has them summed over uses and stacked over
-iterations by differentiation itself.
+or calls. ``Traced.emit`` runs it through jit, checkpoint (with its policy), scan, cond and
+shard_map, and runs all other equations unchanged. Each layer has a **slot**, a dictionary of extra
+inputs that is propagated with its parameter. A scanned parameter has a stacked slot. If the
+parameter is multiplied by a constant, each entry of the slot is multiplied by the power of the
+constant that it declares (``SlotEntry``). A slot shaped like the parameter has a derivative beside
+it instead, which is applied at the use. At a use the handler gets the site and the operands, and
+returns the result. If its backward rule returns statistics as the slot's cotangent,
+differentiation sums them over uses and stacks them over iterations.
 
-**Marks.** A scalar loss can name its outputs (``mark_outputs``). The analysis says which layers
-lead to which mark (``leading_to``), and ``lifted`` runs the program so that it returns what they
-mark.
+**Marks.** A scalar loss can name its outputs (``mark_outputs``). The analysis determines which
+layers lead to which mark (``leading_to``), and ``lifted`` runs the program so that it returns the
+marked outputs.
 
 Example:
     >>> import jax, jax.numpy as jnp, jaxkfac.interception as interception
@@ -60,7 +60,7 @@ from jaxkfac.interception._arguments import (
     path_of,
     with_leaves,
 )
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
     automatic,
@@ -72,10 +72,10 @@ from jaxkfac.interception._compat import (
     evaluate,
     is_var,
     open_jaxpr,
+    replicated,
     scan_counts,
     scan_like,
     varying_axes,
-    whole,
 )
 from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._encoded import (
@@ -88,7 +88,7 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup, entries_picked, kept_axis, lookup_of
 from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
-from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
+from jaxkfac.interception._kind import Data, Kind, Site, Use, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
@@ -100,13 +100,15 @@ from jaxkfac.interception._mark_outputs import (
     marks_of,
 )
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
-from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window, scanned_by
-from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
+from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window
+from jaxkfac.interception._trace import find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
+from jaxkfac.interception._traced import Traced
+from jaxkfac.interception._use_groups import scanned_by
 from jaxkfac.interception._uses import matrix_problem, order_problem
-from jaxkfac.interception._values import Data, Use, View
+from jaxkfac.interception._values import View
 from jaxkfac.interception._views import broadcast_axes, reversal
 from jaxkfac.interception.coupling import Answer, Answers, Question, Word
 
@@ -186,6 +188,7 @@ __all__ = [
     "path_of",
     "pieces_of",
     "register_kind",
+    "replicated",
     "reversal",
     "scan_counts",
     "scan_like",
@@ -195,6 +198,5 @@ __all__ = [
     "trace",
     "trace_marked",
     "varying_axes",
-    "whole",
     "with_leaves",
 ]

@@ -1,8 +1,8 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
-An interpreter of the jaxpr, down through jit, checkpoint, scan, cond and shard_map, follows three
-things at once: parameters through views (``_views``), axes through data (``_propagate``),
-and value numbers, by which uses that read the same input are recognised. Whatever reads a
+The interpreter walks the jaxpr, down through jit, checkpoint, scan, cond and shard_map, and follows
+three things at once: parameters through views (``_views``), axes through data (``_axes``), and
+value numbers, by which uses that read the same input are recognized. Every equation that reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
 """
 
@@ -39,6 +39,7 @@ from jaxkfac.interception._custom import (
 )
 from jaxkfac.interception._equation_rules import EquationRules
 from jaxkfac.interception._functions import is_followed, is_function, lookups_in
+from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._layer import IS_COMPLEX
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._row_masks import holds_mask
@@ -49,15 +50,7 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
-from jaxkfac.interception._values import (
-    Constant,
-    CoverageNote,
-    Data,
-    Parameter,
-    Value,
-    View,
-    views_in,
-)
+from jaxkfac.interception._values import Constant, CoverageNote, Parameter, View, views_in
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
@@ -73,17 +66,17 @@ class Analysis(EquationRules):
         closed: The traced function.
         paths: For each input, the parameter's path, or ``None`` for data.
         refused: Products of a parameter and a constant that are no layer uses.
-        constants: Equations whose data has no example axis: beside a parameter it is a constant
-            of the rows that it meets later, and the parameter still a view of itself.
-        held: Positions of inputs that are constants.
+        constants: Equations whose data has no example axis. Beside a parameter such data counts as
+            a constant for the rows that it meets later, and the parameter stays a view.
+        constant_inputs: Positions of inputs that are constants.
         tables: Lookups of matrices that are no stacks of experts.
         by_row: Lookups by constants that hold an index for each example.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
-        outputs: What is known of each output.
-        axes_of_input: Of the inputs that are data, by position.
-        tables: Lookups that are none, now that it is known who reads them.
+        outputs: The value of each output.
+        axes_of_input: The axes of each input that is data, by position.
+        tables: Lookups that are no stacks, now that their readers are known.
     """
 
     def __init__(
@@ -92,14 +85,14 @@ class Analysis(EquationRules):
         paths: Sequence[str | None],
         refused: Set[Hashable] = frozenset(),
         constants: Set[Hashable] = frozenset(),
-        held: Set[int] = frozenset(),
+        constant_inputs: Set[int] = frozenset(),
         tables: Set[Hashable] = frozenset(),
         by_row: Set[Hashable] = frozenset(),
     ) -> None:
         super().__init__(refused, constants, tables, by_row)
         self.axes_of_input: dict[int, Axes] = {}
         ins = [
-            Constant(self.unique()) if k in held else self._input(v, path, k)
+            Constant(self.unique()) if k in constant_inputs else self._input(v, path, k)
             for k, (v, path) in enumerate(zip(closed.jaxpr.invars, paths, strict=True))
         ]
         self.outputs, self.plan = self._interpret(closed.jaxpr, closed.consts, ins, ())
@@ -142,8 +135,8 @@ class Analysis(EquationRules):
         readers = collections.Counter(
             v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
         ) + collections.Counter(v for v in jaxpr.outvars if is_var(v))
-        held = [Constant(self.number(id(c)), holds_mask(c)) for c in consts]
-        env: dict[Var, Value] = dict(zip(jaxpr.constvars, held, strict=True))
+        constants = [Constant(self.number(id(c)), holds_mask(c)) for c in consts]
+        env: dict[Var, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
         env.update(zip(jaxpr.invars, ins, strict=True))
 
         def read(operand: Var | Literal) -> Value:
@@ -151,8 +144,8 @@ class Analysis(EquationRules):
                 key = str(operand.aval), np.asarray(operand.val).tobytes()
                 return Constant(self.number(key), holds_mask(operand.val))
             value = env[operand]
-            # A second reader sees the product without what is added for the first: a bias of
-            # one of them has another gradient than the product.
+            # A second reader sees the product without the bias that is added for the first: the
+            # bias of one reader has another gradient than the product.
             if isinstance(value, Data) and value.product is not None and readers[operand] > 1:
                 value = dataclasses.replace(value, product=None, product_axes=())
             return value
@@ -161,8 +154,8 @@ class Analysis(EquationRules):
             values = [read(v) for v in eqn.invars]
             outs = self._equation(eqn, position, values, plan, scope)
             if lookups := lookups_in(values):
-                found = plan.uses.get(position, ())
-                if not is_followed(eqn, call_kind(eqn), outs, found):
+                uses = plan.uses.get(position, ())
+                if not is_followed(eqn, call_kind(eqn), outs, uses):
                     self.tables |= lookups
             if products := _products_in(values):
                 outs = self._from_products(eqn, values, outs, products)
@@ -172,19 +165,19 @@ class Analysis(EquationRules):
     def _equation(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
-        """The results of an equation; what an analysis of it raises is a reason not to cover."""
+        """The results of an equation; if its analysis raises, the equation is not covered."""
         around = self.around
         try:
             return self._followed(eqn, position, ins, plan, scope)
-        except (JaxkfacError, RecursionError):  # said on purpose; nested too deep, as a whole
+        except (JaxkfacError, RecursionError):  # meant for the user; nested too deep as a whole
             raise
         except Exception as error:
             self.around = around
-            for kept in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
-                kept.pop(position, None)
+            for records in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
+                records.pop(position, None)
             plan.lookups.discard(position)
-            said = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            return self.unread(eqn, ins, f"whose analysis failed ({said})")
+            message = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            return self.unread(eqn, ins, f"whose analysis failed ({message})")
 
     def _followed(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
@@ -196,7 +189,7 @@ class Analysis(EquationRules):
             return self._mark(eqn, position, ins, plan)
         if kind == "jit" and eqn.params.get("name") == APART:
             axes = (fresh(self.table, v.aval.shape) for v in eqn.outvars)
-            return [Data(self.unique(), own) for own in axes]
+            return [Data(self.unique(), axes_of_result) for axes_of_result in axes]
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
             with self._inside(position):
                 outs, inner = self._interpret(*body_of(eqn), ins, scope)
@@ -226,7 +219,7 @@ class Analysis(EquationRules):
         """The results of an equation that reads products of constants."""
         if call_kind(eqn) in ("jit", "checkpoint"):
             return outs  # its body was followed
-        if call_kind(eqn) == "scan":  # so was what is constant in its body
+        if call_kind(eqn) == "scan":  # constants of its body were followed too
             constants, carries = scan_counts(eqn)
             for k, v in enumerate(ins):
                 if isinstance(v, Data) and v.products and k >= constants + carries:
@@ -277,5 +270,5 @@ class Analysis(EquationRules):
 
 
 def _products_in(values: Sequence[Value]) -> frozenset[Hashable]:
-    """The products of constants from which alone some of these values come."""
+    """The products of constants from which some of these values come, and from nothing else."""
     return frozenset().union(*(v.products for v in values if isinstance(v, Data)))

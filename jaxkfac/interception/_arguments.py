@@ -1,4 +1,4 @@
-"""Arguments that every package takes, checked, and the paths of their leaves."""
+"""Checks of arguments that every package takes, and the paths of their leaves."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,15 +10,14 @@ from jaxtyping import PyTree
 
 from jaxkfac._errors import named
 
-# ---------------- arguments that every package takes, refused in words: apply functions and trees
-# of arrays
+# ---------------- checks of apply functions and trees of arrays
 
 
 def check_function(what: str, fn: Any, form: str = "apply_fn(params, inputs)") -> None:
-    """Refuse what is no function of parameters: a model, say.
+    """Refuse an argument that is no function of parameters, such as a model.
 
     Raises:
-        TypeError: naming what it is, and how a model becomes a function.
+        TypeError: the message names the argument and how a model becomes a function.
     """
     if isinstance(fn, nnx.Module):
         raise TypeError(
@@ -35,10 +34,10 @@ def check_function(what: str, fn: Any, form: str = "apply_fn(params, inputs)") -
 
 
 def check_arrays(what: str, tree: PyTree) -> None:
-    """Refuse a tree that holds anything else than arrays, their shapes, and numbers.
+    """Refuse a tree with leaves other than arrays, their shapes, and numbers.
 
     Raises:
-        TypeError: naming the first leaf that is none.
+        TypeError: the message names the first such leaf.
     """
     if isinstance(tree, nnx.Module | linen.Module):
         remedy = "apply_fn, params = jk.from_nnx(model)"
@@ -56,10 +55,10 @@ def check_arrays(what: str, tree: PyTree) -> None:
 
 
 def check_params(paths: Iterable[str]) -> None:
-    """Refuse parameters with Linen's batch statistics among them: an optimizer would step them.
+    """Refuse parameters that include Linen's batch statistics: an optimizer would step them.
 
     Raises:
-        ValueError: naming the first one.
+        ValueError: the message names the first one.
     """
     wrong = [path for path in paths if "batch_stats" in path.split("/")]
     if wrong:
@@ -70,14 +69,14 @@ def check_params(paths: Iterable[str]) -> None:
         )
 
 
-# ---------------- parameter paths: one string per leaf, the same in every framework
+# ---------------- parameter paths: one string for each leaf, the same in every framework
 
 
 WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a variable
 
 
 def path_of(key_path: tuple[Any, ...]) -> str:
-    """Join a JAX key path with ``/``; NNX's wrapper around an array does not show."""
+    """Join a JAX key path with ``/``, leaving out NNX's wrapper around an array."""
     match key_path:
         case (_, *_, jax.tree_util.GetAttrKey(name=name)) if name in WRAPPERS:
             key_path = key_path[:-1]
@@ -100,14 +99,14 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
+    """Whether a leaf can have a gradient: it is no integer, key or float0."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def partition(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The leaves that have a gradient, and the rest, each ``{path: leaf}``.
+    """The leaves that have a gradient, and the remaining ones, each as ``{path: leaf}``.
 
-    ``with_leaves`` puts what became of them back into the tree.
+    ``with_leaves`` puts new leaves back into the tree.
     """
     leaves = leaves_by_path(tree)
     free = {path: leaf for path, leaf in leaves.items() if is_differentiable(leaf)}

@@ -1,4 +1,4 @@
-"""The identity of axes: which axis of an inner value is which axis of an outer one."""
+"""Axis identities: which axis of an inner value is which axis of an argument."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,13 +6,13 @@ from typing import Literal
 
 from jaxkfac.interception._compat import Eqn, read_order
 
-# ---------------- the identity of axes: which axis of an inner value is which axis of an outer one
+# ---------------- axis atoms
 #
-# Every axis of every value is a tuple of *atoms*. An atom stands for one set of indices; a
-# union-find merges atoms that the program uses as one (``x + y`` makes their axes the same),
-# and a reshape splits an atom in two where a boundary falls inside it. Axes of size one have
-# no atoms. Nothing is ever concluded from equal sizes alone: a primitive that is not known
-# here makes fresh atoms, and a fresh atom is nobody's example axis.
+# Every axis of every value is a tuple of *atoms*. An atom stands for one set of indices. A
+# union-find merges atoms that the program uses as one (``x + y`` makes their axes the same), and a
+# reshape splits an atom in two where a boundary falls inside it. Axes of size one have no atoms.
+# Equal sizes alone prove nothing: an unknown primitive makes fresh atoms, and a fresh atom is no
+# example axis.
 
 
 Atoms = tuple[int, ...]
@@ -36,7 +36,7 @@ class AxisTable:
     """Union-find over axis atoms, with splits.
 
     Attributes:
-        views: Atoms that number equal views of the same rows, put side by side.
+        views: Atoms that number equal views of the same rows, concatenated along one axis.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class AxisTable:
         self._size: list[int] = []
         self._kinds: list[set[AxisKind]] = []
         self._split: dict[int, Atoms] = {}
-        self._parts: dict[tuple[Atoms, int, int], Atoms] = {}
+        self._ranges: dict[tuple[Atoms, int, int], Atoms] = {}
 
     def new(self, size: int, kind: AxisKind) -> Atoms:
         """A fresh axis; no atoms if its size is one."""
@@ -56,12 +56,12 @@ class AxisTable:
         self._kinds.append({kind})
         return (len(self._parent) - 1,)
 
-    def part(self, axis: Atoms, start: int, stop: int) -> Atoms:
-        """A run of the indices of an axis of a parameter: the same atoms for the same run."""
+    def range_of(self, axis: Atoms, start: int, stop: int) -> Atoms:
+        """A run of the indices of a parameter's axis; equal runs have equal atoms."""
         key = (self.atoms(axis), start, stop)
-        if key not in self._parts:
-            self._parts[key] = self.new(stop - start, "parameter")
-        return self._parts[key]
+        if key not in self._ranges:
+            self._ranges[key] = self.new(stop - start, "parameter")
+        return self._ranges[key]
 
     def size(self, atom: int) -> int:
         return self._size[self._find(atom)]
@@ -76,7 +76,7 @@ class AxisTable:
         return atom
 
     def atoms(self, axis: Atoms) -> Atoms:
-        """The axis in today's atoms: merged and split as far as the program has gone."""
+        """The axis in current atoms, after all merges and splits so far."""
         out: list[int] = []
         for atom in axis:
             atom = self._find(atom)
@@ -85,52 +85,52 @@ class AxisTable:
 
     def unify(self, x: Atoms, y: Atoms) -> None:
         """Declare two axes to be the same set of indices, if their sizes agree."""
-        left, right = list(self.atoms(x)), list(self.atoms(y))
-        if math.prod(map(self.size, left)) != math.prod(map(self.size, right)):
+        left_atoms, right_atoms = list(self.atoms(x)), list(self.atoms(y))
+        if math.prod(map(self.size, left_atoms)) != math.prod(map(self.size, right_atoms)):
             return  # one of them broadcasts
-        while left and right:
-            a, b = self._find(left.pop(0)), self._find(right.pop(0))
+        while left_atoms and right_atoms:
+            a, b = self._find(left_atoms.pop(0)), self._find(right_atoms.pop(0))
             if a == b:
                 continue
             if self._size[a] == self._size[b]:
                 self._parent[a] = b
                 self._kinds[b] |= self._kinds[a]
             elif self._size[a] > self._size[b] and self._size[a] % self._size[b] == 0:
-                left[:0] = self._divide(a, b)
+                left_atoms[:0] = self._divide(a, b)
             elif self._size[b] % self._size[a] == 0:
-                right[:0] = self._divide(b, a)
+                right_atoms[:0] = self._divide(b, a)
             else:
                 return
 
     def _divide(self, big: int, first: int) -> Atoms:
-        rest = self.new(self._size[big] // self._size[first], _any(self._kinds[big]))
-        self._split[big] = (first, *rest)
-        return rest
+        remaining = self.new(self._size[big] // self._size[first], _any(self._kinds[big]))
+        self._split[big] = (first, *remaining)
+        return remaining
 
     def regroup(self, axes: Sequence[Atoms], sizes: Sequence[int]) -> list[Atoms] | None:
-        """Axes of a reshape to ``sizes``; None where the boundaries do not divide."""
+        """Axes of a reshape to ``sizes``; ``None`` if the boundaries do not divide."""
         flat = [a for axis in axes for a in self.atoms(axis)]
         out = []
         for size in sizes:
-            taken, have = [], 1
+            group, have = [], 1
             while have < size:
                 if not flat:
                     return None
                 atom = flat.pop(0)
                 if size % (have * self._size[atom]) == 0:
-                    taken.append(atom)
+                    group.append(atom)
                     have *= self._size[atom]
                 elif self._size[atom] % (size // have) == 0:
                     kind = _any(self._kinds[atom])
                     inner = self.new(size // have, kind)
                     outer = self.new(self._size[atom] // (size // have), kind)
                     self._split[atom] = (*inner, *outer)
-                    taken += inner
+                    group += inner
                     have = size
                     flat[:0] = outer
                 else:
                     return None
-            out.append(tuple(taken))
+            out.append(tuple(group))
         return out
 
 
@@ -138,9 +138,9 @@ def _any(kinds: set[AxisKind]) -> AxisKind:
     return min(kinds)
 
 
-# ---------------- how primitives hand the axes of their data operands on to their results
+# ---------------- propagation: the axes of results from the axes of data operands
 #
-# Only axes of values that depend on data propagate: were those of parameters and constants to, a
+# Only axes of values that depend on data propagate. If those of parameters and constants did, a
 # mask of shape ``(S, S)`` would make query and key positions the same axis.
 
 
@@ -152,14 +152,14 @@ def fresh(table: AxisTable, shape: Sequence[int], kind: AxisKind = "derived") ->
 
 
 def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -> Axes:
-    """Axes of values combined element by element, size-one axes broadcasting."""
+    """Axes of values combined element by element; axes of size one broadcast."""
     out: list[Atoms | None] = [None] * len(shape)
     for operand in axes:
         if operand is None or len(operand) != len(shape):
             continue
         for d, axis in enumerate(operand):
             if axis == () and shape[d] != 1:
-                continue  # size one broadcasts: it says nothing of the other operands' axis
+                continue  # size one broadcasts: it says nothing about the other operands' axis
             if out[d] is None:
                 out[d] = axis
             else:
@@ -170,7 +170,7 @@ def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -
 
 
 def propagate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
-    """Axes of every result of a first-order equation; ``None`` marks non-data operands."""
+    """Axes of each result of a first-order equation; ``None`` stands for operands without data."""
     name, shapes = eqn.primitive.name, _result_shapes(eqn)
     if name == "optimization_barrier":
         return [
@@ -190,12 +190,12 @@ def _result_shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [getattr(v.aval, "shape", ()) for v in eqn.outvars]
 
 
-# ---------------------------------------------------------------- of the first operand
+# ---------------------------------------------------------------- rules of the first operand
 
 
 def _reduce(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
-    kept = tuple(a for d, a in enumerate(axes) if d not in eqn.params["axes"])
-    return [kept for _ in eqn.outvars]
+    remaining = tuple(a for d, a in enumerate(axes) if d not in eqn.params["axes"])
+    return [remaining for _ in eqn.outvars]
 
 
 def _transpose(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
@@ -219,11 +219,11 @@ def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
 
 
 def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
-    """Slices keep the axes they do not cut.
+    """Slices keep the axes that they do not cut.
 
-    A part of an axis is not the axis: entry i of it is another entry i, and a mask of the whole
-    says nothing of it. Nor is an axis that is back to front. One of several equal views that lie
-    side by side is its own axis again.
+    A part of an axis is a new axis: its entry i is another entry, and a mask of the full axis says
+    nothing about it. A reversed axis is a new axis too. One of several equal views that were
+    concatenated is its own axis again.
     """
     before, (after,) = eqn.invars[0].aval.shape, _result_shapes(eqn)
     flipped = eqn.params.get("dimensions", ())
@@ -244,9 +244,9 @@ def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
 
 
 def _view(table: AxisTable, axis: Atoms, start: int, size: int) -> Atoms | None:
-    """The rows of which a part of an axis is one view, where equal views were concatenated.
+    """The rows behind one of several equal views that were concatenated, or ``None``.
 
-    Not of an axis that a reshape split: a mask may say of it which blocks exist.
+    An axis that a reshape split is excluded, because a mask may say which of its blocks exist.
     """
     first, *rows = table.atoms(axis) or (-1,)
     if first not in table.views or math.prod(map(table.size, rows)) != size or start % size:
@@ -255,20 +255,20 @@ def _view(table: AxisTable, axis: Atoms, start: int, size: int) -> Atoms | None:
 
 
 def _of_rows(table: AxisTable, atoms: Atoms) -> bool:
-    """Whether an axis may hold examples or positions, and no features."""
+    """Whether an axis may hold examples or positions, but no features."""
     return bool(atoms) and all(table.kinds(a) <= {"data", "derived"} for a in atoms)
 
 
 def _split(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     axis = eqn.params["axis"]
     kinds = {k for a in table.atoms(axes[axis]) for k in table.kinds(a)}
-    # Parts of features are features; parts of anything else might hold the examples.
+    # A part of features is features; a part of anything else might hold the examples.
     kind = "feature" if "feature" in kinds else "derived"
     out, start = [], 0
     for shape in _result_shapes(eqn):
         view = _view(table, axes[axis], start, shape[axis])
-        own = table.new(shape[axis], kind) if view is None else view
-        out.append((*axes[:axis], own, *axes[axis + 1 :]))
+        new_axis = table.new(shape[axis], kind) if view is None else view
+        out.append((*axes[:axis], new_axis, *axes[axis + 1 :]))
         start += shape[axis]
     return out
 
@@ -279,7 +279,7 @@ def _unstack(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
 
 
 def _convolution(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
-    """Example axis kept, positions and channels new."""
+    """Keeps the example axis; positions and channels are new."""
     (shape,), numbers = _result_shapes(eqn), eqn.params["dimension_numbers"]
     out = [table.new(s, "derived") for s in shape]
     if eqn.params["batch_group_count"] == 1:
@@ -307,21 +307,24 @@ def _scatter(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [axes]
 
 
-# ---------------------------------------------------------------- of all operands
+# ---------------------------------------------------------------- rules of all operands
 
 
 def _dot(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    left, right = ins
-    if left is not None and right is not None:
+    left_axes, right_axes = ins
+    if left_axes is not None and right_axes is not None:
         for i, j in zip((*lb, *lc), (*rb, *rc), strict=True):
-            table.unify(left[i], right[j])
+            table.unify(left_axes[i], right_axes[j])
     out: list[Atoms] = []
-    if left is not None:
-        out += [left[i] for i in lb]
-    elif right is not None:
-        out += [right[j] for j in rb]
-    for axes, var, used in ((left, eqn.invars[0], (*lc, *lb)), (right, eqn.invars[1], (*rc, *rb))):
+    if left_axes is not None:
+        out += [left_axes[i] for i in lb]
+    elif right_axes is not None:
+        out += [right_axes[j] for j in rb]
+    for axes, var, used in (
+        (left_axes, eqn.invars[0], (*lc, *lb)),
+        (right_axes, eqn.invars[1], (*rc, *rb)),
+    ):
         for d, size in enumerate(var.aval.shape):
             if d not in used:
                 out.append(axes[d] if axes is not None else table.new(size, "feature"))
@@ -342,9 +345,9 @@ def _concatenate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list
     (shape,), axis = _result_shapes(eqn), eqn.params["dimension"]
     without = [None if i is None else (*i[:axis], (), *i[axis + 1 :]) for i in ins]
     out = merge(table, without, (*shape[:axis], 1, *shape[axis + 1 :]))
-    parts = {() if i is None else table.atoms(i[axis]) for i in ins}
+    axes_joined = {() if i is None else table.atoms(i[axis]) for i in ins}
     along = table.new(shape[axis], "derived")
-    if len(parts) == 1 and len(ins) > 1 and _of_rows(table, (rows := parts.pop())):
+    if len(axes_joined) == 1 and len(ins) > 1 and _of_rows(table, (rows := axes_joined.pop())):
         number = table.new(len(ins), "derived")
         table.views.update(number)
         along = (*number, *rows)
@@ -360,7 +363,7 @@ def _stack(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]
 def _sort(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
     shapes, axis = _result_shapes(eqn), eqn.params["dimension"]
     merged = merge(table, ins, shapes[0])
-    # Along the axis the order depends on the keys.
+    # Along the sorted axis the order depends on the keys, so it is a new axis.
     one = (*merged[:axis], table.new(shapes[0][axis], "derived"), *merged[axis + 1 :])
     return [one] * len(shapes)
 

@@ -1,6 +1,6 @@
-"""Everything that touches the shape of jaxprs across JAX versions, in one place.
+"""The shape of jaxprs across JAX versions: no other file depends on it.
 
-Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2 and 0.11.2.
+Only ``jax`` and ``jax.extend`` are imported. Tested with jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, 
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every one here has
+if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every operand here has
     Eqn = Any
     Var = Any
     Jaxpr = Any
@@ -35,7 +35,7 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, list[ArrayLike]]:
 def is_stateful(eqn: Eqn) -> bool:
     """Whether a result depends on more than the operands: on a mutable array, or on the host.
 
-    A collective has an effect too, the name of its mesh axis, and is a function of its operands.
+    A collective also has an effect, the name of its mesh axis, but is a function of its operands.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
@@ -52,7 +52,7 @@ def is_mutable(operand: Var | Literal) -> bool:
 
 
 def call_kind(eqn: Eqn) -> str | None:
-    """Which structured primitive an equation is, by a name that does not change."""
+    """The kind of a structured primitive, under a name that does not change between versions."""
     name = eqn.primitive.name
     if name in ("jit", "pjit", "closed_call", "core_call"):
         return "jit"
@@ -86,7 +86,7 @@ def read_order(eqn: Eqn) -> tuple[int, ...]:
 def evaluate(
     eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Var], parent: Jaxpr
 ) -> Callable[..., list[Any]]:
-    """A function of ``invars`` that runs ``eqns`` unchanged: context, effects and all."""
+    """A function of ``invars`` that runs ``eqns`` unchanged, with their context and effects."""
     effects = frozenset().union(*(e.effects for e in eqns))
     piece = parent.replace(
         eqns=list(eqns),
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def bind(eqn: Eqn) -> Callable[..., Any]:
-    """A function of all operands of a first-order equation, every parameter kept."""
+    """A function of all operands of a first-order equation, with all of its parameters."""
 
     def run(*operands: Any) -> Any:
         with eqn.ctx.manager:
@@ -117,35 +117,35 @@ def copy_like(operand: Var) -> Eqn:
 
 
 def equation_signature(eqn: Eqn) -> Hashable:
-    """What a first-order equation does, whatever its operands are called.
+    """A key for what a first-order equation does, whatever its operands are called.
 
-    One whose parameters cannot be hashed is alike to none but itself.
+    An equation whose parameters cannot be hashed equals only itself.
     """
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
-    known = (eqn.primitive.name, params, types, eqn.ctx)
+    signature = (eqn.primitive.name, params, types, eqn.ctx)
     try:
-        hash(known)
+        hash(signature)
     except TypeError:
         return id(eqn)
-    return known
+    return signature
 
 
 def of_operands(eqn: Eqn, parent: Jaxpr) -> Callable[..., Any]:
-    """A function of all operands of any equation that has no inner scope of its own.
+    """A function of all operands of any equation that has no inner scope.
 
-    An equation with a custom derivative cannot be bound with its parameters alone, nor can the
-    ``closed_call`` that a derivative of a checkpoint leaves.
+    An equation with a custom derivative cannot be bound with its parameters alone. Neither can the
+    ``closed_call`` that the derivative of a checkpoint leaves.
     """
     if call_kind(eqn) != "custom" and eqn.primitive.name != "closed_call":
         return bind(eqn)
-    taken = [i for i, v in enumerate(eqn.invars) if is_var(v)]
-    run = evaluate([eqn], [eqn.invars[i] for i in taken], eqn.outvars, parent)
-    return lambda *operands: run(*[operands[i] for i in taken])
+    variables = [i for i, v in enumerate(eqn.invars) if is_var(v)]
+    run = evaluate([eqn], [eqn.invars[i] for i in variables], eqn.outvars, parent)
+    return lambda *operands: run(*[operands[i] for i in variables])
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """How many operands of a scan are constants and how many carries; the rest are scanned."""
+    """Numbers of a scan's constants and carries; the remaining operands are scanned."""
     p = eqn.params
     if "ft_in" in p:  # jax 0.11
         constants, carry, _ = p["ft_in"].unpack()
@@ -171,12 +171,12 @@ def checkpoint_like(eqn: Eqn, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recomputes(eqn: Eqn) -> bool:
-    """Whether it is a checkpoint in the backward pass of a derivative: all in it is run again."""
+    """Whether an equation is the recomputation of a checkpoint in a derivative's backward pass."""
     return call_kind(eqn) == "checkpoint" and eqn.params["differentiated"]
 
 
 def states_placement(eqn: Eqn) -> bool:
-    """Whether a jit equation says where something lies, or what is donated."""
+    """Whether a jit equation states shardings or donations."""
     p = eqn.params
     stated = (*p.get("in_shardings", ()), *p.get("out_shardings", ()))
     placed = any(isinstance(s, jax.sharding.Sharding) for s in stated)
@@ -186,8 +186,8 @@ def states_placement(eqn: Eqn) -> bool:
 def jit_like(eqn: Eqn, fn: Callable[..., Any], num_extra: int) -> Callable[..., Any]:
     """``jax.jit`` with the name, shardings and donation of a jit equation.
 
-    ``fn(values, extras)`` takes the equation's operands first; the extra operands (slots,
-    row masks) have no sharding of their own.
+    ``fn(values, extras)`` takes the equation's operands first; the extra operands (slots, row
+    masks) have no shardings.
     """
     p = eqn.params
 
@@ -221,7 +221,7 @@ def shard_map_like(
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which a value inside ``shard_map`` differs; of an array or of its type."""
+    """Mesh axes over which a value, or a type, inside ``shard_map`` differs between devices."""
     kind = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()) or ())
 
@@ -233,10 +233,10 @@ def cast_varying(x: ArrayLike, like: Any) -> Any:
 
 
 def automatic(fn: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
-    """``fn`` as on a mesh whose axes the compiler partitions, whatever their types are.
+    """``fn`` run on a mesh whose axes the compiler partitions, whatever their types are.
 
-    On explicit axes, each operation would have to name the sharding of its result where that
-    is ambiguous. Inside, none does; the results have the specs of the types ``like``.
+    On explicit axes every operation with an ambiguous result would have to name its sharding.
+    Inside ``automatic`` none has to; the results get the specs of the types ``like``.
     """
 
     def run(*args: Any) -> Any:
@@ -249,14 +249,14 @@ def automatic(fn: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
     return run
 
 
-def whole(tree: PyTree) -> PyTree:
-    """The tree with every array on every device, where types carry shardings."""
+def replicated(tree: PyTree) -> PyTree:
+    """The tree with every array on every device, if types carry shardings."""
     mesh = _mesh_of(tree)
     return reshard(tree, NamedSharding(mesh, PartitionSpec())) if mesh.explicit_axes else tree
 
 
 def _mesh_of(tree: PyTree) -> AbstractMesh:
-    """The mesh in context, or without one the mesh that the types carry."""
+    """The mesh in context; without one, the mesh that the types carry."""
     mesh = jax.sharding.get_abstract_mesh()
-    held = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []
-    return next((m for m in held if not m.empty), mesh)
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []
+    return next((m for m in meshes if not m.empty), mesh)

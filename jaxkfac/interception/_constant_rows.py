@@ -1,13 +1,13 @@
-"""Products of a constant and a parameter, made once for each example.
+"""Products of a constant and a parameter, repeated for each example.
 
-A program mapped over examples multiplies a constant and a parameter once for all of them:
-``vmap`` of a derivative does so with the direction ``e_1`` in ``jvp``, and with the cotangent 1 in
-``grad``. The result meets each example's data only later, and its own cotangent is a sum over
-examples. The same program with the constant repeated for each example has a row for each.
+A program mapped over examples multiplies a constant and a parameter once for all of them. ``vmap``
+of a derivative does so with the direction ``e_1`` for ``jvp``, and with the cotangent 1 for
+``grad``. The result meets the data of each example only later, so its cotangent is a sum over
+examples. If the constant is repeated for each example, the same program has a row for each.
 
-The product, and what follows from it alone, is mapped over copies, one for each example. Where it
-meets data, in an equation element by element or as the carry with which a scan begins, the copies
-lie along the axis of the examples.
+The product, and everything computed from it alone, is mapped over copies, one for each example.
+Where it meets data, in an elementwise equation or as the initial carry of a scan, the copies are
+aligned with the axis of the examples.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,19 +30,19 @@ from jaxkfac.interception._compat import (
     scan_counts,
     scan_like,
 )
-from jaxkfac.interception._values import Use
+from jaxkfac.interception._kind import Use
 
 _ALONG_AN_AXIS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 
 
 class Meeting(NamedTuple):
-    """An equation in which what comes from products of constants meets data.
+    """An equation in which values from products of constants meet data.
 
     Attributes:
         eqn: The equation.
-        axes: Of each operand that is data with rows.
-        products: The products that meet it.
-        carry: Whether it is a scan, and they are the carry with which it begins.
+        axes: The axes of each operand that is data with rows.
+        products: The products that it reads.
+        carry: Whether it is a scan whose initial carry comes from the products.
     """
 
     eqn: Eqn
@@ -52,11 +52,11 @@ class Meeting(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """What is to be repeated, by the place of an equation.
+    """The products and meetings to repeat, by the place of their equation.
 
     Attributes:
-        products: Number of copies, and the position of the parameter among the operands.
-        meetings: The axis of the result, or of the carry, along which the copies lie.
+        products: The number of copies, and the position of the parameter among the operands.
+        meetings: The axis of the result, or of the carry, along which the copies are aligned.
     """
 
     products: dict[Hashable, tuple[int, int]]
@@ -70,41 +70,41 @@ def repeats(
     closed_in: frozenset[Hashable],
     examples: Sequence[Atoms],
 ) -> Repeats:
-    """Which products can be repeated for the examples that they meet.
+    """The products that can be repeated for the examples that they meet.
 
     Args:
         table: The axis atoms.
         uses: Products of a constant and a parameter that have no row for each example.
-        meetings: Where they meet data.
+        meetings: The equations in which products meet data.
         closed_in: Products whose results enter an equation that is not followed.
-        examples: Axes of examples; a product meets those of one of them only.
+        examples: Axes of examples; a product meets those of only one of them.
     """
-    found = Repeats({}, {})
-    wanted = {use.where: use for use in uses if use.where not in closed_in}
-    for where, use in wanted.items():
-        own = {at: met for at, met in meetings.items() if where in met.products}
+    result = Repeats({}, {})
+    candidates = {use.where: use for use in uses if use.where not in closed_in}
+    for where, use in candidates.items():
+        own_meetings = {at: met for at, met in meetings.items() if where in met.products}
         for axis in examples:
-            places = {at: _axis_of(table, met, axis) for at, met in own.items()}
-            joint = {at: met.products <= wanted.keys() for at, met in own.items()}
-            if own and None not in places.values() and all(joint.values()):
+            places = {at: _axis_of(table, met, axis) for at, met in own_meetings.items()}
+            joint = {at: met.products <= candidates.keys() for at, met in own_meetings.items()}
+            if own_meetings and None not in places.values() and all(joint.values()):
                 size = 1
                 for atom in table.atoms(axis):
                     size *= table.size(atom)
-                found.products[where] = size, use.operand
-                found.meetings.update((at, d) for at, d in places.items() if d is not None)
+                result.products[where] = size, use.operand
+                result.meetings.update((at, d) for at, d in places.items() if d is not None)
                 break
-    # Products that meet data together are repeated together.
-    kept = found.products.keys()
-    split = {at for at in found.meetings if not meetings[at].products <= kept}
+    # Products that meet data in one equation are repeated together or not at all.
+    repeatable = result.products.keys()
+    split = {at for at in result.meetings if not meetings[at].products <= repeatable}
     if split:
-        rest = [u for u in uses if not any(u.where in meetings[at].products for at in split)]
-        return repeats(table, rest, meetings, closed_in, examples)
-    return found
+        remaining = [u for u in uses if not any(u.where in meetings[at].products for at in split)]
+        return repeats(table, remaining, meetings, closed_in, examples)
+    return result
 
 
 def _axis_of(table: AxisTable, meeting: Meeting, examples: Atoms) -> int | None:
-    """The axis along which the examples lie, if the equation goes by elements or is a loop."""
-    name, wanted = meeting.eqn.primitive.name, table.atoms(examples)
+    """The axis of the examples, if the equation is elementwise or a loop; else ``None``."""
+    name, example_atoms = meeting.eqn.primitive.name, table.atoms(examples)
     if meeting.carry:
         rank = len(meeting.axes[0])
     elif name not in ELEMENTWISE or name in _ALONG_AN_AXIS or len(meeting.eqn.outvars) != 1:
@@ -113,26 +113,26 @@ def _axis_of(table: AxisTable, meeting: Meeting, examples: Atoms) -> int | None:
         rank = len(meeting.eqn.outvars[0].aval.shape)
     for axes in meeting.axes:
         for d, axis in enumerate(axes):
-            if len(axes) == rank and table.atoms(axis) == wanted:
+            if len(axes) == rank and table.atoms(axis) == example_atoms:
                 return d
     return None
 
 
 class _Copies(NamedTuple):
-    """A value once for each example, along its first axis.
+    """Copies of a value, one for each example, along the first axis of ``x``.
 
-    Axes along which it was broadcast have size one, until an equation reads it that needs them:
-    the examples may be among them.
+    Axes along which the value was broadcast keep size one until an equation needs them in full,
+    because one of them may be the axis of the examples.
     """
 
     x: Any
 
 
-def repeated(closed: ClosedJaxpr, wanted: Repeats) -> ClosedJaxpr:
+def repeated(closed: ClosedJaxpr, todo: Repeats) -> ClosedJaxpr:
     """The program with products of constants repeated for each example."""
 
     def run(*args: Any) -> list[Any]:
-        return _run(closed.jaxpr, closed.consts, args, (), wanted)
+        return _run(closed.jaxpr, closed.consts, args, (), todo)
 
     shapes = [
         jax.ShapeDtypeStruct(
@@ -153,7 +153,7 @@ def _run(
     inside = {where[: len(around) + 1] for where in todo.products if isinstance(where, tuple)}
     for position, eqn in enumerate(jaxpr.eqns):
         values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-        where, here = (*around, id(eqn)), (*around, position)
+        where, path = (*around, id(eqn)), (*around, position)
         copied = any(isinstance(v, _Copies) for v in values)
         kind = call_kind(eqn)
         if where in todo.products:
@@ -162,15 +162,15 @@ def _run(
             shape = eqn.outvars[0].aval.shape
             rows = [_aligned(v, todo.meetings[where], len(shape)) for v in values]
             out = [jnp.broadcast_to(bind(eqn)(*rows), shape)]
-        elif kind == "scan" and (copied or here in inside):
-            out = _scan(eqn, values, where, here, todo)
+        elif kind == "scan" and (copied or path in inside):
+            out = _scan(eqn, values, where, path, todo)
         elif copied and eqn.primitive.name == "broadcast_in_dim":
             out = [_broadcast(eqn, values[0])]
-        elif kind in ("jit", "checkpoint") and (copied or here in inside):
+        elif kind in ("jit", "checkpoint") and (copied or path in inside):
             body, closed_over = body_of(eqn)
 
-            def again(*values: Any, body=body, closed_over=closed_over, here=here) -> list[Any]:
-                return _run(body, closed_over, values, here, todo)
+            def again(*values: Any, body=body, closed_over=closed_over, path=path) -> list[Any]:
+                return _run(body, closed_over, values, path, todo)
 
             out = (checkpoint_like(eqn, again) if kind == "checkpoint" else again)(*values)
         elif copied:
@@ -205,9 +205,9 @@ def _broadcast(eqn: Eqn, value: _Copies) -> _Copies:
 
 
 def _scan(
-    eqn: Eqn, values: Sequence[Any], where: Hashable, here: tuple[int, ...], todo: Repeats
+    eqn: Eqn, values: Sequence[Any], where: Hashable, path: tuple[int, ...], todo: Repeats
 ) -> list[Any]:
-    """A scan, its body with what is to be repeated in it."""
+    """A scan whose body repeats the products in it."""
     (nc, nk), (body, consts) = scan_counts(eqn), body_of(eqn)
     carry = []
     for k in range(nc, nc + nk):
@@ -218,7 +218,7 @@ def _scan(
         carry.append(value)
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _run(body, consts, [*values[:nc], *carry, *xs], here, todo)
+        out = _run(body, consts, [*values[:nc], *carry, *xs], path, todo)
         return out[:nk], out[nk:]
 
     last, stacked = scan_like(eqn, step, carry, list(values[nc + nk :]))
@@ -226,11 +226,11 @@ def _scan(
 
 
 def _aligned(value: Any, axis: int, rank: int) -> Any:
-    """Copies along one axis of a result, where the value itself has size one or as many."""
+    """Copies aligned with one axis of a result, where the value has size one or the full size."""
     if not isinstance(value, _Copies):
         return value
     x = value.x
-    if x.ndim == 1:  # of a scalar
+    if x.ndim == 1:  # copies of a scalar
         return x.reshape([-1 if d == axis else 1 for d in range(rank)])
     if x.shape[1 + axis] == 1:
         return jnp.moveaxis(x.squeeze(1 + axis), 0, axis)

@@ -1,4 +1,4 @@
-"""Convolutions in the order of axes for which XLA's CPU compiler has a fast kernel."""
+"""Convolutions with their axes in the order for which XLA's CPU compiler has a fast kernel."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +27,18 @@ Result = TypeVar("Result")
 
 
 def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
-    """A function that is the body of a loop or a branch, with convolutions that a CPU runs fast.
+    """Wrap the body of a loop or branch so that its convolutions run fast on a CPU.
 
-    XLA's CPU compiler has one kernel, for examples first and channels last, and brings convolutions
-    into that order in the outermost computation of a program alone (jaxlib 0.8.1 and 0.10.2). In a
-    branch or a loop those of a derivative, which have another order, take 28 times as long
-    (``python -m benchmarks.convolutions``). So they are transposed here. For other platforms
-    nothing changes, nor does a function without any.
+    XLA's CPU compiler has one kernel, for examples first and channels last, and it brings
+    convolutions into that order only in the outermost computation of a program (jaxlib 0.8.1 and
+    0.10.2). In a branch or a loop, convolutions of a derivative have another order and take 28
+    times as long (``python -m benchmarks.convolutions``). They are therefore transposed here. On
+    other platforms nothing changes, nor in a function without convolutions.
 
-    Convolutions in loops of the function itself, in its custom derivatives, in a ``jit`` that
-    states shardings or donates, and in branches and checkpoints over explicit or manual mesh axes
-    stay as they are.
-    Of a model whose channels come first, XLA takes the transpositions back into the convolution.
+    Some convolutions stay unchanged: those in loops of the function itself, in its custom
+    derivatives, in a ``jit`` that states shardings or donates, and in branches and checkpoints over
+    explicit or manual mesh axes. In a model whose channels come first, XLA merges the
+    transpositions back into the convolution.
     """
 
     @functools.wraps(fn)
@@ -49,14 +49,14 @@ def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
             out = _run(closed.jaxpr, closed.consts, leaves)
         else:
             out = jex.jaxpr_as_fun(closed)(*leaves)
-        # A result that is known beforehand is a literal, which is no jax.Array.
+        # A result that is known at trace time is a literal, which is no jax.Array.
         return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, out))
 
     return run
 
 
 def _inner(eqn: Eqn) -> list[tuple[Jaxpr, Any]]:
-    """The jaxprs of an equation that is taken apart."""
+    """The jaxprs of an equation whose convolutions are to be rewritten."""
     match call_kind(eqn):
         case "jit" if not _says_where(eqn):
             return [body_of(eqn)]
@@ -69,19 +69,19 @@ def _inner(eqn: Eqn) -> list[tuple[Jaxpr, Any]]:
 
 
 def _says_where(eqn: Eqn) -> bool:
-    """Whether a jit states shardings or donates: it stays a jit."""
+    """Whether a jit states shardings or donates, so that it must stay a jit."""
     places = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     stated = any(isinstance(s, jax.sharding.Sharding) for s in places)
     return stated or any(eqn.params.get("donated_invars", ()))
 
 
 def _is_by_platform(eqn: Eqn) -> bool:
-    """Whether the branches are of platforms, as of a convolution that has been transposed."""
+    """Whether the branches are for platforms, as those of a transposed convolution are."""
     return eqn.params.get("branches_platforms") is not None
 
 
 def _lies_on_mesh(operand: Var | Literal) -> bool:
-    """Whether its type says where it is: types of a body that is made anew do not."""
+    """Whether the type of an operand names mesh axes; a rewritten body would lose them."""
     aval: Any = operand.aval
     explicit = aval.sharding.mesh.explicit_axes if hasattr(aval, "sharding") else ()
     return bool(explicit or (hasattr(aval, "manual_axis_type") and varying_axes(aval)))
@@ -98,7 +98,7 @@ def _has_convolutions(jaxpr: Jaxpr) -> bool:
 
 
 def _canonical(ndim: int) -> jax.lax.ConvDimensionNumbers:
-    """Examples, space, channels; and space, inputs, outputs of the kernel."""
+    """Data with examples, space, channels; kernels with space, inputs, outputs."""
     space = tuple(range(1, ndim - 1))
     of_data = (0, ndim - 1, *space)
     return jax.lax.ConvDimensionNumbers(
@@ -107,12 +107,12 @@ def _canonical(ndim: int) -> jax.lax.ConvDimensionNumbers:
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results, piece by piece."""
+    """The results of a program, computed piece by piece."""
     names = (*jaxpr.constvars, *jaxpr.invars)
-    known: dict[Var, Any] = dict(zip(names, (*consts, *args), strict=True))
+    env: dict[Var, Any] = dict(zip(names, (*consts, *args), strict=True))
 
     def read(operand: Var | Literal) -> Any:
-        return known[operand] if is_var(operand) else operand.val  # pyright: ignore
+        return env[operand] if is_var(operand) else operand.val  # pyright: ignore
 
     for eqns, invars, outvars in _pieces(jaxpr):
         if len(eqns) == 1 and _is_touched(eqns[0]):
@@ -120,12 +120,12 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             outvars = eqns[0].outvars
         else:
             out = evaluate(eqns, invars, outvars, jaxpr)(*map(read, invars))
-        known.update(zip(outvars, out, strict=True))
+        env.update(zip(outvars, out, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
 def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
-    """Equations that run together, what they read from before, and what is read of them later."""
+    """Groups of equations to run together, the variables each reads, and those read later."""
     groups: list[list[Eqn]] = []
     for eqn in jaxpr.eqns:
         alone = _is_touched(eqn)
@@ -136,13 +136,13 @@ def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
     for group in reversed(groups):
         later.append(later[-1] | {v for eqn in group for v in eqn.invars if is_var(v)})
     for group, needed in zip(groups, later[-2::-1], strict=True):
-        made = dict.fromkeys(v for eqn in group for v in eqn.outvars)
+        written = dict.fromkeys(v for eqn in group for v in eqn.outvars)
         read = dict.fromkeys(v for eqn in group for v in eqn.invars if is_var(v))
-        yield group, [v for v in read if v not in made], [v for v in made if v in needed]
+        yield group, [v for v in read if v not in written], [v for v in written if v in needed]
 
 
 def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
-    """The results of an equation that holds convolutions."""
+    """The results of an equation that is, or contains, convolutions."""
     params = eqn.params
     with eqn.ctx.manager:
         match call_kind(eqn):
@@ -163,7 +163,7 @@ def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
 
 
 def _rewritten(jaxpr: Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
-    """The same, with its convolutions in order."""
+    """The program with its convolutions transposed."""
     like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args))(*like)
 

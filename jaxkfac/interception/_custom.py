@@ -1,9 +1,9 @@
-"""Functions with a derivative of their own, and parameters inside them.
+"""Parameters inside functions with a custom derivative.
 
-The user's rule gives the gradient: the call runs as it is. Statistics come from a second program
-beside it, which takes the call's cotangent and whose values nobody reads: of a ``custom_vjp``
-the primal, differentiated as it stands; of a ``custom_jvp`` the rule's own program, in which the
-tangents of the parameters meet data.
+The user's rule gives the gradient: the call runs unchanged. Statistics come from a second program
+beside it, which gets the call's cotangent and whose values nobody reads. For a ``custom_vjp`` the
+second program is the primal, differentiated by JAX; for a ``custom_jvp`` it is the rule itself, in
+which the tangents of the parameters meet data.
 """
 
 import dataclasses
@@ -27,20 +27,23 @@ from jaxkfac.interception._compat import (
     is_var,
     scan_counts,
 )
+from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
-from jaxkfac.interception._values import Constant, Data, Parameter, Value
+from jaxkfac.interception._values import Constant, Parameter
 
-# ---------------- which equations the wanted outputs of a program depend on
+# ---------------- the equations on which the needed outputs depend
 
 
-def visit_live(jaxpr: Jaxpr, wanted: Sequence[bool], visit: Callable[[Eqn], None]) -> list[bool]:
-    """Visit, last one first, the equations that the wanted outputs depend on.
+def visit_live(
+    jaxpr: Jaxpr, is_output_needed: Sequence[bool], visit: Callable[[Eqn], None]
+) -> list[bool]:
+    """Visit the equations on which the needed outputs depend, the last one first.
 
     Returns:
-        Which inputs they depend on.
+        For each input, whether they depend on it.
     """
-    needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and is_var(v)}
+    needed = {v for v, w in zip(jaxpr.outvars, is_output_needed, strict=True) if w and is_var(v)}
     for eqn in reversed(jaxpr.eqns):
         if needed.isdisjoint(eqn.outvars):
             continue
@@ -50,8 +53,8 @@ def visit_live(jaxpr: Jaxpr, wanted: Sequence[bool], visit: Callable[[Eqn], None
         if kind == "scan":
             reads = _live_scan(eqn, wants, visit)
         elif kind == "cond":
-            each = [visit_live(branch, wants, visit) for branch, _ in branches_of(eqn)]
-            reads = [True, *map(any, zip(*each, strict=True))]
+            branch_reads = [visit_live(branch, wants, visit) for branch, _ in branches_of(eqn)]
+            reads = [True, *map(any, zip(*branch_reads, strict=True))]
         elif kind is not None and kind != "while":
             reads = visit_live(body_of(eqn)[0], wants, visit)
         needed |= {v for v, r in zip(eqn.invars, reads, strict=True) if r and is_var(v)}
@@ -60,7 +63,7 @@ def visit_live(jaxpr: Jaxpr, wanted: Sequence[bool], visit: Callable[[Eqn], None
 
 def _live_scan(eqn: Eqn, wants: list[bool], visit: Callable[[Eqn], None]) -> list[bool]:
     body, (constants, carried) = body_of(eqn)[0], scan_counts(eqn)
-    while True:  # a carry that is read makes what it was computed from needed before
+    while True:  # a carry that is read also needs what it was computed from an iteration before
         reads = visit_live(body, wants, lambda _: None)
         carries = reads[constants : constants + carried]
         grown = [*map(any, zip(carries, wants[:carried], strict=True)), *wants[carried:]]
@@ -70,10 +73,10 @@ def _live_scan(eqn: Eqn, wants: list[bool], visit: Callable[[Eqn], None]) -> lis
         wants = grown
 
 
-# ----------------
+# ---------------- the program of the statistics, beside the call
 
 
-APART = "jaxkfac_apart"  # what a call is named in which no layer is looked for
+APART = "jaxkfac_apart"  # the name of a call in which no layer is looked for
 
 _NO_DERIVATIVE = frozenset(
     "round floor ceil sign nextafter pure_callback io_callback ffi_call pallas_call".split()
@@ -81,17 +84,18 @@ _NO_DERIVATIVE = frozenset(
 
 
 def is_rule(eqn: Eqn) -> bool:
-    """Whether the statistics of a custom derivative come from its rule, a ``custom_jvp``."""
+    """Whether statistics come from the rule of the custom derivative: for ``custom_jvp``."""
     return eqn.primitive.name.startswith("custom_jvp")
 
 
 def step_without_derivative(eqn: Eqn) -> str:
-    """A primitive inside a custom derivative whose own derivative says nothing, or ``""``.
+    """A primitive inside a custom derivative whose own derivative is useless, or ``""``.
 
-    A rule stands in for it there, and the ordinary derivative of the primal is zero, or none.
+    Such a primitive has the derivative zero, or none, and the custom rule replaces it. So the
+    primal, differentiated by JAX, would give no statistics.
     """
     body, _ = body_of(eqn)
-    found: list[str] = []
+    primitives: list[str] = []
 
     def visit(inner: Eqn) -> None:
         before = [v.aval for v in inner.invars[:1] if hasattr(v.aval, "dtype")]
@@ -99,10 +103,10 @@ def step_without_derivative(eqn: Eqn) -> str:
         cast = inner.primitive.name == "convert_element_type" and bool(before)
         coarse = cast and jnp.issubdtype(before[0].dtype, jnp.floating) and _is_coarse(after.dtype)
         if inner.primitive.name in _NO_DERIVATIVE or coarse:
-            found.append(inner.primitive.name)
+            primitives.append(inner.primitive.name)
 
     visit_live(body, [True] * len(body.outvars), visit)
-    return found[-1] if found else ""
+    return primitives[-1] if primitives else ""
 
 
 def _is_coarse(dtype: Any) -> bool:
@@ -112,7 +116,7 @@ def _is_coarse(dtype: Any) -> bool:
 def interpret_primal(
     facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> Interpreted:
-    """The results of a ``custom_vjp``, and the plan of its primal."""
+    """The results of a ``custom_vjp``, and the plan for its primal."""
     outs, plan = interpret(*body_of(eqn), ins, scope)
     results = [
         Data(facts.unique(), v.axes) if isinstance(v, Data) else facts.outside(v, eqn) for v in outs
@@ -123,18 +127,18 @@ def interpret_primal(
 def interpret_rule(
     facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> Interpreted:
-    """The results of a ``custom_jvp``, and the plan of its rule.
+    """The results of a ``custom_jvp``, and the plan for its rule.
 
-    The results are those of the primal with its parameters held; the rule gets them held too, and
-    as the parameters the tangents.
+    The results are those of the primal with constant parameters. The rule too gets the parameters
+    as constants, and their tangents in the place of parameters.
     """
-    held = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-    outs, _ = interpret(*body_of(eqn), held, scope)
+    fixed = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
+    outs, _ = interpret(*body_of(eqn), fixed, scope)
     primals, tangents = operands_of(eqn)
     closed = rule_of(eqn)
-    own = of_variables(eqn, ins)
-    inside = [of_variables(eqn, held)[v] for v in primals]
-    inside += [_tangent(facts, own[v]) for v in tangents]
+    value_of = of_variables(eqn, ins)
+    inside = [of_variables(eqn, fixed)[v] for v in primals]
+    inside += [_tangent(facts, value_of[v]) for v in tangents]
     _, plan = interpret(closed.jaxpr, closed.consts, inside, scope)
     results: list[Value] = [
         Data(facts.unique(), v.axes if isinstance(v, Data) else fresh(facts.table, w.aval.shape))
@@ -151,13 +155,13 @@ def _tangent(facts: Facts, value: Value) -> Value:
 
 
 def operands_of(eqn: Eqn) -> tuple[list[Var], list[Var]]:
-    """The variables that an equation reads, each once, and those of them that have tangents."""
+    """The variables that an equation reads, without repeats, and those of them with tangents."""
     primals = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
     return primals, [v for v, d in zip(primals, _floats(primals), strict=True) if d]
 
 
 def of_variables(eqn: Eqn, operands: Sequence[Any]) -> dict[Var, Any]:
-    """What stands for the variables that an equation reads; a literal has no hash, and no name."""
+    """The values of the variables that an equation reads; literals, which have no hash, are out."""
     return {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
 
 
@@ -166,12 +170,12 @@ def _floats(variables: Sequence[Var]) -> list[bool]:
 
 
 def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
-    """The call as a function of the variables it reads, each once."""
+    """The call as a function of the variables that it reads, without repeats."""
     return evaluate([eqn], operands_of(eqn)[0], eqn.outvars, body_of(eqn)[0])
 
 
 def rule_of(eqn: Eqn) -> ClosedJaxpr:
-    """The program of the tangents of a ``custom_jvp``: of its variables, then their tangents."""
+    """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
     primals, tangents = operands_of(eqn)
     run = call_of(eqn)
 
@@ -188,7 +192,7 @@ def rule_of(eqn: Eqn) -> ClosedJaxpr:
 
 
 def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
-    """What a program is traced with, for such operands."""
+    """Shapes and dtypes of variables, with which a program can be traced."""
     return [
         jax.ShapeDtypeStruct(
             v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
@@ -197,8 +201,8 @@ def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def apart(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A call that no layer is looked for in: what is marked in it was taken out of it."""
+def opaque_call(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A call in which no layer is looked for, because its marks were lifted out of it."""
 
     def call(*operands: Any) -> list[Any]:
         return run(*operands)
@@ -213,13 +217,13 @@ def run_beside(
     values: Sequence[Any],
     in_slots: Sequence[Any],
 ) -> list[Any]:
-    """The results of a call, whose cotangent goes to its own rule and to a program beside it.
+    """The results of a call whose cotangent goes to its own rule and to a program beside it.
 
     Args:
         eqn: The call.
-        run: The program of the statistics, of operands and the slots of each.
+        run: The program of the statistics, a function of the operands and of the slots of each.
         values: The operands of the call.
-        in_slots: The slots of each.
+        in_slots: The slots of each operand.
     """
     primals, tangents = operands_of(eqn)
     at = of_variables(eqn, values)
@@ -233,16 +237,16 @@ def run_beside(
     beside = run([jax.lax.stop_gradient(x) for x in operands], operand_slots)
     if not is_rule(eqn):
         beside = [x for x, d in zip(beside, _floats(eqn.outvars), strict=True) if d]
-    each = iter(beside)
+    cotangent_twins = iter(beside)
     return [
-        _same_cotangent(x, next(each)) if d else x
+        _same_cotangent(x, next(cotangent_twins)) if d else x
         for x, d in zip(outs, _floats(eqn.outvars), strict=True)
     ]
 
 
 @jax.custom_vjp
 def _same_cotangent(x: Array, beside: Array) -> Array:
-    """``x``; its cotangent is that of ``beside`` too."""
+    """``x``; the cotangent of the result goes to ``x`` and to ``beside``."""
     return x
 
 

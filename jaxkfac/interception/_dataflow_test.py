@@ -1,4 +1,4 @@
-"""What is handed on and what is read, through every structured primitive."""
+"""Operands that are returned unchanged or read, through every structured primitive."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How slots are propagated with a parameter: through its equations, element by element."""
+"""How slots are propagated with a parameter through the equations that read it."""
 
 import collections
 import dataclasses
@@ -8,31 +8,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception._compat import Eqn, bind
+from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._functions import JOINS, entries_picked, is_function
 from jaxkfac.interception._index import Index, shape_of, slices
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry, scale_slot
-from jaxkfac.interception._views import SAME_ELEMENTS
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
+from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
-# ---------------- slots shaped like the parameter: they go through the same equations as its
-# elements
+# ---------------- slots shaped like the parameter
 #
-# Where the elements go through a function one by one, as in ``exp(w)``, the slot stays as it is
-# and the derivative of what the program reads with respect to the parameter goes with it. It is
-# applied where the gradient is known position by position: a parameter that enters an element
-# twice, as in ``w * sigmoid(w)``, has one derivative there, which must be a sum before anything is
-# squared.
+# These slots go through the same equations as the elements of the parameter. Behind an elementwise
+# function such as ``exp(w)`` the slot stays unchanged, and the derivative of the function goes with
+# it. The derivative is applied at the use, where the gradient is known for each position. A
+# parameter that enters an element twice, as in ``w * sigmoid(w)``, needs one derivative there: the
+# sum over its occurrences must be formed before anything is squared.
 
 
 class Elements(NamedTuple):
-    """The slot of one layer beside a value in which its parameter is seen.
+    """The slot of one layer that goes with a value in which its parameter is seen.
 
     Attributes:
-        slot: Shaped like the value; by example, axes along which the value was broadcast may have
-            size one, because their elements are sums over what was broadcast.
-        derivative: Of the value with respect to the parameter, element by element; ``None`` is 1.
+        slot: Arrays shaped like the value. In a slot by example, axes along which the value was
+            broadcast may have size one, because their elements are sums over the broadcast.
+        derivative: Derivative of the value with respect to the parameter, element by element;
+            ``None`` stands for 1.
     """
 
     slot: Slot
@@ -40,7 +41,7 @@ class Elements(NamedTuple):
 
     @classmethod
     def of(cls, slot: Slot, index: Index, shape: Sequence[int]) -> "Elements":
-        """The slot of ``parameter[index]`` beside the parameter of ``shape``."""
+        """The slot of ``parameter[index]``, extended with zeros to the parameter's ``shape``."""
         if not index:
             return cls(slot)
         lead = len(shape_of(index, shape))
@@ -52,18 +53,18 @@ class Elements(NamedTuple):
         )
 
     def scanned(self, length: int) -> "Elements":
-        """With as many entries along the first axis as a scan has iterations."""
+        """Broadcast so that the first axis has one entry for each iteration of a scan."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape[1:])), self)
 
     def at_use(self) -> Slot:
-        """The slot as a handler has it."""
+        """The slot in the form that a handler gets."""
         if self.derivative is None:
             return self.slot
         return {**self.slot, "constants": {"derivative": self.derivative}}
 
 
 def is_by_example(slot: Slot, entries: Entries) -> bool:
-    """Whether the examples lie last in every entry."""
+    """Whether the last axis of each entry is the examples."""
     declared = [entries[key] for key in slot]
     return any(isinstance(entry, SlotEntry) and entry.by_example for entry in declared)
 
@@ -71,127 +72,137 @@ def is_by_example(slot: Slot, entries: Entries) -> bool:
 def through_function(
     eqn: Eqn,
     run: Callable[..., Any],
-    parts: Mapping[int, Elements],
+    slots_by_operand: Mapping[int, Elements],
     values: Sequence[ArrayLike],
     entries: Entries,
 ) -> Elements:
-    """Behind a function element by element: the derivative of the result.
+    """The slot behind an elementwise function: its derivative becomes that of the result.
 
     Args:
         eqn: The equation.
-        run: What it computes, of all operands.
-        parts: For each operand in which the parameter is seen, its slot; the parameter's elements
-            lie alike in all of them.
+        run: The equation as a function of all operands.
+        slots_by_operand: The slot of each operand in which the parameter is seen, by position. The
+            parameter's elements have the same arrangement in all of them.
         values: The operands.
-        entries: What the entries of slots declare.
+        entries: Declarations of the entries of slots.
     """
     values = [jax.lax.stop_gradient(jnp.asarray(v)) for v in values]
     shape = eqn.outvars[0].aval.shape
 
-    def of_parameter(*seen: Array) -> Array:
-        given = dict(zip(parts, seen, strict=True))
-        (out,) = jax.tree.leaves(run(*[given.get(i, v) for i, v in enumerate(values)]))
+    def of_parameter(*arrays: Array) -> Array:
+        array_of = dict(zip(slots_by_operand, arrays, strict=True))
+        (out,) = jax.tree.leaves(run(*[array_of.get(i, v) for i, v in enumerate(values)]))
         return out
 
     tangents = [
         jnp.ones_like(values[i])
-        if part.derivative is None
-        else jnp.broadcast_to(part.derivative, values[i].shape).astype(values[i].dtype)
-        for i, part in parts.items()
+        if elements.derivative is None
+        else jnp.broadcast_to(elements.derivative, values[i].shape).astype(values[i].dtype)
+        for i, elements in slots_by_operand.items()
     ]
-    derivative = jax.jvp(of_parameter, [values[i] for i in parts], tangents)[1]
-    position, part = next(iter(parts.items()))
+    derivative = jax.jvp(of_parameter, [values[i] for i in slots_by_operand], tangents)[1]
+    position, elements = next(iter(slots_by_operand.items()))
     if values[position].shape == shape:
-        return Elements(part.slot, derivative)
-    by_example = is_by_example(part.slot, entries)
+        return Elements(elements.slot, derivative)
+    by_example = is_by_example(elements.slot, entries)
     spread = {
         key: s.reshape(*(1,) * (len(shape) + 1 - s.ndim), *s.shape)
         if by_example  # axes that are broadcast stay at size one
         else jnp.broadcast_to(s, shape)
-        for key, s in part.slot.items()
+        for key, s in elements.slot.items()
     }
     return Elements(spread, derivative)
 
 
 def move_elements(
-    eqn: Eqn, part: Elements, position: int, values: Sequence[ArrayLike], entries: Entries
+    eqn: Eqn, elements: Elements, position: int, values: Sequence[ArrayLike], entries: Entries
 ) -> list[Elements]:
     """The slot of each result of a view.
 
     Args:
-        eqn: The view: the entries go through the same equation.
-        part: The slot of the operand.
-        position: Of the parameter among the operands.
+        eqn: The view; the entries of the slot go through the same equation.
+        elements: The slot of the operand.
+        position: Position of the parameter among the operands.
         values: The operands.
-        entries: What the entries of slots declare.
+        entries: Declarations of the entries of slots.
     """
-    by_example = is_by_example(part.slot, entries)
+    by_example = is_by_example(elements.slot, entries)
     move = _move_by_example if by_example else _move
 
     def moved(x: Array) -> list[Array]:
         return move(eqn, x, position, values)
 
-    slots = {key: moved(s) for key, s in part.slot.items()}
+    slots = {key: moved(s) for key, s in elements.slot.items()}
     derivatives: list[Any] = [None] * len(eqn.outvars)
-    if part.derivative is not None:
-        derivative = part.derivative
+    if elements.derivative is not None:
+        derivative = elements.derivative
         derivatives = moved(derivative[..., None] if by_example else derivative)
         derivatives = [d[..., 0] if by_example else d for d in derivatives]
     return [Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)]
 
 
 def join_elements(
-    eqn: Eqn, parts: Mapping[int, Elements], values: Sequence[ArrayLike], entries: Entries
+    eqn: Eqn,
+    slots_by_operand: Mapping[int, Elements],
+    values: Sequence[ArrayLike],
+    entries: Entries,
 ) -> Elements:
-    """Behind parameters put side by side: zeros where others stand."""
+    """The slot behind parameters put side by side; it is zero where the others are."""
     if eqn.primitive.name == "pad":
-        return move_elements(eqn, parts[0], 0, values, entries)[0]
+        return move_elements(eqn, slots_by_operand[0], 0, values, entries)[0]
     lead = [jnp.shape(v) for v in values]
-    first = next(iter(parts.values()))
+    first = next(iter(slots_by_operand.values()))
     by_example = is_by_example(first.slot, entries)
 
     def joined(arrays: Mapping[int, Array], tail: tuple[int, ...], dtype: DTypeLike) -> Array:
-        whole = [
+        arrays_in_full = [
             jnp.broadcast_to(arrays[i], (*shape, *tail))
             if i in arrays
             else jnp.zeros((*shape, *tail), dtype)
             for i, shape in enumerate(lead)
         ]
         if eqn.primitive.name == "stack":
-            return jnp.stack(whole, eqn.params["axis"])
-        return jnp.concatenate(whole, eqn.params["dimension"])
+            return jnp.stack(arrays_in_full, eqn.params["axis"])
+        return jnp.concatenate(arrays_in_full, eqn.params["dimension"])
 
     slot = {
         key: joined(
-            {i: part.slot[key] for i, part in parts.items()},
+            {i: elements.slot[key] for i, elements in slots_by_operand.items()},
             s.shape[-1:] if by_example else (),
             s.dtype,
         )
         for key, s in first.slot.items()
     }
-    if all(part.derivative is None for part in parts.values()):
+    if all(elements.derivative is None for elements in slots_by_operand.values()):
         return Elements(slot)
-    ones = {i: jnp.ones((), jnp.result_type(values[i])) for i in parts}
+    ones = {i: jnp.ones((), jnp.result_type(values[i])) for i in slots_by_operand}
     derivatives = {
-        i: ones[i] if part.derivative is None else part.derivative for i, part in parts.items()
+        i: ones[i] if elements.derivative is None else elements.derivative
+        for i, elements in slots_by_operand.items()
     }
     return Elements(slot, joined(derivatives, (), next(iter(derivatives.values())).dtype))
 
 
-def stack_elements(parts: Sequence[Elements | None]) -> Elements:
-    """One slot for the layers of a stack: each has its own entry in it, and zeros in the others.
+def stack_elements(layer_slots: Sequence[Elements | None]) -> Elements:
+    """One slot for the layers of a stack: each layer's slot is zero in the entries of the others.
 
     ``None`` stands for a layer that has no slot.
     """
-    # A parameter that is there twice has one slot, which is beside all of its entries.
-    there = list({id(part): part for part in parts if part is not None}.values())
-    slot = jax.tree.map(lambda *x: sum(x[1:], x[0]), *[part.slot for part in there])
-    like = next((p.derivative for p in there if p.derivative is not None), None)
+    # A parameter that is in the stack twice has one slot, which covers both of its entries.
+    distinct_slots = list(
+        {id(elements): elements for elements in layer_slots if elements is not None}.values()
+    )
+    slot = jax.tree.map(
+        lambda *x: sum(x[1:], x[0]), *[elements.slot for elements in distinct_slots]
+    )
+    like = next((p.derivative for p in distinct_slots if p.derivative is not None), None)
     if like is None:
         return Elements(slot)
     rows = [
-        jnp.ones_like(like[k]) if part is None or part.derivative is None else part.derivative[k]
-        for k, part in enumerate(parts)
+        jnp.ones_like(like[k])
+        if elements is None or elements.derivative is None
+        else elements.derivative[k]
+        for k, elements in enumerate(layer_slots)
     ]
     return Elements(slot, jnp.stack(rows))
 
@@ -226,8 +237,42 @@ def _move(
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-# ---------------- how slots are propagated through an equation of parameters: its rule, as for
-# tangents
+def scale_slot(
+    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
+) -> Slot:
+    """The slot behind a view of the operand at ``position``, multiplied by a scalar constant.
+
+    Behind an elementwise function the value is no matrix of the parameter, so no use reads the
+    slot, and the function returns it unchanged.
+    """
+    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
+    if beside:
+        slot = {key: value for key, value in slot.items() if key not in beside}
+        return scale_slot(eqn, slot, position, values, entries) | beside
+    if is_negated(eqn, position):
+        return _times(slot, jnp.asarray(-1.0), entries)
+    if name in ("mul", "div") and position <= (name == "mul"):
+        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
+        if c.size == 1:
+            c = c.reshape(())
+            return _times(slot, c if name == "mul" else 1 / c, entries)
+    return slot
+
+
+def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
+    def times(value: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
+        if not isinstance(entry, SlotEntry):
+            return _times(value, c, entry)
+        if entry.power == 0:
+            return value
+        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, value)
+
+    return {key: times(value, entries[key]) for key, value in slot.items()}
+
+
+# ---------------- the rule by which an equation of parameters propagates slots
+#
+# It plays the role that a JVP rule plays for tangents.
 
 
 Slots = dict[str, Slot | Elements]  # by layer
@@ -239,12 +284,12 @@ class SlotRule:
 
     Args:
         eqn: The equation.
-        run: What it computes, of all operands.
+        run: The equation as a function of all operands.
         values: The operands.
-        traced_index: The scan or dynamic index that takes an entry of a stack in it, if any.
+        traced_index: The scan or dynamic index by which it selects an entry of a stack, if any.
         traced_indices: For each layer with a slot, the traced indices into its stack.
-        entries: How the entries of slots follow their parameter.
-        rows: Of a choice of rows, the axes along which they run.
+        entries: Declarations of the entries of slots.
+        rows: For a choice of rows, the axes along which the rows run.
         picks: Whether each row picks its own entry of a stack.
     """
 
@@ -270,8 +315,8 @@ class SlotRule:
                 elif (moved := self._matrix(name, slot, position)) is not None:
                     for out in outs:
                         out[name] = moved
-        for name, parts in elements.items():
-            for out, moved in zip(outs, self._elements(parts), strict=True):
+        for name, slots_by_operand in elements.items():
+            for out, moved in zip(outs, self._elements(slots_by_operand), strict=True):
                 out[name] = moved
         return outs
 
@@ -287,27 +332,31 @@ class SlotRule:
             return None
         index = self.values[1 - position]
         beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
-        own = {key: part for key, part in slot.items() if key not in beside}
-        taken = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), own)
-        return taken | beside
+        entries = {key: value for key, value in slot.items() if key not in beside}
+        selected = jax.tree.map(
+            lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), entries
+        )
+        return selected | beside
 
-    def _elements(self, parts: dict[int, Elements]) -> list[Elements]:
+    def _elements(self, slots_by_operand: dict[int, Elements]) -> list[Elements]:
         if self.rows is not None:  # a row that does not choose it has no cotangent
-            return list(parts.values())
+            return list(slots_by_operand.values())
         if is_function(self.eqn):
-            return [through_function(self.eqn, self.run, parts, self.values, self.entries)]
+            return [
+                through_function(self.eqn, self.run, slots_by_operand, self.values, self.entries)
+            ]
         if self.eqn.primitive.name in JOINS:
-            return [join_elements(self.eqn, parts, self.values, self.entries)]
-        ((position, part),) = parts.items()
-        return move_elements(self.eqn, part, position, self.values, self.entries)
+            return [join_elements(self.eqn, slots_by_operand, self.values, self.entries)]
+        ((position, elements),) = slots_by_operand.items()
+        return move_elements(self.eqn, elements, position, self.values, self.entries)
 
 
 def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str | None]]) -> Slots:
-    """Slots beside the operand of a scan, those of stacked parameters stacked likewise.
+    """Slots for the operands of a scan; the slots of stacked parameters are stacked too.
 
     Args:
-        slots: The slots.
-        stacks: For some layers, which layers' parameters make up a stack with theirs, in order.
+        slots: The slots by layer.
+        stacks: For the first layer of each stack, the layers of the stack in order.
     """
     joined = {name for names in stacks.values() for name in names}
     out: Slots = {name: slot for name, slot in slots.items() if name not in joined}
@@ -322,8 +371,8 @@ def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str | None]]) -> S
 
 
 def _stack_matrices(slots: Sequence[Slot]) -> Slot:
-    """Zeros stand where a layer gathers less than another."""
+    """A stack of slots; zeros fill the entries that a layer does not gather."""
     likes = {key: value for slot in reversed(slots) for key, value in slot.items()}
     zeros = jax.tree.map(jnp.zeros_like, likes)
-    each = [{key: slot.get(key, zeros[key]) for key in likes} for slot in slots]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    full_slots = [{key: slot.get(key, zeros[key]) for key in likes} for slot in slots]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *full_slots)

@@ -1,9 +1,9 @@
-"""Parameters that are held in another form than an array, and decoded inside a product only.
+"""Parameters that are stored in another form than an array, and decoded only inside a product.
 
-The traced function sees a parameter of the decoded shape. In its place the rewriter carries a
-`DeferredParameter`: the encoded arrays, and the views that the program has taken so far. Nothing is
-decoded before a product of a dense layer reads it, and what that product keeps for its backward
-pass are the encoded arrays.
+The traced function sees a parameter with the decoded shape. In its place the rewriter carries a
+`DeferredParameter`: the encoded arrays, and the views that the program has applied so far. Nothing
+is decoded until a product of a dense layer reads it, and the residuals that this product stores for
+its backward pass are the encoded arrays.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from jaxkfac.interception._compat import Eqn
 
 
 class EncodedParameter:
-    """A parameter in a form of its own: a pytree whose arrays all have the stacked axes first.
+    """A parameter in an encoded form: a pytree whose arrays all begin with the stacked axes.
 
-    So a ``lax.scan``, or an index, takes slices of it without decoding anything.
+    A ``lax.scan``, or an index, can therefore take slices of it without decoding.
 
     Attributes:
         stack: Shape of the stacked axes.
-        shape: Shape of the parameter, the stacked axes first.
-        dtype: Its dtype.
+        shape: Shape of the parameter, with the stacked axes first.
+        dtype: Dtype of the parameter.
     """
 
     stack: tuple[int, ...]
@@ -37,7 +37,7 @@ class EncodedParameter:
     dtype: jnp.dtype
 
     def decode(self) -> Shaped[Array, "..."]:
-        """The parameter."""
+        """The parameter as an array."""
         raise NotImplementedError
 
 
@@ -69,8 +69,8 @@ class DeferredParameter:
         encoded: The parameter.
         operands: For each view, its other operands. Their leading axes are those of ``encoded``.
         path: The parameter's path.
-        lead: How many stacked axes no view has touched: they lead every array here, and the
-            views are functions of one slice.
+        lead: Number of stacked axes that no view has touched. They lead every array here, and the
+            views are functions of one slice along them.
         views: The views.
         touched_by: The first view that touched a stacked axis, for messages.
     """
@@ -94,7 +94,7 @@ class DeferredParameter:
         return x
 
     def scanned(self) -> "DeferredParameter":
-        """What ``lax.scan`` makes of it: one iteration, once the arrays are sliced.
+        """The parameter in one iteration of ``lax.scan``, which slices the arrays.
 
         Raises:
             UncoveredParameterError: a view before the scan has moved its leading axis.
@@ -104,15 +104,15 @@ class DeferredParameter:
         return dataclasses.replace(self, lead=self.lead - 1)
 
     def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["DeferredParameter"]:
-        """What a view makes of it, one for each result."""
+        """The parameter behind a view, one for each result."""
         name = eqn.primitive.name
         if name in ("slice", "dynamic_slice") and self.encoded.stack:
             if self.lead == 0:
                 raise self._unsliced(f"`{name}`")
             if (cut := _cut(eqn, values)) is not None:
-                return [self._each(cut)]
+                return [self._map_leading(cut)]
         if name == "squeeze" and eqn.params["dimensions"] == (0,) and self.lead:
-            return [dataclasses.replace(self._each(lambda a: a[0]), lead=self.lead - 1)]
+            return [dataclasses.replace(self._map_leading(lambda a: a[0]), lead=self.lead - 1)]
         lead = min(self.lead, _untouched(eqn, position))
         before = tuple(_over(view, self.lead - lead) for view in self.views)
         shape = self.encoded.stack[:lead]
@@ -133,8 +133,8 @@ class DeferredParameter:
             for k in range(len(eqn.outvars))
         ]
 
-    def _each(self, fn: "_Slicing") -> "DeferredParameter":
-        """With a function of the leading axis applied to every array."""
+    def _map_leading(self, fn: "_Slicing") -> "DeferredParameter":
+        """Apply a function of the leading axis to every array."""
         encoded, operands = jax.tree.map(fn, (self.encoded, self.operands))
         return dataclasses.replace(self, encoded=encoded, operands=operands)
 
@@ -152,17 +152,18 @@ class DeferredParameter:
 
 
 Operand = ArrayLike | DeferredParameter
-_View = Callable[..., Array]  # of the parameter and the view's other operands
+_View = Callable[..., Array]  # a function of the parameter and the view's other operands
 _Slicing = Callable[[Array], Array]
 _Key = TypeVar("_Key")
 
 
 def bind(eqn: Eqn) -> Callable[..., Any]:
-    """A function of all operands of an equation; a deferred one is decoded inside it.
+    """A function of all operands of an equation, which decodes a deferred one.
 
-    The decoded array is formed where it is read and is no residual: the derivative is the same
-    product of a tangent, and that one is recomputed from the encoded arrays. A checkpoint around
-    the product itself would do as much, but hide it from the policy of the program's own.
+    The decoded array is formed where it is read and must not become a residual. The derivative is
+    the same product of a tangent, and its checkpoint recomputes the array from the encoded ones. A
+    checkpoint around the product itself would do the same, but it would hide the product from the
+    checkpoint policy of the program.
     """
 
     def run(*operands: Any) -> Any:
@@ -171,10 +172,10 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
         )
         if position is None:
             return _compat.bind(eqn)(*operands)
-        others = [v for i, v in enumerate(operands) if i != position]
+        other_operands = [v for i, v in enumerate(operands) if i != position]
 
-        def decoded(deferred: DeferredParameter, *others: ArrayLike) -> Any:
-            values = [*others[:position], deferred.decode(), *others[position:]]
+        def decoded(deferred: DeferredParameter, *other_operands: ArrayLike) -> Any:
+            values = [*other_operands[:position], deferred.decode(), *other_operands[position:]]
             return _compat.bind(eqn)(*values)
 
         product = jax.custom_jvp(decoded)
@@ -183,21 +184,21 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
         def _(primals: tuple, tangents: tuple) -> tuple:
             return decoded(*primals), jax.checkpoint(decoded)(primals[0], *tangents[1:])
 
-        return product(operands[position], *others)
+        return product(operands[position], *other_operands)
 
     return run
 
 
 def bind_view(eqn: Eqn, values: Sequence[Operand], run: Callable[..., Any]) -> list[Any]:
-    """The results of a view, which ``run`` computes; of a deferred operand, nothing is computed."""
+    """The results of a view, computed by ``run``; nothing is computed for a deferred operand."""
     deferred = [(i, v) for i, v in enumerate(values) if isinstance(v, DeferredParameter)]
     if not deferred:
         out = run(*values)
         return list(out) if eqn.primitive.multiple_results else [out]
     if eqn.primitive.name == "optimization_barrier":
-        there = [v for v in values if not isinstance(v, DeferredParameter)]
-        held = iter(jax.lax.optimization_barrier(there))
-        return [v if isinstance(v, DeferredParameter) else next(held) for v in values]
+        arrays = [v for v in values if not isinstance(v, DeferredParameter)]
+        after_barrier = iter(jax.lax.optimization_barrier(arrays))
+        return [v if isinstance(v, DeferredParameter) else next(after_barrier) for v in values]
     position, parameter = deferred[0]
     return list(parameter.through(eqn, position, values))
 
@@ -206,11 +207,11 @@ def refuse_deferred(pairs: Iterable[tuple[_Key, Operand]], read_by: Callable[[_K
     """Raise if one of the values is deferred.
 
     Args:
-        pairs: ``(key, value)`` of what is about to be read.
-        read_by: From a key to what reads its value.
+        pairs: Pairs ``(key, value)`` of the values that are about to be read.
+        read_by: Maps a key to a name for the reader of its value.
 
     Raises:
-        UncoveredParameterError: naming the parameter and what reads it.
+        UncoveredParameterError: naming the parameter and its reader.
     """
     for key, value in pairs:
         if isinstance(value, DeferredParameter):
@@ -238,7 +239,7 @@ _ARITHMETIC = frozenset(("mul", "div", "add", "sub", "add_any"))
 
 
 def _untouched(eqn: Eqn, position: int) -> int:
-    """How many leading axes a view leaves alone: it is a function of each slice along them."""
+    """The number of leading axes along which a view is a function of each slice."""
     name, before = eqn.primitive.name, eqn.invars[position].aval.shape
     if name in _ELEMENTWISE | _VARYING:
         return len(before)
@@ -266,21 +267,21 @@ def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> _View:
     """A view as a function of one slice along ``lead`` axes."""
     name, p = eqn.primitive.name, eqn.params
 
-    def view(x: Shaped[Array, "..."], *others: ArrayLike) -> Shaped[Array, "..."]:
+    def view(x: Shaped[Array, "..."], *other_operands: ArrayLike) -> Shaped[Array, "..."]:
         if lead and name == "transpose":
             return x.transpose([d - lead for d in p["permutation"][lead:]])
         if lead and name == "squeeze":
             return jax.lax.squeeze(x, [d - lead for d in p["dimensions"]])
         if lead and name == "reshape":
             return x.reshape(eqn.outvars[0].aval.shape[lead:])
-        out = _compat.bind(eqn)(*others[:position], x, *others[position:])
+        out = _compat.bind(eqn)(*other_operands[:position], x, *other_operands[position:])
         return out[result] if eqn.primitive.multiple_results else out
 
     return view
 
 
 def _cut(eqn: Eqn, values: Sequence[Any]) -> _Slicing | None:
-    """The slice that an equation takes of the leading axis, if of no other."""
+    """The slice that an equation takes of the leading axis; ``None`` if it cuts another axis."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if before[1:] != after[1:]:
         return None

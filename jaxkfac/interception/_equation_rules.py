@@ -1,4 +1,4 @@
-"""What one equation makes of values: parameters in view, uses of them, data."""
+"""The rules for a single equation: its results are parameters in view, or data; it may be a use."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence, Set
@@ -21,7 +21,7 @@ from jaxkfac.interception._functions import (
     stack_looked_up,
     without_lookup_if_grown,
 )
-from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._row_masks import is_mask
 from jaxkfac.interception._structured import (
@@ -33,11 +33,8 @@ from jaxkfac.interception._values import (
     Combined,
     Constant,
     CoverageNote,
-    Data,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,
@@ -56,17 +53,17 @@ _UNKNOWN_ROWS = (
 
 
 class EquationRules(Facts):
-    """The rules of equations that have no body to look into.
+    """The rules of equations without a body.
 
     Args:
         refused: Products of a parameter and a constant that are no layer uses.
-        constants: Equations whose data has no example axis: beside a parameter it is a constant
-            of the rows that it meets later, and the parameter still a view of itself.
+        constants: Equations whose data has no example axis. Beside a parameter such data counts as
+            a constant for the rows that it meets later, and the parameter stays a view.
         tables: Lookups of matrices that are no stacks of experts.
         by_row: Lookups by constants that hold an index for each example.
 
     Attributes:
-        tables: Lookups that are none, now that it is known who reads them.
+        tables: Lookups that are no stacks, now that their readers are known.
         around: Positions of the calls around an equation.
     """
 
@@ -86,10 +83,10 @@ class EquationRules(Facts):
         return (*self.around, id(eqn))
 
     def opaque(self, eqn: Eqn, ins: Sequence[Value], reason: str = "") -> list[Value]:
-        """An equation that no rule looks into: results are data if any operand is."""
+        """The results of an equation that no rule looks into: data if any operand is data."""
         name = eqn.primitive.name
         out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
-        # What a mutable array holds, or the host returns, may be data whatever the operands are.
+        # A mutable array, or the host, may return data whatever the operands are.
         data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
         parameters = [v for v in ins if isinstance(v, Parameter)]
         if not data and not parameters:
@@ -106,7 +103,7 @@ class EquationRules(Facts):
             self.report(v, reason or f"is read inside `{name}`")
         axes = [v.axes if isinstance(v, Data) else None for v in ins]
         if call_kind(eqn) is not None or not any(axes_ is not None for axes_ in axes):
-            # Inside a loop or branch that is not looked into, any axis may have become any other.
+            # Inside a loop or branch that is not followed, any axis may have become any other.
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
@@ -114,15 +111,15 @@ class EquationRules(Facts):
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
-            kept = follow_product(eqn, first_data)
-            if kept is not None:
+            product_axes = follow_product(eqn, first_data)
+            if product_axes is not None:
                 datas[0] = dataclasses.replace(
-                    datas[0], product=first_data.product, product_axes=kept
+                    datas[0], product=first_data.product, product_axes=product_axes
                 )
         return list(datas)
 
     def unread(self, eqn: Eqn, ins: Sequence[Value], failed: str) -> list[Value]:
-        """The results of an equation whose analysis raised: nothing is known of them."""
+        """The results of an equation whose analysis raised: nothing is known about them."""
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
         parameters = [v for v in ins if isinstance(v, Parameter)]
         if is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins):
@@ -148,7 +145,7 @@ class EquationRules(Facts):
                 if isinstance(v, View):
                     self.stopped[number] = v
             return [Constant(number)]
-        if any(map(is_mutable, eqn.invars)):  # what is written into it is not followed
+        if any(map(is_mutable, eqn.invars)):  # values written into a Ref are not followed
             return self.opaque(eqn, ins)
         if not any(_differentiable(v) for v in eqn.outvars):
             for v in ins:
@@ -161,27 +158,27 @@ class EquationRules(Facts):
         if name == "gather" and self.where(eqn) in self._by_row:
             rows = fresh(self.table, eqn.invars[1].aval.shape, "feature")
             ins = [ins[0], Data(ins[1].number, rows)]
-        seen: list[Value] | None = seen_in(self, eqn, ins)
-        if seen is not None and name == "gather":
-            seen = looked_up_by_constants(eqn, ins, seen, self.where(eqn))
-        elif seen is not None:
-            seen = without_lookup_if_grown(eqn, ins, seen)
-        if seen is None and name == "select_n":
+        results: list[Value] | None = seen_in(self, eqn, ins)
+        if results is not None and name == "gather":
+            results = looked_up_by_constants(eqn, ins, results, self.where(eqn))
+        elif results is not None:
+            results = without_lookup_if_grown(eqn, ins, results)
+        if results is None and name == "select_n":
             chosen = self._chosen(ins, position, plan, number)
             if isinstance(chosen, str):
                 return self.opaque(eqn, ins, chosen)
-            seen = chosen
-        if seen is None and name == "gather" and self.where(eqn) not in self.tables:
+            results = chosen
+        if results is None and name == "gather" and self.where(eqn) not in self.tables:
             stack = stack_looked_up(self, eqn, ins, self.where(eqn))
             if stack is not None:
                 plan.lookups.add(position)
-                seen = [stack]
-        if seen is None and self.where(eqn) in self._constants:
-            seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
-            seen = seen and [_rowless(v, name) for v in seen]
-        if seen is not None:
-            plan.views[position] = _traced_index(ins, seen)
-            return seen
+                results = [stack]
+        if results is None and self.where(eqn) in self._constants:
+            results = seen_in(self, eqn, [_as_constant(v) for v in ins])
+            results = results and [_rowless(v, name) for v in results]
+        if results is not None:
+            plan.views[position] = _traced_index(ins, results)
+            return results
         if not any(isinstance(v, Data) for v in ins):
             return self._product_of_constant(eqn, position, ins, plan, scope)
         kind = kind_reading(name)
@@ -204,7 +201,10 @@ class EquationRules(Facts):
         return [self._result(eqn, ins, uses, number)]
 
     def follow_stopped(self, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Views of what ``stop_gradient`` made of a parameter; a second ``vmap`` broadcasts it."""
+        """Follow views of a parameter that ``stop_gradient`` made a constant.
+
+        A second ``vmap`` broadcasts it before ``select_n`` reads it.
+        """
         stopped = [self.stopped.get(v.number, v) for v in ins]
         if sum(isinstance(v, View) for v in stopped) == 1:
             views = view_of(self, eqn, stopped) or []
@@ -213,24 +213,24 @@ class EquationRules(Facts):
     def _chosen(
         self, ins: list[Value], position: int, plan: Plan, number: int
     ) -> list[Value] | str | None:
-        """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
+        """``select_n(which, stop_gradient(w), w)`` as a view of ``w`` that applies to some rows.
 
-        ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on
-        all rows, each on parameters that have a gradient only in the rows that take it. Where
-        those are not known, the reason.
+        ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on all
+        rows, and in each the parameters have a gradient only in the rows that take the branch. The
+        result is a reason in words if those rows are unknown, and ``None`` for another equation.
         """
-        which, other, view = ins[0], ins[1], ins[-1]
+        which, untaken, view = ins[0], ins[1], ins[-1]
         if not (isinstance(which, Data) and isinstance(view, View)):
             return None
-        stopped = self.stopped.get(other.number)
+        stopped = self.stopped.get(untaken.number)
         if stopped is None or stopped.number != view.number:
             return None
         self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
         if view.axes is None:
             return _UNKNOWN_ROWS
         rows = broadcast_axes(self.table, view.axes)
-        own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
-        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
+        other_atoms = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
+        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(other_atoms))):
             return _UNKNOWN_ROWS
         plan.choices[position] = rows
         choice = tuple((view.axes[d], which.axes[d]) for d in rows)
@@ -239,16 +239,16 @@ class EquationRules(Facts):
     def _product_of_constant(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
-        """A constant times a parameter: rows of input like any other, if rows of examples.
+        """A constant times a parameter: a layer use if the constant's rows are the examples.
 
-        Whether they are, the rest of the program says (``_examples``): ``x @ w + zeros @ u``
-        makes the rows of its operands the same.
+        The remaining program decides that (``_examples``): ``x @ w + zeros @ u`` makes the rows of
+        both products the same.
         """
         number = self.equation_number(eqn, ins)
         kind = kind_reading(eqn.primitive.name)
-        seen = sum(bool(views_in(v)) for v in ins) == 1
-        seen &= not any(isinstance(v, Derived) for v in ins)
-        if kind is None or not kind.product or not seen:
+        sees_one = sum(bool(views_in(v)) for v in ins) == 1
+        sees_one &= not any(isinstance(v, Derived) for v in ins)
+        if kind is None or not kind.product or not sees_one:
             return self.opaque(eqn, ins)
         if self.where(eqn) in self._refused:
             reasons = reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}")
@@ -286,7 +286,7 @@ def _is_rowless(value: Value) -> bool:
 
 
 def _rowless(value: Value, primitive: str) -> Value:
-    """The value as one that met data without the example axis."""
+    """The value, marked as having met data without the example axis."""
     if isinstance(value, Combined):
         views = tuple(dataclasses.replace(v, rowless=primitive) for v in value.views)
         return dataclasses.replace(value, views=views)
@@ -302,7 +302,7 @@ def _differentiable(var: Var) -> bool:
 
 
 def _traced_index(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
-    """The traced index that takes an entry of a stack in a view, if one does."""
+    """The traced index by which a view selects an entry of a stack, or ``None``."""
     before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
     new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
     return new[0].traced_index if new else None

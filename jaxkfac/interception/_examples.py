@@ -1,4 +1,4 @@
-"""Uses whose rows do not run along the examples: their statistics would be wrong."""
+"""Which rows of a use are the examples, and uses whose statistics would be wrong."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
@@ -7,22 +7,23 @@ from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._index import pieces_of
+from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import EXAMPLES_LOST
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
-from jaxkfac.interception._values import CoverageNote, Data, Use
+from jaxkfac.interception._values import CoverageNote
 
-# ---------------- which layer uses lead to which outputs of a program
+# ---------------- the layer uses that lead to given outputs
 
 
 def leading_to(
     plan: Plan, *outputs: int, past: Collection[int] = ()
 ) -> tuple[list[Use], frozenset[int]]:
-    """The uses that some outputs depend on, and the inputs.
+    """The uses on which some outputs depend, and the positions of the inputs.
 
-    ``past`` are inputs that functions with a derivative of their own read: what leads to an output
-    through one of these does not count.
+    ``past`` are positions of inputs that custom derivatives read: a path to an output through such
+    an equation does not count.
     """
     uses: dict[int, Use] = {}
     inputs = _inputs(plan, outputs, uses, past)
@@ -32,14 +33,14 @@ def leading_to(
 def _inputs(
     plan: Plan, outputs: Iterable[int], uses: dict[int, Use], past: Collection[int] = ()
 ) -> set[int]:
-    """Positions of the inputs that some outputs depend on; uses on the way are noted."""
+    """Positions of the inputs on which some outputs depend; ``uses`` gets the uses on the way."""
     jaxpr = plan.jaxpr
     walls = {jaxpr.invars[k] for k in past}
     live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}
     for position in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[position]
-        wanted = {k for k, v in enumerate(eqn.outvars) if v in live}
-        if not wanted or eqn.primitive.name == "stop_gradient":
+        needed_results = {k for k, v in enumerate(eqn.outvars) if v in live}
+        if not needed_results or eqn.primitive.name == "stop_gradient":
             continue
         within = [k for k, v in enumerate(eqn.invars) if is_var(v) and v in walls]
         if within and call_kind(eqn) == "custom":
@@ -50,37 +51,39 @@ def _inputs(
             inner, kind = plan.calls[position], call_kind(eqn)
             uses.update((id(use), use) for use in inner.entries.values())
             if kind == "scan":
-                read = _inputs_of_scan(inner, *scan_counts(eqn), wanted, uses)
+                read = _inputs_of_scan(inner, *scan_counts(eqn), needed_results, uses)
             elif kind == "cond":
-                branches = [_inputs(branch, wanted, uses) for branch in inner.calls.values()]
+                branches = [
+                    _inputs(branch, needed_results, uses) for branch in inner.calls.values()
+                ]
                 read = {0}.union(*({k + 1 for k in operands} for operands in branches))
             elif kind == "custom":  # a rule has other operands and results than its function
                 uses.update((id(use), use) for use in inner.all_uses())
             else:
-                read = _inputs(inner, wanted, uses, within)
+                read = _inputs(inner, needed_results, uses, within)
         live |= {v for k in read if is_var(v := eqn.invars[k])}
     return {k for k, v in enumerate(jaxpr.invars) if v in live}
 
 
 def _inputs_of_scan(
-    body: Plan, constants: int, carries: int, wanted: set[int], uses: dict[int, Use]
+    body: Plan, constants: int, carries: int, needed_results: set[int], uses: dict[int, Use]
 ) -> set[int]:
-    """Of a scan: a carry that an iteration reads is one that the iteration before returns."""
+    """The inputs of a scan; a carry that one iteration reads is returned by the one before."""
     while True:
-        read = _inputs(body, wanted, uses)
+        read = _inputs(body, needed_results, uses)
         more = {k - constants for k in read if constants <= k < constants + carries}
-        if more <= wanted:
+        if more <= needed_results:
             return read
-        wanted = wanted | more
+        needed_results = needed_results | more
 
 
-# ---------------- readings of a parameter that a derivative inside of the program makes once more
+# ---------------- parameters that a derivative inside of the program reads a second time
 #
-# ``jax.checkpoint`` keeps no products of what it surrounds, and a derivative in reverse computes
-# them again. Where that derivative stands inside of the program (the residual of a differential
-# equation), so do both products. One row of input then has two readings, each with a part of its
-# cotangent: counted as two rows, A weighs it double, and G is the sum of two squares in place of
-# the square of a sum. The statistics would depend on where the program saves memory.
+# ``jax.checkpoint`` does not store the products inside it, and reverse mode computes them again. If
+# that derivative is taken inside of the program (the residual of a differential equation), the
+# program holds both computations. One row of input then has two readings, each with
+# a part of its cotangent. Counted as two rows, A weighs it double, and G is the sum of two squares
+# instead of the square of a sum: the statistics would depend on where the program saves memory.
 
 
 _REASON = (
@@ -93,10 +96,10 @@ _REASON = (
 def split_recomputed(
     analysis: Analysis, uses: Sequence[Use], *, num_outputs: int
 ) -> tuple[list[Use], list[CoverageNote]]:
-    """The uses without those of parameters that are read a second time for one derivative.
+    """The uses without those of parameters that one derivative reads a second time.
 
-    A first reading that leads to no output counts nothing: a checkpoint around the whole of what
-    is derived has one reading, the second.
+    A first reading that leads to no output does not count: a checkpoint around everything that is
+    differentiated leaves one reading, the second.
     """
     again = {id(use) for use in _recomputed(analysis.plan)}
     lost: dict[str, None] = {}
@@ -107,8 +110,10 @@ def split_recomputed(
             (reread if id(use) in again else read)[place] = use
         for use in (reread[place] for place in read.keys() & reread.keys()):
             lost |= dict.fromkeys(use.view.computed_from or (use.view.path,))
-    kept = [u for u in uses if lost.keys().isdisjoint((u.view.path, *u.view.computed_from))]
-    return kept, [CoverageNote(path, _REASON, fatal=True) for path in lost]
+    remaining_uses = [
+        u for u in uses if lost.keys().isdisjoint((u.view.path, *u.view.computed_from))
+    ]
+    return remaining_uses, [CoverageNote(path, _REASON, fatal=True) for path in lost]
 
 
 def _recomputed(plan: Plan) -> Iterator[Use]:
@@ -121,7 +126,7 @@ def _recomputed(plan: Plan) -> Iterator[Use]:
             yield from _recomputed(body)
 
 
-# ----------------
+# ---------------- uses whose rows are not the examples
 
 
 _OF_ROWS = frozenset("mul div add sub add_any".split())
@@ -134,38 +139,39 @@ def analyse(
     num_outputs: int = 0,
     state: frozenset[int] = frozenset(),
 ) -> tuple[ClosedJaxpr, Analysis]:
-    """A traced function and its analysis, constants told apart from rows.
+    """A traced function and its analysis, in which constants and rows are told apart.
 
-    A constant times a parameter is a layer use where its rows are the examples (the zeros that
-    a recurrent state starts from). Where it is made once for all examples and meets them later
-    (the direction of a derivative), the program is changed to make it for each
-    (``_constant_rows``). Anywhere else (a penalty, a weight in a fixed basis) its cotangent
-    is a sum over examples, and what it gives is a value of the parameter alone. Which it is shows
-    only at the end: each is taken for a use first, and the analysis repeated without those that are
-    none.
+    The program alone shows only at its end what an equation is, so the analysis is repeated: each
+    equation is first taken for a layer use, and the next round excludes those that are none.
 
-    So it is with a scale or bias that meets data without the example axis (a batch statistic, in
-    ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
-    later, and the parameter is used there.
+    *A constant times a parameter* is a layer use if its rows are the examples (the zeros from which
+    a recurrent state starts). If it is computed once for all examples and meets them later (the
+    direction of a derivative), the program is changed to compute it for each example
+    (``_constant_rows``). In any other place (a penalty, a weight in a fixed basis) its cotangent is
+    a sum over examples, and the result counts as a value of the parameter alone.
 
-    And so with a lookup of matrices: each is taken for a stack of experts first (``_lookups``). One
-    whose indices are constants is a view of the table, unless it holds the examples' axis (the same
-    positions for each example): then it picks a row of the table for each, as data would.
+    *A scale or bias that meets data without the example axis* (a batch statistic, in
+    ``(x - mean) * (rsqrt(var) * scale)``): such data counts as a constant for every row that it
+    meets later, and the parameter is used there.
 
-    State without the examples (a spectral norm's vectors) is constant altogether: ``state`` says
-    which of the inputs may be it.
+    *A lookup of matrices* is first taken for a stack of experts (``_functions``). If its indices
+    are constants, it is a view of the table, unless the indices have the example axis (the same
+    positions for each example): then it picks a row of the table for each example, as data would.
+
+    *State without the examples* (a spectral norm's vectors) is constant altogether; ``state`` gives
+    the inputs that may be such state.
     """
     refused: set[Hashable] = set()
     constants: set[Hashable] = set()
-    held: frozenset[int] = frozenset()
+    constant_inputs: frozenset[int] = frozenset()
     tables: set[Hashable] = set()
     by_row: set[Hashable] = set()
     while True:
-        analysis = Analysis(closed, paths, refused, constants, held, tables, by_row)
+        analysis = Analysis(closed, paths, refused, constants, constant_inputs, tables, by_row)
         if analysis.tables > tables:
             tables = analysis.tables
             continue
-        if state and (held := _without_examples(analysis, state)):
+        if state and (constant_inputs := _without_examples(analysis, state)):
             state = frozenset()
             continue
         state = frozenset()
@@ -175,8 +181,8 @@ def analyse(
             closed = repeated(closed, todo)
             refused, constants, tables, by_row = set(), set(), set(), set()
             continue
-        if (found := _lookups_by_row(analysis, num_outputs)) - by_row:
-            by_row |= found
+        if (by_row_found := _lookups_by_row(analysis, num_outputs)) - by_row:
+            by_row |= by_row_found
             continue
         wrong = {u.where for u in alone}
         lost = set()
@@ -193,12 +199,15 @@ def analyse(
 
 
 def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[int]:
-    """Which of some inputs lack the leading axis of the first output, or that of other inputs."""
+    """The inputs among ``inputs`` without the example axis: the leading axis of the first output.
+
+    If the first output has none, it is the leading axis of the other inputs.
+    """
     table, first = analysis.table, analysis.outputs[0]
-    others = [axes for k, axes in analysis.axes_of_input.items() if k not in inputs]
-    leading = [first.axes] if isinstance(first, Data) and first.axes else others
+    other_axes = [axes for k, axes in analysis.axes_of_input.items() if k not in inputs]
+    leading = [first.axes] if isinstance(first, Data) and first.axes else other_axes
     examples = {a for axes in leading for axis in axes[:1] for a in table.atoms(axis)}
-    if not examples:  # a single example, of which no axis of another length is
+    if not examples:  # a single example, and an axis of another length is not its axis
         states = {i: analysis.axes_of_input[i] for i in inputs} if leading else {}
         return frozenset(i for i, axes in states.items() if axes and table.atoms(axes[0]))
 
@@ -209,7 +218,7 @@ def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[i
 
 
 def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
-    """Whether the rows are known to be data's, or hold the whole leading axis of an output."""
+    """Whether the rows come from data, or hold all of an output's leading axis."""
     if not use.from_constant:
         return True
     table = analysis.table
@@ -218,16 +227,16 @@ def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
 
 
 def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
-    """Lookups by constants of which each example has its own entries.
+    """Lookups by constants in which each example has its own entries.
 
-    What they give is added to data, or multiplied with it, and the examples lie along it. Where no
-    output says which axis these are, they are the leading axes of data that are no others; where
-    one says it, and is not followed to an input, nothing is known.
+    Their result is added to data or multiplied with it, along the example axis. If no output says
+    which axis that is, it is any axis that leads some data and is no later axis of other data. If
+    an output says it but cannot be followed to an input, nothing is known.
     """
     table, data = analysis.table, analysis.data_axes
     leading = {a for axes in data for axis in axes[:1] for a in table.atoms(axis)}
-    others = {a for axes in data for axis in axes[1:] for a in table.atoms(axis)}
-    examples = _examples(analysis, num_outputs) or (set() if num_outputs else leading - others)
+    not_leading = {a for axes in data for axis in axes[1:] for a in table.atoms(axis)}
+    examples = _examples(analysis, num_outputs) or (set() if num_outputs else leading - not_leading)
     return {
         use.view.looked_up
         for use in _lost_uses(analysis, num_outputs=num_outputs)
@@ -237,7 +246,7 @@ def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
 
 
 def _repeats(analysis: Analysis, alone: list[Use], num_outputs: int) -> Repeats:
-    """What is to be made for each example, of products that are made once for all."""
+    """The repeats for each example of products that the program computes once for all."""
     table, axes = analysis.table, _leading_axes(analysis, num_outputs)
     examples = list(dict.fromkeys(atoms for axis in axes if (atoms := table.atoms(axis))))
     closed_in = frozenset(analysis.closed_in)
@@ -250,16 +259,16 @@ def _leading_axes(analysis: Analysis, num_outputs: int) -> list[Atoms]:
 
 
 def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list[CoverageNote]]:
-    """The uses that keep their examples, and a finding for each that does not.
+    """The uses that keep their examples, and a finding for each use that does not.
 
-    A weight multiplied by a mean over the batch receives a cotangent that is already summed
-    over examples; its square is nobody's statistic.
+    A weight that is multiplied by a mean over the batch receives a cotangent that is already a sum
+    over examples, and the square of that is no statistic.
 
     Args:
         analysis: The analysis of the function.
-        num_outputs: Of how many outputs the first axis is known to be the examples. If of
-            none, or if those axes cannot be followed back to an input, any axis that comes
-            from data may be.
+        num_outputs: The number of outputs whose first axis is known to be the examples. If it is 0,
+            or if these axes cannot be followed back to an input, any axis of data may be the
+            examples.
     """
     uses = analysis.plan.all_uses()
     lost = set(_lost_uses(analysis, num_outputs=num_outputs))
@@ -279,7 +288,7 @@ def _reason(use: Use) -> str:
 
 def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
     table, examples = analysis.table, _examples(analysis, num_outputs)
-    if not examples:  # any axis of data may be it
+    if not examples:  # any axis of data may be the examples
         examples = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
     if single:  # a single example: nothing can be lost
@@ -293,7 +302,7 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
 
 
 def _examples(analysis: Analysis, num_outputs: int) -> set[int]:
-    """The atoms of the first axis of the outputs; none where they are not followed to an input."""
+    """The atoms of the outputs' first axes; empty if they cannot be followed to an input."""
     table = analysis.table
     inputs = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
     outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
@@ -302,15 +311,15 @@ def _examples(analysis: Analysis, num_outputs: int) -> set[int]:
 
 
 def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
-    """The uses without those of a parameter that is also a layer, and times a constant.
+    """The uses without second-pass uses of parameters that are also in a layer and meet a constant.
 
     The rows of that constant (the zeros from which a recurrent state starts) would be missing in
     the layer's factors.
     """
     layers = {u.view.path for u in uses if not (u.kind.elementwise or u.view.computed_from)}
     partial = layers & analysis.of_constants.keys()
-    kept = [u for u in uses if u.kind.covered or u.view.path not in partial]
-    return kept, [
+    remaining_uses = [u for u in uses if u.kind.covered or u.view.path not in partial]
+    return remaining_uses, [
         CoverageNote(
             use.view.path,
             f"goes through {analysis.of_constants[use.view.path]} and meets data in "
@@ -323,16 +332,16 @@ def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[
 
 
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
-    """The uses whose parameter is a whole number of entries of each axis it is a part of."""
-    kept, findings = [], []
+    """The uses whose parameter covers full entries of each axis along which it was joined."""
+    aligned_uses, findings = [], []
     for use in uses:
         if pieces_of(table, use.view.joins) is not None:
-            kept.append(use)
+            aligned_uses.append(use)
         else:
             where = f"where it meets data in `{use.eqn.primitive.name}`"
             reason = f"is joined with others and cut across them, {where}"
             findings.append(CoverageNote(use.view.path, reason, fatal=True))
-    return kept, findings
+    return aligned_uses, findings
 
 
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:

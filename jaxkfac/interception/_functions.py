@@ -1,4 +1,4 @@
-"""Equations of parameters alone, and lookups of their entries."""
+"""Equations of parameters alone, and lookups of a parameter's entries."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -11,37 +11,34 @@ from jaxtyping import Array, Int
 from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._compat import Eqn, body_of, call_kind
 from jaxkfac.interception._index import Join
+from jaxkfac.interception._kind import Data, Use, Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._values import (
     Combined,
     Constant,
-    Data,
     Derived,
     Parameter,
     Picked,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,
 )
 from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
 
-# ---------------- equations of parameters alone: what is still seen of the parameters in their
-# results
+# ---------------- equations of parameters alone
 #
-# A parameter stays in sight behind a view (``_views``), and where it goes through a function
-# element by element: ``exp(w)``, ``u * v``. Each element of the result then depends on one element
-# of each parameter, and a gradient of it is one of the parameter times a derivative, which goes
-# with the slot (``_elements``). Whatever else is in the result is a value that this may depend on.
+# A parameter is still seen behind a view (``_views``) and behind an elementwise function:
+# ``exp(w)``, ``u * v``. Each element of the result then depends on one element of each parameter,
+# and its gradient times a derivative is the parameter's gradient; the derivative goes with the slot
+# (``_elements``). Any other operand of such a result is a value on which the derivative may depend.
 
 
 JOINS = frozenset("concatenate stack pad".split())
-_SUMS = frozenset("add sub add_any".split())  # of which each operand is a view
+_SUMS = frozenset("add sub add_any".split())  # each operand of a sum is a view
 
 
 def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
-    """What the results of an equation of parameters show of them; ``None`` if that is nothing."""
+    """The results of an equation of parameters in which some are seen; ``None`` if none is."""
     if any(isinstance(v, Data) for v in ins) and eqn.primitive.name != "dynamic_slice":
         return None
     if eqn.primitive.name in JOINS:
@@ -57,9 +54,9 @@ def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
 
 
 def is_function(eqn: Eqn) -> bool:
-    """Whether the result is a function of the operands element by element.
+    """Whether the result is an elementwise function of the operands.
 
-    A custom derivative of one is too, if it goes forward: ``jax.nn.softplus``.
+    That includes a function with a custom derivative in forward mode, such as ``jax.nn.softplus``.
     """
     if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
@@ -72,7 +69,7 @@ def is_function(eqn: Eqn) -> bool:
 
 
 def broadcasts(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether an operand stands for one of the result's shape: a scalar, or axes of size one."""
+    """Whether an operand broadcasts to a shape: it is a scalar, or some of its axes have size 1."""
     if not before:
         return True
     return len(before) == len(after) and all(
@@ -81,7 +78,7 @@ def broadcasts(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _has_derivative(eqn: Eqn) -> bool:
-    """Whether a custom derivative gives it forward, and not only backward as ``custom_vjp``."""
+    """Whether a custom derivative has a forward mode, unlike that of a ``custom_vjp``."""
     return eqn.primitive.name.startswith("custom_jvp_call")
 
 
@@ -98,7 +95,7 @@ def _is_step(eqn: Eqn) -> bool:
 
 
 def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) -> list[Value] | None:
-    """The results of a view of one value: each parameter in it is seen through that view."""
+    """The results of a view of a value: each parameter in it is seen through the view."""
     value = ins[position]
     if isinstance(value, Derived):
         return None
@@ -106,17 +103,19 @@ def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) ->
         views = view_of(facts, eqn, ins)
         return None if views is None else [_value(v.number, [v], []) for v in views]
     before = list(views_in(value))
-    each = [view_of(facts, eqn, [*ins[:position], v, *ins[position + 1 :]]) for v in before]
-    if any(views is None for views in each):
+    views_of_each = [
+        view_of(facts, eqn, [*ins[:position], v, *ins[position + 1 :]]) for v in before
+    ]
+    if any(views is None for views in views_of_each):
         return None
     return [
-        _value(facts.equation_number(eqn, ins, k), [v[k] for v in each if v], [value])
+        _value(facts.equation_number(eqn, ins, k), [v[k] for v in views_of_each if v], [value])
         for k in range(len(eqn.outvars))
     ]
 
 
 def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
-    """Parameters side by side: each is a part of the result along one axis, or several."""
+    """Parameters side by side: each one is a part of the result along one axis, or several."""
     name, number, views = eqn.primitive.name, facts.equation_number(eqn, ins), []
     if name == "pad":
         if isinstance(ins[1], Parameter):
@@ -124,14 +123,14 @@ def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
         views = [_padded(facts, eqn, view) for view in views_in(ins[0])]
     else:
         axis = eqn.params["axis" if name == "stack" else "dimension"]
-        whole = facts.table.new(eqn.outvars[0].aval.shape[axis], "parameter")
+        joined_axis = facts.table.new(eqn.outvars[0].aval.shape[axis], "parameter")
         start = 0
         for value, operand in zip(ins, eqn.invars, strict=True):
             size = 1 if name == "stack" else operand.aval.shape[axis]
             for view in views_in(value):
-                views.append(_beside(view, name, axis, whole, start, size))
+                views.append(_beside(view, name, axis, joined_axis, start, size))
             start += size
-    arranged: dict[str, list[object]] = {}  # by path: all of it is one arrangement
+    arranged: dict[str, list[object]] = {}  # by path: all parts of it are one arrangement
     for view in views:
         arranged.setdefault(view.path, []).append((view.elements, view.joins[-1:]))
     views = [
@@ -146,13 +145,15 @@ def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
     return [_value(number, views, ins)]
 
 
-def _beside(view: View, name: str, axis: int, whole: Atoms, start: int, size: int) -> View:
-    if view.axes is None or not whole:
+def _beside(view: View, name: str, axis: int, joined_axis: Atoms, start: int, size: int) -> View:
+    if view.axes is None or not joined_axis:
         return view
-    own = () if name == "stack" else view.axes[axis]
+    piece_axis = () if name == "stack" else view.axes[axis]
     after = view.axes[axis if name == "stack" else axis + 1 :]
-    axes = (*view.axes[:axis], whole, *after)
-    return dataclasses.replace(view, axes=axes, joins=(*view.joins, Join(whole, start, size, own)))
+    axes = (*view.axes[:axis], joined_axis, *after)
+    return dataclasses.replace(
+        view, axes=axes, joins=(*view.joins, Join(joined_axis, start, size, piece_axis))
+    )
 
 
 def _padded(facts: Facts, eqn: Eqn, view: View) -> View:
@@ -161,8 +162,8 @@ def _padded(facts: Facts, eqn: Eqn, view: View) -> View:
         if low < 0 or high < 0 or between:
             return dataclasses.replace(view, axes=None)
         if low or high:
-            whole = facts.table.new(after[d], "parameter")
-            view = _beside(view, "pad", d, whole, int(low), before[d])
+            joined_axis = facts.table.new(after[d], "parameter")
+            view = _beside(view, "pad", d, joined_axis, int(low), before[d])
     return view
 
 
@@ -173,9 +174,9 @@ def _reasons_in(values: Sequence[Value]) -> dict[str, str]:
 def _value(
     number: int, views: Sequence[View], ins: Sequence[Value], hidden: dict[str, str] | None = None
 ) -> Value:
-    """A value made of others in which these are seen; nothing is, of a part that was sliced away.
+    """A result that contains these views; none, for a parameter whose part was sliced away.
 
-    ``hidden`` says of further parameters why they are not seen any more.
+    ``hidden`` gives, for further parameters, the reason why they are no longer seen.
     """
     reasons, traced_indices = (hidden or {}) | _reasons_in(ins), traced_indices_in(ins)
     views = [v for v in views if v.path not in reasons and all(j.size for j in v.joins)]
@@ -191,11 +192,11 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     number = facts.equation_number(eqn, ins)
     reasons: dict[str, str] = {}
-    found: dict[str, View] = {}
+    views: dict[str, View] = {}
     for position, value in enumerate(ins):
         for view in views_in(value):
             view = _spread(facts, view, eqn.invars[position].aval.shape, shape)
-            before = found.setdefault(view.path, view)
+            before = views.setdefault(view.path, view)
             if before is not view and _place(before) != _place(view):
                 # One derivative cannot stand for two elements of the parameter.
                 reasons.setdefault(view.path, f"`{name}` with itself in another order")
@@ -203,48 +204,48 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
                 view = dataclasses.replace(view, function=view.function or name)
             elif is_negated(eqn, position):
                 view = dataclasses.replace(view, scaled=(*view.scaled, number))
-            found[view.path] = dataclasses.replace(view, number=number)
-    return [_value(number, list(found.values()), ins, reasons)]
+            views[view.path] = dataclasses.replace(view, number=number)
+    return [_value(number, list(views.values()), ins, reasons)]
 
 
 def _place(view: View) -> tuple[object, ...]:
-    """What two views of one parameter have in common where their elements lie alike."""
+    """The key that two views of one parameter share if their elements are arranged alike."""
     return view.elements, view.index, view.consumed
 
 
 def _spread(facts: Facts, view: View, before: Sequence[int], after: Sequence[int]) -> View:
-    """A scalar, or an axis of size one, beside an array is one element that is everywhere."""
+    """A view broadcast to a shape: a scalar, or an axis of size one, appears at every place."""
     if tuple(before) == tuple(after):
         return view
     axes = None
     if view.axes is not None:
-        kept = view.axes if before else ((),) * len(after)
+        axes_before = view.axes if before else ((),) * len(after)
         sizes = before or (1,) * len(after)
         axes = tuple(
             axis if b == a else facts.table.new(a, "broadcast")
-            for axis, b, a in zip(kept, sizes, after, strict=True)
+            for axis, b, a in zip(axes_before, sizes, after, strict=True)
         )
     elements = facts.number(("spread", view.elements, tuple(after)))
     return dataclasses.replace(view, axes=axes, elements=elements)
 
 
-# ---------------- lookups: entries of one axis of a parameter, each picked by an index that is data
+# ---------------- lookups: each index, which is data, picks an entry of one axis of a parameter
 #
-# A lookup of vectors is an embedding. A lookup of matrices may be one too (the row of a table is
-# laid out as a matrix), or each row of data picks the kernel that it is multiplied by: then the
-# axis is a stack of experts. Which it is shows where the result is read: it is taken for a stack
-# first, and for a table where anything but such a product reads it.
+# A lookup of vectors is an embedding. A lookup of matrices is ambiguous: the rows of a table may be
+# laid out as matrices, or each row of data may pick the kernel that it is multiplied by, in which
+# case the axis is a stack of experts. Only the equation that reads the result decides. The lookup
+# is first taken for a stack, and for a table if anything but such a product reads it.
 
 
 _CLAMPED = (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 class Lookup(NamedTuple):
-    """Of a ``gather`` that picks whole entries: along which axis.
+    """The axis along which a ``gather`` picks entries.
 
     Attributes:
-        axis: Of the operand.
-        column: Where its index stands in the last axis of the indices.
+        axis: The axis of the operand.
+        column: The position of its index in the last axis of the indices.
     """
 
     axis: int
@@ -252,10 +253,9 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(eqn: Eqn) -> Lookup | None:
-    """How an equation picks whole entries of its operand; ``None`` if it does something else.
+    """How an equation picks entries of its operand; ``None`` if it does something else.
 
-    Further indices, of axes that are taken whole, can only be zero: ``vmap`` makes them of
-    ``w[i]``.
+    ``vmap`` of ``w[i]`` adds indices for axes that are read in full. These can only be zero.
     """
     d, sizes, shape = (
         eqn.params["dimension_numbers"],
@@ -276,13 +276,13 @@ def lookup_of(eqn: Eqn) -> Lookup | None:
 
 
 def kept_axis(eqn: Eqn, lookup: Lookup) -> int | None:
-    """Where the axis of the lookup is in the result, with size one; ``None`` if it is dropped."""
+    """Where the looked-up axis is in the result, with size one; ``None`` if it is dropped."""
     d = eqn.params["dimension_numbers"]
     return None if d.collapsed_slice_dims else int(d.offset_dims[lookup.axis])
 
 
 def entries_picked(eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
-    """Which entry each row picks; none, out of range above, where it picks none."""
+    """The entry that each row picks; the number of entries, out of range, if it picks none."""
     lookup = lookup_of(eqn)
     assert lookup is not None
     entries, number = operands[1][..., lookup.column], operands[0].shape[lookup.axis]
@@ -290,11 +290,11 @@ def entries_picked(eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
         entries = entries.astype(jnp.int32)  # which holds the number of entries
     if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         return jnp.clip(entries, 0, number - 1)
-    return jnp.where(entries < 0, number, entries)  # else it counts from the end
+    return jnp.where(entries < 0, number, entries)  # a negative index would count from the end
 
 
 def stack_looked_up(facts: Facts, eqn: Eqn, ins: Sequence[Value], where: object) -> Value | None:
-    """The result of a lookup of matrices as a view of the parameters; ``None`` if it is none."""
+    """The result of a lookup of matrices as a view of the parameters, or ``None``."""
     lookup = lookup_of(eqn)
     value, indices = ins[0], ins[1]
     if lookup is None or not isinstance(indices, Data) or isinstance(value, Data):
@@ -302,12 +302,12 @@ def stack_looked_up(facts: Facts, eqn: Eqn, ins: Sequence[Value], where: object)
     if not views_in(value) or getattr(value, "reasons", ()):
         return None
     views = [_looked_up(facts, eqn, lookup, view, indices, where) for view in views_in(value)]
-    found = [view for view in views if view is not None]
-    if len(found) < len(views):
+    followed = [view for view in views if view is not None]
+    if len(followed) < len(views):
         return None
     number = facts.equation_number(eqn, ins)
-    found = [dataclasses.replace(v, number=number) for v in found]
-    return found[0] if isinstance(value, View) else Combined(number, tuple(found))
+    followed = [dataclasses.replace(v, number=number) for v in followed]
+    return followed[0] if isinstance(value, View) else Combined(number, tuple(followed))
 
 
 def _looked_up(
@@ -316,16 +316,20 @@ def _looked_up(
     if view.axes is None or view.function or view.picked or view.chosen or view.members:
         return None
     axis = facts.table.atoms(view.axes[lookup.axis])
-    if len(view.axes) < 3 or not axis or any(j.whole == view.axes[lookup.axis] for j in view.joins):
+    if (
+        len(view.axes) < 3
+        or not axis
+        or any(j.array_axis == view.axes[lookup.axis] for j in view.joins)
+    ):
         return None
     if any(facts.table.kinds(a) != {"parameter"} for a in axis):
         return None
     offset = list(eqn.params["dimension_numbers"].offset_dims)
-    kept = [a for d, a in enumerate(view.axes) if d != lookup.axis]
+    kernel_axes = [a for d, a in enumerate(view.axes) if d != lookup.axis]
     at = kept_axis(eqn, lookup)
     if at is not None:
         offset.remove(at)
-    rows, features = iter(indices.axes[:-1]), iter(kept)
+    rows, features = iter(indices.axes[:-1]), iter(kernel_axes)
     axes: Axes = tuple(
         () if d == at else next(features) if d in offset else next(rows)
         for d in range(len(eqn.outvars[0].aval.shape))
@@ -336,33 +340,40 @@ def _looked_up(
 
 
 def looked_up_by_constants(
-    eqn: Eqn, ins: Sequence[Value], seen: Sequence[Value], where: Hashable
+    eqn: Eqn, ins: Sequence[Value], results: Sequence[Value], where: Hashable
 ) -> list[Value]:
-    """Views of entries that constants pick, with the lookup, which may be one for each row."""
+    """The results, with the lookup noted where constants, maybe one for each row, pick entries."""
     table = ins[0]
     if lookup_of(eqn) is None or not isinstance(table, View) or table.axes is None:
-        return list(seen)
-    return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in seen]
+        return list(results)
+    return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in results]
 
 
-def without_lookup_if_grown(eqn: Eqn, ins: Sequence[Value], seen: Sequence[Value]) -> list[Value]:
-    """Views; those that have grown lose their lookup, whose indices lack the new axis."""
-    held = [x.aval.size for x, v in zip(eqn.invars, ins, strict=True) if views_in(v)]
-    largest = max(held, default=0)
+def without_lookup_if_grown(
+    eqn: Eqn, ins: Sequence[Value], results: Sequence[Value]
+) -> list[Value]:
+    """The results; a view larger than its operands loses its lookup.
 
-    def kept(value: Any, out: Any) -> Any:
+    The indices of the lookup lack the axis that was added.
+    """
+    sizes = [x.aval.size for x, v in zip(eqn.invars, ins, strict=True) if views_in(v)]
+    largest = max(sizes, default=0)
+
+    def without_lookup(value: Any, out: Any) -> Any:
         if out.aval.size <= largest:
             return value
         if isinstance(value, Combined):
-            return dataclasses.replace(value, views=tuple(kept(v, out) for v in value.views))
+            return dataclasses.replace(
+                value, views=tuple(without_lookup(v, out) for v in value.views)
+            )
         is_view = isinstance(value, View)
         return dataclasses.replace(value, looked_up=None) if is_view else value
 
-    return [kept(v, out) for v, out in zip(seen, eqn.outvars, strict=False)]
+    return [without_lookup(v, out) for v, out in zip(results, eqn.outvars, strict=False)]
 
 
 def lookups_in(values: Sequence[Value]) -> set[object]:
-    """Where the stacks were looked up that are seen in some values."""
+    """The lookups of the stacks that are seen in some values."""
     return {view.picked.where for v in values for view in views_in(v) if view.picked}
 
 
@@ -372,8 +383,8 @@ def is_followed(eqn: Eqn, kind: str | None, outs: Sequence[Value], uses: Sequenc
     Args:
         eqn: The equation.
         kind: Which call it is, or ``None``.
-        outs: Its results.
-        uses: The uses that were found in it.
+        outs: The results.
+        uses: The uses in the equation.
     """
     if uses:
         return all(use.kind.picks or not use.view.picked for use in uses)

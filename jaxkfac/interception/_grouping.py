@@ -1,4 +1,4 @@
-"""Layer uses grouped into layers: names, orientation, shared inputs."""
+"""Grouping of layer uses into layers: names, orientation, shared inputs."""
 
 import collections
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._index import cuts_of, index_name, overlap, pieces_of
+from jaxkfac.interception._kind import Use
 from jaxkfac.interception._layer import Layer, ParameterMatrix, selector
 from jaxkfac.interception._use_groups import (
     UseGroup,
@@ -20,9 +21,9 @@ from jaxkfac.interception._use_groups import (
     stack_of,
     without_overlaps,
 )
-from jaxkfac.interception._values import CoverageNote, Use, View
+from jaxkfac.interception._values import CoverageNote, View
 
-# ---------------- biases that are joined to the layer whose product they are added to
+# ---------------- biases that are joined to a layer
 
 
 def join_biases(
@@ -32,21 +33,21 @@ def join_biases(
     scales: list[Use],
     experts: str | None,
 ) -> set[tuple[Use, int]]:
-    """Join a bias to a block when each reads the other and neither reads anything else.
+    """Join a bias to a block if each reads the other and neither reads anything else.
 
-    A bias added to a sum of products has the output gradient of each, but one homogeneous
-    column cannot be in several blocks: it is joined to none.
+    A bias that is added to a sum of products has the output gradient of each of them. One
+    homogeneous column cannot be in several blocks, so such a bias is joined to none.
 
     Returns:
-        The uses of the biases that are joined, and in which iterations.
+        The uses of the joined biases, each with its iteration.
     """
     readers = collections.defaultdict(set)
     for use in biases:
         for k, view in _iterations(use):
             readers[view.path, view.index].add((use, k))
-    whole = {path for path, index in readers if not index}
+    full_paths = {path for path, index in readers if not index}
     scaled = [view for s in scales for view in s.view.members or (s.view,)]
-    taken: set[tuple[Use, int]] = set()
+    joined: set[tuple[Use, int]] = set()
     for block in blocks:
         if not block.kind.product:
             continue
@@ -59,27 +60,29 @@ def join_biases(
             for k, view in _iterations(add)
             if _is_added_in(block, add, k)
         ]
-        (path, index), *others = dict.fromkeys((view.path, view.index) for _, _, view in mine)
+        (path, index), *further = dict.fromkeys((view.path, view.index) for _, _, view in mine)
         matrix = _bias_matrix(table, block, adds[0], experts)
-        exclusive = not others and {(add, k) for add, k, _ in mine} == readers[path, index]
-        exclusive &= not (index and path in whole)
+        exclusive = not further and {(add, k) for add, k, _ in mine} == readers[path, index]
+        exclusive &= not (index and path in full_paths)
         exclusive &= not any(v.path == path and overlap(v.index, index) for v in scaled)
         if matrix is not None and exclusive:
             block.bias = of_member(matrix, mine[0][2])
-            taken |= readers[path, index]
-    return taken
+            joined |= readers[path, index]
+    return joined
 
 
 def _is_added_in(block: UseGroup, add: Use, k: int) -> bool:
-    """Whether what a bias adds at iteration k is added to a result of the block's kernel."""
+    """Whether a bias is added, at iteration ``k``, to a result of the block's kernel."""
     assert add.join is not None
-    own, others = add.view, add.join.view
-    one_scan = bool(others.members) and (not own.members or own.stacked_for == others.stacked_for)
+    bias_view, kernel_view = add.view, add.join.view
+    one_scan = bool(kernel_view.members) and (
+        not bias_view.members or bias_view.stacked_for == kernel_view.stacked_for
+    )
     return not one_scan or k in block.at[add.join]
 
 
 def _iterations(add: Use) -> list[tuple[int, View]]:
-    """Which bias is added in which iteration of the scan over a stack of them, or of kernels."""
+    """The view of the bias in each iteration of a scan over a stack of biases, or of kernels."""
     number = len(add.join.view.members) if add.join is not None else 0
     return list(enumerate(add.view.members or (add.view,) * (number or 1)))
 
@@ -87,24 +90,24 @@ def _iterations(add: Use) -> list[tuple[int, View]]:
 def _bias_matrix(
     table: AxisTable, block: UseGroup, add: Use, experts: str | None
 ) -> ParameterMatrix | None:
-    """The bias as a row of the block's matrix; ``None`` if its elements lie in another order."""
+    """The bias as a row of the block's matrix; ``None`` if its elements are in another order."""
     product = add.join
     assert product is not None and add.data is not None and add.view.axes is not None
-    own: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
+    bias_axis_of: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
     its_axis, my_axis = own_axes(table, product.view), own_axes(table, add.view)
     for free, axis in zip(add.data.product_axes, add.view.axes, strict=True):
-        parts = its_axis(free or ())
-        split = table.regroup([my_axis(axis)], [table.size(a) for a in parts])
+        weight_atoms = its_axis(free or ())
+        split = table.regroup([my_axis(axis)], [table.size(a) for a in weight_atoms])
         if split is None:
             return None
-        own.update(zip(parts, split, strict=True))
+        bias_axis_of.update(zip(weight_atoms, split, strict=True))
     weight_at, _ = atom_positions(table, product.view)
     where, sizes = atom_positions(table, add.view)
     stack = [(c.size, c.atoms) for c in add.view.consumed]
     atoms, positions = list(sizes), []
     steps = stack_of(product, experts)[len(product.view.consumed) :]
     stacked = [a for _, axis in steps for a in its_axis(axis)]
-    stack += [(0, own.get(a, ())) for a in stacked]
+    stack += [(0, bias_axis_of.get(a, ())) for a in stacked]
     for size, axis in stack:
         at = [where[a] for a in table.atoms(axis) if a in where]
         if size == 1 and not at:
@@ -115,19 +118,19 @@ def _bias_matrix(
     outputs = [
         where[b]
         for a in sorted(free, key=weight_at.__getitem__)
-        for b in table.atoms(own.get(a, ()))
+        for b in table.atoms(bias_axis_of.get(a, ()))
         if b in where
     ]
-    if outputs != sorted(outputs):  # the factor has its features in the order of the weight's
+    if outputs != sorted(outputs):  # the factor's features are in the order of the weight's
         return None
     matrix = ParameterMatrix(
         add.view.path, add.view.index, tuple(atoms), tuple(positions), (), tuple(outputs)
     )
-    same = (block.weight.stack_shape, block.weight.out_features)
-    return matrix if (matrix.stack_shape, matrix.out_features) == same else None
+    expected = (block.weight.stack_shape, block.weight.out_features)
+    return matrix if (matrix.stack_shape, matrix.out_features) == expected else None
 
 
-# ----------------
+# ---------------- layers
 
 
 def group_uses(
@@ -139,14 +142,14 @@ def group_uses(
     pattern: str | None = None,
     scale_blocks: bool = False,
 ) -> tuple[list[Layer], list[CoverageNote]]:
-    """Group uses into layers, and mark every use with the layer it belongs to.
+    """Group uses into layers, and set the layer that each use belongs to.
 
     Args:
         table: The axis atoms of the analysis.
-        uses: Every use, in program order. Their ``layer`` is set.
-        max_dense: A larger side is kept as a diagonal.
+        uses: Every use, in program order; their ``layer`` is set.
+        max_dense: A side with more features is stored as a diagonal.
         experts: Full-match pattern of parameters whose free leading axis is a stack.
-        pattern: Full-match pattern over layer names; the others are left untapped.
+        pattern: Full-match pattern over layer names; layers that do not match are left untapped.
         scale_blocks: Whether scales and lone biases have a dense block.
 
     Returns:
@@ -156,14 +159,18 @@ def group_uses(
         UnknownLayerError: ``pattern`` matches no layer.
     """
     # A second pass squares the whole gradient of a parameter, whatever else reads it.
-    whole = {u.view.path for u in uses if not u.kind.covered}
-    uses = [u for u in uses if not (u.kind.elementwise and u.kind.covered and u.view.path in whole)]
+    second_pass_paths = {u.view.path for u in uses if not u.kind.covered}
+    uses = [
+        u
+        for u in uses
+        if not (u.kind.elementwise and u.kind.covered and u.view.path in second_pass_paths)
+    ]
     matrices = [u for u in uses if not u.kind.elementwise]
     biases = [u for u in uses if u.kind.inserts]
-    others = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
+    scales = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
     blocks = grouped(table, matrices, experts)
-    joined = join_biases(table, blocks, biases, others, experts)
-    beside = {part.path for b in blocks for part in (b.weight, b.bias) if part}
+    joined = join_biases(table, blocks, biases, scales, experts)
+    beside = {matrix.path for b in blocks for matrix in (b.weight, b.bias) if matrix}
     elementwise = [u for u in uses if u.kind.elementwise]
     blocks += grouped(table, elementwise, experts, beside, joined)
     order = {u: i for i, u in enumerate(uses)}
@@ -228,27 +235,27 @@ def _is_dense(block: UseGroup, size: int, max_dense: int, *, scale_blocks: bool)
 
 
 def _name(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
-    """Name every block; where a parameter has several, the dense one keeps the path.
+    """Name every block; if a parameter has several, the dense one gets the path alone.
 
-    Of a kernel that is read in both orientations it is the one with a bias, or that contracts its
-    first axes.
+    For a kernel that is read in both orientations, it is the block that has a bias, or else the one
+    that contracts the first axes.
     """
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
         by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
-        taken: set[str] = set()
+        names_used: set[str] = set()
         for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
-            name = path if not taken else further
-            while name in taken:
+            name = path if not names_used else further
+            while name in names_used:
                 name += "'"
-            taken.add(name)
+            names_used.add(name)
             block.name = name
             if block.computed_from:
                 block.weight = dataclasses.replace(block.weight, path=name)
         if len(group) > 1 and not group[0].computed_from:
-            names = ", ".join(sorted(taken))
+            names = ", ".join(sorted(names_used))
             turned = any(_are_turned(*pair) for pair in itertools.combinations(group, 2))
             taken_by = " and its transpose, as one product" if turned else ""
             reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}{taken_by}"
@@ -257,14 +264,14 @@ def _name(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
 
 
 def _precedence(table: AxisTable, block: UseGroup) -> tuple[Any, ...]:
-    """What the blocks of a parameter are sorted by; nothing in it depends on the program's order.
+    """The sort key of the blocks of a parameter, which does not depend on the program's order.
 
-    An axis of size one is neither an input nor an output: it belongs to the side that has no other.
+    An axis of size one is neither an input nor an output. It counts for a side without other axes.
     """
     weight, view = block.weight, block.uses[0].view
     where, _ = atom_positions(table, view)
-    axes = [{where[a] for a in table.atoms(axis)} for axis in view.own]
-    single = [d for d, axis in enumerate(axes) if not axis][-1:]  # behind those of a stack
+    axes = [{where[a] for a in table.atoms(axis)} for axis in view.remaining_axes]
+    single = [d for d, axis in enumerate(axes) if not axis][-1:]  # the last: stacks come first
     inputs, outputs = (
         ([d for d, axis in enumerate(axes) if axis & set(side)] or single, side)
         for side in (weight.inputs, weight.outputs)
@@ -273,8 +280,8 @@ def _precedence(table: AxisTable, block: UseGroup) -> tuple[Any, ...]:
 
 
 def _looked_up_matrices(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
-    """A remark on lookups of whole matrices: it is rows of a table that are read, not experts."""
-    found = []
+    """Notes about lookups of whole matrices, which read rows of a table and not experts."""
+    notes = []
     for block in blocks:
         sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
         if block.kind.diagonal_inputs and len(sizes) > 1:
@@ -284,14 +291,14 @@ def _looked_up_matrices(table: AxisTable, blocks: list[UseGroup]) -> list[Covera
                 "features; kernels of experts have factors of their own, where a product reads the "
                 "kernel that each row picks"
             )
-            found.append(CoverageNote(block.weight.path, reason, fatal=False))
-    return found
+            notes.append(CoverageNote(block.weight.path, reason, fatal=False))
+    return notes
 
 
 def _owners(table: AxisTable, blocks: list[UseGroup]) -> dict[int, UseGroup]:
     """For each block, the first block that reads the same inputs in the same way.
 
-    One whose kernel is also read in the other orientation has an A for itself.
+    A block whose kernel is also read in the other orientation has its own A.
     """
     first: dict[Any, UseGroup] = {}
     by_path = collections.defaultdict(list)
@@ -300,13 +307,13 @@ def _owners(table: AxisTable, blocks: list[UseGroup]) -> dict[int, UseGroup]:
     pairs = (p for group in by_path.values() for p in itertools.combinations(group, 2))
     turned = {id(block) for pair in pairs if _are_turned(*pair) for block in pair}
     keys = {id(b): id(b) if id(b) in turned else _input_key(table, b) for b in blocks}
-    ordered = sorted(blocks, key=lambda b: bool(b.computed_from))  # those of parameters come first
+    ordered = sorted(blocks, key=lambda b: bool(b.computed_from))  # blocks of parameters first
     return {id(b): first.setdefault(keys[id(b)], b) for b in ordered}
 
 
-def _are_turned(one: UseGroup, other: UseGroup) -> bool:
-    """Whether two blocks read one kernel in opposite orientations: these are made one block."""
-    return one.kind is other.kind and one.weight.is_transpose_of(other.weight)
+def _are_turned(first: UseGroup, second: UseGroup) -> bool:
+    """Whether two blocks read one kernel in opposite orientations, to be merged into one block."""
+    return first.kind is second.kind and first.weight.is_transpose_of(second.weight)
 
 
 def _input_key(table: AxisTable, block: UseGroup) -> Any:

@@ -1,15 +1,15 @@
-"""Static indices into a parameter, and arrays of which parameters are parts."""
+"""Static indices into a parameter, and arrays that are composed of parameters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 
-# ---------------- static indices into a parameter: numbers and ranges
+# ---------------- static indices
 
 
 class Range(NamedTuple):
-    """Neighbouring indices ``start`` to ``stop`` of an axis of ``size``."""
+    """The consecutive indices ``start`` to ``stop`` of an axis of ``size``."""
 
     start: int
     stop: int
@@ -23,93 +23,96 @@ Index = tuple[int | Range, ...]
 
 
 def index_name(index: Index) -> str:
-    """As it stands behind the path of a parameter."""
+    """The index in the form that follows the path of a parameter in names."""
     if any(isinstance(at, Range) for at in index):
         return f"[{','.join(map(str, index))}]"
     return "".join(f"[{at}]" for at in index)
 
 
 def slices(index: Index) -> tuple[int | slice, ...]:
-    """As arrays take it."""
+    """The index in the form that arrays take."""
     return tuple(slice(at.start, at.stop) if isinstance(at, Range) else at for at in index)
 
 
 def shape_of(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of ``array[index]``."""
-    kept = [at.stop - at.start for at in index if isinstance(at, Range)]
-    return (*kept, *shape[len(index) :])
+    range_sizes = [at.stop - at.start for at in index if isinstance(at, Range)]
+    return (*range_sizes, *shape[len(index) :])
 
 
-def overlap(one: Index, other: Index) -> bool:
+def overlap(first: Index, second: Index) -> bool:
     """Whether two indices into one parameter have elements in common."""
 
     def ends(at: int | Range) -> tuple[int, int]:
         return (at.start, at.stop) if isinstance(at, Range) else (at, at + 1)
 
-    pairs = [(ends(a), ends(b)) for a, b in zip(one, other, strict=False)]
+    pairs = [(ends(a), ends(b)) for a, b in zip(first, second, strict=False)]
     return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
 
-# ---------------- parameters that are parts of one array: concatenated, stacked or padded into it
+# ---------------- parameters as parts of one array
 #
-# Along the axis where they were put side by side, the array has atoms of its own, and each of them
-# is a run of indices (``Join``). A layer use of the array is one of each part: the statistics of
-# its rows of inputs or columns of outputs are those of its own block.
+# Parameters may be concatenated, stacked or padded into one array. Along the joined axis the array
+# has its own atoms, and each parameter is a run of indices (``Join``). A layer use of the array is
+# one use of each parameter in it: the statistics of its rows of inputs or columns of outputs are
+# those of its own block.
 
 
 class Join(NamedTuple):
-    """Where a parameter lies in an array made of several.
+    """The place of a parameter in an array composed of several.
 
     Attributes:
-        whole: The array's axis.
-        start: First index there that is the parameter's.
-        size: How many are.
-        own: The axis of the parameter.
+        array_axis: The array's axis.
+        start: The first index along it that belongs to the parameter.
+        size: The number of indices.
+        parameter_axis: The axis of the parameter.
     """
 
-    whole: Atoms
+    array_axis: Atoms
     start: int
     size: int
-    own: Atoms
+    parameter_axis: Atoms
 
 
 class Piece(NamedTuple):
     """A run of the indices of one atom.
 
     Attributes:
-        start: The first.
-        size: How many.
-        own: What they are in the parameter's atoms.
+        start: The first index.
+        size: The number of indices.
+        parameter_atoms: The parameter's atoms along the run.
     """
 
     start: int
     size: int
-    own: Atoms
+    parameter_atoms: Atoms
 
 
 def pieces_of(table: AxisTable, joins: Sequence[Join]) -> dict[int, Piece] | None:
-    """For each atom of a joined axis, which of its indices are the parameter's.
+    """For each atom of a joined axis, the run of its indices that belongs to the parameter.
 
-    A reshape may have split the joined axis. The part is a run of indices of the outermost atom
-    then, and all of the others, if its ends lie on their boundaries; else ``None``.
+    A reshape may have split the joined axis. The parameter is then a run of indices of the
+    outermost atom, in full along the other atoms, provided its ends lie on their boundaries;
+    otherwise the result is ``None``.
     """
-    found: dict[int, Piece] = {}
+    pieces: dict[int, Piece] = {}
     for join in joins:
-        first, *rest = table.atoms(join.whole)
-        sizes = [table.size(a) for a in rest]
+        first, *inner_atoms = table.atoms(join.array_axis)
+        sizes = [table.size(a) for a in inner_atoms]
         inner = 1
         for size in sizes:
             inner *= size
         if join.start % inner or join.size % inner:
             return None
-        own = table.regroup([join.own], [join.size // inner, *sizes])
-        if own is None:
+        own_axes = table.regroup([join.parameter_axis], [join.size // inner, *sizes])
+        if own_axes is None:
             return None
-        found[first] = Piece(join.start // inner, join.size // inner, own[0])
-        found.update(
-            (a, Piece(0, size, mine)) for a, size, mine in zip(rest, sizes, own[1:], strict=True)
+        pieces[first] = Piece(join.start // inner, join.size // inner, own_axes[0])
+        pieces.update(
+            (a, Piece(0, size, mine))
+            for a, size, mine in zip(inner_atoms, sizes, own_axes[1:], strict=True)
         )
-    return found
+    return pieces
 
 
 def own_atoms(table: AxisTable, pieces: dict[int, Piece], axis: Atoms) -> Atoms:
@@ -117,16 +120,16 @@ def own_atoms(table: AxisTable, pieces: dict[int, Piece], axis: Atoms) -> Atoms:
     out: list[int] = []
     for atom in table.atoms(axis):
         piece = pieces.get(atom)
-        out += [atom] if piece is None else own_atoms(table, pieces, piece.own)
+        out += [atom] if piece is None else own_atoms(table, pieces, piece.parameter_atoms)
     return tuple(out)
 
 
 def cuts_of(table: AxisTable, pieces: dict[int, Piece], axis: Atoms) -> tuple[object, ...]:
-    """What of an axis is the parameter's; two readings of one array that agree read the same."""
+    """The runs of an axis that are the parameter's; equal for readings of the same part of it."""
     out: list[object] = []
     for i, atom in enumerate(table.atoms(axis)):
         if atom in pieces:
-            start, size, own = pieces[atom]
-            if (start, size) != (0, table.size(atom)) or cuts_of(table, pieces, own):
-                out.append((i, start, size, cuts_of(table, pieces, own)))
+            start, size, own_axis = pieces[atom]
+            if (start, size) != (0, table.size(atom)) or cuts_of(table, pieces, own_axis):
+                out.append((i, start, size, cuts_of(table, pieces, own_axis)))
     return tuple(out)

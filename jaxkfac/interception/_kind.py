@@ -1,61 +1,173 @@
-"""What a kind of layer says of itself, and the kinds that are known.
+"""The interface of a kind of layer, the records that it is given, and the registry of kinds.
 
 The analysis of a program asks the kind that reads a primitive whether an equation is a use of it.
-Whoever gathers statistics asks the kind of a use for its rows. So a kind is one class, and this
-is all that the rest of the library knows of it. The kinds themselves are in ``jaxkfac.kinds``.
+The code that gathers statistics asks the kind of a use for its rows. A kind is therefore one
+class, and the rest of the library knows it only through this interface. The kinds themselves are
+in ``jaxkfac.kinds``. ``Data``, ``Use`` and ``Site`` are defined here because they and ``Kind`` name
+one another.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from jaxtyping import Array, Bool, Shaped
 
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._encoded import bind
+from jaxkfac.interception._slots import Slot, SlotEntry
+from jaxkfac.interception._values import Constant, Parameter, View
 
-if TYPE_CHECKING:
-    from jaxkfac.interception._rewrite import Site
-    from jaxkfac.interception._slots import SlotEntry
-    from jaxkfac.interception._values import Use, Value
-else:  # modules that import this one; by these names the type checker of the tests finds them
-    Site = "jaxkfac.interception._rewrite.Site"
-    SlotEntry = "jaxkfac.interception._slots.SlotEntry"
-    Use = "jaxkfac.interception._values.Use"
-    Value = "jaxkfac.interception._values.Value"
-
-Axes = tuple[Atoms, ...]
 RowWeights = Bool[Array, "..."] | None  # which rows exist, with the axes of ``Use.rows``
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A value that depends on data.
+
+    Attributes:
+        number: Value number.
+        axes: One entry per axis, in atoms.
+        product: The layer use whose product this value is, seen through views that nothing else
+            reads. A bias that is added to it is joined to that use.
+        product_axes: For each axis, the atoms of the parameter's free axes, or ``None``.
+        products: If the value depends on no other data, the products of constants and parameters
+            that it comes from (see ``_constant_rows``).
+    """
+
+    number: int
+    axes: Axes
+    product: "Use | None" = None
+    product_axes: tuple[Atoms | None, ...] = ()
+    products: frozenset[Hashable] = frozenset()
+
+
+Value = Constant | Parameter | Data
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """One equation in which a parameter meets data by a rule.
+
+    Attributes:
+        kind: The kind of layer.
+        eqn: The equation.
+        operand: Position of the parameter among the operands.
+        view: The parameter's view there.
+        scope: Identities of the enclosing scans and branches, outermost first.
+        in_axes: Atoms of the contracted axes, in the equation's order.
+        out_axes: Atoms of the free axes, in the equation's order.
+        batch_axes: Atoms of the axes shared with the data (experts, feature groups).
+        rows: Atoms of the data operand's axes that are neither contracted nor shared.
+        result: Atoms of the result's axes, for a scale or bias.
+        data: The data operand, if there is one.
+        from_constant: Whether the data operand is a constant, such as the zeros from which a
+            recurrent state starts; the program joins its rows with those of data only later.
+        whole_examples: For an elementwise use, whether its gradient must be summed over an example
+            before it is squared, because the gradient at each row is already a sum.
+        features: For an elementwise use, the axes of the result that are features (the classes,
+            for logits). Where the parameter has no elements along them, its gradient is summed
+            over them before it is squared.
+        parts: If the parameter is one part of an array, the uses of all parts.
+        join: For a bias, the product that it is added to, if nothing else reads that product.
+        layer: Name of the layer that this use belongs to; ``None`` if the layer is not tapped. A
+            parameter that is the whole tree has the name ``""``.
+        layers: If each iteration reads another layer, the names of all of them, with ``None`` for
+            a layer that is not tapped.
+        free_stack: Whether the first free axis is read as a stack of experts.
+        row_batch: For a dense layer, which pairs of shared axes are rows because the parameter was
+            broadcast along them.
+        row_axes: For kernels gathered by row, which of their axes are rows.
+        groups: For a convolution, the sizes of ``batch_axes``.
+        reversed: For a convolution, for each spatial axis, whether the kernel is read back to
+            front along it.
+        where: The equation and the calls around it; equal in every analysis of one program.
+    """
+
+    kind: "Kind"
+    eqn: Eqn
+    operand: int
+    view: View
+    scope: tuple[int, ...]
+    in_axes: Axes = ()
+    out_axes: Axes = ()
+    batch_axes: Axes = ()
+    rows: Axes = ()
+    result: Axes = ()
+    data: Data | None = None
+    from_constant: bool = False
+    whole_examples: bool = False
+    features: tuple[int, ...] = ()
+    parts: Sequence["Use"] = ()
+    join: "Use | None" = None
+    layer: str | None = None
+    layers: tuple[str | None, ...] = ()
+    free_stack: bool = False
+    row_batch: tuple[int, ...] = ()
+    row_axes: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    reversed: tuple[bool, ...] = ()
+    where: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation handed to a handler, with the slots and masks of its layer uses.
+
+    Attributes:
+        uses: The uses in it that are tapped.
+        slots: For each use, its slot.
+        rows: For each use, which of its rows exist, or ``None`` if all do.
+        active: For each use, whether its statistics are wanted, a scalar; ``None`` for always.
+        table: The axis atoms.
+    """
+
+    eqn: Eqn
+    uses: list[Use]
+    slots: list[Slot]
+    rows: list[Bool[Array, "..."] | None]
+    active: list[Bool[Array, ""] | None]
+    table: AxisTable
+
+    def without_values(self) -> "Site":
+        """The site without arrays, for rules that must close over no tracer."""
+        return dataclasses.replace(self, slots=[], rows=[], active=[])
+
+    def bind(self, *operands: Any) -> Any:
+        """Apply the original operation with all parameters of the equation."""
+        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
 
 
 class Kind(abc.ABC):
     """A kind of layer: one operation in which a parameter meets data linearly.
 
     Attributes:
-        name: As in ``Layer.kind``.
-        primitives: The equations that it reads; no other kind reads them.
+        name: The name, as in ``Layer.kind``.
+        primitives: The primitives that it reads; no other kind reads them.
         entries: The entries of its slots; see ``SlotEntry``.
-        rank: Which block answers for a parameter that has several: the lowest.
-        suffix: What a further block of the same parameter is called, behind ``@``.
-        elementwise: Whether each element of the parameter meets data by itself: the block is a
-            diagonal, or one dense matrix, and has no input side.
-        contracts: Of an elementwise kind: whether rows are summed over, so that none of their axes
-            is the parameter's.
-        unless_matrix: The kind of a parameter that is read like this and is no matrix.
-        unless_one: The kind of a parameter that is read like this, each row another entry of it.
-        picks: Whether each row picks its entry of the stack: behind the operands of the equation
-            stand the indices then.
-        inserts: Whether the parameter stands beside data rather than times it: several may in one
-            equation, and where the result is a scalar it is a penalty.
-        product: Whether its result is a product of rows: a bias may be joined to it, and its rows
+        rank: If a parameter has several blocks, the block of the lowest rank answers for it.
+        suffix: The name of a further block of the same parameter, after ``@``.
+        elementwise: Whether each element of the parameter meets data by itself. The block is then
+            a diagonal, or one dense matrix, and has no input side.
+        contracts: For an elementwise kind, whether rows are summed over, so that none of their axes
+            is an axis of the parameter.
+        unless_matrix: The kind that applies instead if the parameter is no matrix.
+        unless_one: The kind that applies instead if each row reads another entry of the parameter.
+        picks: Whether each row picks its entry of the stack. The operands that a handler gets then
+            end with the indices.
+        inserts: Whether the parameter is placed beside data instead of multiplying it. One equation
+            may then read several, and if the result is a scalar, it is a penalty.
+        product: Whether the result is a product of rows. A bias may be joined to it, and its rows
             may be constants.
         diagonal_inputs: Whether the input side is a diagonal.
-        by_position: Whether its rows are positions under either sharing.
+        by_position: Whether its rows are positions, with ``sharing="reduce"`` too.
         stacks_outputs: Whether a free axis may be read as a stack of experts.
-        packs_inputs: Whether its input rows lie as a matrix, so that panels of their second
-            moment can be gathered.
-        reads_encoded: Whether it takes a parameter that is held in another form than an array.
-        covered: Whether it is gathered in the gradient's backward pass.
+        packs_inputs: Whether the input rows form a matrix, so that panels of their second moment
+            can be gathered.
+        reads_encoded: Whether it accepts a parameter that is stored in another form than an array.
+        covered: Whether its statistics are gathered in the gradient's backward pass.
     """
 
     name: ClassVar[str]
@@ -88,41 +200,42 @@ class Kind(abc.ABC):
         positions: Sequence[int],
         scope: tuple[int, ...],
     ) -> "list[Use] | str":
-        """The uses in an equation, or in words why there is none.
+        """The uses in an equation, or the reason in words why there is none.
 
         Args:
             table: The axis atoms.
             eqn: An equation of one of its primitives.
-            ins: What is known of the operands.
-            positions: Which of them are views of parameters: one, unless the kind ``inserts``.
-            scope: Identities of the scans around the equation.
+            ins: The analysis' value of each operand.
+            positions: Which operands are views of parameters: one, unless the kind ``inserts``.
+            scope: Identities of the enclosing scans.
         """
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes | None:
-        """The axes of the result; ``None`` where the rules of axes know the primitive.
+        """The axes of the result; ``None`` if the general rules for axes cover the primitive.
 
-        Without them the result has new axes, and layers behind it have lost their examples.
+        If neither gives them, the result gets new axes, and layers after it have lost the example
+        axis.
         """
         return None
 
     @abc.abstractmethod
     def place(self, use: Use, axes: Axes) -> None:
-        """Take note of the axes of the result."""
+        """Store the axes of the result in the use."""
 
     def contracted(self, use: Use) -> Axes:
-        """The axes of the data operand that the product sums over; none where it has no such."""
+        """The axes of the data operand that the product sums over; empty if it sums over none."""
         return ()
 
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...] | None:
-        """For each axis of a product, the parameter axis it comes from; ``None`` if it is none."""
+        """For each axis of a product, the parameter axis that it comes from, or ``None``."""
         return None
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        """How the equation reads its data operand; uses that agree share their inputs.
+        """How the equation reads its data operand; uses with equal answers share their inputs.
 
         Args:
             use: The use.
-            place: From an axis to its positions in the parameter's own order.
+            place: Maps an axis to its positions in the parameter's own order.
         """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
@@ -131,7 +244,7 @@ class Kind(abc.ABC):
     def gradient(
         self, use: Use, operands: Sequence[Any], cotangent: Shaped[Array, "..."]
     ) -> Shaped[Array, "..."]:
-        """Of an elementwise kind: the parameter's gradient at each position, before any sum."""
+        """The parameter's gradient at each position, before any sum (elementwise kinds only)."""
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
     def elements(
@@ -145,29 +258,29 @@ class Kind(abc.ABC):
         examples: Atoms,
         derivative: Shaped[Array, "..."] | None,
     ) -> dict[str, Any]:
-        """Of an elementwise kind: the entries of its slot that are ``like`` these.
+        """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
 
         Args:
             site: The site of the use.
             use: The use.
             like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
             operands: Operands of the equation.
-            cotangent: Of its result, in the dtype of the slot.
+            cotangent: The cotangent of the result, in the dtype of the slot.
             weights: Which rows exist, with the axes of ``use.rows``.
             examples: The atoms of the example axis.
-            derivative: Of the operand with respect to the parameter, element by element, where
-                the program reads a function of it.
+            derivative: If the program reads a function of the parameter, the derivative of the
+                operand with respect to the parameter, element by element.
         """
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
     def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights) -> Any:
-        """The rows that a use reads, as ``Rows``; those that ``weights`` leave out are zero."""
+        """The rows that a use reads, as ``Rows``; rows that ``weights`` excludes are zero."""
         raise NotImplementedError(f"{self.name!r} has no rows of inputs")
 
     def output_rows(
         self, site: Site, use: Use, cotangent: Shaped[Array, "..."], weights: RowWeights
     ) -> Any:
-        """The cotangent of its result, likewise."""
+        """The cotangent of the result, as ``Rows``; rows that ``weights`` excludes are zero."""
         raise NotImplementedError(f"{self.name!r} has no rows of outputs")
 
     def outputs_of(
@@ -178,20 +291,23 @@ class Kind(abc.ABC):
         cotangent: Shaped[Array, "..."],
         weights: RowWeights,
     ) -> Any:
-        """The same, where which rows there are is known from the operands alone."""
+        """Like ``output_rows``, for kinds whose operands determine which rows exist."""
         return self.output_rows(site, use, cotangent, weights)
 
     def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Bool[Array, "..."] | None:
-        """Which rows reach which entry of its stack, ``(stack, rows...)``; ``None``: all do.
+        """Which rows reach which entry of the stack, ``(stack, rows...)``; ``None`` if all do.
 
-        Those that do not are zero among the rows of that entry.
+        A row that does not reach an entry is zero among the rows of that entry.
         """
         return None
 
     def summed_input_rows(
         self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights
     ) -> Any:
-        """Rows for whoever wants their sums over positions only: those may be done already."""
+        """Input rows for a caller that needs only their sums over positions.
+
+        A kind may return rows that are already summed.
+        """
         return self.input_rows(site, use, operands, weights)
 
     def input_moments(
@@ -203,14 +319,14 @@ class Kind(abc.ABC):
         weights: RowWeights,
         products: Any,
     ) -> dict[str, Any]:
-        """The entries of the input side: ``a``, ``a_count`` and, where it is wanted, ``a_sum``.
+        """The entries of the input side: ``a``, ``a_count`` and, if ``like`` has it, ``a_sum``.
 
-        ``products`` says how Gram products are formed: ``kinds.Products``.
+        ``products`` says how Gram products are computed: ``kinds.Products``.
         """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
     def second_moment(self, side: Any, precision: Any) -> Any:
-        """Sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
+        """The sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
         raise NotImplementedError(f"{self.name!r} has no rows")
 
     def both_sides(
@@ -229,39 +345,40 @@ class Kind(abc.ABC):
             site: The site of the use.
             use: The use.
             operands: Operands of the equation.
-            cotangent: Of its result.
+            cotangent: The cotangent of the result.
             weights: Which rows exist, with the axes of ``use.rows``.
-            examples: The atoms of the example axis; ``None`` where examples need not be told
-                apart.
-            like: The slot, for the stack.
+            examples: The atoms of the example axis; ``None`` if examples need not be separated.
+            like: The slot, for the shape of the stack.
 
         Raises:
-            LostRowsError: the rows cannot be told apart by example.
+            LostRowsError: the rows cannot be attributed to examples.
         """
         raise NotImplementedError(f"{self.name!r} has no two sides")
 
 
-# Mutable, because a kind is known from where its class is defined: users' modules register theirs
-# at import, as JAX's own registries of pytrees and primitives have it. Nothing else writes to it.
+# Mutable, because importing the module that defines a kind registers it, as with JAX's registries
+# of pytrees and primitives: users' modules register their kinds too. Nothing else writes to it.
 _KINDS: dict[str, Kind] = {}
 AnyKind = TypeVar("AnyKind", bound=Kind)
 
 
 def register_kind(cls: type[AnyKind]) -> type[AnyKind]:
-    """Make a kind of layer known; a decorator of its class.
+    """Register a kind of layer; a decorator of its class.
 
-    The same class again (a cell of a notebook that is run twice) takes its own place.
+    Registering the same class again (a notebook cell that runs twice) replaces the first one.
 
     Raises:
         ValueError: another kind has its name, or reads one of its primitives.
     """
-    for other in _KINDS.values():
-        if other.name == cls.name:
-            if _path(type(other)) != _path(cls):
+    for registered in _KINDS.values():
+        if registered.name == cls.name:
+            if _path(type(registered)) != _path(cls):
                 raise ValueError(f"{cls.name!r} is the name of another kind of layer")
-        elif both := other.primitives & cls.primitives:
+        elif both := registered.primitives & cls.primitives:
             names = ", ".join(f"`{name}`" for name in sorted(both))
-            raise ValueError(f"{names} is read by the kind {other.name!r}, not by {cls.name!r}")
+            raise ValueError(
+                f"{names} is read by the kind {registered.name!r}, not by {cls.name!r}"
+            )
     _KINDS[cls.name] = cls()
     return cls
 
@@ -274,7 +391,8 @@ def kind_named(name: str) -> Kind:
     """The kind called ``name``.
 
     Raises:
-        ValueError: none is: a saved layer of a kind whose module has not been imported.
+        ValueError: no kind has this name, for example because a saved layer has a kind whose
+            module has not been imported.
     """
     if name not in _KINDS:
         raise ValueError(
@@ -285,5 +403,5 @@ def kind_named(name: str) -> Kind:
 
 
 def kind_reading(primitive: str) -> Kind | None:
-    """The kind that reads an equation, if one does."""
+    """The kind that reads a primitive, or ``None``."""
     return next((kind for kind in _KINDS.values() if primitive in kind.primitives), None)

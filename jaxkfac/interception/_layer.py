@@ -1,4 +1,4 @@
-"""What a layer is, and the table of the layers that were found in a function."""
+"""Layers, and the table of the layers of a function."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxkfac._text import ruled, table_html
 from jaxkfac.interception._index import Index, index_name, slices
 from jaxkfac.interception._kind import kind_named
 
-# ---------------- what a layer is: a parameter read as a (stack of) matrix, and how data meets it
+# ---------------- layers: a parameter read as a (stack of) matrix, and how data meets it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ParameterMatrix:
 
     @functools.cached_property
     def at(self) -> tuple[int | slice, ...]:
-        """The index as arrays take it."""
+        """The index in the form that arrays take."""
         return slices(self.index)
 
     @functools.cached_property
@@ -65,28 +65,28 @@ class ParameterMatrix:
     def size(self) -> int:
         return math.prod(self.atoms)
 
-    def is_transpose_of(self, other: "ParameterMatrix") -> bool:
-        """Whether it is the same part of a parameter, with inputs and outputs changed round."""
-        turned = dataclasses.replace(other, inputs=other.outputs, outputs=other.inputs)
+    def is_transpose_of(self, matrix: "ParameterMatrix") -> bool:
+        """Whether it is the same part of the parameter, with inputs and outputs exchanged."""
+        turned = dataclasses.replace(matrix, inputs=matrix.outputs, outputs=matrix.inputs)
         return self == turned and self.inputs != self.outputs
 
     def read(self, leaf: Shaped[Array, "..."]) -> Shaped[Array, "*stack in out"]:
-        """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter.
+        """The matrix ``(stack..., in, out)`` in a leaf shaped like the parameter.
 
         Raises:
             ValueError: the leaf has another shape.
         """
         order = (*self.stack, *self.inputs, *self.outputs)
-        part = leaf[self.at]
-        self.check(part.shape)
-        matrix = part.reshape(self.atoms).transpose(order)
+        indexed = leaf[self.at]
+        self.check(indexed.shape)
+        matrix = indexed.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Refuse a shape whose axes do not split into ``atoms``.
 
         Raises:
-            ValueError: naming the parameter and both shapes.
+            ValueError: the axes do not split so; the message names the parameter and both shapes.
         """
         ends = {1, *itertools.accumulate(self.atoms, operator.mul)}
         splits = ends.issuperset(itertools.accumulate(shape, operator.mul))
@@ -100,14 +100,14 @@ class ParameterMatrix:
     def write(
         self, leaf: Shaped[Array, "*shape"], matrix: Shaped[Array, "*stack in out"]
     ) -> Shaped[Array, "*shape"]:
-        """``leaf`` with the elements this matrix covers replaced; dtype of ``leaf``."""
+        """``leaf`` with the elements of this matrix replaced; dtype of ``leaf``."""
         order = (*self.stack, *self.inputs, *self.outputs)
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        part = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
+        elements = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
         if self.index:
             target = leaf[self.at]
-            return leaf.at[self.at].set(part.reshape(target.shape).astype(leaf.dtype))
-        return part.reshape(leaf.shape).astype(leaf.dtype)
+            return leaf.at[self.at].set(elements.reshape(target.shape).astype(leaf.dtype))
+        return elements.reshape(leaf.shape).astype(leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,31 +116,30 @@ class Layer:
 
     Attributes:
         name: Path of the parameter, ``path[i]`` for an indexed slice, ``path[2:5]`` or
-            ``path[:,0:3]`` for a range; where one parameter has several blocks, the further ones
-            end in ``@`` and a reason. A weight that is computed from parameters has the path of
-            the largest of them, and ``@effective``.
-        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors, and so have stacks of
-            experts that read sorted rows (``ragged``) or are picked row by row (``gathered``);
-            ``scale`` and ``bias`` (a bias that belongs to no product) have a diagonal, or one
-            dense block, and so has ``transformed`` (a function of the parameter in a product,
-            ``x @ exp(w)``); ``reparameterised`` (a parameter behind a weight that is computed from
-            it, by a second pass) and ``diagonal`` (one that no rule covers, likewise) have a
-            diagonal.
+            ``path[:,0:3]`` for a range. If one parameter has several blocks, the names of further
+            ones end in ``@`` and a reason. A weight that is computed from parameters has the path
+            of the largest of them, and ``@effective``.
+        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors, as do stacks of
+            experts that read sorted rows (``ragged``) or are picked row by row (``gathered``).
+            ``scale``, ``bias`` (a bias that belongs to no product) and ``transformed`` (a function
+            of the parameter in a product, ``x @ exp(w)``) have a diagonal, or one dense block.
+            ``reparameterised`` (a parameter behind a weight that is computed from it) and
+            ``diagonal`` (a parameter that no rule covers) have a diagonal, from a second pass.
         weight: The parameter as a matrix.
-        bias: The bias added to this layer's product and to nothing else, or ``None``. One that
-            is added to a sum of products (``x @ w + h @ u + b``, a recurrent cell) could be the
-            ones column of either, so it belongs to neither and has a block of its own;
+        bias: The bias that is added to this layer's product and to nothing else, or ``None``. A
+            bias that is added to a sum of products (``x @ w + h @ u + b``, a recurrent cell) could
+            be the ones column of either product, so it belongs to neither and has its own block;
             ``(x @ w + b) + h @ u`` gives it to ``w``.
         in_features: Size of the input factor, without the ones column of a joint bias.
         out_features: Size of the output factor.
         stack: Shape of the stacked axes: scan iterations, experts.
-        uses: How many equations of the program read the parameter this way.
-        input: Name of the layer under which the input factor is stored: this one's, or
-            that of the first layer that reads the same variable.
-        a_dense: False where the input factor is a diagonal (a vector).
-        g_dense: False where the output factor is a diagonal (a vector).
-        computed_from: Where the weight is no parameter but computed from some (weight norm, a
-            merged adapter), their paths: it has factors, and nothing is preconditioned by them.
+        uses: Number of equations of the program that read the parameter in this way.
+        input: Name of the layer under which the input factor is stored: this layer's, or that of
+            the first layer that reads the same variable.
+        a_dense: False if the input factor is a diagonal (a vector).
+        g_dense: False if the output factor is a diagonal (a vector).
+        computed_from: If the weight is no parameter but computed from some (weight norm, a merged
+            adapter), their paths. Such a layer has factors, and they precondition nothing.
     """
 
     name: str
@@ -163,46 +162,46 @@ class Layer:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is of the kind ``dense``: what adapters and NF4 are made for."""
+        """Whether the kind is ``dense``, the kind for adapters and NF4."""
         return self.kind == "dense"
 
     @property
     def is_convolution(self) -> bool:
-        """Whether it is of the kind ``conv``, whose rows are patches."""
+        """Whether the kind is ``conv``, whose rows are patches."""
         return self.kind == "conv"
 
     @functools.cached_property
     def is_elementwise(self) -> bool:
-        """Whether each element of the parameter meets data by itself: it has no input side.
+        """Whether each element of the parameter meets data by itself, without an input side.
 
-        If it has a dense block all the same, that block is read as G, beside an A of one.
+        If such a layer has a dense block, the block is stored as G, beside an A of size one.
         """
         return kind_named(self.kind).elementwise
 
     @property
     def suffix(self) -> str:
-        """What its name has behind the parameter's; not empty for further blocks of one."""
+        """The end of the name behind the parameter's path; not empty for further blocks."""
         return self.name.removeprefix(self.weight.path)
 
     @property
     def is_covered(self) -> bool:
-        """Whether it is gathered in the gradient's backward pass, not by a second one."""
+        """Whether it is gathered in the gradient's backward pass, and not in a second pass."""
         return kind_named(self.kind).covered
 
     @property
     def shares_input_with(self) -> str | None:
-        """Name of the layer that holds this layer's input factor, if another's."""
+        """Name of the other layer that stores this layer's input factor, or ``None``."""
         return None if self.input == self.name else self.input
 
     @property
     def num_parameters(self) -> int:
-        """How many it answers for; a computed weight has none of its own."""
+        """Number of parameter elements in the layer; a computed weight has none of its own."""
         if self.computed_from:
             return 0
         return self.weight.size + (self.bias.size if self.bias else 0)
 
 
-# ---------------- the layer table: what was found in a function, and what was not
+# ---------------- the layer table
 
 
 EXAMPLES_LOST = "has the example axis lost"
@@ -225,10 +224,11 @@ class LayerTable(Mapping[str, Layer]):
         notes: ``(parameter path, remark)`` on parameters that are in a layer: also in a
             penalty, several blocks.
         sizes: Number of elements of every parameter.
-        problems: The rows of ``uncovered`` that are errors: those that the caller's pattern of
-            layers, if there is one, does not leave out.
-        meeting: Says where examples meet, if the outputs' leading axis is theirs, in a sentence;
-            empty where they are proved not to. It is asked by who prints the table.
+        problems: The rows of ``uncovered`` that are errors, without those that the caller's pattern
+            of layers leaves out.
+        meeting: A function that says in a sentence where examples meet, assuming that the outputs'
+            leading axis is theirs; empty if they are proved not to meet. Printing the table calls
+            it.
     """
 
     layers: tuple[Layer, ...]
@@ -258,7 +258,7 @@ class LayerTable(Mapping[str, Layer]):
 
     @functools.cached_property
     def of_parameters(self) -> tuple[Layer, ...]:
-        """The layers whose weight is a parameter, and not computed from some."""
+        """The layers whose weight is a parameter, and not computed from others."""
         return tuple(layer for layer in self.layers if not layer.computed_from)
 
     @functools.cached_property
@@ -272,7 +272,7 @@ class LayerTable(Mapping[str, Layer]):
         return tuple(layer for layer in self.layers if not layer.is_covered)
 
     def without_second_pass(self, reason: str) -> "LayerTable":
-        """The table where there is none: the parameters that need one are not covered."""
+        """The table without a second pass: the parameters that need one are not covered."""
         lost = [(layer.weight.path, reason) for layer in self.second_pass]
         return dataclasses.replace(
             self,
@@ -283,26 +283,28 @@ class LayerTable(Mapping[str, Layer]):
 
     @property
     def num_covered(self) -> int:
-        """Number of parameter elements that lie in a layer; none is counted twice."""
+        """Number of parameter elements that are in a layer; none is counted twice."""
         slices: dict[str, dict[Index, int]] = {}
         for layer in self.of_parameters:
-            for part in filter(None, (layer.weight, layer.bias)):
-                slices.setdefault(part.path, {})[part.index] = part.size
-        return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())
+            for matrix in filter(None, (layer.weight, layer.bias)):
+                slices.setdefault(matrix.path, {})[matrix.index] = matrix.size
+        return sum(
+            min(self.sizes[p], sum(sizes_by_index.values())) for p, sizes_by_index in slices.items()
+        )
 
     def raise_uncovered(self, *, second_pass: bool = True) -> None:
         """Raise for the parameters that nothing covers.
 
         Args:
-            second_pass: Whether ``uncovered="diagonal"`` is open to the caller.
+            second_pass: Whether the caller can pass ``uncovered="diagonal"``.
 
         Raises:
-            UncoveredParameterError: naming each parameter and the reason, and what to do.
+            UncoveredParameterError: with each parameter, the reason, and what to do.
         """
         if self.problems:
             rows = "\n".join(f"  {_shown(path)}: {reason}" for path, reason in self.problems)
-            # Where examples are coupled, an example by itself has another gradient; the square of a
-            # complex one is no diagonal.
+            # If examples are coupled, an example alone has another gradient; and the square of a
+            # complex gradient is no diagonal.
             none = (EXAMPLES_LOST, IS_COMPLEX)
             open_to_all = not any(x in reason for _, reason in self.problems for x in none)
             diagonal = "'diagonal' (a second pass) or " if second_pass and open_to_all else ""
@@ -343,7 +345,7 @@ class LayerTable(Mapping[str, Layer]):
         total, covered = sum(self.sizes.values()) or 1, self.num_covered
         last = f"{len(self.layers)} layers cover {covered:,} of {total:,} parameters"
         missing = len(self.problems)
-        if covered < total or not missing:  # rounded down: 100 % is all of them
+        if covered < total or not missing:  # rounded down, so that 100 % means all of them
             last += f" ({1000 * covered // total / 10:.1f}%)"
         if missing:
             last += f"; {missing} reading{'s are' if missing > 1 else ' is'} missing"
@@ -361,7 +363,7 @@ class LayerTable(Mapping[str, Layer]):
 
 
 def _shown(path: str) -> str:
-    """A path in a message: that of a lone array of parameters is empty."""
+    """A path for a message; the path of a lone array of parameters is empty."""
     return path or "(the parameters)"
 
 
@@ -369,23 +371,23 @@ def _side(size: int, dense: bool) -> str:
     return str(size) if dense else f"~{size}"
 
 
-def selector(pattern: str | None, known: list[str]) -> set[str]:
-    """The names that a pattern matches in full; all of them for ``None``.
+def selector(pattern: str | None, names: list[str]) -> set[str]:
+    """The names that a pattern matches in full; all of them if it is ``None``.
 
     Raises:
         UnknownLayerError: the pattern matches nothing, or is no regular expression.
     """
     if pattern is None:
-        return set(known)
+        return set(names)
     try:
-        found = {name for name in known if re.fullmatch(pattern, name)}
+        matches = {name for name in names if re.fullmatch(pattern, name)}
     except re.error as error:
         raise UnknownLayerError(
             f"layers={pattern!r} is not a regular expression: {error}"
         ) from None
-    if not found:
+    if not matches:
         raise UnknownLayerError(
             f"layers={pattern!r} matches no layer in full; the nearest names are "
-            f"{nearest(pattern, known)}"
+            f"{nearest(pattern, names)}"
         )
-    return found
+    return matches

@@ -1,11 +1,11 @@
 """Outputs that a loss names itself: ``mark_outputs``, and a program that returns them.
 
-A mark is a primitive, an identity that carries its likelihood down into the jaxpr. Differentiating
-keeps it on the primal value alone, so marks under ``jax.grad`` inside the loss stay what they are.
+A mark is a primitive, an identity that carries its likelihood into the jaxpr. Differentiation
+leaves it on the primal value alone, so ``jax.grad`` inside the loss does not change marks.
 
-A loss may have a derivative of its own (``custom_jvp``), and its mark stand in the function or in
-the rule. The program that holds the mark is then run beside the call, for its outputs alone: the
-call gives value and gradient. In a ``custom_vjp`` a mark is refused, and in its rule not seen.
+A loss may have a custom derivative (``custom_jvp``), with its mark in the function or in the rule.
+The program that holds the mark is then run beside the call, for its outputs alone, while the call
+gives value and gradient. In a ``custom_vjp`` a mark is refused, and in its rule it is not seen.
 """
 
 import functools
@@ -35,9 +35,9 @@ from jaxkfac.interception._compat import (
     open_jaxpr,
 )
 from jaxkfac.interception._custom import (
-    apart,
     is_rule,
     of_variables,
+    opaque_call,
     operands_of,
     rule_of,
     shapes_of,
@@ -56,29 +56,29 @@ def mark_outputs(
 ) -> Float[Array, "..."]:
     r"""Say, inside a scalar loss, what its outputs are. An identity.
 
-    The mark states: *the loss holds* ``weight`` *times the mean, over the* $T$ *kept terms of*
-    ``x``, *of* $-\log p(\text{target} \mid x)$. The targets stay the loss's own. With its marks a
-    scalar loss has every Fisher type, sharing and mask that an ``Objective`` has. Several marks add
-    up, each with its weight and its own $T$.
+    The mark states: *the loss contains* ``weight`` *times the mean, over the* $T$ *unmasked terms
+    of* ``x``, *of* $-\log p(\text{target} \mid x)$. The targets remain with the loss. With its
+    marks a scalar loss has every Fisher type, sharing and mask that an ``Objective`` has. Several
+    marks add up, each with its weight and its own $T$.
 
     Args:
         x: Outputs, ``(examples, ..., c)`` with one term's outputs last; for ``jk.Bernoulli()`` and
             ``jk.Gaussian()`` also ``(examples,)``, one number for each term. Under ``jax.vmap``
-            the mapped axis becomes the first: its rows are terms like any other.
+            the mapped axis becomes the first axis, whose rows are terms like any other.
         likelihood: ``jk.Categorical()``, ``jk.Bernoulli()`` or ``jk.Gaussian()``, or an object
-            with their methods. For a squared error without the half, give ``weight=2.0``.
-        weight: Of the mean in the loss, a positive number, or a scalar array that is not negative;
-            with weight zero a mark has no part in any factor.
-        mask: ``(examples, ...)`` bool, which terms are kept; ``None`` for all.
+            with their methods. For a squared error without the half, pass ``weight=2.0``.
+        weight: Factor of the mean in the loss, a positive number, or a scalar array that is not
+            negative; a mark with weight zero contributes to no factor.
+        mask: ``(examples, ...)`` bool, True for the terms that count; ``None`` for all.
 
     Returns:
         ``x``, unchanged.
 
     Raises:
         TypeError: ``x`` is no array, or ``weight`` no number.
-        ValueError: ``x`` has no floating dtype, a mask that is no bool array of the terms' shape,
-            a weight that is not positive, or an ``ignore_index`` without the mask that it means.
-        HiddenMarkError: later, when factors are collected: the mark stands inside a ``scan``,
+        ValueError: ``x`` has no floating dtype, ``mask`` is no bool array of the terms' shape,
+            ``weight`` is not positive, or ``ignore_index`` is given without the mask that it means.
+        HiddenMarkError: later, when factors are collected: the mark is inside a ``scan``,
             ``cond``, ``while``, ``shard_map`` or ``custom_vjp``, where its terms cannot be read.
 
     Example:
@@ -106,9 +106,9 @@ def mark_outputs(
     if mask is not None:
         shapes = [x.shape[:-1], x.shape] if one and x.ndim < 2 else [x.shape[:-1]]
         if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_ or mask.shape not in shapes:
-            found = f"{mask.dtype} of shape {mask.shape}" if hasattr(mask, "dtype") else mask
+            actual = f"{mask.dtype} of shape {mask.shape}" if hasattr(mask, "dtype") else mask
             raise ValueError(
-                f"mark_outputs: mask is {found}, expected bool with one entry per term, "
+                f"mark_outputs: mask is {actual}, expected bool with one entry per term, "
                 f"{shapes[-1]}"
             )
     if x.ndim == 0 and not one:
@@ -127,7 +127,7 @@ def mark_outputs(
 
 
 def checked_outputs(x: Any) -> Any:
-    """An array of outputs."""
+    """Check an array of outputs."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"mark_outputs: x: expected an array, got {type(x).__name__}")
     x = jnp.asarray(x)
@@ -137,7 +137,7 @@ def checked_outputs(x: Any) -> Any:
 
 
 def checked_weight(weight: Any) -> Any:
-    """A float, or a scalar array."""
+    """Check a weight and return it as a float or a scalar array."""
     if isinstance(weight, bool) or not (
         isinstance(weight, int | float) or hasattr(weight, "shape")
     ):
@@ -156,7 +156,7 @@ def checked_weight(weight: Any) -> Any:
 
 
 def check_likelihood(what: str, likelihood: object) -> None:
-    """Refuse what is no likelihood: its four methods are all that is asked."""
+    """Refuse an object without the four methods of a likelihood; nothing else is required."""
     if isinstance(likelihood, type):
         raise TypeError(f"{what}: expected an instance, write jk.{likelihood.__name__}()")
     if not all(hasattr(likelihood, m) for m in ("check", "terms", "sample", "fisher_column")):
@@ -201,11 +201,11 @@ class OutputMark(NamedTuple):
 
     Attributes:
         likelihood: Its likelihood.
-        shape: Shape and dtype of what it marks.
-        weight: A number; ``None`` where it is an array.
+        shape: Shape and dtype of the marked outputs.
+        weight: A number; ``None`` if it is an array.
         masked: Whether it has a mask.
-        type: Type of what it marks, which says over which devices it differs.
-        beside: Whether it stands in a function with a derivative of its own, or in its rule: the
+        type: Type of the marked outputs, with the mesh axes over which they differ.
+        beside: Whether it is in a function with a custom derivative, or in the rule of one: the
             loss then sends no cotangent to it.
     """
 
@@ -217,16 +217,16 @@ class OutputMark(NamedTuple):
     beside: bool = False
 
     def zeros(self) -> Float[Array, "..."]:
-        """Zeros of its shape. Inside ``shard_map`` they differ between devices where it does."""
+        """Zeros of its shape, which inside ``shard_map`` differ over the same mesh axes."""
         return cast_varying(jnp.zeros(self.shape.shape, self.shape.dtype), self.type)
 
 
 class Marked(NamedTuple):
-    """What a program with marks returns.
+    """The results of a program with marks.
 
     Attributes:
-        outputs: What each mark marks.
-        result: What the program itself returns, as leaves.
+        outputs: The marked outputs of each mark.
+        result: The results of the program itself, as leaves.
         weights: Weights that are arrays, by mark.
         masks: Masks, by mark.
     """
@@ -242,24 +242,24 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
 
     Args:
         jaxpr: The program.
-        rules: Whether those in the rule of a ``custom_jvp`` are asked for.
+        rules: Whether to include those in the rule of a ``custom_jvp``.
 
     Raises:
-        HiddenMarkError: one stands where its terms cannot be read.
-        ValueError: one is of what another marks already.
+        HiddenMarkError: a mark is where its terms cannot be read.
+        ValueError: two marks are of one value.
     """
-    found, marked = [], {}
+    marks, marked = [], {}
     for eqn in jaxpr.eqns:
         if eqn.primitive is _primitive:
             if is_var(eqn.invars[0]) and eqn.invars[0] in marked:
                 raise ValueError(
-                    f"jk.mark_outputs: mark {len(found)} is of what mark {marked[eqn.invars[0]]} "
+                    f"jk.mark_outputs: mark {len(marks)} is of what mark {marked[eqn.invars[0]]} "
                     "marks already, and the loss would hold both means: leave one out, or mark the "
                     "same value twice, not its mark"
                 )
-            marked[eqn.outvars[0]] = len(found)
+            marked[eqn.outvars[0]] = len(marks)
             aval = eqn.outvars[0].aval
-            found.append(
+            marks.append(
                 OutputMark(
                     eqn.params["likelihood"],
                     jax.ShapeDtypeStruct(aval.shape, aval.dtype),
@@ -272,7 +272,7 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
         if is_rule(eqn):
             beside = _beside(eqn, rules=rules)
             inner = marks_of(beside.jaxpr, rules=False) if beside else []
-            found += [mark._replace(beside=True) for mark in inner]
+            marks += [mark._replace(beside=True) for mark in inner]
             continue
         inner = [m for body in _bodies(eqn) for m in marks_of(body, rules=rules)]
         if inner and call_kind(eqn) not in ("jit", "checkpoint"):
@@ -280,22 +280,23 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
                 f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
                 "read: return these outputs from it, and mark them outside"
             )
-        found += inner
-    return found
+        marks += inner
+    return marks
 
 
 def lifted(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: Sequence[Any]
 ) -> Marked:
-    """Run a program so that it returns what its marks mark.
+    """Run a program so that it returns the outputs that it marks.
 
     Args:
         jaxpr: The program.
         consts: Its constants.
         args: Its arguments.
-        shifts: For each mark zeros of its shape. Their cotangents are those that the loss sends
-            to the marked outputs. ``None`` where these are not asked for: a shift has a rule for
-            reverse mode alone, which a solver that keeps the whole program would not run forward.
+        shifts: For each mark, zeros of its shape; their cotangents are those that the loss sends
+            to the marked outputs. ``None`` if these cotangents are not needed: a shift has a rule
+            for reverse mode alone, and a solver that stores the full program could not run it
+            forward.
     """
     out = _run(jaxpr, consts, args, list(shifts), rules=True)
     weights = {k: w for k, (_, w, _) in enumerate(out.marks) if w is not None}
@@ -320,22 +321,22 @@ def _run(
     for eqn in jaxpr.eqns:
         values = [read(v) for v in eqn.invars]
         if eqn.primitive is _primitive:
-            rest = values[1:]
-            mask = rest.pop() if eqn.params["masked"] else None
-            marks.append((values[0], rest[0] if rest else None, mask))
+            further = values[1:]
+            mask = further.pop() if eqn.params["masked"] else None
+            marks.append((values[0], further[0] if further else None, mask))
             shift = shifts[len(marks) - 1]
             out = [values[0] if shift is None else _shifted(values[0], shift)]
         elif number := _number_of_marks(eqn, rules=rules):
-            here = shifts[len(marks) : len(marks) + number]
+            inner_shifts = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):
-                marks += _run_beside(eqn, values, here, rules=rules)
-                out = apart(of_operands(eqn, jaxpr))(*values)
+                marks += _run_beside(eqn, values, inner_shifts, rules=rules)
+                out = opaque_call(of_operands(eqn, jaxpr))(*values)
                 env.update(zip(eqn.outvars, out, strict=True))
                 continue
             inner = functools.partial(_run, *body_of(eqn), rules=rules)
             again = checkpoint_like(eqn, inner) if call_kind(eqn) == "checkpoint" else inner
-            out, found = again(values, here)
-            marks += found
+            out, inner_marks = again(values, inner_shifts)
+            marks += inner_marks
         else:
             out = of_operands(eqn, jaxpr)(*values)
             out = out if eqn.primitive.multiple_results else [out]
@@ -354,7 +355,7 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
     """The program of a ``custom_jvp`` that holds its marks: the function, or else its rule.
 
     Its operands are those of the rule: the variables that the call reads, and their tangents. The
-    rule of a function element by element holds none.
+    rule of an elementwise function holds no marks.
     """
     primals, tangents = operands_of(eqn)
     if marks_of(body_of(eqn)[0], rules=False):
@@ -372,7 +373,7 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
         return None
     try:
         rule = rule_of(eqn)
-    except Exception:  # it refuses some tangent, and so shows no marks
+    except Exception:  # the rule refuses some tangent, and so shows no marks
         return None
     return rule if marks_of(rule.jaxpr, rules=False) else None
 
@@ -380,7 +381,7 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
 def _run_beside(
     eqn: Eqn, values: Sequence[Any], shifts: list[Any], *, rules: bool
 ) -> list[tuple[Any, Any, Any]]:
-    """The marks of a function with a derivative of its own, whose results nobody reads."""
+    """The marks of a function with a custom derivative, whose results nobody reads."""
     primals, tangents = operands_of(eqn)
     at = of_variables(eqn, values)
     beside = _beside(eqn, rules=rules)
@@ -391,7 +392,7 @@ def _run_beside(
 
 @jax.custom_vjp
 def _shifted(x: Any, shift: Any) -> Any:
-    """``x``, whose cotangent is also that of ``shift``: a sum would join their axes."""
+    """``x``, whose cotangent also goes to ``shift``; a sum would merge the axes of the two."""
     return x
 
 
@@ -399,9 +400,9 @@ _shifted.defvjp(lambda x, shift: (x, None), lambda _, cotangent: (cotangent, cot
 
 
 def _bodies(eqn: Eqn) -> list[Jaxpr]:
-    found = []
+    bodies = []
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
-                found.append(open_jaxpr(one)[0])
-    return found
+                bodies.append(open_jaxpr(one)[0])
+    return bodies

@@ -1,4 +1,4 @@
-"""Flax NNX models as a pure function of their parameters and of the state that a call changes."""
+"""Flax NNX models as pure functions of their parameters and of the state that a call changes."""
 
 import inspect
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from jaxkfac.interception._compat import (
     scan_counts,
 )
 
-# ---------------- which results of a program are operands of it, handed on unchanged, and which
-# read an operand
+# ---------------- results of a program that are unchanged operands, or depend on an operand
 #
-# Loops and rematerialised functions of NNX return every variable of a module, written or not, and
-# its recurrent cells draw keys for zeros: nothing but the program tells what was changed or used.
+# NNX's loops and rematerialized functions return every variable of a module, written or not, and
+# its recurrent cells draw keys for zeros. Only the program shows what was changed or used.
 
 
 def passed_through(jaxpr: Jaxpr | ClosedJaxpr) -> list[int | None]:
     """For each result of a program, the operand that it is, or ``None``.
 
-    Through jit, checkpoint, custom derivatives, scan (a carry that no iteration writes, a scanned
-    operand that is stacked again) and cond. Anything else may have changed what it returns.
+    Operands are followed through jit, checkpoint, custom derivatives, scan (a carry that no
+    iteration writes, a scanned operand that is stacked again) and cond. Any other equation may have
+    changed what it returns.
     """
     opened, _ = open_jaxpr(jaxpr)
     source: dict[Any, int | None] = {v: i for i, v in enumerate(opened.invars)}
@@ -44,7 +44,7 @@ def passed_through(jaxpr: Jaxpr | ClosedJaxpr) -> list[int | None]:
 
 
 def reading(jaxpr: Jaxpr | ClosedJaxpr, read: Sequence[bool]) -> list[bool]:
-    """For each result of a program, whether it may depend on one of the operands marked."""
+    """For each result of a program, whether it may depend on one of the marked operands."""
     opened, _ = open_jaxpr(jaxpr)
     marked = {v for v, mark in zip(opened.invars, read, strict=True) if mark}
     for eqn in opened.eqns:
@@ -55,7 +55,7 @@ def reading(jaxpr: Jaxpr | ClosedJaxpr, read: Sequence[bool]) -> list[bool]:
 
 
 def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
-    """For each result of an equation, whether it may depend on one of the operands marked."""
+    """For each result of an equation, whether it may depend on one of the marked operands."""
     kind = call_kind(eqn)
     if kind in ("jit", "checkpoint", "custom"):
         return reading(body_of(eqn)[0], read)
@@ -64,7 +64,7 @@ def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
         return [any(ways) for ways in zip(*branches, strict=True)]
     if kind == "scan":
         constants, carries = scan_counts(eqn)
-        while True:  # until no further carry reads one
+        while True:  # until no further carry depends on one
             out = reading(body_of(eqn)[0], read)
             grown = [a or b for a, b in zip(read[constants : constants + carries], out)]
             if grown == read[constants : constants + carries]:
@@ -81,10 +81,10 @@ def _through(eqn: Eqn) -> list[int | None]:
         return passed_through(body_of(eqn)[0])
     if kind == "scan":
         constants, carries = scan_counts(eqn)
-        found = passed_through(body_of(eqn)[0])
+        operands = passed_through(body_of(eqn)[0])
         return [
             i if i is not None and _same_place(out, i, constants, carries) else None
-            for out, i in enumerate(found)
+            for out, i in enumerate(operands)
         ]
     if kind == "cond":
         branches = [passed_through(branch) for branch in eqn.params["branches"]]
@@ -96,13 +96,13 @@ def _through(eqn: Eqn) -> list[int | None]:
 
 
 def _same_place(out: int, operand: int, constants: int, carries: int) -> bool:
-    """Whether a result of a scan's body keeps the operand in the form in which it came."""
+    """Whether a result of a scan's body returns the operand in the form in which it came."""
     if out < carries:
         return operand == constants + out
     return operand >= constants + carries
 
 
-# ----------------
+# ---------------- apply functions
 
 
 Path = tuple[Any, ...]
@@ -111,40 +111,44 @@ Path = tuple[Any, ...]
 class NnxApply:
     """``apply(params, *inputs, key=None, state=None)``, rebuilt from an NNX model.
 
-    Returns the model's outputs, and with a state the pair ``(outputs, changed)``. What else the
-    model holds is kept as it was when the model was taken apart, and the model is rebuilt
-    inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew,
-    and is handed to a model whose own ``__call__`` has a keyword-only argument ``key``.
-    What a model sows (``nnx.Intermediate``) is left out. What it writes into parameters (the kernel
-    that ``nnx.SpectralNorm`` has normalised) is dropped where ``mutable=`` names ``nnx.Param``, for
-    these change by their gradient, and raises elsewhere.
+    Returns the model's outputs, and with a state the pair ``(outputs, changed)``. The model's other
+    variables stay as they were when the model was taken apart, and the model is rebuilt inside the
+    trace, so calls have no side effect. A ``key`` seeds every random stream anew, and is passed to
+    a model whose own ``__call__`` has a keyword-only argument ``key``.
+    Values that the model sows (``nnx.Intermediate``) are left out. Values that it writes into
+    parameters (the kernel that ``nnx.SpectralNorm`` has normalized) are dropped if ``mutable=``
+    names ``nnx.Param``, because parameters change by their gradient, and raise otherwise.
 
     Attributes:
-        state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
-            the first call. ``None`` without ``mutable=``, and where that names parameters alone.
+        state: The variables that ``mutable=`` names, as they were in the model: a plain dictionary
+            of arrays, for the first call. ``None`` without ``mutable=``, and if that names
+            parameters alone.
 
     Raises:
         ValueError: the call changes a variable that ``mutable=`` does not name, or draws random
+            numbers without a ``key``; ``params`` or ``state`` are not those of this model.
             numbers without a ``key``; ``params`` or ``state`` are not those of this model.
     """
 
     def __init__(self, model: nnx.Module, mutable: Any) -> None:
         self._drops = isinstance(mutable, tuple | list) and not mutable
-        self._graph, params, state, self._rest = nnx.split(
+        self._graph, params, state, self._other_state = nnx.split(
             model, nnx.Param, () if mutable is None else mutable, ...
         )
-        # Forms, not values: a second copy of the parameters is never held.
+        # Only the structures are stored: a second copy of the parameters is never held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
         self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
         self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]
         named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
         self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
         self._hands_key = _takes_key(model)
-        held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
-        self._streams = sorted({v.tag for v in held if isinstance(v, nnx.RngKey) and v.tag})
+        variables = [
+            v for states in (state, self._other_state) for _, v in nnx.to_flat_state(states)
+        ]
+        self._streams = sorted({v.tag for v in variables if isinstance(v, nnx.RngKey) and v.tag})
         unknown = self.state is None and not self._written
         if unknown and not self._drops and mutable is not None:
-            kinds = sorted({type(v).__name__ for v in (*held, nnx.Param(0))})
+            kinds = sorted({type(v).__name__ for v in (*variables, nnx.Param(0))})
             raise ValueError(
                 f"mutable={_names(self._mutable)} names no variable of the model, whose variables "
                 f"are {', '.join(kinds)} (parameters change by their gradient)"
@@ -166,33 +170,33 @@ class NnxApply:
                 "as in jk.from_nnx(model, mutable=nnx.BatchStat)"
             )
         state = {} if self.state is None else self.state if state is None else state
-        held = self._params.filled(params), self._state.filled(state), self._rest
-        call = self._run(held, inputs, key)
-        self._check(call, held, inputs, key)
+        states = self._params.filled(params), self._state.filled(state), self._other_state
+        call = self._run(states, inputs, key)
+        self._check(call, states, inputs, key)
         if self.state is None:
             return call.out
         return call.out, _nested(self.state, call.after)
 
-    def _run(self, held: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
-        model = nnx.merge(self._graph, *held, copy=True)
+    def _run(self, states: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
+        model = nnx.merge(self._graph, *states, copy=True)
         before, _ = _values(model)
-        given = {}
+        named_arguments = {}
         if key is not None and self._hands_key:
-            key, own = jax.random.split(key)  # of the streams, and of the model
-            given = {"key": own}
+            key, model_key = jax.random.split(key)  # of the streams, and of the model
+            named_arguments = {"key": model_key}
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))
             nnx.reseed(model, policy="match_shape", **dict(zip(self._streams, keys, strict=True)))
-        out = model(*inputs, **given)  # pyright: ignore[reportCallIssue]
+        out = model(*inputs, **named_arguments)  # pyright: ignore[reportCallIssue]
         return _Call(out, before, *_values(model))
 
-    def _check(self, call: "_Call", held: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
-        """Refuse what a pure function would lose without a word."""
+    def _check(self, call: "_Call", states: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
+        """Refuse calls whose changes a pure function would lose silently."""
         suspects = [path for path in call.after if self._is_suspect(call, path, key)]
         if not suspects:
             return
-        known = [path for path in suspects if path in call.before]
-        unwritten, draws = self._traced(known, held, inputs, key)
+        existing = [path for path in suspects if path in call.before]
+        unwritten, draws = self._traced(existing, states, inputs, key)
         changed = [path for path in suspects if path not in unwritten]
         drawn = [path for path in changed if issubclass(call.kinds[path], nnx.RngState)]
         changed = [path for path in changed if path not in drawn]
@@ -205,14 +209,16 @@ class NnxApply:
         if changed:
             written = [path for path in changed if issubclass(call.kinds[path], nnx.Param)]
             state = [path for path in changed if path not in written]
-            known = [x for x in self._mutable if x is not None]
+            existing = [x for x in self._mutable if x is not None]
             kinds = sorted({call.kinds[path] for path in changed}, key=lambda kind: kind.__name__)
-            found = [f"changes {_joined(state)}, which would stay at its first value"] * bool(state)
+            effects = [f"changes {_joined(state)}, which would stay at its first value"] * bool(
+                state
+            )
             if written:
-                found.append(f"writes into the parameter {_joined(written)}")
+                effects.append(f"writes into the parameter {_joined(written)}")
             raise ValueError(
-                f"a call of the model {' and '.join(found)}: give jk.from_nnx(model, "
-                f"mutable={_names([*known, *kinds])})"
+                f"a call of the model {' and '.join(effects)}: give jk.from_nnx(model, "
+                f"mutable={_names([*existing, *kinds])})"
                 + " and carry the state" * bool(state)
                 + " (what is written into a parameter is dropped)" * bool(written)
                 + ", take the model apart in evaluation mode (model.eval()), or drop the changes "
@@ -222,27 +228,27 @@ class NnxApply:
     def _traced(
         self,
         paths: list[Path],
-        held: tuple[nnx.State, ...],
+        states: tuple[nnx.State, ...],
         inputs: Any,
         key: Any,
     ) -> tuple[set[Path], bool]:
-        """Which of these variables a loop only handed on, and whether random numbers are used."""
+        """The variables that a loop returned unchanged, and whether random numbers are used."""
 
-        def ends(*held: nnx.State) -> Any:
-            again = self._run(held, inputs, key)
+        def ends(*states: nnx.State) -> Any:
+            again = self._run(states, inputs, key)
             carried = [again.after[path] for path in self._state.paths]
             return [(again.before[path], again.after[path]) for path in paths], again.out, carried
 
-        closed = jax.make_jaxpr(ends)(*held)
-        found = iter(passed_through(closed)[: 2 * len(paths)])
-        pairs = zip(paths, found, found, strict=True)
+        closed = jax.make_jaxpr(ends)(*states)
+        sources = iter(passed_through(closed)[: 2 * len(paths)])
+        pairs = zip(paths, sources, sources, strict=True)
         unwritten = {path for path, before, after in pairs if before == after is not None}
-        variables = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        variables = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
         random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
         return unwritten, any(reading(closed, random)[2 * len(paths) :])
 
     def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
-        """Whether a variable that nothing carries on may have another value than before."""
+        """Whether a variable that no state carries may have a new value."""
         if path in self._state.paths or path in self._written:
             return False
         if issubclass(call.kinds[path], nnx.RngState):
@@ -256,7 +262,7 @@ class NnxApply:
 
 
 class _Call(NamedTuple):
-    """One call: what it returned, and every variable before and after it."""
+    """One call: its outputs, and every variable before and after it."""
 
     out: Any
     before: dict[Path, Any]
@@ -279,7 +285,7 @@ class _Form(NamedTuple):
         return cls(what, paths, jax.tree.structure(state), jax.tree.structure(plain))
 
     def filled(self, values: PyTree) -> nnx.State:
-        """The part with other values."""
+        """The part of the model with other values."""
         if isinstance(values, nnx.State):
             values = nnx.to_pure_dict(values)
         if jax.tree.structure(values) != self.plain:
@@ -290,9 +296,9 @@ class _Form(NamedTuple):
         expected = list(leaves_by_path(jax.tree.unflatten(self.plain, [0] * self.plain.num_leaves)))
         if not isinstance(values, dict):
             return f"expected the dictionary that jk.from_nnx returned, got {type(values).__name__}"
-        found = list(leaves_by_path(values))
-        more = [path for path in found if path not in expected]
-        less = [path for path in expected if path not in found]
+        paths = list(leaves_by_path(values))
+        more = [path for path in paths if path not in expected]
+        less = [path for path in expected if path not in paths]
         kind = "nnx.Param" if self.what == "params" else "mutable="
         if more:
             return f"the model has no {more[0]!r} among what {kind} names; leave it out"
@@ -308,14 +314,14 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTre
 
     Args:
         model: Any ``nnx.Module`` that is called as ``model(*inputs)``.
-        mutable: Which variables a call changes, as an NNX filter: ``nnx.BatchStat``, or several
-            in a tuple. They go in as ``state=`` and come out beside the outputs. ``None``: a call
-            that changes any raises. ``()``: the changes are dropped.
+        mutable: The variables that a call changes, as an NNX filter: ``nnx.BatchStat``, or several
+            in a tuple. They are passed as ``state=`` and returned beside the outputs. With ``None``
+            a call that changes any raises; with ``()`` the changes are dropped.
 
     Returns:
         ``(apply_fn, params)``: see ``NnxApply``; ``params`` is a plain dictionary of arrays.
-        ``nnx.update(model, params)`` puts trained parameters back, and ``nnx.update(model,
-        state)`` what the calls changed.
+        ``nnx.update(model, params)`` writes trained parameters back, and ``nnx.update(model,
+        state)`` the state that the calls changed.
 
     Raises:
         TypeError: ``model`` is no ``nnx.Module``.
@@ -344,11 +350,11 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTre
 
 
 def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
-    """Gradients as ``nnx.Optimizer.update`` takes them.
+    """Gradients in the form that ``nnx.Optimizer.update`` takes.
 
     Args:
-        grads: Like the parameters that :func:`from_nnx` returned.
-        model: The model, whose variables say which parameter is which.
+        grads: A tree like the parameters that :func:`from_nnx` returned.
+        model: The model, whose variables identify the parameters.
 
     Returns:
         An ``nnx.State`` of ``nnx.Param``.
@@ -373,13 +379,13 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
 
 
 def _takes_key(model: nnx.Module) -> bool:
-    """Whether a model takes a random key by name; an attention's ``key`` is what it asks."""
+    """Whether a model takes a random key by name; an attention's ``key`` is a tensor instead."""
     try:
-        known = inspect.signature(type(model).__call__).parameters
-    except (TypeError, ValueError):  # of a callable that is no function of Python
+        parameters = inspect.signature(type(model).__call__).parameters
+    except (TypeError, ValueError):  # the callable is no Python function
         return False
-    named = "key" in known and known["key"].kind is inspect.Parameter.KEYWORD_ONLY
-    return named and not {"query", "value"} & known.keys()
+    named = "key" in parameters and parameters["key"].kind is inspect.Parameter.KEYWORD_ONLY
+    return named and not {"query", "value"} & parameters.keys()
 
 
 def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
@@ -406,6 +412,6 @@ def _joined(paths: list[Path]) -> str:
 
 
 def _names(filters: list[Any]) -> str:
-    """Filters as they are written in a call."""
+    """Filters in the form in which a call writes them."""
     names = [f"nnx.{x.__name__}" if isinstance(x, type) else repr(x) for x in filters]
     return names[0] if len(names) == 1 else f"({', '.join(names)})"

@@ -1,4 +1,4 @@
-"""The plan that the analysis leaves: what is special about the equations of a program."""
+"""The records of an analysis: facts about values, and the plan of what to do with each equation."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,36 +10,36 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, Jaxpr, Var, is_stateful
 from jaxkfac.interception._constant_rows import Meeting
+from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._values import (
     CoverageNote,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,
 )
 
-# ---------------- what the analysis of a program has found so far
+# ---------------- facts about the values of a program
 
 
 class Facts:
-    """Value numbers, axis atoms and findings.
+    """Value numbers, axis atoms and findings of an analysis.
 
     Attributes:
         table: The axis atoms.
-        findings: What the coverage report says beside the uses.
+        findings: Notes of the coverage report besides the uses, as the keys of a dictionary.
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
-        scanned: For each scan, the axes of data that it runs over (``lax.map``); for each branch,
-            none.
+        scanned: For each scan, the axes of data that it runs over (``lax.map``); empty for a
+            branch.
         lengths: For each scan, its number of iterations.
-        parameters: The parameters as they are given, by path.
+        parameters: The view of each parameter as an argument, by path.
         computed: The weights that are computed from parameters, by number and scans.
-        of_constants: The parameters that a constant without the examples times, by path, in words.
-        stopped: By the number of a constant, the parameter whose gradient was stopped.
-        meetings: By its place, each equation in which products of constants meet data.
+        of_constants: Parameters multiplied by a constant that does not depend on the examples: a
+            note in words, by path.
+        stopped: Parameters whose gradient was stopped, by the number of the resulting constant.
+        meetings: Equations in which products of constants meet data, by their place.
         closed_in: Products of constants whose results enter an equation that is not followed.
     """
 
@@ -59,18 +59,18 @@ class Facts:
         self._numbers: dict[Hashable, int] = {}
 
     def unique(self) -> int:
-        """The number of a value that is equal to no other."""
+        """A number for a value that is equal to no other."""
         return self.number(object())
 
     def number(self, key: Hashable) -> int:
-        """One number for each key."""
+        """The number of a key; equal keys have equal numbers."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def equation_number(self, eqn: Eqn, ins: Sequence[Value], result: int = 0) -> int:
-        """The number of a result: the same for the same equation of the same values.
+        """The number of a result; the same equation of the same values gives the same number.
 
-        An equation whose parameters cannot be hashed is compared with none, and a stateful one (a
-        mutable array that is read again) has another result each time.
+        An equation whose parameters cannot be hashed gets a new number, and a stateful one (a
+        mutable array that is read again) gets a new number each time.
         """
         if is_stateful(eqn):
             return self.unique()
@@ -81,9 +81,9 @@ class Facts:
             return self.unique()
 
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
-        """Say something of the parameters that a value is made of; nothing of other values."""
+        """Note a reason for each parameter in a value; values without parameters add nothing."""
         for view in views_in(value):
-            if view.rowless:  # what leads to no use has lost its examples, whatever reads it
+            if view.rowless:  # a view that leads to no use has lost its examples, whoever reads it
                 lost = f"has the example axis lost at `{view.rowless}`"
                 self.findings[CoverageNote(view.path, lost, True)] = None
             else:
@@ -93,22 +93,22 @@ class Facts:
             self.findings[CoverageNote(path, text, fatal)] = None
 
     def outside(self, value: Value, eqn: Eqn) -> Value:
-        """A value that leaves a structured equation: there it is no longer followed as a view."""
+        """A value that leaves a structured equation, outside which it is not followed as a view."""
         if views_in(value):
             reasons = reasons_of([value], f"`{eqn.primitive.name}`")
             return Derived(self.unique(), reasons, traced_indices_in([value]))
         return value
 
     def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
-        """The number of the arrangement that an equation makes of a view's elements."""
-        others = [v for v in ins if not isinstance(v, Parameter)]
+        """The number of the arrangement that an equation gives to a view's elements."""
+        operands = [v for v in ins if not isinstance(v, Parameter)]
         return self.equation_number(
-            eqn, [dataclasses.replace(view, number=view.elements), *others], result
+            eqn, [dataclasses.replace(view, number=view.elements), *operands], result
         )
 
 
 def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
-    """What each parameter went through first: this equation, or an earlier one; in words."""
+    """What each parameter went through first, in words: an earlier equation, or this one."""
     reasons: dict[str, str] = {}
     for value in values:
         for view in views_in(value):
@@ -125,7 +125,7 @@ def _frozen(params: Mapping[str, Any]) -> Hashable:
     return items
 
 
-# ----------------
+# ---------------- the plan
 
 
 MARK_ROWS = "jaxkfac_mark_rows"
@@ -133,29 +133,30 @@ MARK_ROWS = "jaxkfac_mark_rows"
 
 @dataclasses.dataclass(eq=False)
 class Mark:
-    """A call of ``mark_rows``: the axes its mask speaks of."""
+    """A call of ``mark_rows``: the axes that its mask covers."""
 
     axes: Axes
 
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """One jaxpr in one calling context, and what is special about its equations.
+    """One jaxpr in one calling context, and the equations that need special treatment.
 
     Attributes:
         jaxpr: The jaxpr.
         consts: Its constants.
-        uses: Position of an equation -> the layer uses in it.
-        views: Position of a view -> the traced index that it takes along a stack, if any.
-        choices: Position of a view for some rows -> its axes along which the rows run.
-        lookups: Positions of the views of which each row picks its own entry of a stack.
-        marks: Position of a ``mark_rows`` -> what it marks.
-        entries: Of a scan's body: position of an operand of the scan -> the use that a parameter is
-            there, as the state that the first iteration starts from.
-        calls: Position of a structured equation -> the plan of its body.
+        uses: By position of an equation, the layer uses in it.
+        views: By position of a view, the traced index by which it selects an entry of a stack, or
+            ``None``.
+        choices: By position of a view that applies to some rows only, its axes that are rows.
+        lookups: Positions of the views in which each row picks its own entry of a stack.
+        marks: By position of a ``mark_rows``, what it marks.
+        entries: For a scan's body, by position of an operand of the scan, the use of a parameter
+            as the state that the first iteration starts from.
+        calls: By position of a structured equation, the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
         scan: The identity of the scan whose body it is, or 0.
-        steps: The plan as the rewriter runs it, made by the rewriter once.
+        steps: The plan in the form that the rewriter runs, computed once by the rewriter.
     """
 
     jaxpr: Jaxpr
@@ -173,27 +174,26 @@ class Plan:
 
     def all_uses(self) -> list[Use]:
         """Every use, in program order."""
-        found = list(self.entries.values())
+        uses = list(self.entries.values())
         for position in sorted(self.uses.keys() | self.calls.keys()):
-            found += self.uses.get(position, [])
-            found += self.calls[position].all_uses() if position in self.calls else []
-        return found
+            uses += self.uses.get(position, [])
+            uses += self.calls[position].all_uses() if position in self.calls else []
+        return uses
 
     def all_marks(self) -> list[Mark]:
         inner = [m for plan in self.calls.values() for m in plan.all_marks()]
         return list(self.marks.values()) + inner
 
 
-# ---------------- the steps of a plan: equations that something happens in, and between them runs
-# of the others
+# ---------------- the steps of a plan: special equations, and runs of ordinary ones between them
 #
-# A run is one function, made once and evaluated as it is. So emission costs what the uses, views
-# and calls cost, not what the program is long.
+# A run is one function that is built once and evaluated without change. Emission therefore costs
+# time in proportion to the uses, views and calls, not to the length of the program.
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A run of equations that nothing special happens in."""
+    """A run of equations that need no special treatment."""
 
     run: Callable[..., list[Any]]
     invars: list[Var]
@@ -209,7 +209,7 @@ class Segment:
 
 
 def steps_of(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
-    """The plan as untouched segments and positions of special equations; computed once."""
+    """The plan as runs of ordinary equations and positions of special ones; computed once."""
     if plan.steps is None:
         plan.steps = _split(plan, encoded)
     return plan.steps
@@ -238,14 +238,14 @@ def _split(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
     steps: list[Segment | int] = []
     for run in reversed(runs):
         eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
-        made = {v: None for e in eqns for v in e.outvars}
+        written = {v: None for e in eqns for v in e.outvars}
         read = {v: None for e in eqns for v in e.invars if _compat.is_var(v)}
         if isinstance(run, list):
-            outvars = [v for v in made if v in needed]
-            invars = [v for v in read if v not in made]
+            outvars = [v for v in written if v in needed]
+            invars = [v for v in read if v not in written]
             run_eqns = _compat.evaluate(eqns, invars, outvars, jaxpr)
             steps.append(Segment(run_eqns, invars, outvars, eqns))
         else:
             steps.append(run)
-        needed = (needed - made.keys()) | read.keys()
+        needed = (needed - written.keys()) | read.keys()
     return steps[::-1]

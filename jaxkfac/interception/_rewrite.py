@@ -1,9 +1,8 @@
 """Re-emit a traced function with handlers in place of its layer uses.
 
-Each layer has a *slot*: a pytree of extra inputs. A slot is propagated with the variable that
-holds its parameter, as a tangent is with its primal: through views, jit, checkpoint, scan (stacked
-where the parameter is scanned, constant where it is constant), cond and shard_map, down to the
-handler.
+Each layer has a *slot*: a pytree of extra inputs. A slot is propagated with the variable that holds
+its parameter, as a tangent is with its primal, down to the handler: through views, jit, checkpoint,
+scan (stacked if the parameter is scanned, constant if it is constant), cond and shard_map.
 """
 
 import dataclasses
@@ -28,57 +27,27 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
+from jaxkfac.interception._kind import Site, Use
 from jaxkfac.interception._plan import Plan, Segment, steps_of
-from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
+from jaxkfac.interception._row_masks import RowMask, row_weights, where_chosen
 from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
-from jaxkfac.interception._values import Use
 
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One equation handed to a handler, and for each of its layer uses what belongs to it.
-
-    Attributes:
-        eqn: The equation.
-        uses: Its uses that are tapped.
-        slots: Their slots.
-        rows: Which of their rows exist, or ``None``.
-        active: Whether their statistics are wanted, a scalar, or ``None`` for always.
-        table: The axis atoms.
-    """
-
-    eqn: Eqn
-    uses: list[Use]
-    slots: list[Slot]
-    rows: list[Bool[Array, "..."] | None]
-    active: list[Bool[Array, ""] | None]
-    table: AxisTable
-
-    def without_values(self) -> "Site":
-        """The site without arrays, for rules that must close over no tracer."""
-        return dataclasses.replace(self, slots=[], rows=[], active=[])
-
-    def bind(self, *operands: Any) -> Any:
-        """The original operation, every parameter of the equation kept."""
-        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
-
-
-# Of the operands, behind them the indices by which rows pick entries of a stack, if they do; it
-# returns the equation's result.
+# A function of the site and its operands that returns the equation's result. If rows pick entries
+# of a stack, the operands end with the indices.
 Handler = Callable[[Site, list[Any]], Any]
 
 
-_NESTED_JITS = 24  # so many are kept in one another: people write fewer
+_NESTED_JITS = 24  # jits nested up to this depth stay jits; people write fewer
 
 
 class Around(NamedTuple):
-    """What holds at one place of the program.
+    """The context of an equation.
 
     Attributes:
         masks: Which rows exist.
-        active: For layers in a window: whether it covers this iteration.
+        active: For layers in a window, whether it covers this iteration.
         computed: The slots of weights that are computed from parameters.
-        depth: Calls around it.
+        depth: Number of calls around the equation.
     """
 
     masks: list[RowMask]
@@ -94,10 +63,10 @@ class Rewriter:
     Args:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
-        entries: How the entries of slots follow their parameter.
+        entries: Declarations of the entries of slots.
         marks: The axes of every mark of the program.
         traced_indices: For each layer with a slot, the traced indices into its stack.
-        windows: For some layers, the iterations that their slot has rows for.
+        windows: For layers with a window, the iterations for which their slot has rows.
         encoded: Paths of the parameters that the program sees as ``DeferredParameter``.
     """
 
@@ -112,13 +81,13 @@ class Rewriter:
     def run(
         self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
     ) -> list[Any]:
-        """Outputs of the plan's jaxpr; ``slots`` and ``args`` go with its inputs."""
+        """Outputs of the plan's jaxpr; ``args`` and ``slots`` correspond to its inputs."""
         return self._run(plan, args, slots, around)[0]
 
     def _run(
         self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
     ) -> tuple[list[Operand], list[Slots]]:
-        """The outputs, and the slots of those that are views."""
+        """The outputs, and the slots of the outputs that are views."""
         env: dict[Var, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         env.update(zip(plan.jaxpr.invars, args, strict=True))
         slot_env = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
@@ -140,7 +109,7 @@ class Rewriter:
                 out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
-                out = bind(eqn)(*values)  # what traces this program again reads it too
+                out = bind(eqn)(*values)  # kept: a later trace of this program reads the mark too
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
@@ -150,7 +119,7 @@ class Rewriter:
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             elif plan.calls[step].exports_views or _is_too_deep(eqn, around):
-                # A jitted indexing helper, or a jit that is nested deep: run it in place.
+                # A jitted indexing helper, or a deeply nested jit: run it in place.
                 deeper = around._replace(depth=around.depth + 1)
                 out, out_slots = self._run(plan.calls[step], values, in_slots, deeper)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
@@ -173,8 +142,8 @@ class Rewriter:
         in_slots: list[Slots],
         around: Around,
     ) -> Any:
-        others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
-        refuse_deferred(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
+        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
+        refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
@@ -187,16 +156,19 @@ class Rewriter:
             ]
             for s, u in zip(slots, uses, strict=True)
         ]
-        # A bias or scale squares per-position gradients: a row that is not there has none.
+        # A bias or scale squares gradients position by position: an absent row has none.
         rows = [
-            where_taken(
-                self.table, u, row_weights(self.table, u, [*around.masks, *own], self.marks), own
+            where_chosen(
+                self.table,
+                u,
+                row_weights(self.table, u, [*around.masks, *chosen_rows], self.marks),
+                chosen_rows,
             )
-            for u, own in zip(uses, chosen, strict=True)
+            for u, chosen_rows in zip(uses, chosen, strict=True)
         ]
-        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # of all uses they are one
-        wanted = [around.active.get(u.layer or "") for u in uses]
-        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), [*values, *picked])
+        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # the same for all uses
+        active = [around.active.get(u.layer or "") for u in uses]
+        return self.handler(Site(eqn, uses, slots, rows, active, self.table), [*values, *picked])
 
     def _call(
         self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
@@ -220,7 +192,7 @@ class Rewriter:
                 if v.aval.shape != w.aval.shape
             ]
             refuse_deferred(split, lambda _: "`shard_map`, which splits it over mesh axes")
-        # A deferred parameter has no sharding and no donation of its own: it goes with the slots.
+        # A deferred parameter has no sharding and no donation, so it is passed with the slots.
         deferred = [v if isinstance(v, DeferredParameter) else None for v in values]
         arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
         tapped = tapped_layers(inner)
@@ -231,8 +203,12 @@ class Rewriter:
 
         def run(plan: Plan, *flat: Any) -> list[Any]:
             n = len(arrays)
-            slots, mask_values, active, computed, held = jax.tree.unflatten(tree, flat[n:])
-            operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
+            slots, mask_values, active, computed, deferred_values = jax.tree.unflatten(
+                tree, flat[n:]
+            )
+            operands = [
+                h if h is not None else v for v, h in zip(flat[:n], deferred_values, strict=True)
+            ]
             inside = [
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
@@ -292,10 +268,12 @@ class Rewriter:
         def body(carry: tuple, scanned: tuple) -> tuple[tuple, list[Any]]:
             (state, buffers), (xs, rows, iteration) = carry, scanned
             slots, after, active = [], [], dict(around.active)
-            for windowed, whole in zip(buffers, rows, strict=True):
-                taken = {k: row_of(b, self.windows[k], iteration) for k, b in windowed.items()}
-                slots.append({**whole, **{k: row for k, (row, _) in taken.items()}})
-                after.append({k: buffer for k, (_, buffer) in taken.items()})
+            for windowed, row_slots in zip(buffers, rows, strict=True):
+                windowed_rows = {
+                    k: row_of(b, self.windows[k], iteration) for k, b in windowed.items()
+                }
+                slots.append({**row_slots, **{k: row for k, (row, _) in windowed_rows.items()}})
+                after.append({k: buffer for k, (_, buffer) in windowed_rows.items()})
                 active.update({k: self.windows[k].covers(iteration) for k in windowed})
             computed = around.computed | slots.pop()
             inside = around._replace(active=active, computed=computed, depth=around.depth + 1)
@@ -312,10 +290,10 @@ class Rewriter:
 
 
 def _is_too_deep(eqn: Eqn, around: Around) -> bool:
-    """Whether a jit is called in place, so that a level of calls takes one frame of Python's.
+    """Whether a jit is run in place, so that a level of calls takes one Python frame.
 
-    As a jit of its own it takes 13, and 10 more where it is differentiated: 1,000 frames, Python's
-    limit, would be at an end with 77 of them, where JAX traces 120.
+    As a jit it takes 13 frames, and 10 more when it is differentiated: 77 levels would exhaust
+    Python's limit of 1,000 frames, while JAX itself traces 120.
     """
     deep = around.depth >= _NESTED_JITS and _compat.call_kind(eqn) == "jit"
     return deep and not _compat.states_placement(eqn)

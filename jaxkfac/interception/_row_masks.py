@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Shaped
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._plan import MARK_ROWS
-from jaxkfac.interception._values import Constant, Use, Value
+from jaxkfac.interception._values import Constant
 from jaxkfac.interception._views import SAME_ELEMENTS
 
-# ---------------- constants that are masks: every element is 0 or 1
+# ---------------- constants whose elements are all 0 or 1
 
 
 _OF_MASKS = SAME_ELEMENTS | frozenset(
@@ -25,14 +26,14 @@ _OF_MASKS = SAME_ELEMENTS | frozenset(
 )
 
 
-_MOST = 1 << 16  # elements of an array on a device that are fetched without a first look
+_MOST = 1 << 16  # larger arrays on a device are judged by this many elements first
 
 
 def holds_mask(constant: Any) -> bool:
-    """Whether the elements of a constant are known to be zeros and ones.
+    """Whether all elements of a constant are known to be zeros and ones.
 
-    Those of an array that is divided over processes are not: each knows a part. Of a large one,
-    as a base model's kernel, a few elements are fetched first.
+    They are not known for an array divided over processes, because each process has only a part.
+    Of a large array, such as a base model's kernel, a few elements are fetched first.
     """
     dtype = jnp.result_type(constant)
     if dtype == np.bool_:
@@ -56,7 +57,7 @@ def _zeros_and_ones(constant: Any) -> bool:
 
 
 def is_mask(eqn: Eqn, ins: Sequence[Value]) -> bool:
-    """Whether an equation of constants gives a mask."""
+    """Whether an equation of constants returns a mask."""
     if eqn.outvars[0].aval.dtype == np.bool_:
         return True
     return eqn.primitive.name in _OF_MASKS and all(
@@ -65,7 +66,7 @@ def is_mask(eqn: Eqn, ins: Sequence[Value]) -> bool:
     )
 
 
-# ---------------- which rows of a layer use exist: masks carried to the use by the identity of axes
+# ---------------- rows that exist: masks follow axis identities to each use
 
 
 def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
@@ -102,8 +103,8 @@ class RowMask:
     """A mask and the atoms of its axes.
 
     Attributes:
-        complete: Whether every row must be spoken of: True for ``positions=``, False for a
-            mark inside the model, which speaks of its own axes only.
+        complete: Whether the mask must cover every axis of rows: True for ``positions=``, False for
+            a mark inside the model, which covers only its own axes.
     """
 
     def __init__(
@@ -123,16 +124,16 @@ def row_weights(
     Args:
         table: The axis atoms.
         use: A use with ``rows``.
-        masks: Every mask known where the use stands.
-        marks: The axes of every mark of the program, known here or not.
+        masks: Every mask known at the use.
+        marks: The axes of every mark of the program, known at the use or not.
 
     Returns:
-        Boolean, one axis per entry of ``use.rows``; ``None`` where no mask speaks of them.
+        Boolean, one axis per entry of ``use.rows``; ``None`` if no mask covers them.
 
     Raises:
-        LostRowsError: a mask for the whole program is given and an axis of the rows comes
-            from data but is spoken of by no mask; or a mark speaks of these rows and is
-            made later, or in an inner scan.
+        LostRowsError: a mask for the whole program is given, and an axis of the rows comes
+            from data but is covered by no mask; or a mark covers these rows and comes later
+            in the program, or in an inner scan.
     """
     if use.kind.inserts and use.data is None:  # a class token: its row always exists
         return None
@@ -148,8 +149,12 @@ def row_weights(
             )
     if not spoken:
         return None
-    own = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
-    lost = [a for a in flat if a not in spoken | own and table.kinds(a) & {"data", "derived"}]
+    parameter_atoms = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
+    lost = [
+        a
+        for a in flat
+        if a not in spoken | parameter_atoms and table.kinds(a) & {"data", "derived"}
+    ]
     if any(m.complete for m in masks) and (lost or spoken.isdisjoint(flat)):
         what = f"an axis of size {table.size(lost[0])}" if lost else "the example axis"
         raise LostRowsError(
@@ -165,28 +170,28 @@ def row_weights(
     return weights.reshape([math.prod(map(table.size, axis)) for axis in rows])
 
 
-def where_taken(
+def where_chosen(
     table: AxisTable,
     use: Use,
     weights: Bool[Array, "*rows"] | None,
-    taken: Sequence[RowMask],
+    choices: Sequence[RowMask],
 ) -> Bool[Array, "*rows"] | None:
-    """The rows that exist, none where a choice of all rows at once is against them.
+    """The rows that exist; none, if a choice for all rows at once excludes the use.
 
-    A choice for one row has no axis by which it could be told from others.
+    Such a choice (a cond on a scalar) has no axis along which it could differ between rows.
     """
-    whole = [mask.mask.reshape(()) for mask in taken if not mask.atoms(table)]
-    if not whole:
+    for_all_rows = [mask.mask.reshape(()) for mask in choices if not mask.atoms(table)]
+    if not for_all_rows:
         return weights
     shape = [math.prod(map(table.size, table.atoms(axis))) for axis in use.rows]
     every = jnp.ones(shape, bool) if weights is None else weights
-    for mask in whole:
+    for mask in for_all_rows:
         every = every & mask
     return every
 
 
 def own_axes(table: AxisTable, use: Use) -> set[int]:
-    """The row axes along which an elementwise use has elements of its own."""
+    """The row axes along which an elementwise use has elements of the parameter."""
     if not use.kind.elementwise or use.kind.contracts:
         return set()
     shape = use.eqn.invars[use.operand].aval.shape
@@ -201,7 +206,7 @@ def own_axes(table: AxisTable, use: Use) -> set[int]:
 
 
 def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*atoms"]:
-    """The mask broadcast to the atoms of the rows; atoms it speaks of elsewhere: any."""
+    """The mask broadcast to the atoms of the rows; over its other atoms it is reduced by any."""
     atoms = mask.atoms(table)
     values = mask.mask.reshape([table.size(a) for a in atoms])
     away = tuple(i for i, a in enumerate(atoms) if a not in flat)

@@ -1,54 +1,49 @@
-"""Slots: what is propagated with a parameter, and what a view of the parameter makes of it.
+"""Slots: extra inputs that are propagated with a parameter, and windows of them.
 
-Where a program reads ``c W``, the gradient with respect to ``W`` is ``c`` times that with respect
-to ``c W``. So a statistic of the gradients of ``c W`` is one of ``W`` once it is multiplied by a
-power of ``c``, which only whoever defines the statistic knows. Each entry of a slot declares its
-power, and one that declares none is an error: a wrong power would be a wrong number in silence.
+If a program reads ``c W``, the gradient with respect to ``W`` is ``c`` times the gradient with
+respect to ``c W``. A statistic of the gradients of ``c W`` therefore becomes one of ``W`` after
+multiplication by a power of ``c``, and only the author of the statistic knows this power. Each
+entry of a slot declares its power. An entry without a declaration is an error, because a wrong
+power would silently give a wrong number.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
-
-from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._values import Use
-from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
-# Beside the entries of a slot, which rows a view of its parameter is for: those that it is chosen
-# for, and which entry of a stack each of them picks.
+# Two keys that stand in a slot beside its declared entries: masks of the rows that choose the view,
+# and the entry of a stack that each row picks.
 CHOSEN, PICKED = "chosen", "picked"
 
 
 class SlotEntry(NamedTuple):
-    """How one entry of a slot follows its parameter.
+    """How one entry of a slot is propagated with its parameter.
 
     Attributes:
-        power: With which power a constant that multiplies the parameter multiplies the entry: 2
-            for second moments, 1 for gradients, 0 for counts and for what is only handed on.
-        by_example: In a slot shaped like the parameter: whether the examples lie last.
+        power: The power with which a constant factor of the parameter multiplies the entry: 2 for
+            second moments, 1 for gradients, 0 for counts and for anything merely passed on.
+        by_example: For a slot shaped like the parameter, whether its last axis is the examples.
     """
 
     power: int
     by_example: bool = False
 
 
-# An entry that is itself a dictionary may declare what lies inside it.
+# An entry that is a dictionary may declare its own entries.
 Entries = Mapping[str, Union[SlotEntry, "Entries"]]
 
 
 def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
-    """Refuse slots that hold what is declared nowhere.
+    """Refuse slots with an entry that is not declared.
 
     Raises:
-        ValueError: naming the layer and the entry.
+        ValueError: an entry is not declared; the message names the layer and the entry.
     """
     for layer, slot in slots.items():
         for key, value in slot.items():
@@ -63,82 +58,41 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
                 check_entries({layer: value}, inside)
 
 
-def scale_slot(
-    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot:
-    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
-
-    Behind a function of the parameter, which is no matrix of it, no use reads the slot.
-    """
-    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
-    if beside:
-        slot = {key: part for key, part in slot.items() if key not in beside}
-        return scale_slot(eqn, slot, position, values, entries) | beside
-    if is_negated(eqn, position):
-        return _times(slot, jnp.asarray(-1.0), entries)
-    if name in ("mul", "div") and position <= (name == "mul"):
-        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
-        if c.size == 1:
-            c = c.reshape(())
-            return _times(slot, c if name == "mul" else 1 / c, entries)
-    return slot
-
-
-def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
-    def times(part: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
-        if not isinstance(entry, SlotEntry):
-            return _times(part, c, entry)
-        if entry.power == 0:
-            return part
-        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, part)
-
-    return {key: times(part, entries[key]) for key, part in slot.items()}
-
-
-# ---------------- windows: slots of a few iterations of a scan, so that a budget of bytes bounds
-# them
+# ---------------- windows: slots for some iterations of a scan
 #
-# A slot of a scanned parameter has a row for each iteration. To gather some of them only, the
-# scan is not split, because slices of its operands would be copies of parameters: it runs whole,
-# and a buffer of the window's rows is in its carry. The backward pass writes the row of an
-# iteration inside the window into the buffer's cotangent; statistics of other iterations are not
-# computed. The window's start is an ordinary value, so one compiled program serves every window.
+# A slot of a scanned parameter has a row for each iteration. A window gathers only some of them, so
+# that a budget of bytes suffices. The scan is not split, because slices of its operands would copy
+# parameters: it runs in full, and its carry holds a buffer with the rows of the window. For an
+# iteration inside the window the backward pass writes the row into the buffer's cotangent; for
+# other iterations it computes no statistics. The start of the window is an ordinary value, so one
+# compiled program serves every window.
 
 
-_Place = tuple[Int[Array, ""], Bool[Array, ""]]  # a row of the buffer; whether the window has it
+_Place = tuple[Int[Array, ""], Bool[Array, ""]]  # row of the buffer; whether the window has it
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Iterations ``start`` to ``start + size`` of a scan; those beyond its end are empty.
+    """Iterations ``start`` to ``start + size`` of a scan; rows past the end of the scan are empty.
 
     Args:
-        start: First iteration, an integer or a traced one.
-        size: Their number.
+        start: First iteration, an integer or a traced value.
+        size: Number of iterations.
     """
 
     start: int | Int[Array, ""]
     size: int
 
     def covers(self, iteration: Int[Array, ""]) -> Bool[Array, ""]:
-        """Whether the window holds an iteration."""
+        """Whether the window contains an iteration."""
         return (iteration >= self.start) & (iteration < self.start + self.size)
 
 
-def scanned_by(uses: list[Use]) -> tuple[str, int] | None:
-    """The one scan over the leading stacked axis of a layer, if there is one."""
-    if any(u.view.members for u in uses):  # an iteration is another layer's
-        return None
-    found = {u.view.consumed[0].traced_index if u.view.consumed else ("none", 0) for u in uses}
-    (scan, *others) = found
-    return scan if not others and scan[0] == "scan" else None
-
-
 def row_of(buffer: Slot, window: Window, iteration: Int[Array, ""]) -> tuple[Slot, Slot]:
-    """The slot of one iteration, and the buffer for the next one.
+    """The slot of one iteration, and the buffer for the next iteration.
 
-    The values are zeros and the buffer itself. The cotangent of the slot is written into that
-    of the buffer, in place, where the window covers the iteration.
+    The values are zeros and the unchanged buffer. Where the window covers the iteration, the
+    cotangent of the slot is written in place into the cotangent of the buffer.
     """
     like = jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape[1:], b.dtype), buffer)
 

@@ -15,25 +15,23 @@ from jaxkfac.interception._compat import (
     read_order,
     scan_counts,
 )
-from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._values import (
     Combined,
     Constant,
     Consumed,
-    Data,
     Derived,
     Parameter,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,
 )
 from jaxkfac.interception._views import reversal
 
-# ---------------- products seen through views: a bias that is added behind them still belongs to
-# the product
+# ---------------- products seen through views
+#
+# A bias that is added behind such a view still belongs to the product.
 
 
 ProductAxes = tuple[Atoms | None, ...]  # as in ``Data.product_axes``
@@ -45,14 +43,14 @@ _KEEPS_PRODUCT = frozenset(
 
 
 def without_product(value: Value) -> Value:
-    """The value as one that no bias can be joined to."""
+    """The value without its product, so that no bias is joined to it."""
     if isinstance(value, Data) and value.product is not None:
         return Data(value.number, value.axes)
     return value
 
 
 def follow_product(eqn: Eqn, value: Data) -> ProductAxes | None:
-    """The product's parameter axes behind a view of the product, or ``None``."""
+    """The parameter axes of a product behind a view of it, or ``None`` if they are lost."""
     name, before = eqn.primitive.name, value.product_axes
     if name not in _KEEPS_PRODUCT:
         return None
@@ -71,7 +69,7 @@ def follow_product(eqn: Eqn, value: Data) -> ProductAxes | None:
 def _reshaped_product(
     before: ProductAxes, shape: Sequence[int], target: Sequence[int]
 ) -> ProductAxes | None:
-    """Axes kept by a reshape: rows may be regrouped, the parameter's axes may not."""
+    """Axes behind a reshape: rows may be regrouped, the axes of the parameter may not."""
     out: list[Atoms | None] = []
     i = 0
     while i < len(shape) or len(out) < len(target):
@@ -104,7 +102,7 @@ def _reshaped_product(
     return tuple(out)
 
 
-# ----------------
+# ---------------- scan, cond and shard_map
 
 
 MODIFIED = "is carried through `scan` and modified"
@@ -116,15 +114,15 @@ Interpret = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Inter
 def interpret_scan(
     facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> Interpreted:
-    """The results of a scan, and the plan of its body."""
+    """The results of a scan, and the plan for its body."""
     body, consts = body_of(eqn)
     (nc, nk), length = scan_counts(eqn), eqn.params["length"]
     scan = len(facts.scanned) + 1
     facts.scanned[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
     facts.lengths[scan] = length
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
-    # A carry is another value in each iteration, so it does not keep the number of its first;
-    # only a parameter that is carried unchanged does.
+    # A carry has another value in each iteration, so it does not keep the number of the first; only
+    # a parameter that is carried unchanged does.
     carry = [
         v if views_in(v) else dataclasses.replace(_begun(v), number=facts.unique())
         for v in ins[nc : nc + nk]
@@ -135,8 +133,8 @@ def interpret_scan(
         outs, plan = interpret(body, consts, inside, (*scope, scan))
         unchanged = [body.outvars[k] is body.invars[nc + k] for k in range(nk)]
         grown = [
-            _join(facts, before, after, unchanged=same)
-            for before, after, same in zip(carry, outs[:nk], unchanged, strict=True)
+            _join(facts, before, after, unchanged=is_unchanged)
+            for before, after, is_unchanged in zip(carry, outs[:nk], unchanged, strict=True)
         ]
         if all(a is b for a, b in zip(grown, carry, strict=True)):
             break
@@ -153,17 +151,17 @@ def interpret_scan(
 
 
 def _begun(value: Value) -> Value:
-    """A value as the carry of a scan: whatever it was made of, it has rows there."""
+    """A value as the carry of a scan; there it has rows, whatever it was made of before."""
     value = without_product(value)
     return dataclasses.replace(value, products=frozenset()) if isinstance(value, Data) else value
 
 
 def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> Use:
-    """A learned initial state: what is set beside data once, as a class token is."""
+    """The use of a learned initial state, which is placed beside data once, like a class token."""
     kind = kind_reading("add")
     assert kind is not None
-    # Whether the parameter is repeated for every example, or one thing that the loop modifies,
-    # shows in the carry's axes; see ``_examples``.
+    # The carry's axes show whether the parameter is repeated for each example or is one value that
+    # the loop modifies; see ``_examples``.
     use = Use(kind, copy_like(eqn.invars[operand]), 0, view, scope, data=carry, rows=carry.axes)
     use.where = (MODIFIED, id(eqn), operand, scope)
     kind.place(use, carry.axes)
@@ -171,7 +169,7 @@ def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> 
 
 
 def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
-    """What one iteration sees of a scanned operand."""
+    """The value of a scanned operand in one iteration."""
     value = without_product(value)
     number = facts.number((scan, "xs", value.number))
     if isinstance(value, Data):
@@ -179,8 +177,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     if isinstance(value, Combined) and (first := _of_stack(facts, value, scan)) is not None:
         return dataclasses.replace(first, number=number)
     if isinstance(value, Combined):
-        each = (_slice_of(facts, view, scan, length) for view in value.views)
-        views = tuple(v for value in each for v in views_in(value))
+        sliced = (_slice_of(facts, view, scan, length) for view in value.views)
+        views = tuple(v for value in sliced for v in views_in(value))
         traced_indices = value.traced_indices | {("scan", scan)}
         return dataclasses.replace(value, number=number, views=views, traced_indices=traced_indices)
     if isinstance(value, View):
@@ -188,12 +186,14 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
-        if any(join.whole == value.axes[0] for join in value.joins):  # some iterations are its
+        if any(
+            join.array_axis == value.axes[0] for join in value.joins
+        ):  # only some iterations read it
             return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
-        if value.chosen or value.picked:  # its rows are not those of the iterations
+        if value.chosen or value.picked:  # its rows are not those of single iterations
             lost_by = "select_n" if value.chosen else "gather"
             return dataclasses.replace(value, number=number, axes=None, lost_by=lost_by)
-        if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
+        if reversal(facts.table, value, value.axes[0]) != "none":  # iteration i reads another row
             return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
         step = Consumed(length, value.axes[0], ("scan", scan))
         axes, consumed = value.axes[1:], (*value.consumed, step)
@@ -205,14 +205,14 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
 
 
 def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
-    """What one iteration sees of parameters that were stacked for a scan, if they are alike."""
+    """The value in one iteration of parameters that were stacked for a scan, if they are alike."""
     table, first = facts.table, value.views[0]
     alike = {_layout(table, view) for view in value.views}
     if value.reasons or None in alike or len(alike) > 1:
         return None
     lie = [view.joins[0] for view in value.views]
-    iterations = range(table.size(*lie[0].whole))
-    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in iterations]:
+    iterations = range(table.size(*lie[0].array_axis))
+    if [(j.start, j.size, j.parameter_axis) for j in lie] != [(i, 1, ()) for i in iterations]:
         return None
     assert first.axes is not None
     elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
@@ -227,18 +227,18 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
 
 
 def _layout(table: AxisTable, view: View) -> Hashable:
-    """How a view behind its first axis reads its parameter; ``None`` if that is not known."""
-    if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
+    """How a view reads its parameter along all axes but the first; ``None`` if unknown."""
+    if not view.axes or len(view.joins) != 1 or view.joins[0].array_axis != view.axes[0]:
         return None
     if view.consumed or view.reversed or view.members or view.picked:
         return None
-    own = [a for axis in view.own for a in table.atoms(axis)]
-    read = [tuple(map(own.index, table.atoms(axis))) for axis in view.axes[1:]]
-    return (tuple(map(table.size, own)), tuple(read), view.function, len(view.scaled))
+    parameter_atoms = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+    read = [tuple(map(parameter_atoms.index, table.atoms(axis))) for axis in view.axes[1:]]
+    return (tuple(map(table.size, parameter_atoms)), tuple(read), view.function, len(view.scaled))
 
 
 def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:
-    """The carry that covers both the first iteration and the later ones."""
+    """A carry that covers both the first iteration and the later ones."""
     if isinstance(before, Data):
         if isinstance(after, Data):
             for a, b in zip(before.axes, after.axes, strict=True):
@@ -255,7 +255,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
 
 
 def _stacked(facts: Facts, value: Value, length: int) -> Value:
-    """What the scan returns of one iteration's result."""
+    """The stacked result of a scan for one iteration's result."""
     number = facts.unique()
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
@@ -267,11 +267,11 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
 def interpret_cond(
     facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> Interpreted:
-    """The results of a cond, and a plan whose calls are the plans of its branches."""
+    """The results of a cond, and a plan whose calls are the plans for its branches."""
     index, *operands = map(without_product, ins)
     branches = []
     for body, consts in branches_of(eqn):
-        # A scope of its own: what one branch reads of an input is not counted in another.
+        # A scope for each branch: what one branch reads of an input does not count in another.
         branch = len(facts.scanned) + 1
         facts.scanned[branch] = ()
         branches.append(interpret(body, consts, operands, (*scope, branch)))
@@ -284,7 +284,7 @@ def interpret_cond(
 
 
 def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
-    """What is known of a result that is one of some values; the index of the branch leads."""
+    """The value of a result that is one of several; ``values`` begins with the branch index."""
     results = values[1:]
     if all(v == results[0] for v in results) and not isinstance(results[0], Data):
         return facts.outside(results[0], eqn)
@@ -304,23 +304,23 @@ def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, .
 def interpret_shard_map(
     facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> Interpreted:
-    """The results of a shard_map, and the plan of its body."""
+    """The results of a shard_map, and the plan for its body."""
     body, consts = body_of(eqn)
     inside: list[Value] = []
     for value, outer, inner in zip(ins, eqn.invars, body.invars, strict=True):
-        value, same = without_product(value), outer.aval.shape == inner.aval.shape
-        if views_in(value) and not same:
+        value, keeps_shape = without_product(value), outer.aval.shape == inner.aval.shape
+        if views_in(value) and not keeps_shape:
             facts.report(value, "is split over mesh axes by `shard_map`")
             value = Data(facts.unique(), fresh(facts.table, inner.aval.shape))
-        elif isinstance(value, Data) and not same:
-            axes = tuple(  # a shard of an axis: nobody's example axis, nor surely not one
+        elif isinstance(value, Data) and not keeps_shape:
+            axes = tuple(  # a shard: cannot be shown to be, or not to be, an example axis
                 a if s == t else facts.table.new(t, "derived")
                 for a, s, t in zip(value.axes, outer.aval.shape, inner.aval.shape, strict=True)
             )
             value = Data(facts.unique(), axes)
         inside.append(value)
     outs, plan = interpret(body, consts, inside, scope)
-    results = [  # axes that are shards inside are whole outside, whichever they are
+    results = [  # an axis that is a shard inside is a full axis outside, and which one is unknown
         Data(facts.unique(), fresh(facts.table, v.aval.shape))
         if isinstance(o, Data)
         else facts.outside(o, eqn)

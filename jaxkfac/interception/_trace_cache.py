@@ -1,4 +1,4 @@
-"""What a function does with arguments of one structure and type, traced once and kept."""
+"""Traces of a function, cached by the structure and types of its arguments."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -11,15 +11,16 @@ from jax.core import Tracer
 from jax.extend import core as jex
 from jaxtyping import PyTree
 
-# ---------------- how deep functions may be nested: what Python's limit of frames means here
+# ---------------- Python's limit of frames, and how deep functions may be nested
 
 
 @contextmanager
 def depth_explained() -> Iterator[None]:
-    """A block that traces a user's function.
+    """A context in which a user's function is traced.
 
     Raises:
-        RecursionError: it needs more frames than Python allows, in words that say what to do.
+        RecursionError: the function needs more frames than Python allows; the message says what to
+            do.
     """
     try:
         yield
@@ -33,7 +34,7 @@ def depth_explained() -> Iterator[None]:
         ) from error
 
 
-# ----------------
+# ---------------- the cache
 
 
 @runtime_checkable
@@ -50,19 +51,19 @@ Trace = TypeVar("Trace", bound=Closed)
 class TraceCache(Generic[Trace]):
     """Traces by the structure and types of arguments, and by the settings that tracing reads.
 
-    A trace that closed over tracers is not kept: they end with the trace around it.
+    A trace that closed over tracers is not cached: these tracers end with the trace around it.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Trace] = {}
+        self._traces: dict[Hashable, Trace] = {}
 
     def get(self, args: PyTree, make: Callable[[], Trace], *, static: Hashable = None) -> Trace:
-        """The trace for these arguments; made where there is none yet.
+        """The trace for these arguments; ``make`` is called if it is not cached.
 
         Args:
             args: Arrays, or their shapes.
             make: Traces the function.
-            static: What else the trace depends on.
+            static: Anything else on which the trace depends.
         """
         leaves, tree = jax.tree.flatten(args)
         settings = (
@@ -71,21 +72,21 @@ class TraceCache(Generic[Trace]):
             jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.jax_default_prng_impl,  # pyright: ignore[reportAttributeAccessIssue]
         )
-        known = (static, tree, tuple(map(jax.typeof, leaves)), settings)
-        if known in self._kept:
-            return self._kept[known]
-        made = make()
-        if not any(isinstance(x, Tracer) for x in made.closed.consts):
-            self._kept[known] = made
-        return made
+        key = (static, tree, tuple(map(jax.typeof, leaves)), settings)
+        if key in self._traces:
+            return self._traces[key]
+        trace = make()
+        if not any(isinstance(x, Tracer) for x in trace.closed.consts):
+            self._traces[key] = trace
+        return trace
 
 
 class Staged(NamedTuple):
-    """A function staged out to a jaxpr: a call runs its equations and no Python of its own.
+    """A function staged out to a jaxpr: a call runs its equations, and no Python of the function.
 
     Attributes:
         closed: The jaxpr.
-        out_tree: Structure of its result.
+        out_tree: Structure of the result.
     """
 
     closed: jex.ClosedJaxpr
@@ -105,5 +106,5 @@ class Staged(NamedTuple):
 
     def __call__(self, *args: PyTree) -> PyTree:
         leaves = jex.jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
-        # A result that is known beforehand is a literal, which is no jax.Array.
+        # A result that is known at trace time is a literal, which is no jax.Array.
         return jax.tree.unflatten(self.out_tree, map(jnp.asarray, leaves))

@@ -1,4 +1,4 @@
-"""Uses: equations in which a parameter meets data, read by the kind that knows the primitive."""
+"""Uses: equations in which a parameter meets data, read by the kind for their primitive."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,12 @@ import jax.numpy as jnp
 
 from jaxkfac.interception._axes import Atoms, AxisTable, fresh
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._kind import kind_named, kind_reading
+from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._values import (
     Combined,
     Constant,
     Consumed,
-    Data,
-    Use,
-    Value,
     View,
     traced_indices_in,
     views_in,
@@ -38,7 +35,7 @@ def uses_of(
         return f"meets another parameter in `{name}`"
     if kind is None:
         return f"is read by `{name}`, for which there is no rule"
-    found: list[Use] = []
+    all_uses: list[Use] = []
     for position in positions:
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
@@ -49,17 +46,17 @@ def uses_of(
             else:
                 uses = kind.find(table, eqn, alone, [position], scope)
             if isinstance(uses, str) and kind.unless_matrix is not None:
-                other = kind_named(kind.unless_matrix)
-                instead = other.find(table, eqn, alone, [position], scope)
+                fallback = kind_named(kind.unless_matrix)
+                instead = fallback.find(table, eqn, alone, [position], scope)
                 uses = uses if isinstance(instead, str) else instead
             if isinstance(uses, str):
                 return uses
-            found += uses
-    return found
+            all_uses += uses
+    return all_uses
 
 
 def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
-    """Why a view is no matrix whose axes are known, or ``None``."""
+    """The reason why a view is no matrix with known axes, or ``None``."""
     if view.axes is None or view.function:
         first = view.function or view.lost_by
         return f"is no whole matrix behind `{first}`, where it meets data in `{name}`"
@@ -69,19 +66,18 @@ def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
 
 
 def order_problem(table: AxisTable, view: View, axes: Sequence[Atoms], name: str) -> str | None:
-    """Why the order of a view's elements along some axes is not the parameter's, or ``None``."""
+    """The reason why a view's elements along some axes are out of order, or ``None``."""
     if any(reversal(table, view, axis) != "none" for axis in axes):
         return f"is back to front behind `rev`, where it meets data in `{name}`"
     return None
 
 
-# ---------------- weights that are computed from parameters and are no matrix of them: ``v /
-# norm(v) * g``
+# ---------------- weights that are computed from parameters, such as ``v / norm(v) * g``
 #
-# Such a weight is a layer of its own, with the factors of its product, under the name of the
-# largest parameter in it and ``@effective``. No parameter is preconditioned by them: each
-# parameter behind the weight has the diagonal of its gradient, from a second pass over the
-# examples.
+# A weight that is no matrix of its parameters is a layer of its own. It has the factors of its
+# product and the name of its largest parameter followed by ``@effective``. These factors
+# precondition no parameter: each parameter behind the weight has the diagonal of its gradient, from
+# a second pass over the examples.
 
 
 BEHIND = "reparameterised"  # the kind of a parameter behind such a weight
@@ -93,23 +89,25 @@ def uses_in(
     """The uses in an equation that reads at least one parameter and some data.
 
     Returns:
-        Uses of what is seen of parameters, of the weight itself where it is computed from them,
-        and of each parameter behind it; or the reason why no rule applies.
+        Uses of the parameters that are seen, of the weight if it is computed from some, and of each
+        parameter behind it; or the reason why no rule applies.
     """
     if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
         return uses_of(facts.table, eqn, ins, scope)  # statistics are of real weights
-    kind, seen = kind_reading(eqn.primitive.name), list(map(_seen, ins))
-    found = uses_of(facts.table, eqn, seen, scope) if any(map(views_in, seen)) else []
-    no_rule = isinstance(found, str)
+    kind, visible = kind_reading(eqn.primitive.name), list(map(_without_hidden, ins))
+    view_uses = uses_of(facts.table, eqn, visible, scope) if any(map(views_in, visible)) else []
+    no_rule = isinstance(view_uses, str)
     if kind is None or (no_rule and kind.elementwise):
-        return found
-    # Where what is seen is no matrix (a kernel behind exp, joined tables), all of it is behind.
+        return view_uses
+    # If the visible views form no matrix (a kernel behind exp, joined tables), all are behind.
     behind = [(k, p) for k, v in enumerate(ins) for p in (_paths(v) if no_rule else _hidden(v))]
     weights = [k for k, v in enumerate(ins) if _paths(v) and (no_rule or _is_computed(v))]
-    own = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]
-    if no_rule and not any(own) and not any(_is_computed(ins[k]) for k in weights):
-        return found  # a parameter as it is, where no rule reads one: the signal of a convolution
-    uses = [use for each in own for use in each] + ([] if isinstance(found, str) else found)
+    weight_uses = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]
+    if no_rule and not any(weight_uses) and not any(_is_computed(ins[k]) for k in weights):
+        return view_uses  # an uncomputed parameter that no rule reads: a convolution's signal
+    uses = [use for uses_of_weight in weight_uses for use in uses_of_weight] + (
+        [] if isinstance(view_uses, str) else view_uses
+    )
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
     views = [(k, facts.parameters[path]) for k, path in behind]
@@ -117,14 +115,14 @@ def uses_in(
 
 
 def _hidden(value: Value) -> tuple[str, ...]:
-    """The parameters in a value whose gradient no view of them gives."""
+    """The parameters in a value whose gradient cannot be had from a view of them."""
     reasons = getattr(value, "reasons", ())
     functions = [view.path for view in views_in(value) if view.function and reasons]
     return tuple(dict.fromkeys([path for path, _ in reasons] + functions))
 
 
-def _seen(value: Value) -> Value:
-    """What is seen of parameters in a value, beside those that are hidden."""
+def _without_hidden(value: Value) -> Value:
+    """The value with only those parameters that are seen and not hidden."""
     hidden = _hidden(value)
     if not hidden:
         return value
@@ -133,20 +131,20 @@ def _seen(value: Value) -> Value:
 
 
 def _is_computed(value: Value) -> bool:
-    """Whether no matrix of a parameter is seen in a value of parameters."""
+    """Whether a value of parameters shows no matrix of any of them."""
     return all(view.function or view.axes is None for view in views_in(value))
 
 
 def _weight(
     facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int, scope: tuple[int, ...]
 ) -> list[Use]:
-    """The uses of a weight as a layer of its own; none where it cannot be one."""
+    """The uses of a weight as a layer of its own; empty if it cannot be one."""
     value, kind = ins[position], kind_reading(eqn.primitive.name)
     traced_indices = traced_indices_in([value])
     if kind is None or any(name != "scan" for name, _ in traced_indices):
-        return []  # which of a stack it is depends on an index
+        return []  # an index decides which entry of a stack it is
     table, paths = facts.table, _paths(value)
-    own = fresh(table, eqn.invars[position].aval.shape, "parameter")
+    weight_axes = fresh(table, eqn.invars[position].aval.shape, "parameter")
     scans = [scan for scan in scope if ("scan", scan) in traced_indices]
     stack = [fresh(table, (facts.lengths[scan],), "parameter")[0] for scan in scans]
     steps = tuple(
@@ -155,8 +153,8 @@ def _weight(
     )
     largest = max(paths, key=lambda path: _size(facts, path))
     new = View(
-        value.number, f"{largest}@effective", (*stack, *own), own, consumed=steps,
-        uncut=(*stack, *own), computed_from=paths,
+        value.number, f"{largest}@effective", (*stack, *weight_axes), weight_axes, consumed=steps,
+        uncut=(*stack, *weight_axes), computed_from=paths,
     )  # fmt: skip
     view = facts.computed.setdefault((value.number, tuple(scans)), new)
     uses = kind.find(table, eqn, [*ins[:position], view, *ins[position + 1 :]], [position], scope)
@@ -169,7 +167,7 @@ def _paths(value: Value) -> tuple[str, ...]:
 
 
 def paths_of(view: View) -> tuple[str, ...]:
-    """The parameters that a view is of: several where they were stacked for a scan."""
+    """The paths of a view's parameters; several, if they were stacked for a scan."""
     return tuple(dict.fromkeys((view.path, *(member.path for member in view.members))))
 
 

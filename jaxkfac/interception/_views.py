@@ -1,4 +1,4 @@
-"""The view rule: equations through which a parameter can still be seen."""
+"""Views: equations behind which a parameter is still seen, and the axes that it has there."""
 
 import dataclasses
 import math
@@ -11,8 +11,9 @@ from jax.extend import core as jex
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
 from jaxkfac.interception._index import Range
+from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._values import Constant, Consumed, Value, View
+from jaxkfac.interception._values import Constant, Consumed, View
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
@@ -28,9 +29,9 @@ _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".
 
 
 def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
-    """The views that the results are, or ``None`` if the equation is no view.
+    """The results as views, or ``None`` if the equation is no view.
 
-    Exactly one operand must be a view and every other one constant.
+    It is one only if exactly one operand is a view and every other operand is constant.
     """
     first = facts.equation_number(eqn, ins)
     views = _views(facts.table, eqn, ins, first)
@@ -38,12 +39,12 @@ def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
         return None
     name = eqn.primitive.name
     (view,) = (v for v in ins if isinstance(v, View))
-    same = name in SAME_ELEMENTS | ELEMENT_BY_ELEMENT
+    keeps_elements = name in SAME_ELEMENTS | ELEMENT_BY_ELEMENT
     return [
         dataclasses.replace(
             v,
             number=facts.equation_number(eqn, ins, k),
-            elements=view.elements if same else facts.arrangement(eqn, view, ins, k),
+            elements=view.elements if keeps_elements else facts.arrangement(eqn, view, ins, k),
             lost_by=v.lost_by or (name if v.axes is None else ""),
         )
         for k, v in enumerate(views)
@@ -52,17 +53,17 @@ def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
 
 def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> list[View] | None:
     views = [i for i, v in enumerate(ins) if isinstance(v, View)]
-    others = [v for v in ins if not isinstance(v, View)]
+    operands = [v for v in ins if not isinstance(v, View)]
     if eqn.primitive.name == "dynamic_slice":  # the index may well be data
-        others = []
+        operands = []
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "optimization_barrier":
         return None  # handled operand by operand
-    if len(views) != 1 or not all(isinstance(v, Constant) for v in others):
+    if len(views) != 1 or not all(isinstance(v, Constant) for v in operands):
         return None
     position = views[0]
     view: View = ins[position]  # type: ignore[assignment]
-    if not jnp.issubdtype(out.dtype, jnp.floating):  # times complex data, it is no real product
+    if not jnp.issubdtype(out.dtype, jnp.floating):  # a product with complex data is not real
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
@@ -73,14 +74,14 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in ("mul", "div"):
         if name == "div" and position == 1:
             return None
-        if name == "mul" and all(isinstance(v, Constant) and v.mask for v in others):
+        if name == "mul" and all(isinstance(v, Constant) and v.mask for v in operands):
             return [_masked(eqn, view, position, number)]
         return [_scaled(table, eqn, view, position, number)]
     if name == "select_n" and position > 0:  # elsewhere it is a constant, whose derivative is 0
         return [_masked(eqn, view, position, number)]
     if name in ("add", "sub", "add_any"):  # w + c has the derivatives of w
-        same = eqn.invars[position].aval.shape == out.shape
-        return [dataclasses.replace(view, number=number, axes=view.axes if same else None)]
+        keeps_shape = eqn.invars[position].aval.shape == out.shape
+        return [dataclasses.replace(view, number=number, axes=view.axes if keeps_shape else None)]
     if position != 0:
         return None
     if name in ("transpose", "squeeze", "reshape"):
@@ -99,7 +100,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
 
 
 def broadcast_axes(table: AxisTable, axes: Axes) -> tuple[int, ...]:
-    """The axes along which a view was broadcast, and nothing else."""
+    """The axes that consist of broadcast atoms only."""
     return tuple(
         d
         for d, axis in enumerate(axes)
@@ -108,23 +109,25 @@ def broadcast_axes(table: AxisTable, axes: Axes) -> tuple[int, ...]:
 
 
 def is_negated(eqn: Eqn, position: int) -> bool:
-    """Whether an operand is multiplied by −1, which rows beside a column of ones do see."""
+    """Whether an operand is multiplied by −1; the sign matters to rows with a column of ones."""
     return eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and position == 1)
 
 
 def _masked(eqn: Eqn, view: View, position: int, number: int) -> View:
-    """Times zeros and ones."""
-    same = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
+    """The view multiplied by zeros and ones."""
+    keeps_shape = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
     masked = view.masked or eqn.primitive.name
-    return dataclasses.replace(view, number=number, masked=masked, axes=view.axes if same else None)
+    return dataclasses.replace(
+        view, number=number, masked=masked, axes=view.axes if keeps_shape else None
+    )
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
-    """Times a constant: a scalar keeps the matrix, an array only the elements."""
-    other = eqn.invars[1 - position]
+    """The view times a constant: a scalar keeps the matrix, an array keeps only the elements."""
+    constant = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
     function = view.function
-    if getattr(other.aval, "size", 1) != 1:
+    if getattr(constant.aval, "size", 1) != 1:
         function = function or eqn.primitive.name
     axes = view.axes if mine == out else None
     scaled = (*view.scaled, number)
@@ -154,9 +157,9 @@ def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
 
 
 def _turned(table: AxisTable, eqn: Eqn, view: View, number: int) -> View:
-    """The view back to front along some axes; twice is not at all.
+    """The view reversed along some axes; reversing twice restores the order.
 
-    Reversing an axis reverses each of its atoms, however the program splits it.
+    Reversing an axis reverses each of its atoms, however the program splits the axis.
     """
     if view.axes is None:
         return dataclasses.replace(view, number=number)
@@ -166,22 +169,22 @@ def _turned(table: AxisTable, eqn: Eqn, view: View, number: int) -> View:
 
 
 def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part", "whole"]:
-    """How far a view is seen back to front along one of its axes.
+    """How much of an axis of a view is read back to front.
 
-    Where it was turned before it was put beside others, only a part of the axis is.
+    Only a part of the axis is, if the parameter was reversed before it was put beside others.
     """
     atoms = set(table.atoms(axis))
-    inside = [j.own for j in view.joins if atoms.intersection(table.atoms(j.whole))]
-    if any(reversal(table, view, own) != "none" for own in inside):
+    inside = [j.parameter_axis for j in view.joins if atoms.intersection(table.atoms(j.array_axis))]
+    if any(reversal(table, view, piece_axis) != "none" for piece_axis in inside):
         return "part"
     turned = atoms.intersection(table.atoms(view.reversed))
     return "none" if not turned else "whole" if turned == atoms else "part"
 
 
 def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number: int) -> View:
-    """One element of the leading axis is an index, neighbouring ones of an axis are a range.
+    """A slice of a view: one entry of the leading axis is an index, a run of an axis is a range.
 
-    Any other slice selects elements. Of a parameter that is none of them, ``None``.
+    Any other slice selects elements. The view of a parameter outside the slice has ``axes=None``.
     """
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     new = dataclasses.replace(view, number=number)
@@ -204,42 +207,50 @@ def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number:
 
 
 def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View:
-    """The indices ``start`` to ``stop`` of an axis of a view.
+    """The view of the indices ``start`` to ``stop`` of one of its axes.
 
-    A parameter that is a part of the axis is a part of theirs, of size 0 if none is its.
+    If the parameter is only a part of the axis, the result holds the part of it that lies in the
+    range; its join has size 0 if none does.
     """
     if view.axes is None:
         return view
     axis = table.atoms(view.axes[d])
-    joined = next((j for j in view.joins if table.atoms(j.whole) == axis), None)
+    joined = next((j for j in view.joins if table.atoms(j.array_axis) == axis), None)
     if joined is not None:
         first, last = joined.start - start, joined.start + joined.size - start
-        others = tuple(j for j in view.joins if j is not joined)
+        other_joins = tuple(j for j in view.joins if j is not joined)
         if last <= 0 or first >= stop - start:
-            return dataclasses.replace(view, axes=None, joins=(*others, joined._replace(size=0)))
+            return dataclasses.replace(
+                view, axes=None, joins=(*other_joins, joined._replace(size=0))
+            )
         if first < 0 or last > stop - start:
             return dataclasses.replace(view, axes=None)
         if (first, last) == (0, stop - start):
-            return _with_axis(view, d, joined.own, joins=others)
-        part = table.part(axis, start, stop)
-        return _with_axis(view, d, part, joins=(*others, joined._replace(whole=part, start=first)))
+            return _with_axis(view, d, joined.parameter_axis, joins=other_joins)
+        cut_axis = table.range_of(axis, start, stop)
+        return _with_axis(
+            view,
+            d,
+            cut_axis,
+            joins=(*other_joins, joined._replace(array_axis=cut_axis, start=first)),
+        )
     k = next((k for k, a in enumerate(view.origin) if axis and table.atoms(a) == axis), None)
     if k is None or any(not isinstance(at, Range) for at in view.index[k : k + 1]):
         return dataclasses.replace(view, axes=None)
     sizes = [math.prod(map(table.size, table.atoms(a))) for a in view.origin[: k + 1]]
     index = [*view.index, *(Range(0, n, n) for n in sizes[len(view.index) :])]
-    whole = index[k]
-    assert isinstance(whole, Range)
-    start, stop = start + whole.start, stop + whole.start
+    previous = index[k]
+    assert isinstance(previous, Range)
+    start, stop = start + previous.start, stop + previous.start
     leading = k == 0 or not any(isinstance(at, Range) for at in view.index[:k])
     if stop == start + 1 and d == 0 and leading and not view.consumed:
         numbers = [at for at in index[:k] if not isinstance(at, Range)]
         if len(numbers) == k:
             return _with_axis(view, d, (), index=(*numbers, start, *index[k + 1 :]))
-    part = table.part(view.origin[k], start, stop)
-    index[k] = whole._replace(start=start, stop=stop)
-    origin = (*view.origin[:k], part, *view.origin[k + 1 :])
-    return _with_axis(view, d, part, index=tuple(index), origin=origin)
+    cut_axis = table.range_of(view.origin[k], start, stop)
+    index[k] = previous._replace(start=start, stop=stop)
+    origin = (*view.origin[:k], cut_axis, *view.origin[k + 1 :])
+    return _with_axis(view, d, cut_axis, index=tuple(index), origin=origin)
 
 
 def _with_axis(view: View, d: int, axis: Atoms, **changes: Any) -> View:
@@ -249,16 +260,17 @@ def _with_axis(view: View, d: int, axis: Atoms, **changes: Any) -> View:
 
 
 def _split(table: AxisTable, eqn: Eqn, view: View) -> list[View]:
-    axis, parts, start = eqn.params["axis"], [], 0
-    for size in map(int, eqn.params["sizes"]):  # jnp.split leaves NumPy's, which no file holds
-        whole = size == eqn.invars[0].aval.shape[axis]
-        parts.append(view if whole else part_of(table, view, axis, start, start + size))
+    axis, views, start = eqn.params["axis"], [], 0
+    # jnp.split leaves NumPy integers, which no file format stores: hence int.
+    for size in map(int, eqn.params["sizes"]):
+        is_full = size == eqn.invars[0].aval.shape[axis]
+        views.append(view if is_full else part_of(table, view, axis, start, start + size))
         start += size
-    return parts
+    return views
 
 
 def _static_starts(eqn: Eqn, cut: Sequence[int]) -> dict[int, int] | None:
-    """Where a slice begins on each axis that it cuts; ``None`` where that is traced."""
+    """Where a slice begins on each axis that it cuts; ``None`` if a start is traced."""
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if eqn.primitive.name == "slice":
         return {d: int(eqn.params["start_indices"][d]) for d in cut}

@@ -1,7 +1,7 @@
-"""Both sides of a layer use, example by example: gradients, their squares, their products.
+"""Both sides of a layer use by example: gradients, their squares, their products.
 
-A convolution's patches exist for one chunk of examples at a time; until then the signal
-stands for them.
+A convolution's patches exist for only one chunk of examples at a time; otherwise the signal stands
+for them.
 """
 
 import dataclasses
@@ -27,59 +27,59 @@ from jaxkfac.kinds._squares import (
 )
 from jaxkfac.linalg import map_over_chunks
 
-# ---------------- examples some at a time: what is formed of them must not all be alive at once
+# ---------------- chunks of examples, so that not all gradients or rows are alive at once
 
 
-# Explicit gradients and rows of the examples that are alive at once.
+# Bytes of the explicit gradients and rows that are alive at once.
 CHUNK_BYTES = 32 * 2**20
 
 
 def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
-    """Sum of ``fn``, a tree, over chunks of the leading axis, at most ``size`` entries at a time.
+    """The sum of ``fn``, a tree, over chunks of the leading axis of at most ``size`` entries.
 
-    A chunk takes entries a stride apart, so that an axis that is split over devices stays
-    where it is.
+    A chunk takes entries a stride apart, so that an axis that is split over devices is not moved
+    between them.
     """
     number = jax.tree.leaves(arrays)[0].shape[0]
     size = max(1, min(size, number))
     steps = number // size
     if steps == 1 and size == number:
         return fn(arrays)
-    whole = size * steps
-    body = jax.tree.map(lambda x: x[:whole].reshape(size, steps, *x.shape[1:]), arrays)
+    divisible = size * steps
+    body = jax.tree.map(lambda x: x[:divisible].reshape(size, steps, *x.shape[1:]), arrays)
 
     def chunk(index: Any) -> Any:
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), body
         )
 
-    total = fn(jax.tree.map(lambda x: x[whole:], arrays) if whole < number else chunk(0))
+    total = fn(jax.tree.map(lambda x: x[divisible:], arrays) if divisible < number else chunk(0))
     return jax.lax.scan(
         lambda total, index: (jax.tree.map(jnp.add, total, fn(chunk(index))), None),
         total,
-        jnp.arange(0 if whole < number else 1, steps),
+        jnp.arange(0 if divisible < number else 1, steps),
     )[0]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:
-    """``fn(arrays, at_once)``, with one example at once on the CPU.
+    """``fn(arrays, at_once)``; on the CPU ``at_once`` is one example.
 
-    XLA's CPU backend has a fast product for one example's gradient, not for a batch of them:
-    2048 rows, eight an example, sides 512: 61 ms one by one, and 778 two at a time.
+    XLA's CPU backend has a fast product for the gradient of one example, but not for a batch: 2048
+    rows, eight for each example, with sides of 512 take 61 ms one by one, and 778 ms two at a time.
     """
     return jax.lax.platform_dependent(
         arrays, cpu=lambda arrays: fn(arrays, 1), default=lambda arrays: fn(arrays, at_once)
     )
 
 
-# ----------------
+# ---------------- rows of a matrix layer
 
 
-_EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
+_EXACT = jax.lax.Precision.HIGHEST  # the precision of the gradients in these products
 
 
 class LowRankMatrices(NamedTuple):
-    """Matrices as products of two.
+    """Matrices in the form of products of two factors.
 
     Attributes:
         left: ``(stack..., queries, in, rank)``.
@@ -95,10 +95,11 @@ class BothSides:
     """Input rows and output rows of one use of a dense layer or convolution.
 
     Attributes:
-        arrays: What is cut into chunks along its leading axis: rows, or what makes them.
-        by_example: Whether the rows are ``(examples, positions, stack..., features)``; else
+        arrays: Arrays that are cut into chunks along their leading axis: the rows, or what they are
+            computed from.
+        by_example: Whether the rows are ``(examples, positions, stack..., features)``; otherwise
             they are ``(rows..., stack..., features)``, with any row axes.
-        rows: From a chunk to input and output rows; ``None`` where the arrays are the rows.
+        rows: A function from a chunk to input and output rows; ``None`` if the arrays are the rows.
     """
 
     arrays: Any
@@ -109,12 +110,12 @@ class BothSides:
         """Sums of squares in a basis.
 
         Memory:
-            Rows that have to be formed, and gradients of examples where they are: together
-            ``CHUNK_BYTES``, or those of one example.
+            The rows and the gradients of examples, where these have to be formed: together
+            ``CHUNK_BYTES``, or what one example takes.
         """
         stack = like["squares"].ndim - 2
 
-        def part(chunk: Any) -> dict[str, Any]:
+        def sums_of_chunk(chunk: Any) -> dict[str, Any]:
             x, g = self._rows(chunk)
             lead = x.ndim - 1 - stack
             if self.by_example:
@@ -131,8 +132,8 @@ class BothSides:
         x, g = jax.eval_shape(self._rows, self.arrays)
         gradients = self.by_example and not over_pairs(x.shape[1])
         if self.rows is None and not gradients:
-            return part(self.arrays)
-        chunked = functools.partial(sum_over_strided_chunks, part)
+            return sums_of_chunk(self.arrays)
+        chunked = functools.partial(sum_over_strided_chunks, sums_of_chunk)
         at_once = self._at_once(x, g, gradients=gradients)
         if not gradients:
             return chunked(self.arrays, at_once)
@@ -141,20 +142,20 @@ class BothSides:
     def gradients(self, like: dict[str, Any], basis: Basis | None = None) -> dict[str, Any]:
         """Gradients by example, in a basis, or in the parameters' own coordinates.
 
-        A bias that is not joint is in its own coordinates either way.
+        The gradient of a bias that is not joint is in its own coordinates in both cases.
         """
-        own = Basis() if basis is None else basis
+        eigenbasis = Basis() if basis is None else basis
 
-        def part(example: Any) -> dict[str, Any]:
+        def gradients_of_example(example: Any) -> dict[str, Any]:
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
-            out = {"gradients": gradients(x, g, own)[..., 0, :, :]}
+            out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
             if "bias_gradients" in like:
                 out["bias_gradients"] = g.sum((0, 1), dtype=like["bias_gradients"].dtype)
             return out
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         mapped = one_by_one_on_cpu(
-            lambda arrays, at_once: jax.lax.map(part, arrays, batch_size=at_once),
+            lambda arrays, at_once: jax.lax.map(gradients_of_example, arrays, batch_size=at_once),
             self.arrays,
             self._at_once(x, g, gradients=True),
         )
@@ -171,9 +172,9 @@ class BothSides:
     ) -> dict[str, Any]:
         r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
 
-        With one position, one query, or queries at low rank, the rows are multiplied by the
-        queries: no gradient is formed. Else gradients are, of some examples at a time, and
-        multiplied once.
+        With one position, one query, or queries of low rank, the rows are multiplied by the queries
+        and no gradient is formed. Otherwise the gradients of some examples at a time are formed,
+        and multiplied once.
 
         Args:
             like: The slot: ``scores`` and ``bias_scores``, ``(stack..., queries, examples)``.
@@ -206,8 +207,8 @@ class BothSides:
         def by_gradients(chunk: Any) -> ArrayOrShape:
             some = dataclasses.replace(self, arrays=chunk)
             shape = (*first.shape[:-3], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
-            wanted = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
-            gradient = some.gradients(wanted)["gradients"].astype(dtype)
+            like_gradients = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
+            gradient = some.gradients(like_gradients)["gradients"].astype(dtype)
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
         if isinstance(queries, LowRankMatrices):
@@ -217,7 +218,7 @@ class BothSides:
         else:
             product, size = by_gradients, n_in * n_out
 
-        def part(chunk: Any, _: Any) -> dict[str, ArrayOrShape]:
+        def scores_of_chunk(chunk: Any, _: Any) -> dict[str, ArrayOrShape]:
             out = {"scores": product(chunk)}
             if bias_queries is not None:
                 g = self._rows(chunk)[1].sum(1, dtype=dtype)
@@ -229,8 +230,8 @@ class BothSides:
 
         size *= math.prod(first.shape[:-3])
         at_once = max(1, min(len(x), CHUNK_BYTES // (4 * size)))
-        found = map_over_chunks(part, self.arrays, at_once)
-        return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
+        scores = map_over_chunks(scores_of_chunk, self.arrays, at_once)
+        return {key: jnp.moveaxis(scores[key], 0, -1) for key in like}
 
     def own_products(
         self,
@@ -239,42 +240,42 @@ class BothSides:
         scale: ArrayOrShape,
         bias_scale: ArrayOrShape | None,
     ) -> dict[str, Any]:
-        r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$: each example's gradient multiplied with itself.
+        r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$: the product of each example's gradient with itself.
 
         Args:
             like: The slot: ``products``, ``(stack..., examples, 1)``.
             basis: The eigenbasis.
             scale: $s$, ``(stack..., in[+1], out)``.
-            bias_scale: Of a bias with a block of its own, ``(stack..., out)``.
+            bias_scale: The scale of a bias with its own block, ``(stack..., out)``.
 
         Memory:
-            ``CHUNK_BYTES``, or the gradient of one example; of one position some copies of rows.
+            ``CHUNK_BYTES``, or the gradient of one example; for one position, some copies of rows.
         """
 
-        def part(arrays: Any) -> ArrayOrShape:
+        def products_of(arrays: Any) -> ArrayOrShape:
             x, g = self._rows(arrays)
-            found = weighed_squares(x, g, basis, scale)
+            products = weighed_squares(x, g, basis, scale)
             if bias_scale is None:
-                return found
-            whole = g.sum(1, keepdims=True, dtype=like["products"].dtype)
-            g = rotate(whole, basis.g, 2)[..., 0, :]
-            own = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
-            return found + own.sum(-1).astype(found.dtype)
+                return products
+            summed = g.sum(1, keepdims=True, dtype=like["products"].dtype)
+            g = rotate(summed, basis.g, 2)[..., 0, :]
+            bias_products = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
+            return products + bias_products.sum(-1).astype(products.dtype)
 
         def one(example: Any) -> ArrayOrShape:
-            return part(jax.tree.map(lambda y: y[None], example))[..., 0]
+            return products_of(jax.tree.map(lambda y: y[None], example))[..., 0]
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         if x.shape[1] == 1:
-            found = part(self.arrays)
+            products = products_of(self.arrays)
         else:
             mapped = one_by_one_on_cpu(
                 lambda arrays, at_once: jax.lax.map(one, arrays, batch_size=at_once),
                 self.arrays,
                 self._at_once(x, g, gradients=True),
             )
-            found = jnp.moveaxis(mapped, 0, -1)
-        return {"products": found[..., None].astype(like["products"].dtype)}
+            products = jnp.moveaxis(mapped, 0, -1)
+        return {"products": products[..., None].astype(like["products"].dtype)}
 
     def scaled_outputs(
         self,
@@ -283,16 +284,17 @@ class BothSides:
         scale: ArrayOrShape,
         bias_scale: ArrayOrShape | None,
     ) -> dict[str, Any]:
-        r"""Output rows $\sqrt{w} \odot \tilde g$ in place of gradients, of one position each.
+        r"""Output rows $\sqrt{w} \odot \tilde g$ instead of gradients, for single positions.
 
-        A gradient is $\tilde a \tilde g^\top$ then. The product of two of one example, weighed by
-        $D$, is $\sum_j w_j \tilde g_j \tilde g'_j$ with $w_j = \sum_i \tilde a_i^2 D_{ij}$.
+        The gradient is then $\tilde a \tilde g^\top$. For two gradients of one example, the product
+        weighted by $D$ is $\sum_j w_j \tilde g_j \tilde g'_j$ with
+        $w_j = \sum_i \tilde a_i^2 D_{ij}$.
 
         Args:
             like: The slot: ``outputs``, ``(stack..., examples, out)``.
             basis: The eigenbasis.
             scale: $D$, ``(stack..., in[+1], out)``.
-            bias_scale: Of a bias with a block of its own, ``(stack..., out)``, which adds to $w$.
+            bias_scale: The scale of a bias with its own block, ``(stack..., out)``; it adds to $w$.
         """
         x, g = self._rows(self.arrays)
         x, g = rotate_inputs(x, basis, 2)[..., 0, :], rotate(g, basis.g, 2)[..., 0, :]

@@ -1,4 +1,4 @@
-"""Convolutions: every output position is a row, and reads one patch of the signal."""
+"""Convolutions: every output position is a row that reads one patch of the signal."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,10 @@ from jaxkfac.kinds._two_sided import TwoSided
 
 @register_kind
 class Convolution(TwoSided):
-    """Channels and kernel points are inputs, feature groups a stack.
+    """Channels and kernel points are inputs; feature groups are a stack.
 
-    All patches at once are as many copies of the signal as the kernel has points: statistics are
-    summed over runs of positions instead.
+    All patches together would be one copy of the signal for each point of the kernel. Statistics
+    are therefore summed over runs of positions.
     """
 
     name = "conv"
@@ -56,22 +56,22 @@ class Convolution(TwoSided):
             return problem
         numbers, groups = p["dimension_numbers"], p["feature_group_count"]
         out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
-        # A kernel that is back to front along a whole spatial axis reads its patches that way.
+        # A kernel that is reversed along a full spatial axis reads its patches in that order.
         order = [reversal(table, view, axis) for axis in spatial]
         straight = [out, channels, *(a for a, o in zip(spatial, order, strict=True) if o == "part")]
         if problem := order_problem(table, view, straight, "conv_general_dilated"):
             return problem
         outputs = eqn.invars[1].aval.shape[numbers.rhs_spec[0]]
-        parts = table.regroup([out], [groups, outputs // groups])
-        if parts is None:
+        group_axes = table.regroup([out], [groups, outputs // groups])
+        if group_axes is None:
             return (
                 f"has outputs that do not split into the {groups} groups of `conv_general_dilated`"
             )
         use = Use(self, eqn, position, view, scope, data=ins[0])
         use.in_axes = (channels, *spatial)
-        use.batch_axes = tuple((a,) for a in table.atoms(parts[0]))
-        use.groups = tuple(table.size(a) for a in table.atoms(parts[0]))
-        use.out_axes = (parts[1],)
+        use.batch_axes = tuple((a,) for a in table.atoms(group_axes[0]))
+        use.groups = tuple(table.size(a) for a in table.atoms(group_axes[0]))
+        use.out_axes = (group_axes[1],)
         use.reversed = tuple(o == "whole" for o in order)
         return [use]
 
@@ -94,7 +94,7 @@ class Convolution(TwoSided):
         return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
 
     def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
-        """All patches: give it a few examples at a time."""
+        """All patches; pass only a few examples at a time."""
         return patches_of(site.eqn, use, operands)
 
     def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
@@ -113,8 +113,8 @@ class Convolution(TwoSided):
         weights: ArrayOrShape | None,
         statistic: Callable[[Rows, ArrayOrShape | None], Any],
     ) -> Any:
-        def of_part(side: Rows, there: ArrayOrShape | None) -> Any:
-            return statistic(part_of_rows(site, use, side), there)
+        def of_part(side: Rows, exists: ArrayOrShape | None) -> Any:
+            return statistic(part_of_rows(site, use, side), exists)
 
         return over_patches(site.eqn, use, operands, weights, of_part)
 
@@ -136,30 +136,31 @@ class Convolution(TwoSided):
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> BothSides:
-        """Patches exist for one chunk of examples at a time; until then the signal stands."""
+        """The two sides; patches are formed from the signal for one chunk of examples at a time."""
         numbers = site.eqn.params["dimension_numbers"]
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
         kernel, number = operands[1], use.rows[0]
 
-        def apart(x: ArrayOrShape, axis: int) -> ArrayOrShape:
-            """The axis of the batch first, split into examples and what else lies in it."""
+        def examples_first(x: ArrayOrShape, axis: int) -> ArrayOrShape:
+            """Move the batch axis first and split it into examples and the rest of its entries."""
             x = jnp.moveaxis(x, axis, 0)
             alone = dataclasses.replace(use, rows=(number,))
             return split_examples(site, alone, x, num_rows=1, examples=examples)
 
-        parts = (operands[0], cotangent, weights)
+        operands_by_example = (operands[0], cotangent, weights)
         arrays = tuple(
-            None if x is None else apart(x, axis) for x, axis in zip(parts, first, strict=True)
+            None if x is None else examples_first(x, axis)
+            for x, axis in zip(operands_by_example, first, strict=True)
         )
 
         def rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
             size = len(chunk[0])
-            signal, outputs, there = (
+            signal, outputs, exists = (
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
                 for x, axis in zip(chunk, first, strict=True)
             )
-            x = aligned(site, use, self.input_rows(site, use, [signal, kernel], there))
-            g = aligned(site, use, self.output_rows(site, use, outputs, there))
+            x = aligned(site, use, self.input_rows(site, use, [signal, kernel], exists))
+            g = aligned(site, use, self.output_rows(site, use, outputs, exists))
             lead = len(use.rows)
             return tuple(y.reshape(size, -1, *y.shape[lead:]) for y in (x, g))
 

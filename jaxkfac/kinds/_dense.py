@@ -23,7 +23,7 @@ from jaxkfac.kinds._two_sided import TwoSided
 
 @register_kind
 class Dense(TwoSided):
-    """Contracted axes are inputs, the parameter's free axes outputs, shared axes a stack."""
+    """Contracted axes are inputs, the parameter's free axes outputs, and shared axes a stack."""
 
     name = "dense"
     primitives = frozenset(("dot_general",))
@@ -47,7 +47,7 @@ class Dense(TwoSided):
         view, data = ins[position], ins[1 - position]
         contract, batch = eqn.params["dimension_numbers"]
         repeated = broadcast_axes(table, view.axes or ())
-        # A shared axis of size one may be a row that a parameter was broadcast to, or a stack.
+        # A shared axis of size one may be a row to which the parameter was broadcast, or a stack.
         single = [d for d, axis in enumerate(view.axes or ()) if not table.atoms(axis)]
         rows = tuple(k for k, d in enumerate(batch[position]) if d in (*repeated, *single))
         along = {batch[position][k] for k in rows}
@@ -55,10 +55,10 @@ class Dense(TwoSided):
             for axis, chosen in itertools.chain(*view.chosen):
                 if table.atoms(axis) == table.atoms(view.axes[mine]):
                     table.unify(chosen, data.axes[its])
-        kept = view.axes and tuple(a for d, a in enumerate(view.axes) if d not in along)
-        matrix = dataclasses.replace(view, axes=kept)
+        matrix_axes = view.axes and tuple(a for d, a in enumerate(view.axes) if d not in along)
+        matrix = dataclasses.replace(view, axes=matrix_axes)
         problem = matrix_problem(table, matrix, "dot_general")
-        if problem := problem or order_problem(table, matrix, kept or (), "dot_general"):
+        if problem := problem or order_problem(table, matrix, matrix_axes or (), "dot_general"):
             return problem
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
@@ -84,24 +84,27 @@ class Dense(TwoSided):
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         contract, batch = use.eqn.params["dimension_numbers"]
-        other = 1 - use.operand
+        data_operand = 1 - use.operand
         theirs = sorted(
-            (place(axis), d) for axis, d in zip(use.in_axes, contract[other], strict=True)
+            (place(axis), d) for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
         )
-        return repr(([d for _, d in theirs], _stacked(batch[other], use.row_batch)))
+        return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.row_batch)))
 
     def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
         contract, shared = site.eqn.params["dimension_numbers"]
-        other = 1 - use.operand
-        x, features = operands[other], sorted(zip(contract[other], use.in_axes, strict=True))
-        batch = _stacked(shared[other], use.row_batch)
-        taken = {*contract[other], *batch}
-        rows = tuple(d for d in range(x.ndim) if d not in taken)
+        data_operand = 1 - use.operand
+        x, features = (
+            operands[data_operand],
+            sorted(zip(contract[data_operand], use.in_axes, strict=True)),
+        )
+        batch = _stacked(shared[data_operand], use.row_batch)
+        not_rows = {*contract[data_operand], *batch}
+        rows = tuple(d for d in range(x.ndim) if d not in not_rows)
         return Rows(x, rows, batch, tuple(features))
 
     def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         contract, shared = site.eqn.params["dimension_numbers"]
-        other, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
+        data_operand, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
         num_rows = len(use.rows) - len(use.row_batch)
         first_free = num_batch + (num_rows if use.operand == 1 else 0)
         first_row = num_batch + (0 if use.operand == 1 else num_free)
@@ -109,15 +112,15 @@ class Dense(TwoSided):
         batch = list(_stacked(range(num_batch), use.row_batch))
         if use.free_stack:
             batch.append(free.pop(0)[0])
-        # Rows lie as in the data operand, of which some may be among the shared axes.
-        at = {shared[other][k]: k for k in use.row_batch}
+        # Rows are in the order of the data operand, and some of them may be shared axes.
+        at = {shared[data_operand][k]: k for k in use.row_batch}
         plain = iter(range(first_row, first_row + num_rows))
-        taken = {*contract[other], *_stacked(shared[other], use.row_batch)}
-        axes = [d for d in range(len(use.rows) + len(taken)) if d not in taken]
+        not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.row_batch)}
+        axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
         return Rows(cotangent, rows, tuple(batch), tuple(free))
 
 
 def _stacked(axes: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
-    """The shared axes that are a stack, without those that are rows."""
+    """The shared axes that are a stack: those that are not rows."""
     return tuple(d for k, d in enumerate(axes) if k not in rows)

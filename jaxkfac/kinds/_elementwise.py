@@ -27,14 +27,13 @@ from jaxkfac.interception import (
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example, masked
 
-# ---------------- what kinds without an input side have in common: each element meets data by
-# itself
+# ---------------- the base class
 
 
 class Elementwise(Kind):
     """A kind whose block is the diagonal of its gradients, or one dense matrix of them.
 
-    A new one says how it is found (``find``), and gives ``gradient``.
+    A new kind defines how it is found (``find``), and ``gradient``.
     """
 
     entries: ClassVar = {
@@ -72,12 +71,12 @@ class Elementwise(Kind):
             shared = tuple(d for d in use.features if d < lead or shape[d - lead] == 1)
             gradient = gradient.sum(shared, keepdims=True)
             ones = ones.max(shared, keepdims=True)
-            parts = {"diagonal": jnp.square(gradient), "count": ones}
-            return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
-        parts = {"gradient": gradient, "counts": ones}
+            statistics = {"diagonal": jnp.square(gradient), "count": ones}
+            return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
+        statistics = {"gradient": gradient, "counts": ones}
         return {
-            key: gradients_by_example(site, use, parts[key], examples, part)
-            for key, part in like.items()
+            key: gradients_by_example(site, use, statistics[key], examples, entry)
+            for key, entry in like.items()
         }
 
 
@@ -95,22 +94,23 @@ def gradients_by_example(
     """
     shape = like.shape[:-1]
     lead = gradient.ndim - len(shape)
-    own = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
-    rows = tuple(d for d in range(gradient.ndim) if d not in own)
-    side = Rows(gradient, rows, (), tuple((d, ()) for d in own))
+    parameter_dims = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
+    rows = tuple(d for d in range(gradient.ndim) if d not in parameter_dims)
+    side = Rows(gradient, rows, (), tuple((d, ()) for d in parameter_dims))
     axes = [use.result[d] for d in rows]
     x = by_example(site, side, axes, examples, path=use.view.path).sum(1, dtype=like.dtype)
     return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
 
 
-# ---------------- biases: a parameter added to data, or put beside it
+# ---------------- biases
 
 
 @register_kind
 class Bias(Elementwise):
-    """One that is added to a product which nothing else reads may be joined to it.
+    """A parameter added to data, or placed beside it.
 
-    A class token put in front of data, or a table of positions, is a bias too.
+    A bias that is added to a product may be joined to the product, if nothing else reads that. A
+    class token put in front of data, or a table of positions, is a bias too.
     """
 
     name = "bias"
@@ -137,11 +137,17 @@ class Bias(Elementwise):
         self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: tuple[int, ...]
     ) -> Use:
         use = Use(self, eqn, position, ins[position], scope)
-        others = [v for v in ins if isinstance(v, Data)]
-        if eqn.primitive.name in ("add", "add_any") and len(others) == 1:
-            use.data, use.rows = others[0], others[0].axes
-            parts = others[0].product.parts if others[0].product is not None else ()
-            its = (p for p in parts if _is_its_bias(table, use.view, others[0].product_axes, p))
+        data_operands = [v for v in ins if isinstance(v, Data)]
+        if eqn.primitive.name in ("add", "add_any") and len(data_operands) == 1:
+            use.data, use.rows = data_operands[0], data_operands[0].axes
+            product_uses = (
+                data_operands[0].product.parts if data_operands[0].product is not None else ()
+            )
+            its = (
+                p
+                for p in product_uses
+                if _is_its_bias(table, use.view, data_operands[0].product_axes, p)
+            )
             use.join = next(its, None)
         return use
 
@@ -149,7 +155,7 @@ class Bias(Elementwise):
 def _is_its_bias(
     table: AxisTable, view: View, product_axes: Sequence[Atoms | None], product: Use
 ) -> bool:
-    """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
+    """Whether the view's own axes coincide with the free axes of the product's parameter."""
     if view.axes is None or view.reversed or view.scaled or view.function or view.masked:
         return False
     if view.traced_indices != product.view.traced_indices:
@@ -161,7 +167,7 @@ def _is_its_bias(
         return False
     if not view.joins and not product.view.joins:
         return True
-    # Parts of a bias are those of parts of a kernel that lie where they do.
+    # A part of a bias belongs to the part of a kernel that is at the same place.
     mine, its = (pieces_of(table, v.joins) for v in (view, product.view))
     if mine is None or its is None:
         return False
@@ -174,17 +180,21 @@ def _is_its_bias(
 
 
 def _owned(table: AxisTable, axis: Atoms) -> int:
-    """How many elements of the parameter itself an axis runs over."""
+    """The number of elements of the parameter itself along an axis."""
     atoms = table.atoms(axis)
     return math.prod(table.size(a) for a in atoms if "parameter" in table.kinds(a))
 
 
-# ---------------- scales: a parameter times data, or another function of both, element by element
+# ---------------- scales
 
 
 @register_kind
 class Scale(Elementwise):
-    """Its gradient at a position is the cotangent times the derivative there, often the data."""
+    """A parameter times data, or another elementwise function of both.
+
+    Its gradient at a position is the cotangent times the derivative there, which for a product is
+    the data.
+    """
 
     name = "scale"
     primitives = frozenset("mul div pow max min".split())
@@ -215,15 +225,15 @@ class Scale(Elementwise):
         return cotangent * derivative.astype(cotangent.dtype)
 
 
-# ---------------- parameters behind a weight that is computed from them: weight norm, a merged
-# adapter
+# ---------------- parameters behind a computed weight
 
 
 @register_kind
 class Reparameterised(Elementwise):
-    """The diagonal of its gradient, from a second pass over the examples.
+    """The diagonal of a parameter behind a weight (weight norm, a merged adapter).
 
-    It is found where the weight meets data, whatever reads that.
+    It comes from a second pass over the examples. The use is found where the weight meets data,
+    whatever equation reads the weight.
     """
 
     name = "reparameterised"
@@ -246,12 +256,12 @@ class Reparameterised(Elementwise):
         use.rows = use.result = axes
 
 
-# ---------------- parameters that no other kind covers: a diagonal from a second pass
+# ---------------- parameters that no other kind covers
 
 
 @register_kind
 class Uncovered(Elementwise):
-    """It is found nowhere: the coverage report names its parameters."""
+    """A diagonal from a second pass. No equation is such a use: the parameters are reported."""
 
     name = "diagonal"
     suffix = "diagonal"

@@ -1,4 +1,4 @@
-"""Embeddings: a lookup of whole rows of a table."""
+"""Embeddings: a lookup of rows of a table."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
 
 @register_kind
 class Embedding(TwoSided):
-    """Input rows are one-hot, so their second moment is a diagonal: how often each row was read."""
+    """Input rows are one-hot, so their second moment is a diagonal: the count of each table row."""
 
     name = "embedding"
     primitives = frozenset(("gather",))
@@ -55,7 +55,7 @@ class Embedding(TwoSided):
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
-        if any(view.axes[axis] == j.whole for j in view.joins):
+        if any(view.axes[axis] == j.array_axis for j in view.joins):
             return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
         use.in_axes = (view.axes[axis],)
@@ -70,11 +70,11 @@ class Embedding(TwoSided):
     def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         numbers = site.eqn.params["dimension_numbers"]
         offset = list(numbers.offset_dims)
-        kept = kept_axis(site.eqn, _lookup(site.eqn))
-        if kept is not None:
-            offset.remove(kept)
-            cotangent = cotangent.squeeze(kept)
-            offset = [d - (d > kept) for d in offset]
+        unit_axis = kept_axis(site.eqn, _lookup(site.eqn))
+        if unit_axis is not None:
+            offset.remove(unit_axis)
+            cotangent = cotangent.squeeze(unit_axis)
+            offset = [d - (d > unit_axis) for d in offset]
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
         return Rows(cotangent, rows, (), tuple(zip(offset, use.out_axes, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Experts: kernels gathered row by row, or rows that lie one expert after the other."""
+"""Experts: kernels that are gathered row by row, and rows that are sorted by expert."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,18 +20,17 @@ from jaxkfac.interception import (
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
-# ---------------- experts whose kernels are gathered row by row: ``einsum("nd,ndk->nk", x,
-# kernels[expert])``
+# ---------------- kernels gathered row by row: ``einsum("nd,ndk->nk", x, kernels[expert])``
 
 
 @register_kind
 class Gathered(TwoSided):
-    """A stack of kernels, of which each row of data picks the one that it is multiplied by.
+    """A stack of kernels, from which each row of data picks the kernel that multiplies it.
 
-    A of an expert is the mean over the rows that pick it, G is over all loss terms.
+    The A of an expert is the mean over the rows that pick it; its G is over all loss terms.
 
     Memory:
-        The rows once for each expert.
+        One copy of the rows for each expert.
     """
 
     name = "gathered"
@@ -54,33 +53,33 @@ class Gathered(TwoSided):
             return problem
         picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
         axes = _Axes.of(eqn, position)
-        own: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
+        is_row: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
         for d, axis in enumerate(view.axes):
             atoms = set(table.atoms(axis))
             of_rows = not atoms and d in axes.shared
-            own[d] = of_rows or bool(atoms & picked)
-            if atoms & picked != (atoms if own[d] else set()):
+            is_row[d] = of_rows or bool(atoms & picked)
+            if atoms & picked != (atoms if is_row[d] else set()):
                 return "is picked row by row and has rows and features on one axis"
-            if not own[d] and any("parameter" not in table.kinds(a) for a in atoms):
+            if not is_row[d] and any("parameter" not in table.kinds(a) for a in atoms):
                 return "is picked row by row and was broadcast"
         for d, theirs in (axes.contracted | axes.shared).items():
-            if own[d]:
+            if is_row[d]:
                 table.unify(view.axes[d], data.axes[theirs])
-        inputs = [d for d in axes.contracted if not own[d]]
-        outputs = [d for d in axes.free if not own[d]]
+        inputs = [d for d in axes.contracted if not is_row[d]]
+        outputs = [d for d in axes.free if not is_row[d]]
         if not inputs or not outputs:
             return "is picked row by row and is no matrix"
         use = Use(self, eqn, position, view, scope, data=data)
-        use.row_axes = tuple(d for d in own if own[d])
+        use.row_axes = tuple(d for d in is_row if is_row[d])
         rows = [data.axes[d] for d in axes.rows_of_data(use.row_axes)]
-        rows += [view.axes[d] for d in axes.free if own[d]]
+        rows += [view.axes[d] for d in axes.free if is_row[d]]
         every = [a for axis in rows for a in table.atoms(axis)]
         if any(every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)):
             return "is picked row by row, by indices that do not run along the rows of data"
         use.rows = tuple(rows)
         use.in_axes = tuple(view.axes[d] for d in inputs)
         use.out_axes = tuple(view.axes[d] for d in outputs)
-        use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not own[d]))
+        use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d]))
         return [use]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
@@ -144,20 +143,20 @@ class Gathered(TwoSided):
         index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
         number = _size(table, picked.axis)
         every = (number, *map(table.size, flat))
-        there = index == jnp.arange(number, dtype=index.dtype).reshape(-1, *[1] * len(flat))
+        reaches = index == jnp.arange(number, dtype=index.dtype).reshape(-1, *[1] * len(flat))
         shape = [_size(table, axis) for axis in use.rows]
-        return jnp.broadcast_to(there, every).reshape(number, *shape)
+        return jnp.broadcast_to(reaches, every).reshape(number, *shape)
 
 
 class _Axes(NamedTuple):
     """How an equation reads the kernels.
 
     Attributes:
-        contracted: Axes of the kernels that are summed over, to those of data.
-        shared: Likewise, of the axes that both have.
-        free: The kernels' other axes.
-        other_free: Those of data.
-        shape: Of the kernels.
+        contracted: From axes of the kernels that are summed over to the axes of data.
+        shared: From axes that both operands have, in the kernels, to the axes of data.
+        free: The other axes of the kernels.
+        other_free: The other axes of data.
+        shape: Shape of the kernels.
     """
 
     contracted: dict[int, int]
@@ -170,12 +169,12 @@ class _Axes(NamedTuple):
     def of(cls, eqn: Eqn, operand: int) -> "_Axes":
         contract, batch = eqn.params["dimension_numbers"]
         shapes = [v.aval.shape for v in eqn.invars]
-        mine, other = operand, 1 - operand
-        contracted = dict(zip(contract[mine], contract[other], strict=True))
-        shared = dict(zip(batch[mine], batch[other], strict=True))
-        taken = {*contracted.values(), *shared.values()}
+        mine, data = operand, 1 - operand
+        contracted = dict(zip(contract[mine], contract[data], strict=True))
+        shared = dict(zip(batch[mine], batch[data], strict=True))
+        used = {*contracted.values(), *shared.values()}
         free = [d for d in range(len(shapes[mine])) if d not in contracted | shared]
-        theirs = [d for d in range(len(shapes[other])) if d not in taken]
+        theirs = [d for d in range(len(shapes[data])) if d not in used]
         return cls(contracted, shared, free, theirs, shapes[mine])
 
     def inputs(self, rows: Sequence[int]) -> list[int]:
@@ -198,16 +197,16 @@ class _Axes(NamedTuple):
 
 
 def _by_expert(site: Site, use: Use, operands: Sequence[Any], side: Rows) -> Rows:
-    """The rows once for each expert, zero where they pick another."""
-    there = use.kind.reached(site, use, operands)
-    assert there is not None
+    """One copy of the rows for each expert, zero where the rows pick another."""
+    reaches = use.kind.reached(site, use, operands)
+    assert reaches is not None
     order = sorted(range(len(side.rows)), key=side.rows.__getitem__)
     shape = [1] * side.x.ndim
     for i in order:
-        shape[side.rows[i]] = there.shape[1 + i]
-    there = there.transpose(0, *(1 + i for i in order)).reshape(-1, *shape)
+        shape[side.rows[i]] = reaches.shape[1 + i]
+    reaches = reaches.transpose(0, *(1 + i for i in order)).reshape(-1, *shape)
     return Rows(
-        jnp.where(there, side.x[None], jnp.zeros((), side.x.dtype)),
+        jnp.where(reaches, side.x[None], jnp.zeros((), side.x.dtype)),
         tuple(1 + d for d in side.rows),
         (0, *(1 + d for d in side.batch)),
         tuple((1 + d, axis) for d, axis in side.features),
@@ -221,17 +220,17 @@ def _size(table: AxisTable, axis: Atoms) -> int:
     return size
 
 
-# ---------------- experts whose rows lie one after the other: ``jax.lax.ragged_dot``
+# ---------------- rows sorted by expert: ``jax.lax.ragged_dot``
 
 
 @register_kind
 class Ragged(TwoSided):
     """A stack of kernels, each of which reads its own run of the rows.
 
-    A of an expert is the mean over the rows that reach it, G is over all loss terms.
+    The A of an expert is the mean over the rows that reach it; its G is over all loss terms.
 
     Memory:
-        The rows once for each expert.
+        One copy of the rows for each expert.
     """
 
     name = "ragged"
@@ -272,7 +271,7 @@ class Ragged(TwoSided):
         return (use.rows[0], table.new(use.eqn.outvars[0].aval.shape[1], "feature"))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        # Experts of other sizes read other rows.
+        # Experts with other group sizes read other rows.
         return repr((use.eqn.invars[2], use.eqn.params["ragged_dot_dimension_numbers"]))
 
     def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
@@ -296,7 +295,7 @@ class Ragged(TwoSided):
 
 
 def _reached(operands: Sequence[Any]) -> ArrayOrShape:
-    """``(experts, rows)``: which rows reach which expert; rows behind the last run reach none."""
+    """``(experts, rows)``: which rows reach which expert; rows after the last run reach none."""
     sizes = operands[2][:, None]
     ends = jnp.cumsum(sizes, 0, sizes.dtype)
     rows = jnp.arange(operands[0].shape[0], dtype=sizes.dtype)

@@ -1,4 +1,4 @@
-"""Statistics of positions: every row of a layer by itself (``sharing="expand"``)."""
+"""Statistics of positions, where each row of a layer counts by itself (``sharing="expand"``)."""
 
 import functools
 import math
@@ -13,20 +13,20 @@ from jaxkfac.interception import Eqn, Site, Slot, Use, cast_varying
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, symmetric_gram
 
-# ---------------- how Gram products are formed: of all rows or of a random part of them, and how
-# precisely
+# ---------------- Gram products: over all rows or a random sample, and their precision
 
 
 Precision = Literal["highest", "auto"]
 
 
 class Products(NamedTuple):
-    """How Gram products are formed. Static but for the key, which a backward rule is handed.
+    """How Gram products are computed. Static except for the key, which a backward rule receives.
 
     Attributes:
-        fraction: The part of the rows that they are formed of.
-        precision: Of float32 rows: ``"highest"``, or ``"auto"`` for that of the layer itself.
-        key: Which rows; ``None`` for all of them.
+        fraction: The fraction of the rows that enter them.
+        precision: The precision for float32 rows: ``"highest"``, or ``"auto"`` for the precision of
+            the layer's own product.
+        key: Selects the rows; ``None`` for all rows.
     """
 
     fraction: float = 1.0
@@ -34,43 +34,48 @@ class Products(NamedTuple):
     key: Key[Array, ""] | None = None
 
     def precision_of(self, eqn: Eqn) -> Any:
-        """The precision of a layer's Gram products, as ``jax.lax.dot_general`` takes it."""
+        """The precision of a layer's Gram products, in the form for ``jax.lax.dot_general``."""
         if self.precision == "highest":
             return jax.lax.Precision.HIGHEST
-        own = eqn.params.get("precision")
-        # Both operands of a Gram product are one array: of two settings it takes the better.
-        return max(own, key=lambda p: p.value) if isinstance(own, tuple) else own
+        layer_precision = eqn.params.get("precision")
+        # A product may state one precision for each operand. Both operands of a Gram product are
+        # one array, so it takes the better one.
+        return (
+            max(layer_precision, key=lambda p: p.value)
+            if isinstance(layer_precision, tuple)
+            else layer_precision
+        )
 
-    def sampled(self, side: Rows, there: Bool[Array, "..."] | None) -> tuple[Rows, Any]:
-        """Some of the rows, and the number by which a sum over them is to be multiplied.
+    def sampled(self, side: Rows, exists: Bool[Array, "..."] | None) -> tuple[Rows, Any]:
+        """Some of the rows, and the factor for a sum over them; ``None`` if all rows are taken.
 
         Args:
             side: The rows; those that do not exist are zero.
-            there: Which exist, with the axes of ``use.rows``: only those are drawn.
+            exists: Which rows exist, with the axes of ``use.rows``: only these are drawn.
         """
-        kept = self._kept(side.number)
-        if kept == side.number:
+        num_drawn = self._kept(side.number)
+        if num_drawn == side.number:
             return side, None
         outside = [d for d in range(side.x.ndim) if d not in side.rows]
         shape = [side.x.shape[d] for d in outside]
         x = side.x.transpose(*side.rows, *outside).reshape(side.number, *shape)
-        flat = None if there is None else there.reshape(-1)
-        index, times = draw_rows(self.key, side.number, kept, flat)
+        flat = None if exists is None else exists.reshape(-1)
+        index, times = draw_rows(self.key, side.number, num_drawn, flat)
         x = jnp.take(x, cast_varying(index, x), axis=0, mode="clip")
         moved = {d: 1 + i for i, d in enumerate(outside)}
         features = tuple((moved[d], axis) for d, axis in side.features)
         return Rows(x, (0,), tuple(moved[d] for d in side.batch), features), times
 
     def sampled_examples(self, rows: Float[Array, "*stack rows n"]) -> tuple[Array, Any]:
-        """The same of rows along the axis before the last."""
+        """Like ``sampled``, for rows along the last axis but one."""
         number = rows.shape[-2]
-        kept = self._kept(number)
-        if kept == number:
+        num_drawn = self._kept(number)
+        if num_drawn == number:
             return rows, None
-        index, times = draw_rows(self.key, number, kept, None)
+        index, times = draw_rows(self.key, number, num_drawn, None)
         return jnp.take(rows, index, axis=-2, mode="clip"), times
 
-    def _kept(self, number: int) -> int:
+    def _number_drawn(self, number: int) -> int:
         return number if self.key is None else max(1, round(self.fraction * number))
 
 
@@ -79,34 +84,36 @@ EVERY_ROW = Products()
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once per size, not once per layer
 def draw_rows(
-    key: Key[Array, ""], number: int, kept: int, there: Bool[Array, " number"] | None
-) -> tuple[Int[Array, " kept"], Float[Array, ""]]:
-    r"""Rows such that ``number / kept`` times a sum over them has the whole sum as its mean.
+    key: Key[Array, ""], number: int, num_drawn: int, exists: Bool[Array, " number"] | None
+) -> tuple[Int[Array, " num_drawn"], Float[Array, ""]]:
+    r"""Draw rows such that ``number / num_drawn`` times a sum over them is unbiased.
 
-    One row is drawn in each of ``kept`` neighbouring runs, so that they lie apart. Then all are
-    moved round by one number, which is uniform: whatever the distances are, each row is as likely
-    as any other.
+    One row is drawn in each of ``num_drawn`` consecutive runs, so that the rows are spread out.
+    All are then shifted cyclically by one uniform number, so that each row is equally likely
+    whatever the lengths of the runs.
 
     Args:
-        key: For these rows.
-        number: How many rows there are.
-        kept: How many are drawn; some may be drawn twice.
-        there: Which rows exist: of the others none is drawn, unless none exists.
+        key: Random key for these rows.
+        number: Number of rows.
+        num_drawn: Number of rows to draw; some may be drawn twice.
+        exists: Which rows exist: only these are drawn, unless none exists.
 
     Returns:
-        Indices, and how many rows there are for each that is drawn.
+        Indices, and the number of existing rows for each row drawn.
     """
     within, around = jax.random.split(key)
-    count = jnp.asarray(number) if there is None else jnp.maximum(there.sum(), 1)
-    each = count.astype(float) / kept
-    places = (jnp.arange(kept).astype(float) + jax.random.uniform(within, (kept,))) * each
+    count = jnp.asarray(number) if exists is None else jnp.maximum(exists.sum(), 1)
+    rows_per_draw = count.astype(float) / num_drawn
+    places = (
+        jnp.arange(num_drawn).astype(float) + jax.random.uniform(within, (num_drawn,))
+    ) * rows_per_draw
     index = (places.astype(count.dtype) + jax.random.randint(around, (), 0, count)) % count
-    if there is not None:
-        index = jnp.argsort(~there, stable=True)[index]
-    return index, each
+    if exists is not None:
+        index = jnp.argsort(~exists, stable=True)[index]
+    return index, rows_per_draw
 
 
-# ----------------
+# ---------------- moments
 
 
 def output_moments(
@@ -119,7 +126,7 @@ def output_moments(
     *,
     panels: bool = False,
 ) -> Any:
-    """The entry ``g``: sum of outer products of rows, or of some of them if it is dense."""
+    """The entry ``g``: the sum of outer products of rows, for a dense entry of a sample of them."""
     times = None
     if _is_dense(like, len(side.batch) + bool(use.free_stack and not side.batch)):
         side, times = products.sampled(side, weights)
@@ -130,11 +137,11 @@ def output_moments(
 def moments(
     site: Site, use: Use, side: Rows, like: Any, *, precision: Any, panels: bool = False
 ) -> Any:
-    """Sum of outer products of rows, in the form of a slot's entry.
+    """The sum of outer products of rows, in the form of a slot's entry.
 
-    ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``);
-    its leading axes beyond the stack of ``side`` are filled with copies. With ``panels`` a
-    wide matrix is computed by panels and mirrored (``symmetric_gram``).
+    ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``). Its
+    leading axes beyond the stack of ``side`` are filled with copies. With ``panels`` a wide matrix
+    is computed by panels and mirrored (``symmetric_gram``).
     """
     if isinstance(like, tuple) or panels:
         product = gram_panels if isinstance(like, tuple) else symmetric_gram
@@ -151,7 +158,7 @@ def moments(
 
 
 def _is_dense(like: Any, lead: int) -> bool:
-    """Whether a slot's entry is a matrix behind its leading axes, or panels of one."""
+    """Whether a slot's entry is a matrix behind its leading axes, or the panels of one."""
     return isinstance(like, tuple) or like.ndim - lead == 2
 
 
@@ -160,12 +167,12 @@ def _multiplied(sums: Any, times: ArrayOrShape | None) -> Any:
 
 
 def sum_of_outer_products(side: Rows, precision: Any) -> ArrayOrShape:
-    """Over rows, for each entry of the stack."""
+    """The sum over rows, for each entry of the stack."""
     return gram(side.x, side.rows, side.batch, precision=precision)
 
 
 def sum_over_patches(side: Rows, precision: Any) -> ArrayOrShape:
-    """Moments of wide patches by panels: mirrored here, which a run of many rows can bear."""
+    """Moments of wide patches by panels; mirroring costs little beside a run of many rows."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
     if side.batch or size < PANELS_FROM:
         return sum_of_outer_products(side, precision)
@@ -174,7 +181,7 @@ def sum_over_patches(side: Rows, precision: Any) -> ArrayOrShape:
 
 
 def packs(uses: Sequence[Use], side: str) -> bool:
-    """Whether a factor can be gathered in panels: one feature axis in every use, no experts."""
+    """Whether a factor can be gathered in panels: each use has one feature axis and no experts."""
     return all(
         (side == "g" or u.kind.packs_inputs)
         and not u.batch_axes
@@ -192,7 +199,7 @@ def input_moments(
     weights: ArrayOrShape | None,
     products: Products,
 ) -> Slot:
-    """Everything the slot wants of the input rows: ``a``, ``a_count``, ``a_sum``."""
+    """The entries that the slot has of the input side: ``a``, ``a_count``, ``a_sum``."""
     dtype, times = slot["a_count"].dtype, None
     count = jnp.asarray(side.number, dtype) if weights is None else weights.sum(dtype=dtype)
     if _is_dense(slot["a"], slot["a_count"].ndim):
@@ -200,7 +207,7 @@ def input_moments(
     precision = products.precision_of(site.eqn)
     out = {"a": _multiplied(moments(site, use, side, slot["a"], precision=precision), times)}
     out["a_count"] = jnp.broadcast_to(count, slot["a_count"].shape)
-    if "a_sum" in slot:  # of the same rows: beside others it would be no second moment
+    if "a_sum" in slot:  # over the same rows; otherwise A with a ones column is no second moment
         total = _multiplied(_summed(site, use, side, side.x, dtype), times)
         out["a_sum"] = jnp.broadcast_to(total, slot["a_sum"].shape)
     return out
@@ -209,8 +216,8 @@ def input_moments(
 def _summed(site: Site, use: Use, side: Rows, x: ArrayOrShape, dtype: Any = None) -> ArrayOrShape:
     """``x`` summed over rows: ``(stack..., features)``."""
     total = x.sum(side.rows, dtype=dtype)
-    kept = [d for d in range(side.x.ndim) if d not in side.rows]
-    total = total.transpose([kept.index(d) for d in (*side.batch, *side.feature_axes)])
+    remaining = [d for d in range(side.x.ndim) if d not in side.rows]
+    total = total.transpose([remaining.index(d) for d in (*side.batch, *side.feature_axes)])
     return in_own_order(site, use, side, total, lead=len(side.batch), copies=1)
 
 

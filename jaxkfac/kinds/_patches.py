@@ -1,8 +1,8 @@
-"""The input rows of a convolution: windows of the padded signal, some positions at a time.
+"""The input rows of a convolution: windows of the padded signal, for some positions at a time.
 
 Every output position reads one window, so a kernel of K points makes K copies of the signal
-(over the product of the strides). Statistics are sums over positions: they are added up over
-runs of positions, and the windows of one run only exist at a time.
+(divided by the product of the strides). Statistics are sums over positions. They are accumulated
+over runs of positions, and only the windows of one run exist at a time.
 """
 
 import math
@@ -17,15 +17,14 @@ from jaxkfac.interception import Eqn, Use
 from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- examples that a mesh axis divides, apart: each device's own, so that nothing is
-# summed yet
+# ---------------- examples divided over devices: nothing is summed over devices in a loop
 
 
 def axis_of_devices(examples: int) -> str | None:
-    """The mesh axis over which so many examples are divided, if a trace can tell.
+    """The mesh axis over which ``examples`` are divided, or ``None`` if a trace cannot tell.
 
-    That is the only axis of the mesh in context with several devices, where the compiler
-    partitions along it. Of several axes no trace knows which one the batch has.
+    It is the only axis with several devices of the mesh in context, provided that the compiler
+    partitions along it. With several such axes a trace cannot know which one divides the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -37,22 +36,22 @@ def axis_of_devices(examples: int) -> str | None:
 
 
 def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape | None:
-    """The axis ``examples`` of an array cut into one part for each device, those first."""
+    """The axis ``examples`` of an array, split into one shard per device; devices come first."""
     if x is None:
         return None
     size = jax.sharding.get_abstract_mesh().shape[axis]
     before, after = x.shape[:examples], x.shape[examples + 1 :]
-    parts = x.reshape(*before, size, x.shape[examples] // size, *after)
-    parts = parts.transpose(examples, *(d for d in range(parts.ndim) if d != examples))
-    # Of a batch that is whole everywhere, each device would else have the sums of all parts.
-    spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (parts.ndim - 1))
-    return jax.lax.with_sharding_constraint(parts, spec)
+    shards = x.reshape(*before, size, x.shape[examples] // size, *after)
+    shards = shards.transpose(examples, *(d for d in range(shards.ndim) if d != examples))
+    # Without this, a batch replicated on all devices would make each device compute all sums.
+    spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (shards.ndim - 1))
+    return jax.lax.with_sharding_constraint(shards, spec)
 
 
-# ----------------
+# ---------------- patches
 
 
-AT_ONCE = 2**20  # elements of patches that are always formed at once: 4 MiB of float32
+AT_ONCE = 2**20  # elements of patches that may always be formed at once: 4 MiB of float32
 
 
 def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
@@ -61,7 +60,7 @@ def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
     Args:
         eqn: The convolution.
         use: Its use.
-        operands: Signal and kernel, or a few examples of the signal and the kernel.
+        operands: Signal and kernel; the signal may hold only a few examples.
     """
     return _patches(_signal(eqn, use, operands), use)
 
@@ -69,9 +68,9 @@ def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
 def summed_patches(
     eqn: Eqn, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None
 ) -> Rows:
-    """The patches of ``patches_of`` summed over positions, each of whose axes keeps one row.
+    """The patches of ``patches_of`` summed over positions, whose axes keep length one.
 
-    Without a mask the sum over a window's positions is taken axis by axis: no patch is formed.
+    Without a mask the sum over positions is taken axis by axis, and no patch is formed.
 
     Args:
         eqn: The convolution.
@@ -83,9 +82,9 @@ def summed_patches(
     if weights is None:
         return _patches(signal, use, summed=True)
 
-    def total(side: Rows, there: ArrayOrShape | None) -> ArrayOrShape:
+    def total(side: Rows, exists: ArrayOrShape | None) -> ArrayOrShape:
         dtype = statistics_dtype(side.x.dtype)
-        return side.masked(there).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
+        return side.masked(exists).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
 
     summed = _over_runs(signal, use, weights, total)
     return _rows(signal, use, summed)
@@ -98,39 +97,39 @@ def over_patches(
     weights: ArrayOrShape | None,
     statistic: Callable[[Rows, ArrayOrShape | None], Any],
 ) -> Any:
-    """Sum of a statistic of patches over runs of positions.
+    """The sum of a statistic of patches over runs of positions.
 
     Args:
         eqn: The convolution.
         use: Its use.
         operands: Signal and kernel.
         weights: Which rows exist, ``(examples, positions...)``.
-        statistic: From some of the rows, and which of them exist, to a tree of arrays that is
-            a sum over rows.
+        statistic: A function from some of the rows, and which of them exist, to a tree of arrays
+            that are sums over rows.
 
     Memory:
-        The padded signal and the patches of one run: no more than half the signal, than the
-        input factor or than ``AT_ONCE`` elements, whichever is most, but at least those of
-        one position of the longest axis.
+        The padded signal and the patches of one run. These are no larger than the largest of half
+        the signal, the input factor and ``AT_ONCE`` elements, but at least the patches of one
+        position of the longest axis.
     """
     signal = _signal(eqn, use, operands)
 
-    def total(x: ArrayOrShape, there: ArrayOrShape | None) -> Any:
-        of_run = lambda side, there: statistic(side.masked(there), there)
-        return _over_runs(signal._replace(x=x), use, there, of_run)
+    def total(x: ArrayOrShape, exists: ArrayOrShape | None) -> Any:
+        of_run = lambda side, exists: statistic(side.masked(exists), exists)
+        return _over_runs(signal._replace(x=x), use, exists, of_run)
 
     lead = len(use.groups)
     several = _run_length(signal, lead + 1) < _longest(signal.axes)[1]
     axis = axis_of_devices(signal.x.shape[lead]) if several else None
     if axis is None:
         return total(signal.x, weights)
-    # In a loop each run would be summed over the devices: they are summed once, after it.
-    parts = by_device(signal.x, lead, axis), by_device(weights, 0, axis)
-    return jax.tree.map(lambda x: x.sum(0), jax.vmap(total)(*parts))
+    # In a loop each run would be summed over the devices; here they are summed once, after it.
+    shards = by_device(signal.x, lead, axis), by_device(weights, 0, axis)
+    return jax.tree.map(lambda x: x.sum(0), jax.vmap(total)(*shards))
 
 
 class _Axis(NamedTuple):
-    """One spatial axis: window ``o`` reads points ``o * stride + k * dilation``."""
+    """One spatial axis: window ``o`` reads the points ``o * stride + k * dilation``."""
 
     outputs: int
     size: int
@@ -138,12 +137,12 @@ class _Axis(NamedTuple):
     dilation: int
 
     def points(self, outputs: int) -> int:
-        """How many points the windows of some neighbouring outputs span."""
+        """The number of points that the windows of consecutive outputs span."""
         return (outputs - 1) * self.stride + (self.size - 1) * self.dilation + 1
 
 
 class _Signal(NamedTuple):
-    """What is convolved, ``(groups..., examples, padded points..., channels)``."""
+    """The convolved signal, ``(groups..., examples, padded points..., channels)``."""
 
     x: ArrayOrShape
     axes: tuple[_Axis, ...]
@@ -177,18 +176,18 @@ def _signal(eqn: Eqn, use: Use, operands: Sequence[Any]) -> _Signal:
 
 
 def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
-    """The windows, or their sums over outputs, made axis by axis."""
+    """The windows, or their sums over outputs, formed axis by axis."""
     x, lead = signal.x, len(use.groups) + 1
     for d, axis in enumerate(signal.axes, start=lead):
-        parts = []
+        windows = []
         for k in range(axis.size)[:: -1 if use.reversed[d - lead] else 1]:
             first = k * axis.dilation
             last = first + (axis.outputs - 1) * axis.stride
-            part = jax.lax.slice_in_dim(x, first, last + 1, axis.stride, d)
+            window = jax.lax.slice_in_dim(x, first, last + 1, axis.stride, d)
             if summed:
-                part = part.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
-            parts.append(part)
-        x = jnp.stack(parts, -2)
+                window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
+            windows.append(window)
+        x = jnp.stack(windows, -2)
     return _rows(signal, use, x)
 
 
@@ -205,45 +204,49 @@ def _over_runs(
     weights: ArrayOrShape | None,
     statistic: Callable[[Rows, ArrayOrShape | None], Any],
 ) -> Any:
-    """Sum of a statistic over runs of output positions along the longest axis.
+    """The sum of a statistic over runs of output positions along the longest axis.
 
-    Examples stay whole, so that an axis sharded over devices is never cut.
+    The axis of examples is not cut, because it may be sharded over devices.
     """
     lead, axes = len(use.groups) + 1, signal.axes
     along, outputs = _longest(axes)
     length = _run_length(signal, lead)
 
-    def part(start: Any, number: int) -> Any:
+    def statistic_of_run(start: Any, number: int) -> Any:
         axis = axes[along]._replace(outputs=number)
         x = jax.lax.dynamic_slice_in_dim(
             signal.x, start * axis.stride, axis.points(number), lead + along
         )
-        there = weights
-        if there is not None:
-            there = jax.lax.dynamic_slice_in_dim(there, start, number, 1 + along)
+        exists = weights
+        if exists is not None:
+            exists = jax.lax.dynamic_slice_in_dim(exists, start, number, 1 + along)
         run = _Signal(x, (*axes[:along], axis, *axes[along + 1 :]))
-        return statistic(_patches(run, use), there)
+        return statistic(_patches(run, use), exists)
 
     def add(total: Any, start: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, part(start, length)), None
+        return jax.tree.map(jnp.add, total, statistic_of_run(start, length)), None
 
     if length == outputs:
         return statistic(_patches(signal, use), weights)
-    number, rest = divmod(outputs, length)
-    # From zeros, so that no run lies outside the loop, where XLA may keep it beside the rest.
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: part(0, length)))
+    number, remainder = divmod(outputs, length)
+    # The sum starts from zeros, so that no run is outside the loop, where XLA may keep it alive.
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: statistic_of_run(0, length)))
     total, _ = jax.lax.scan(add, zeros, jnp.arange(number) * length)
-    return jax.tree.map(jnp.add, total, part(number * length, rest)) if rest else total
+    return (
+        jax.tree.map(jnp.add, total, statistic_of_run(number * length, remainder))
+        if remainder
+        else total
+    )
 
 
 def _longest(axes: Sequence[_Axis]) -> tuple[int, int]:
-    """Which axis has most outputs, and how many."""
+    """The axis with the most outputs, and their number."""
     along = max(range(len(axes)), key=lambda d: axes[d].outputs, default=0)
     return along, axes[along].outputs if axes else 1
 
 
 def _run_length(signal: _Signal, lead: int) -> int:
-    """How many outputs along the longest axis make a run; see ``over_patches``."""
+    """The number of outputs along the longest axis that make a run; see ``over_patches``."""
     shape, axes = signal.x.shape, signal.axes
     window = math.prod(a.size for a in axes) * shape[-1]
     rows = math.prod(shape[:lead]) * math.prod(a.outputs for a in axes)

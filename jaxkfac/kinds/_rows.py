@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception import Atoms, AxisTable, Piece, Site, Use, own_atoms, pieces_of
 
-ArrayOrShape = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
+ArrayOrShape = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, a shape
 
 
 class Rows(NamedTuple):
@@ -20,8 +20,8 @@ class Rows(NamedTuple):
         x: The values; rows that do not exist are zero.
         rows: Axes of ``x`` that run over rows, in the order of ``use.rows``.
         batch: Axes of ``x`` that run over a stack (experts, groups).
-        features: For each remaining axis of ``x``, ascending, the axis and the axis of the
-            parameter that it is.
+        features: For each remaining axis of ``x``, ascending, the axis and the parameter's axis
+            that it corresponds to.
     """
 
     x: ArrayOrShape
@@ -35,11 +35,14 @@ class Rows(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many rows there are for each entry of the stack."""
+        """The number of rows for each entry of the stack."""
         return math.prod(self.x.shape[d] for d in self.rows)
 
     def masked(self, weights: ArrayOrShape | None) -> "Rows":
-        """Rows that do not exist set to zero; ``weights`` have the axes of ``use.rows``."""
+        """The rows with those that do not exist set to zero.
+
+        ``weights`` have the axes of ``use.rows``.
+        """
         if weights is None:
             return self
         shape = [1] * self.x.ndim
@@ -50,12 +53,12 @@ class Rows(NamedTuple):
 
 
 def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
-    """Of the rows of an array that several parameters make up, those of the use's parameter."""
+    """The rows of the use's parameter, from those of an array composed of several parameters."""
     if not use.view.joins:
         return side
     table = site.table
     pieces = pieces_of(table, use.view.joins)
-    assert pieces is not None  # the coverage report has a row for others
+    assert pieces is not None  # for other uses the coverage report has a row
     axes = dict(side.features) | dict(zip(side.batch, use.batch_axes, strict=False))
     x, gone = side.x, []
     for d, axis in axes.items():
@@ -77,7 +80,7 @@ def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
 def _cut(
     table: AxisTable, pieces: Mapping[int, Piece], x: ArrayOrShape, d: int, axis: Atoms
 ) -> ArrayOrShape:
-    """``x`` with an axis, made of ``axis``, cut to the pieces of its atoms."""
+    """``x`` cut to the pieces of the atoms of one of its axes, ``axis``."""
     atoms = table.atoms(axis)
     if not any(a in pieces for a in atoms):
         return x
@@ -87,12 +90,12 @@ def _cut(
         piece = pieces.get(atoms[i])
         if piece is not None:
             x = jax.lax.slice_in_dim(x, piece.start, piece.start + piece.size, axis=d + i)
-            x = _cut(table, pieces, x, d + i, piece.own)
+            x = _cut(table, pieces, x, d + i, piece.parameter_atoms)
     return x.reshape(*before, -1, *after)
 
 
 def masked(x: ArrayOrShape, rows: ArrayOrShape | None) -> ArrayOrShape:
-    """Rows that do not exist become zero; ``where``, because they may hold NaN."""
+    """Set rows that do not exist to zero; with ``where``, because they may hold NaN."""
     return x if rows is None else jnp.where(rows, x, jnp.zeros((), x.dtype))
 
 
@@ -104,16 +107,16 @@ def in_own_order(
     Args:
         site: The site of the use.
         use: The use.
-        side: Which side, for its features.
+        side: The side, for its features.
         x: ``(lead axes..., features...)``, the features ``copies`` times.
         lead: Number of leading axes.
         copies: 1 for rows, 2 for their outer products.
     """
     table = site.table
-    own = [a for axis in use.view.own for a in table.atoms(axis)]
+    parameter_atoms = [a for axis in use.view.remaining_axes for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
-    order = sorted(range(len(atoms)), key=lambda i: own.index(atoms[i]))
+    order = sorted(range(len(atoms)), key=lambda i: parameter_atoms.index(atoms[i]))
     before, n = x.shape[:lead], math.prod(sizes)
     if order != sorted(order):
         k = len(sizes)
@@ -126,7 +129,7 @@ def in_own_order(
 def by_example(
     site: Site, side: Rows, axes: Sequence[Atoms], examples: Atoms, *, path: str
 ) -> ArrayOrShape:
-    """Rows with the examples apart: ``(examples, positions, stack..., features...)``.
+    """Rows with the examples as the first axis: ``(examples, positions, stack..., features...)``.
 
     Args:
         site: The site of the use.
@@ -136,31 +139,33 @@ def by_example(
         path: The parameter, for the error.
 
     Raises:
-        LostRowsError: the rows cannot be told apart by example.
+        LostRowsError: the rows cannot be attributed to examples.
     """
-    table, shape, first, others = site.table, [], {}, []
-    wanted = table.atoms(examples)
+    table, shape, first, position_axes = site.table, [], {}, []
+    example_atoms = table.atoms(examples)
     for d, size in enumerate(side.x.shape):
         atoms = table.atoms(axes[side.rows.index(d)]) if d in side.rows else ()
         sizes = [table.size(a) for a in atoms]
         if d not in side.rows or math.prod(sizes) != size:
             atoms, sizes = (), [size]  # a feature, an axis of one row, or a shard
-        for i, part in enumerate(sizes):
-            if atoms and atoms[i] in wanted:
+        for i, atom_size in enumerate(sizes):
+            if atoms and atoms[i] in example_atoms:
                 if atoms[i] in first:
                     raise _lost(site, path, "its rows run over pairs of examples")
                 first[atoms[i]] = len(shape)
             elif d in side.rows:
-                others.append(len(shape))
-            shape.append(part)
-    if len(first) != len(wanted):
+                position_axes.append(len(shape))
+            shape.append(atom_size)
+    if len(first) != len(example_atoms):
         raise _lost(site, path, "its rows do not run along the examples")
-    examples_first = [first[a] for a in wanted]
-    kept = [i for i in range(len(shape)) if i not in examples_first and i not in others]
-    # Axes outside the rows are not split, so their order among themselves is that of x.
+    examples_first = [first[a] for a in example_atoms]
+    outside_axes = [
+        i for i in range(len(shape)) if i not in examples_first and i not in position_axes
+    ]
+    # Axes outside the rows are not split, so they are in the order of x.
     outside = [d for d in range(side.x.ndim) if d not in side.rows]
-    tail = [kept[outside.index(d)] for d in (*side.batch, *side.feature_axes)]
-    x = side.x.reshape(shape).transpose(*examples_first, *others, *tail)
+    tail = [outside_axes[outside.index(d)] for d in (*side.batch, *side.feature_axes)]
+    x = side.x.reshape(shape).transpose(*examples_first, *position_axes, *tail)
     number = math.prod(shape[i] for i in examples_first)
     return x.reshape(number, -1, *[shape[i] for i in tail])
 
@@ -174,7 +179,7 @@ def _lost(site: Site, path: str, what: str) -> LostRowsError:
 
 
 def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> ArrayOrShape:
-    """``(rows..., stack..., features)``: rows as in ``use.rows``, features in their own order."""
+    """``(rows..., stack..., features)``: rows as in ``use.rows``, features in the own order."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     lead = len(side.rows) + len(side.batch)
     x = in_own_order(site, use, side, x, lead=lead)
@@ -187,9 +192,9 @@ def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Ar
 def split_examples(
     site: Site, use: Use, x: ArrayOrShape, *, num_rows: int, examples: Atoms | None
 ) -> ArrayOrShape:
-    """Rows first to ``(examples, positions, ...)``; without ``examples``, one position each."""
+    """Leading row axes as ``(examples, positions)``; without ``examples``, one position each."""
     if examples is None:
         return x.reshape(-1, 1, *x.shape[num_rows:])
     rows = tuple(range(num_rows))
-    rest = tuple((d, ()) for d in range(num_rows, x.ndim))
-    return by_example(site, Rows(x, rows, (), rest), use.rows, examples, path=use.view.path)
+    features = tuple((d, ()) for d in range(num_rows, x.ndim))
+    return by_example(site, Rows(x, rows, (), features), use.rows, examples, path=use.view.path)

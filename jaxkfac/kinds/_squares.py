@@ -1,9 +1,9 @@
 r"""Squared gradients in an eigenbasis, summed over examples: arrays only.
 
 With $\tilde a = Q_A^\top a$ and $\tilde g = Q_G^\top g$, an example whose rows are
-$a_s, g_s$ has the gradient $\Gamma = \sum_s \tilde a_s \tilde g_s^\top$ in the eigenbasis, and
-what is wanted is $\sum_n \Gamma_n^{\odot 2}$. Input rows are ``(examples, positions, stack...,
-in)`` and output rows likewise; rows that do not exist are zero.
+$a_s, g_s$ has the gradient $\Gamma = \sum_s \tilde a_s \tilde g_s^\top$ in the eigenbasis. The
+result is $\sum_n \Gamma_n^{\odot 2}$. Input rows are ``(examples, positions, stack..., in)`` and
+output rows ``(examples, positions, stack..., out)``; rows that do not exist are zero.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from jaxkfac.linalg import statistics_dtype
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradient
 
-# Over pairs of S positions there are (S + 1) / 2 times the multiplications of gradients that
-# are formed one by one, but no gradient is written. On two CPU cores with sides of 256 (512),
-# milliseconds for 2048 rows, pairs against gradients: S = 2: 7 against 34 (55 against 209),
-# S = 4: 18 against 21 (87 against 112), S = 8: 55 against 27 (233 against 119).
+# A sum over pairs of S positions takes (S + 1) / 2 times the multiplications of gradients that are
+# formed one by one, but writes no gradient. On two CPU cores with sides of 256 (512), milliseconds
+# for 2048 rows, pairs against gradients: S = 2: 7 against 34 (55 against 209), S = 4: 18 against
+# 21 (87 against 112), S = 8: 55 against 27 (233 against 119).
 PAIRS_UP_TO = 4
 
 
@@ -27,13 +27,12 @@ class Basis(NamedTuple):
     """The eigenbasis of one use.
 
     Attributes:
-        a: Eigenvectors of the input side, ``(stack..., in[+1], in[+1])``; ``None``: identity.
-        g: Eigenvectors of the output side, ``(stack..., out, out)``, likewise.
+        a: Eigenvectors of the input side, ``(stack..., in[+1], in[+1])``; ``None`` for identity.
+        g: Eigenvectors of the output side, ``(stack..., out, out)``; ``None`` for identity.
         ones: Whether the input side ends in a ones feature, which the rows lack.
-        constant: What the program multiplies the weight by before it reads it, if anything:
-            the gradient of the weight is that many times the rows' product; the bias's is not.
-        unit: What gradients are divided by before they are squared, ``(stack..., 1, 1)``;
-            ``None``: nothing.
+        constant: The factor by which the program multiplies the weight before it reads it, if any.
+            The gradient of the weight, but not of the bias, is the rows' product times this factor.
+        unit: Divisor of gradients before they are squared, ``(stack..., 1, 1)``; ``None`` for 1.
     """
 
     a: ArrayOrShape | None = None
@@ -53,7 +52,7 @@ def rotate(x: ArrayOrShape, vectors: ArrayOrShape | None, lead: int) -> ArrayOrS
 
 
 def rotate_inputs(x: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
-    """Input rows in the eigenbasis, the ones feature included."""
+    """Input rows in the eigenbasis, including the ones feature."""
     x = scaled(x, basis)
     if not basis.ones:
         return rotate(x, basis.a, lead)
@@ -70,7 +69,7 @@ def rotate_outputs(g: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
 
 
 def in_unit(x: ArrayOrShape, unit: ArrayOrShape | None) -> ArrayOrShape:
-    """``(stack..., rows..., n)`` divided by the unit: the result, so that no basis is copied."""
+    """``(stack..., rows..., n)`` divided by the unit; dividing the result copies no basis."""
     if unit is None:
         return x
     stack = unit.shape[:-2]
@@ -81,7 +80,7 @@ def scaled(x: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     """``x`` times the constant of the weight."""
     if basis.constant is None:
         return x
-    constant = basis.constant.reshape(-1)[0]  # as often as the stack is long
+    constant = basis.constant.reshape(-1)[0]  # equal for all entries of the stack
     return x.astype(constant.dtype) * constant
 
 
@@ -109,9 +108,9 @@ def squares_by_row(x: ArrayOrShape, g: ArrayOrShape, basis: Basis, lead: int) ->
 def squares_by_example(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     r"""$\sum_n (\sum_s \tilde a_{ns} \tilde g_{ns}^\top)^{\odot 2}$, ``(stack..., in, out)``.
 
-    With few positions, over pairs of them:
+    With few positions, the sum runs over pairs of them:
     $\sum_n \sum_{s,t} (\tilde a_s \odot \tilde a_t)(\tilde g_s \odot \tilde g_t)^\top$, in one
-    product for each distance $t - s$; else each example's gradient is formed and squared.
+    product for each distance $t - s$. Otherwise each example's gradient is formed and squared.
     """
     if not over_pairs(x.shape[1]):
         return jnp.square(in_unit(gradients(x, g, basis), basis.unit)).sum(-3)
@@ -132,9 +131,9 @@ def squares_by_example(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayO
 def weighed_squares(
     x: ArrayOrShape, g: ArrayOrShape, basis: Basis, scale: ArrayOrShape
 ) -> ArrayOrShape:
-    r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$ of each example, ``(stack..., examples)``.
+    r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$ for each example, ``(stack..., examples)``.
 
-    With one position it is $\sum_j (\sum_i s_{ij} \tilde a_i^2) \tilde g_j^2$.
+    With one position this is $\sum_j (\sum_i s_{ij} \tilde a_i^2) \tilde g_j^2$.
 
     Args:
         x: Input rows, ``(examples, positions, stack..., in)``.
@@ -158,7 +157,7 @@ def over_pairs(positions: int) -> bool:
 def gradients(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     """Each example's gradient in the eigenbasis, ``(stack..., examples, in, out)``.
 
-    Rows are rotated, or gradients, whichever is less work.
+    Either the rows are rotated or the gradients, whichever is less work.
     """
     n_in, n_out, last = x.shape[-1] + basis.ones, g.shape[-1], x.ndim - 1
     a_dense, g_dense = basis.a is not None, basis.g is not None
@@ -193,14 +192,14 @@ def rotate_gradients(
 def squares_by_token(tokens: ArrayOrShape, g: ArrayOrShape, size: int) -> ArrayOrShape:
     r"""Squares of an embedding's gradient, ``(size, out)``; its input side is a diagonal.
 
-    The rows of each token within an example are summed before they are squared. There are
-    at most as many such sums as rows, where a whole gradient per example would have ``size``
-    times as many rows as there are examples.
+    Within an example, the rows of each token are summed before they are squared. There are at most
+    as many such sums as rows, while one full gradient per example would have ``size`` times as many
+    rows as there are examples.
 
     Args:
-        tokens: ``(examples, positions)`` of integers; those out of range are in no row.
+        tokens: Integers, ``(examples, positions)``; tokens out of range are ignored.
         g: Output rows in the eigenbasis, ``(examples, positions, out)``.
-        size: Rows of the table.
+        size: Number of rows of the table.
     """
     flat = g.reshape(-1, g.shape[-1])
     if tokens.shape[1] > 1:
@@ -211,7 +210,7 @@ def squares_by_token(tokens: ArrayOrShape, g: ArrayOrShape, size: int) -> ArrayO
         starts = jnp.concatenate([first, tokens[:, 1:] != tokens[:, :-1]], axis=1)
         segments = jnp.cumsum(starts.reshape(-1)) - 1
         flat = jnp.zeros_like(flat).at[segments].add(flat, indices_are_sorted=True)
-        # Behind the last segment lie zeros, which any token may have.
+        # After the last segment there are zeros, which may be added to any token.
         sorted_tokens = tokens.reshape(-1)
         tokens = jnp.zeros_like(sorted_tokens).at[segments].set(sorted_tokens)
     zeros = jnp.zeros((size, g.shape[-1]), g.dtype)
@@ -219,7 +218,7 @@ def squares_by_token(tokens: ArrayOrShape, g: ArrayOrShape, size: int) -> ArrayO
 
 
 def _over_rows(x: ArrayOrShape, g: ArrayOrShape, lead: int) -> ArrayOrShape:
-    """``sum_r x_r g_r^T`` over row axes that lie behind the stack: ``(stack..., in, out)``."""
+    """``sum_r x_r g_r^T`` over row axes that follow the stack: ``(stack..., in, out)``."""
     stack = tuple(range(x.ndim - 1 - lead))
     rows = tuple(range(len(stack), x.ndim - 1))
     return _dot(x, g, (rows, rows), (stack, stack))

@@ -90,7 +90,7 @@ def test_gradients_rotate_like_their_rows():
 
 @pytest.mark.parametrize("positions", [1, 7])
 def test_tokens_of_an_example_are_summed_before_they_are_squared(positions):
-    """Tokens out of range are nobody's."""
+    """Tokens out of range belong to no row of the table."""
     tokens, g = RNG.integers(0, 6, (5, positions)).astype(np.int32), normal(5, positions, 3)
     table = np.zeros((5, 6, 3))
     np.add.at(table, (np.arange(5)[:, None], tokens), np.asarray(g))

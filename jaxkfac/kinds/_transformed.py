@@ -14,15 +14,15 @@ from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
 
 @register_kind
 class Transformed(Elementwise):
-    r"""The diagonal of the parameter behind a weight that is no matrix of it.
+    r"""The diagonal of a parameter behind a weight that is no matrix of it.
 
-    An element of the weight reads one input feature $i$ and one output $j$, so its gradient at a
-    row is $a_i g_j$, and the sum of squares over rows is one product of squared rows. Where an
-    element of the parameter is in several of the weight (a gain of its columns), its gradient at a
-    row is a sum of these, and examples are squared instead.
+    An element of the weight connects one input feature $i$ and one output $j$, so its gradient at a
+    row is $a_i g_j$, and the sum of squares over rows is one product of squared rows. If an element
+    of the parameter is in several elements of the weight (a gain for its columns), its gradient at
+    a row is a sum of these, and the gradients of examples are squared instead.
 
     Memory:
-        By example, a weight for each of them.
+        By example, one weight for each example.
     """
 
     name = "transformed"
@@ -67,7 +67,7 @@ class Transformed(Elementwise):
         by_row = "diagonal" in like
 
         def gradients(x: Rows, g: Rows) -> ArrayOrShape:
-            """Of the weight, by example, these last."""
+            """Gradients of the weight by example; the examples are the last axis."""
             if by_row:
                 return _product(use, _flat(x), _flat(g))[..., 0]
             rows, path = use.rows, use.view.path
@@ -77,26 +77,26 @@ class Transformed(Elementwise):
 
         if by_row:
             squared = (side._replace(x=jnp.square(side.x)) for side in (x, g))
-            parts = {"diagonal": gradients(*squared), "count": gradients(*ones)}
+            statistics = {"diagonal": gradients(*squared), "count": gradients(*ones)}
         else:
-            parts = {"gradient": gradients(x, g), "counts": gradients(*ones)}
+            statistics = {"gradient": gradients(x, g), "counts": gradients(*ones)}
         if derivative is not None:
             d = derivative.astype(cotangent.dtype)
             if by_row:
-                parts["diagonal"] *= jnp.square(d)
+                statistics["diagonal"] *= jnp.square(d)
             else:
-                parts["gradient"] *= d[..., None]
-        return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
+                statistics["gradient"] *= d[..., None]
+        return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
 
 
 def _sides(use: Use, x: ArrayOrShape, cotangent: ArrayOrShape) -> tuple[Rows, Rows]:
-    """Input rows and output rows: features in the order of the equation."""
+    """Input rows and output rows, with features in the order of the equation."""
     contract, shared = use.eqn.params["dimension_numbers"]
-    other, batch = 1 - use.operand, len(shared[0])
-    taken = {*contract[other], *shared[other]}
-    rows = tuple(d for d in range(x.ndim) if d not in taken)
-    features = tuple((d, ()) for d in contract[other])
-    inputs = Rows(x, rows, tuple(shared[other]), features)
+    data_operand, batch = 1 - use.operand, len(shared[0])
+    not_rows = {*contract[data_operand], *shared[data_operand]}
+    rows = tuple(d for d in range(x.ndim) if d not in not_rows)
+    features = tuple((d, ()) for d in contract[data_operand])
+    inputs = Rows(x, rows, tuple(shared[data_operand]), features)
     free = cotangent.ndim - batch - len(rows)
     first_row, first_free = batch, batch + len(rows)
     if use.operand == 0:
@@ -117,12 +117,12 @@ def _flat(side: Rows) -> ArrayOrShape:
 
 
 def _product(use: Use, x: ArrayOrShape, g: ArrayOrShape) -> ArrayOrShape:
-    """Sums over rows of ``(examples, rows, ...)``, in the axes of the weight, examples last."""
+    """Sums over rows of ``(examples, rows, ...)``, in the weight's axes, with examples last."""
     contract, shared = use.eqn.params["dimension_numbers"]
     batch = tuple(range(2, 2 + len(shared[0])))
     numbers = (((1,), (1,)), ((0, *batch), (0, *batch)))
     out = jax.lax.dot_general(x, g, numbers, precision=jax.lax.Precision.HIGHEST)
     mine = (*shared[use.operand], *contract[use.operand])
     ndim = len(use.eqn.invars[use.operand].aval.shape)
-    order = [*mine, *(d for d in range(ndim) if d not in mine)]  # what each axis of out is
+    order = [*mine, *(d for d in range(ndim) if d not in mine)]  # the weight's axis for each of out
     return out.transpose(*(1 + order.index(d) for d in range(ndim)), 0)

@@ -1,4 +1,4 @@
-"""What kinds with a Kronecker block have in common: input rows and output rows."""
+"""The base class of kinds with a Kronecker block, which have input rows and output rows."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from jaxkfac.kinds._moments import Products, input_moments, sum_of_outer_product
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_token
 
-# ---------------- tokens and output rows of an embedding, example by example
+# ---------------- rows of an embedding
 
 
-_EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
+_EXACT = jax.lax.Precision.HIGHEST  # the precision of the gradients in these products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,7 @@ class TokenRows:
     """Tokens and output rows of one use of an embedding.
 
     Attributes:
-        tokens: ``(examples, positions)``; with one position each, where examples need not be
-            told apart.
+        tokens: ``(examples, positions)``; one position each if examples need not be separated.
         g: ``(examples, positions, features)``.
     """
 
@@ -43,7 +42,7 @@ class TokenRows:
         return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
 
     def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
-        """Gradients by example: whole tables."""
+        """Gradients by example, each a full table."""
         table = like["gradients"]
         examples = jnp.arange(len(self.tokens))[:, None]
         rows = self.g.astype(table.dtype)
@@ -59,7 +58,8 @@ class TokenRows:
         """Inner products of the queries' tables with the examples' gradients.
 
         Memory:
-            One copy of the output rows: queries go one by one, and no example's table is formed.
+            One copy of the output rows: queries are processed one by one, and no example's table
+            is formed.
         """
 
         def read(table: ArrayOrShape) -> ArrayOrShape:
@@ -75,35 +75,35 @@ class TokenRows:
         return {"scores": jax.lax.map(one, queries)}
 
 
-# ----------------
+# ---------------- the base class
 
 
 class TwoSided(Kind):
     """A kind whose parameter is a matrix between input rows and output rows.
 
-    A new one says how it is found (``find``, ``reading``), and gives ``inputs`` and ``outputs``.
+    A new kind defines how it is found (``find``, ``reading``), and ``inputs`` and ``outputs``.
     """
 
     entries: ClassVar = {
         "a": SlotEntry(2),  # second moment of input rows
-        "a_sum": SlotEntry(1),  # their sum
+        "a_sum": SlotEntry(1),  # sum of input rows
         "a_count": SlotEntry(0),
-        "a_rows": SlotEntry(1),  # their sum by example
+        "a_rows": SlotEntry(1),  # sum of input rows by example
         "a_numbers": SlotEntry(0),
-        # What a constant times the parameter leaves alone: the cotangent of the product.
+        # The cotangent of the product does not change with a constant factor of the parameter.
         "g": SlotEntry(0),
         "g_rows": SlotEntry(0),
     }
 
     def place(self, use: Use, axes: Axes) -> None:
-        """Its rows are those of the data operand."""
+        """Nothing to store: the rows are those of the data operand."""
 
     def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
-        """What it reads."""
+        """The input rows of a use, all of them."""
         raise NotImplementedError
 
     def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        """The cotangent of what it returns."""
+        """The cotangent of the result as rows."""
         raise NotImplementedError
 
     def input_rows(
@@ -124,15 +124,15 @@ class TwoSided(Kind):
         weights: ArrayOrShape | None,
         statistic: Callable[[Rows, ArrayOrShape | None], Any],
     ) -> Any:
-        """A statistic of input rows, summed over the pieces in which the rows are formed.
+        """A statistic of input rows, summed over the chunks in which the rows are formed.
 
         Args:
             site: The site of the use.
             use: The use.
             operands: The equation's operands.
             weights: Which rows exist, with the axes of ``use.rows``.
-            statistic: From rows, and which of them exist, to a tree of arrays that is a sum over
-                rows. Rows that do not exist are zero.
+            statistic: A function from rows, and which of them exist, to a tree of arrays that are
+                sums over rows. Rows that do not exist are zero.
         """
         return statistic(self.input_rows(site, use, operands, weights), weights)
 
@@ -145,17 +145,17 @@ class TwoSided(Kind):
         weights: ArrayOrShape | None,
         products: Products,
     ) -> dict[str, Any]:
-        def sums(side: Rows, there: ArrayOrShape | None) -> dict[str, Any]:
-            return input_moments(site, use, like, side, there, products)
+        def sums(side: Rows, exists: ArrayOrShape | None) -> dict[str, Any]:
+            return input_moments(site, use, like, side, exists, products)
 
         out = self.over_input_rows(site, use, operands, weights, sums)
-        there = self.reached(site, use, operands)
-        if there is not None:
-            there = there if weights is None else there & weights
-            lead, stack = there.ndim - len(use.rows), like["a_count"].shape
-            count = there.sum(range(lead, there.ndim), dtype=like["a_count"].dtype)
-            rest = (1,) * (len(stack) - lead)
-            out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *rest), stack)
+        exists = self.reached(site, use, operands)
+        if exists is not None:
+            exists = exists if weights is None else exists & weights
+            lead, stack = exists.ndim - len(use.rows), like["a_count"].shape
+            count = exists.sum(range(lead, exists.ndim), dtype=like["a_count"].dtype)
+            trailing = (1,) * (len(stack) - lead)
+            out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *trailing), stack)
         return out
 
     def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac.linalg._sums import alike, is_all_finite
 
-# ---------------- the pseudo-inverse's rcond: which eigenvalues are taken for zero
+# ---------------- the rcond of pseudo-inverses
 
 
 def check_rcond(rcond: float) -> None:
-    """Refuse an rcond outside ``[0, 1)`` (NaN included); callers know it as ``cut=``.
+    """Refuse an rcond outside ``[0, 1)`` (NaN included); callers name it ``cut=``.
 
     Raises:
         ValueError: naming the value.
@@ -25,15 +25,15 @@ def check_rcond(rcond: float) -> None:
 
 
 def above_rcond(values: Float[Array, "*stack n"], rcond: float) -> Bool[Array, "*stack n"]:
-    r"""Whether $\lambda_i > c\,\lambda_{\max}$, with the largest sought on the last axis.
+    r"""Whether $\lambda_i > c\,\lambda_{\max}$; the largest eigenvalue is that of the last axis.
 
     Args:
         values: Raw eigenvalues in any order; negative ones count as 0.
-        rcond: $c \in (0, 1)$. An all-zero row is zero whole, as in ``numpy.linalg.pinv``;
-            NaN is never taken for zero, and so stays in sight.
+        rcond: $c \in (0, 1)$. In an all-zero row every eigenvalue counts as zero, as in
+            ``numpy.linalg.pinv``; NaN never counts as zero, so it stays visible.
 
     Returns:
-        True where the eigenvalue stays.
+        True where the eigenvalue counts.
     """
     values = jnp.maximum(values, 0)
     return ~(values <= rcond * values.max(-1, keepdims=True))
@@ -44,8 +44,8 @@ def kronecker_above_rcond(
 ) -> Bool[Array, "*stack n_in n_out"]:
     r""":func:`above_rcond` for the products $\lambda_{A,i} \lambda_{G,j}$ of one block.
 
-    Each factor is divided by its largest value first: the product of two small factors
-    would underflow, and what stays must not depend on the scale of the loss.
+    Each factor is first divided by its largest value: the product of two small factors would
+    underflow, and the selection must not depend on the scale of the loss.
     """
     a, g = (_relative(jnp.maximum(values, 0)) for values in (a_values, g_values))
     return ~(a[..., :, None] * g[..., None, :] <= rcond)
@@ -56,7 +56,7 @@ def _relative(values: Array) -> Array:
     return values / jnp.where(largest == 0, 1, largest)
 
 
-# ---------------- symmetric eigendecomposition of factors in the graph: checked and clipped
+# ---------------- eigendecompositions
 
 
 class Spectrum(NamedTuple):
@@ -64,10 +64,10 @@ class Spectrum(NamedTuple):
 
     Attributes:
         values: ``(stack..., n)``. Ascending for a decomposed matrix, in the matrix's own
-            order for a diagonal one. All NaN where the matrix or its decomposition is not
+            order for a diagonal one. All NaN if the matrix or its decomposition is not
             finite.
-        vectors: ``(stack..., n, n)`` in columns, or ``None``: the identity (a diagonal
-            matrix), or not asked for.
+        vectors: ``(stack..., n, n)`` in columns; ``None`` for the identity (a diagonal
+            matrix), or if they were not requested.
     """
 
     values: Array
@@ -75,14 +75,14 @@ class Spectrum(NamedTuple):
 
 
 class ClippedEigh(NamedTuple):
-    """What :func:`eigh_clipped` returns.
+    """The result of :func:`eigh_clipped`.
 
     Attributes:
         values: Clipped eigenvalues, ascending, ``(stack..., n)``.
         vectors: Eigenvectors in columns, ``(stack..., n, n)``.
-        num_raised: How many eigenvalues of each matrix were raised, ``(stack...)``.
+        num_raised: Number of eigenvalues of each matrix that were raised, ``(stack...)``.
         is_finite: Whether the matrix and its decomposition are finite, ``(stack...)``;
-            where they are not, ``values`` are NaN.
+            if they are not, ``values`` are NaN.
     """
 
     values: Float[Array, "*stack n"]
@@ -104,7 +104,7 @@ def check_clipping(max_condition: float, floor: float) -> None:
 
 
 def check_square(matrix: Array | np.ndarray) -> None:
-    """Refuse what is no (batch of a) square matrix in single or double precision.
+    """Refuse an array that is not a (batch of a) square matrix in single or double precision.
 
     Raises:
         ValueError: naming the shape or the dtype.
@@ -121,7 +121,7 @@ def clip_eigenvalues(
     r"""Raise every eigenvalue below $\max(\lambda_{\max}/\kappa, \text{floor})$ to it.
 
     Args:
-        values: Eigenvalues in any order; the largest is sought on the last axis. An
+        values: Eigenvalues in any order; the largest is that of the last axis. An
             all-zero row stays zero; a negative rounding error never survives.
         max_condition: The bound $\kappa \ge 1$, dimensionless; ``inf`` only removes
             negative values.
@@ -141,8 +141,8 @@ def clip_eigenvalues(
 def eigh_checked(matrix: Float[Array, "*stack n n"], *, vectors: bool = True) -> Spectrum:
     """Eigendecompose in the graph; a non-finite matrix gives NaN values, never an error.
 
-    LAPACK reads one triangle, so NaN in the other gives finite, wrong results: the whole
-    input is checked, and the outcome written into the values, where every reader sees it.
+    LAPACK reads one triangle, so NaN in the other gives finite, wrong results. The full input is
+    therefore checked, and the outcome is written into the values, where every reader sees it.
 
     Args:
         matrix: Symmetric, float32 or float64; leading axes are a batch.
@@ -156,17 +156,17 @@ def eigh_checked(matrix: Float[Array, "*stack n n"], *, vectors: bool = True) ->
     """
     check_square(matrix)
     values, columns = _eigh(matrix)
-    # One pass over both: a second reduction for each of 96 factors compiles for 0.8 s.
+    # One reduction over both: a second one for each of 96 factors compiles for 0.8 s.
     ok = (jnp.isfinite(matrix) & jnp.isfinite(columns)).all((-2, -1))
     ok = (ok & jnp.isfinite(values).all(-1))[..., None]
     return Spectrum(jnp.where(ok, values, jnp.nan), columns if vectors else None)
 
 
 def _eigh(matrix: Array) -> tuple[Array, Array]:
-    """Batched on accelerators; on the CPU one LAPACK call after the other.
+    """A batched decomposition on accelerators; on the CPU, one LAPACK call after the other.
 
-    XLA runs a batch on the CPU as concurrent LAPACK calls, each with threads of its own, and
-    on few cores those can wait for one another forever (see :func:`in_sequence`).
+    XLA runs a batch on the CPU as concurrent LAPACK calls, each with its own threads, and on few
+    cores these can wait for one another forever (see :func:`in_sequence`).
     """
 
     def solve(matrix: Array) -> tuple[Array, Array]:
@@ -183,14 +183,14 @@ def _eigh(matrix: Array) -> tuple[Array, Array]:
 
 
 def in_sequence(matrix: Array, after: Array | None) -> Array:
-    """``matrix``, not to be read before ``after`` is known.
+    """``matrix``, which cannot be read before ``after`` is known.
 
     Independent decompositions of one compiled program run at the same time on the CPU, and
     with a multi-threaded OpenBLAS two cores can deadlock (seen on jax 0.10.2, with every
-    thread waiting). A data dependency that the compiler cannot fold away puts them in a row.
+    thread waiting). A data dependency that the compiler cannot fold away puts them in sequence.
 
     Args:
-        matrix: What is decomposed next.
+        matrix: The matrix to decompose next.
         after: Values of the decomposition before it; ``None`` for the first.
     """
     if after is None:
@@ -208,14 +208,14 @@ def eigh_in_turn(
 ) -> list[Spectrum]:
     """Eigendecompose matrices one after the other, without stacking them: best on the CPU.
 
-    LAPACK takes one matrix at a time whatever the batch, so a batch only adds a copy into
-    the stack and one out of it, and XLA compiles the way out as one kernel for each matrix
-    (96 factors of 16: 2.9 s, against 1.2 s here, where equal shapes share their kernels).
+    LAPACK takes one matrix at a time in any case, so a batch only adds a copy into the stack and
+    one out of it, and XLA compiles the second copy as one kernel for each matrix (96 factors of
+    16: 2.9 s, against 1.2 s here, where equal shapes share their kernels).
 
     Args:
         matrices: Each as for :func:`eigh_checked`, of any sizes.
         vectors: Whether to return the eigenvectors.
-        after: Values of the decomposition that goes before the first, see
+        after: Values of the decomposition that precedes the first, see
             :func:`in_sequence`.
 
     Returns:
@@ -252,9 +252,9 @@ def eigh_clipped(
             Non-finite values never raise here; :func:`eigh_on_host` raises for them.
 
     Memory:
-        About ``3 n**2`` elements beyond the input (LAPACK syevd), once for a whole batch
-        on the CPU; cuSOLVER's batched solver needs it for every matrix of the batch, of which
-        it is given as many at once as 2 GiB hold.
+        About ``3 n**2`` elements beyond the input (LAPACK syevd), on the CPU once for a whole
+        batch. cuSOLVER's batched solver needs them for every matrix of the batch; it is given as
+        many matrices at once as fit in 2 GiB.
 
     Example:
         >>> import jax.numpy as jnp
@@ -275,7 +275,7 @@ def eigh_clipped(
     )
 
 
-# ---------------- eigenvectors that are tracked while their matrix changes slowly
+# ---------------- tracked eigenvectors
 
 
 _EXACT = jax.lax.Precision.HIGHEST  # vectors that are not orthogonal to rounding would drift
@@ -287,25 +287,25 @@ def iterate_eigenvectors(
     *,
     after: Array | None = None,
 ) -> Spectrum:
-    r"""One step of orthogonal iteration from the eigenvectors of a matrix nearby.
+    r"""One step of orthogonal iteration from the eigenvectors of a nearby matrix.
 
     With $Z = M Q$, columns ordered by $q_i^\top M q_i$, the new vectors are the orthogonal factor
-    of $Z = Q' R$. A column keeps its place, so that what is kept for each direction (a second
-    moment) stays with the direction that it was measured in. Values are $q_i'^\top M q_i'$, of
-    which the sum is the trace of $M$.
+    of $Z = Q' R$. A column keeps its place, so that a quantity stored for each direction (a second
+    moment) stays with the direction in which it was measured. The values are $q_i'^\top M q_i'$,
+    and their sum is the trace of $M$.
 
     Args:
         matrix: $M$, symmetric positive semi-definite; leading axes are a batch.
         vectors: $Q$, orthogonal.
-        after: Values of what is decomposed before it, see ``in_sequence``.
+        after: Values of the decomposition before it, see ``in_sequence``.
 
     Returns:
-        Values in the order of the columns, all NaN where they or the vectors are not finite; and
-        the vectors.
+        Values in the order of the columns, all NaN if they or the vectors are not finite; and the
+        vectors.
 
     References:
         Golub and Van Loan, Matrix Computations, 2013, section 8.2.4. Vyas et al., SOAP: Improving
-        and stabilizing Shampoo using Adam, 2024, which tracks Shampoo's eigenvectors so.
+        and stabilizing Shampoo using Adam, 2024, which tracks Shampoo's eigenvectors in this way.
     """
     matrix = in_sequence(matrix, after)
 
@@ -320,7 +320,7 @@ def iterate_eigenvectors(
 
     if matrix.ndim == 2:
         values, columns = one((matrix, vectors))
-    else:  # one after the other on the CPU, whose LAPACK calls may wait for one another for ever
+    else:  # one after the other on the CPU, whose LAPACK calls may wait for one another forever
         batch = tuple(x.reshape(-1, *x.shape[-2:]) for x in (matrix, vectors))
         values, columns = jax.lax.platform_dependent(
             batch, cpu=lambda batch: jax.lax.map(one, batch), default=jax.vmap(one)
@@ -330,7 +330,7 @@ def iterate_eigenvectors(
     return Spectrum(jnp.where(ok[..., None], values, jnp.nan), columns)
 
 
-# ---------------- inverses of damped factors, by Cholesky in the graph
+# ---------------- inverses of damped factors
 
 
 def damped_inverse(
@@ -339,16 +339,16 @@ def damped_inverse(
     *,
     after: Array | None = None,
 ) -> Float[Array, "*stack n n"]:
-    r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix.
+    r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix, by Cholesky.
 
     Args:
-        matrix: Float32 or float64; leading axes are a batch. One triangle is read, the other
-            being the same.
+        matrix: Float32 or float64; leading axes are a batch. Only one triangle is read, because
+            the other is equal.
         damping: $\delta$ of each matrix.
-        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
+        after: A result that has to precede it, see :func:`jaxkfac.linalg.in_sequence`.
 
     Returns:
-        The inverse; all NaN where the damped matrix is not positive definite, or not finite.
+        The inverse; all NaN if the damped matrix is not positive definite, or not finite.
 
     Raises:
         ValueError: ``matrix`` is not square, or its dtype has no factorisation.
@@ -373,35 +373,35 @@ def damped_inverse(
 
 
 def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
-    """The diagonal, as a slice: on a CPU a gather compiles longer, and a mask writes a matrix."""
+    """The diagonal as a slice; on a CPU a gather compiles slower, and a mask writes a matrix."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
 
 def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
-    """The traces ``(stack...)`` of each ``(stack..., n, n)``, by one sum of what can be joined."""
+    """The traces ``(stack...)`` of each ``(stack..., n, n)``, with one sum for joined arrays."""
     rows = [diagonal(x).reshape(-1, x.shape[-1]) for x in matrices]
-    found: dict[int, Array] = {}
+    traces_by_place: dict[int, Array] = {}
     for places in alike(rows):
         width = max(rows[i].shape[1] for i in places)
         padded = [jnp.pad(rows[i], ((0, 0), (0, width - rows[i].shape[1]))) for i in places]
         total, begin = jnp.concatenate(padded).sum(-1), 0
         for i in places:
             end = begin + len(rows[i])
-            found[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
-    return [found[i] for i in range(len(rows))]
+            traces_by_place[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
+    return [traces_by_place[i] for i in range(len(rows))]
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:
-    # LAPACK and cuSOLVER keep columns together, XLA rows. Of a symmetric matrix the transpose in
-    # the one order is itself in the other; else XLA reorders it where it comes from, and for a
-    # matrix that a loop carries does so at every step, due or not.
+    # LAPACK and cuSOLVER store columns contiguously, XLA rows. The transpose of a symmetric matrix
+    # in one order is the matrix itself in the other. Without the transposes XLA would reorder the
+    # matrix where it comes from, and if a loop carries it, at every step, whether due or not.
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    # Infinity less itself is NaN, which no factorisation leaves in the inverse of the others.
+    # Infinity minus itself is NaN, so that an infinite entry cannot give a finite inverse.
     damped = (matrix + (matrix - matrix) + shift * identity).T
     lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
-    # A factorisation that fails gives NaN in a part of it on some platforms, and no error: in the
-    # diagonal, too, which bounds all entries.
+    # On some platforms a failed factorisation gives NaN in only a part of the result, and no error.
+    # The diagonal, which bounds all entries, then holds NaN too.
     return jnp.where(is_all_finite(diagonal(out)), out.T, jnp.nan)

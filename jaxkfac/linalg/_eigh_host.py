@@ -36,7 +36,7 @@ def host_dtype(dtype: DTypeLike) -> HostDType:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _lapack(matrix: Array, *, dtype: np.dtype) -> Spectrum:
-    """One matrix of a batch after the other, so that only one is ever in double precision."""
+    """Solves the matrices of a batch in turn, so only one at a time is in double precision."""
 
     def solve(one: Array) -> tuple[Array, Array]:
         values, vectors = eigh_checked(one.astype(dtype))
@@ -54,10 +54,10 @@ def _first_try(host: np.ndarray, dtype: np.dtype) -> HostSpectrum:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
         return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
-    # A mesh that is set is one of other devices, and holds for every jit.
+    # A mesh that is set belongs to other devices, and applies to every jit.
     is_set = not jax.sharding.get_abstract_mesh().empty
     mesh = jax.set_mesh(Mesh(np.array([cpu]), ("cpu",))) if is_set else contextlib.nullcontext()
-    with mesh, jax.enable_x64(dtype == np.float64):  # else a double would become a single
+    with mesh, jax.enable_x64(dtype == np.float64):  # without x64 a double would become a single
         values, columns = _lapack(jax.device_put(host, cpu), dtype=dtype)
     return HostSpectrum(np.asarray(values), np.asarray(columns))
 
@@ -79,21 +79,21 @@ def eigh_on_host(
 ) -> HostSpectrum:
     r"""Eigendecompose in host memory, whatever device the matrix lives on.
 
-    A jitted LAPACK call on an array committed to the CPU (it holds no GIL); if its result is not
-    finite, NumPy in float64; if that is not either, an error. Where JAX was started without its
-    CPU backend, NumPy does the first try too.
+    The first try is a jitted LAPACK call on an array committed to the CPU (it holds no GIL). If its
+    result is not finite, NumPy in float64 follows; if that is not finite either, an error. If JAX
+    was started without its CPU backend, NumPy does the first try too.
 
-    In float32 every eigenvalue is off by about $\varepsilon \lambda_{\max}$: near
-    $\lambda_{\max} / \kappa$ by $\varepsilon \kappa$ of itself. In float64 each is right to the
-    last digits of float32, to which it is rounded.
+    In float32 every eigenvalue has an error of about $\varepsilon \lambda_{\max}$: near
+    $\lambda_{\max} / \kappa$ a relative error of $\varepsilon \kappa$. In float64 each is correct
+    to the last digits of float32, to which it is rounded.
 
     Args:
         matrix: Symmetric, float32 or float64, ``(n, n)`` or a batch of such.
-        name: What to call the matrix in an error, the layer's name and side.
-        vectors: Whether to return the eigenvectors. They are computed either way, because
-            LAPACK's values without vectors are others in the last digits.
-        dtype: That of the decomposition, ``"float64"`` or ``"float32"``; a float64 matrix is
-            decomposed in float64 whatever it is.
+        name: The name of the matrix in an error: the layer's name and side.
+        vectors: Whether to return the eigenvectors. They are computed in both cases, because
+            LAPACK's values without vectors differ in the last digits.
+        dtype: Dtype of the decomposition, ``"float64"`` or ``"float32"``; a float64 matrix is
+            always decomposed in float64.
 
     Returns:
         The spectrum as NumPy arrays in the dtype of ``matrix``.

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 PANELS = 3
-PANELS_FROM = 512  # features; below it the smaller products cost what they save
-# Elsewhere than on a CPU, by a count of operations and kernels. For panels of eight layers of 512
-# an H100's compiler takes 1.4 times as long as for whole products.
+PANELS_FROM = 512  # features; below it, smaller products cost as much as they save
+# The limit on platforms other than a CPU, from a count of operations and kernels. For panels of
+# eight layers of 512 an H100's compiler takes 1.4 times as long as for full products.
 _PANELS_FROM_ELSEWHERE = 1024
 _MAX_INDEX = 2**31 - 1
-_ALIGNMENT = 16  # float32 in a cache line: panels that begin on one are faster
+_ALIGNMENT = 16  # float32 in a cache line: panels that begin at one are faster
 
 
 def statistics_dtype(*dtypes: DTypeLike) -> jnp.dtype:
-    """The dtype in which rows of these dtypes are accumulated: float32, or float64 for float64."""
+    """The dtype for sums over rows of these dtypes: float32, or float64 if any is float64."""
     double = any(jnp.dtype(d) == jnp.float64 for d in dtypes)
     return jnp.dtype(jnp.float64 if double else jnp.float32)
 
@@ -31,14 +31,14 @@ def gram(
     *,
     precision: Any = jax.lax.Precision.HIGHEST,
 ) -> Float[Array, "..."]:
-    r"""Sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
+    r"""The sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
 
     Args:
         x: Any floating array.
-        rows: Axes summed over.
-        batch: Axes kept as a stack.
-        precision: Of products of float32 rows, as ``jax.lax.dot_general`` has it: full on every
-            device. Those of narrower rows lose nothing in one pass.
+        rows: Axes to sum over.
+        batch: Axes that remain as a stack.
+        precision: Precision of products of float32 rows, as in ``jax.lax.dot_general``; the default
+            is full precision on every device. Narrower rows lose nothing in one pass.
 
     Returns:
         Shape ``(batch..., features..., features...)``, where the features are the remaining
@@ -70,9 +70,9 @@ def gram_panels(
     r"""The upper triangle of $\sum_r x_r x_r^\top$ as block rows, for one feature axis.
 
     Three panels do 2/3 of the full product's work; where that costs more than it saves, they are
-    cut out of the full product (``has_panels``). More of them save operations and lose as
-    much to their narrower products; and mirroring them (``unpack_panels``) costs memory traffic
-    that pays for one matrix and not for a stack of them gathered in a loop.
+    slices of the full product (``has_panels``). More panels would save operations, but lose as much
+    to narrower products. Mirroring them (``unpack_panels``) costs memory traffic that pays off for
+    one matrix, but not for a stack of them gathered in a loop.
 
     Args:
         x: Any floating array.
@@ -80,13 +80,13 @@ def gram_panels(
         precision: See ``gram``.
 
     Returns:
-        Panel ``i`` holds rows of its block against columns from that block on.
+        Panel ``i`` holds the rows of block ``i`` and the columns from that block on.
     """
     products = partial(_panel_products, axis=axis, precision=precision)
 
     def of_whole(x: Array) -> tuple[Array, ...]:
-        whole = gram(x, _others(x, axis), precision=precision)
-        return tuple(whole[start:stop, start:] for start, stop in _cuts(x.shape[axis]))
+        full_product = gram(x, _all_but(x, axis), precision=precision)
+        return tuple(full_product[start:stop, start:] for start, stop in _cuts(x.shape[axis]))
 
     return _by_platform(x, axis, products, of_whole)
 
@@ -94,36 +94,36 @@ def gram_panels(
 def symmetric_gram(
     x: Float[Array, "..."], axis: int, *, precision: Any = jax.lax.Precision.HIGHEST
 ) -> Float[Array, "size size"]:
-    r"""The matrix $\sum_r x_r x_r^\top$ for one feature axis, by panels where it is wide.
+    r"""The matrix $\sum_r x_r x_r^\top$ for one feature axis, by panels if it is wide.
 
     Args:
         x: Any floating array.
         axis: The feature axis; every other axis is summed over.
         precision: See ``gram``.
     """
-    whole = partial(gram, rows=_others(x, axis), precision=precision)
+    full_product = partial(gram, rows=_all_but(x, axis), precision=precision)
     if x.shape[axis] < PANELS_FROM:
-        return whole(x)
+        return full_product(x)
     products = partial(_panel_products, axis=axis, precision=precision)
-    return _by_platform(x, axis, lambda x: unpack_panels(products(x)), whole)
+    return _by_platform(x, axis, lambda x: unpack_panels(products(x)), full_product)
 
 
 def has_panels(size: int, platform: str) -> bool:
-    """Whether a matrix of this size is a product for each of its panels on such a platform."""
+    """Whether a matrix of this size is computed as one product per panel on this platform."""
     return size >= (PANELS_FROM if platform == "cpu" else _PANELS_FROM_ELSEWHERE)
 
 
-def _by_platform(x: Array, axis: int, by_panels: Any, whole: Any) -> Any:
+def _by_platform(x: Array, axis: int, by_panels: Any, by_full_product: Any) -> Any:
     if has_panels(x.shape[axis], "other"):
         return by_panels(x)
-    return jax.lax.platform_dependent(x, cpu=by_panels, default=whole)
+    return jax.lax.platform_dependent(x, cpu=by_panels, default=by_full_product)
 
 
 def _panel_products(x: Array, *, axis: int, precision: Any) -> tuple[Array, ...]:
-    size, rows = x.shape[axis], _others(x, axis)
+    size, rows = x.shape[axis], _all_but(x, axis)
     if x.dtype.itemsize < 4:
-        # Else XLA may round one operand of a product and leave the other as it was computed, in
-        # float32: not symmetric then, nor positive.
+        # Without this XLA may round one operand of a product and leave the other in float32, as
+        # it was computed. The result would be neither symmetric nor positive.
         x = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
     return tuple(
         jax.lax.dot_general(
@@ -137,18 +137,19 @@ def _panel_products(x: Array, *, axis: int, precision: Any) -> tuple[Array, ...]
     )
 
 
-def _others(x: Array, axis: int) -> tuple[int, ...]:
+def _all_but(x: Array, axis: int) -> tuple[int, ...]:
     return tuple(d for d in range(x.ndim) if d != axis)
 
 
 @jax.jit  # traced once per shape, not once per layer
 def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None) -> Any:
-    """The full symmetric matrix whose block rows, from the diagonal on, are given.
+    """The full symmetric matrix from its block rows, each from the diagonal on.
 
-    Blocks below the diagonal are transposes of those above. On the CPU it is one kernel, because
-    each is compiled by itself (16 matrices of 512: 0.17 s against 0.6 s, and a tenth of a
-    millisecond more for each when it runs). Elsewhere blocks are written one after the other: an
-    H100's compiler gains nothing and takes a copy, and a TPU gathers single elements slowly.
+    Blocks below the diagonal are transposes of those above. On the CPU this is one kernel, because
+    kernels are compiled separately (16 matrices of 512: 0.17 s against 0.6 s, at the cost of a
+    tenth of a millisecond for each run). On other platforms blocks are written one after the other:
+    an H100's compiler gains nothing from one kernel and adds a copy, and a TPU gathers single
+    elements slowly.
 
     Args:
         panels: ``(stack..., rows, columns)``; see ``panel_shapes``.
@@ -164,45 +165,47 @@ def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None
 
 
 def _gathered(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:
-    """Every element by its place in its panel.
+    """The matrix by a gather: every element is read at its place in its panel.
 
-    Panels are not put one after the other first: XLA's CPU compiler fuses a concatenation into the
-    gather, and where panels are slices of one computed array, as the products of a single row are,
-    all but the first come out wrong (jax 0.10.2).
+    Panels are not concatenated first: XLA's CPU compiler fuses a concatenation into the gather, and
+    if panels are slices of one computed array, as the products of a single row are, all but the
+    first come out wrong (jax 0.10.2).
     """
     stack, size = panels[0].shape[:-2], panels[0].shape[-1]
-    whole = size + (border is not None)
+    full_size = size + (border is not None)
     edges = list(itertools.accumulate((p.shape[-2] for p in panels[:-1]), initial=0))
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (whole, whole), d) for d in (0, 1))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (full_size, full_size), d) for d in (0, 1))
     first = sum(jnp.where(row >= edge, edge - last, 0) for last, edge in itertools.pairwise(edges))
-    below = column < first  # of the row's block
+    below = column < first  # left of the row's diagonal block: read the transposed element
     row, column = jnp.where(below, column, row), jnp.where(below, row, column)
 
-    def taken(part: Array, place: Array) -> Array:
-        inside = jnp.clip(place, 0, part.shape[-1] - 1)  # of elements that are another part's, too
-        return part.at[..., inside].get(mode="promise_in_bounds")
+    def entries_at(flat_panel: Array, place: Array) -> Array:
+        inside = jnp.clip(place, 0, flat_panel.shape[-1] - 1)  # elements of other panels are masked
+        return flat_panel.at[..., inside].get(mode="promise_in_bounds")
 
     matrix = jnp.zeros((), panels[0].dtype)
     for edge, panel in zip(edges, panels, strict=True):
         if not panel.size:
             continue
         place = (row - edge) * panel.shape[-1] + column - edge
-        matrix = jnp.where(row >= edge, taken(panel.reshape(*stack, -1), place), matrix)
+        matrix = jnp.where(row >= edge, entries_at(panel.reshape(*stack, -1), place), matrix)
     if border is not None:
-        last, corner = taken(border[0], jnp.minimum(row, column)), border[1][..., None, None]
+        last, corner = entries_at(border[0], jnp.minimum(row, column)), border[1][..., None, None]
         last = jnp.where(jnp.minimum(row, column) == size, corner, last)
         matrix = jnp.where(jnp.maximum(row, column) == size, last, matrix)
     return matrix
 
 
 def _written(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:
-    """Block after block."""
+    """The matrix written block by block."""
     first, stack = panels[0], panels[0].ndim - 2
     size = first.shape[-1]
-    whole = size + (border is not None)
-    # One buffer written in place: a concatenation of rows is a kernel for each, and a copy more.
-    # Padded, not written into zeros, which would not be sharded as the panels are.
-    matrix = jnp.pad(first, [(0, 0)] * stack + [(0, whole - first.shape[-2]), (0, whole - size)])
+    full_size = size + (border is not None)
+    # One buffer, written in place: a concatenation of rows would be a kernel for each, and a copy.
+    # The buffer is a padded panel, because zeros would not be sharded as the panels are.
+    matrix = jnp.pad(
+        first, [(0, 0)] * stack + [(0, full_size - first.shape[-2]), (0, full_size - size)]
+    )
 
     def written(matrix: Array, block: Array, row: int, column: int) -> Array:
         return jax.lax.dynamic_update_slice(matrix, block, (*[0] * stack, row, column))

@@ -1,4 +1,4 @@
-"""Kronecker-structured operators on matrices, and their damped powers. Arrays only."""
+"""Kronecker-structured operators on matrices, and their damped powers: arrays only."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-# ---------------- kronecker-structured operators on matrices, in arrays only
+# ---------------- operators on matrices
 #
 # A layer's matrix $W$ is ``(stack..., in, out)``; its curvature block is $A \otimes G$, which
 # acts as $W \mapsto A W G$. In the eigenbases $A = Q_A \Lambda_A Q_A^\top$ and
@@ -56,12 +56,12 @@ def scale_in_eigenbasis(
 
     Args:
         matrix: $W$.
-        scale: $S$, the operator's eigenvalue for each element, as
-            :func:`jaxkfac.linalg.kronecker_power` gives it.
-        a_vectors: $Q_A$, eigenvectors in columns, or ``None`` for the identity. Fewer columns
-            than rows are the last ones of a basis: every direction beside them has the scale
-            of the first, ``scale[..., 0, :]``.
-        g_vectors: $Q_G$, likewise.
+        scale: $S$, the operator's eigenvalue for each element, as returned by
+            :func:`jaxkfac.linalg.kronecker_power`.
+        a_vectors: $Q_A$, eigenvectors in columns, or ``None`` for the identity. If there are fewer
+            columns than rows, they are the last ones of a basis, and every direction outside of
+            them has the scale of the first, ``scale[..., 0, :]``.
+        g_vectors: $Q_G$, in the same form.
 
     Returns:
         A matrix like ``matrix``; products run at the highest precision of the dtype.
@@ -69,14 +69,18 @@ def scale_in_eigenbasis(
     if not _is_truncated(a_vectors):
         rotated = into_eigenbasis(matrix, a_vectors, None)
         return out_of_eigenbasis(_scale_outputs(rotated, scale, g_vectors), a_vectors, None)
-    # The rest I - Q Q' has one scale, under which W as a whole is taken; what that is wrong by
-    # lies in the columns of Q.
+    # All of W is scaled as in the complement I - Q Q', which has a single scale. The difference to
+    # the correct result lies in the columns of Q.
     assert a_vectors is not None
-    rest = scale[..., :1, :]
+    outside_scale = scale[..., :1, :]
     rotated = into_eigenbasis(matrix, a_vectors, None)
-    kept = scale[..., -rotated.shape[-2] :, :]
-    inside = _scale_outputs(rotated, kept, g_vectors) - _scale_outputs(rotated, rest, g_vectors)
-    return _scale_outputs(matrix, rest, g_vectors) + out_of_eigenbasis(inside, a_vectors, None)
+    inside_scale = scale[..., -rotated.shape[-2] :, :]
+    inside = _scale_outputs(rotated, inside_scale, g_vectors) - _scale_outputs(
+        rotated, outside_scale, g_vectors
+    )
+    return _scale_outputs(matrix, outside_scale, g_vectors) + out_of_eigenbasis(
+        inside, a_vectors, None
+    )
 
 
 def quadratic_form(
@@ -85,31 +89,33 @@ def quadratic_form(
     a_vectors: Float[Array, "*stack n_in r_in"] | None,
     g_vectors: Float[Array, "*stack n_out r_out"] | None,
 ) -> Float[Array, "*stack"]:
-    r"""$\langle W, Q_A (S \odot Q_A^\top W Q_G) Q_G^\top \rangle$: what
-    :func:`scale_in_eigenbasis` gives, multiplied with the matrix itself.
+    r"""$\langle W, Q_A (S \odot Q_A^\top W Q_G) Q_G^\top \rangle$: the product of the matrix with
+    the result of :func:`scale_in_eigenbasis`.
 
-    In the eigenbasis it is a weighed sum of squares, so that nothing is rotated back.
+    In the eigenbasis it is a weighted sum of squares, so nothing is rotated back.
 
     Args:
         matrix: $W$.
         scale: $S$, as for :func:`scale_in_eigenbasis`.
-        a_vectors: $Q_A$, likewise.
-        g_vectors: $Q_G$, likewise.
+        a_vectors: $Q_A$, as for :func:`scale_in_eigenbasis`.
+        g_vectors: $Q_G$, as for :func:`scale_in_eigenbasis`.
     """
     if _is_truncated(a_vectors) or _is_truncated(g_vectors):
-        found = matrix * scale_in_eigenbasis(matrix, scale, a_vectors, g_vectors)
+        products = matrix * scale_in_eigenbasis(matrix, scale, a_vectors, g_vectors)
     else:
-        found = jnp.square(into_eigenbasis(matrix, a_vectors, g_vectors)) * scale
-    return found.sum((-2, -1))
+        products = jnp.square(into_eigenbasis(matrix, a_vectors, g_vectors)) * scale
+    return products.sum((-2, -1))
 
 
 def _scale_outputs(matrix: Array, scale: Array, vectors: Array | None) -> Array:
-    """The same on the right alone: rows are in their eigenbasis already."""
+    """:func:`scale_in_eigenbasis` on the right alone, for rows that are in their eigenbasis."""
     rotated = into_eigenbasis(matrix, None, vectors)
     if not _is_truncated(vectors):
         return out_of_eigenbasis(rotated * scale, None, vectors)
-    rest, kept = scale[..., :1], scale[..., -rotated.shape[-1] :]
-    return matrix * rest + out_of_eigenbasis(rotated * (kept - rest), None, vectors)
+    outside_scale, inside_scale = scale[..., :1], scale[..., -rotated.shape[-1] :]
+    return matrix * outside_scale + out_of_eigenbasis(
+        rotated * (inside_scale - outside_scale), None, vectors
+    )
 
 
 def _is_truncated(vectors: Array | None) -> bool:
@@ -119,37 +125,40 @@ def _is_truncated(vectors: Array | None) -> bool:
 def from_spectrum(
     values: Float[Array, "*stack n"], vectors: Float[Array, "*stack n r"]
 ) -> Float[Array, "*stack n n"]:
-    r"""$Q \operatorname{diag}(\lambda) Q^\top$; directions beside $Q$ have the first eigenvalue."""
+    r"""$Q \operatorname{diag}(\lambda) Q^\top$; directions outside $Q$ get the first eigenvalue."""
     vectors = _widened(vectors, values)
     if _is_truncated(vectors):
-        rest, kept = values[..., :1], values[..., -vectors.shape[-1] :]
+        outside_values, inside_values = values[..., :1], values[..., -vectors.shape[-1] :]
         identity = jnp.eye(values.shape[-1], dtype=values.dtype)
-        inside = jnp.matmul(vectors * (kept - rest)[..., None, :], vectors.mT, precision=_EXACT)
-        return rest[..., None] * identity + inside
+        inside = jnp.matmul(
+            vectors * (inside_values - outside_values)[..., None, :], vectors.mT, precision=_EXACT
+        )
+        return outside_values[..., None] * identity + inside
     return jnp.matmul(vectors * values[..., None, :], vectors.mT, precision=_EXACT)
 
 
 def _widened(vectors: Array, like: Array) -> Array:
-    """Eigenvectors may be stored in fewer bits; the arithmetic has those of what they rotate."""
+    """Eigenvectors in the dtype of what they rotate; they may be stored in fewer bits."""
     return jnp.asarray(vectors, like.dtype)
 
 
-# ---------------- damped powers of Kronecker-structured eigenvalues
+# ---------------- damped powers
 
 
 DampingMode = Literal["exact", "factored", "pi"]
 Damping = ArrayLike | tuple[ArrayLike, ArrayLike]
 
-_SMALL_ROOT = 2.0**-20  # its fourth power, times what a condition number leaves, is in range
+_SMALL_ROOT = 2.0**-20  # its fourth power, times the inverse of a condition number, is in range
 
 
 class ScaledPower(NamedTuple):
-    """A power of eigenvalues in range: each is ``values * root * root``.
+    """A power of eigenvalues in a form that stays in range: each is ``values * root * root``.
 
     Attributes:
-        values: ``(stack..., in, out)``, of eigenvalues whose largest is near 1.
-        root: ``(stack..., 1, 1)``: the same power of a power of two near the square root of the
-            largest. A matrix is multiplied by it before and after, exactly for integer powers.
+        values: ``(stack..., in, out)``, powers of eigenvalues whose largest is near 1.
+        root: ``(stack..., 1, 1)``, the same power of a power of two near the square root of the
+            largest eigenvalue. Multiplying a matrix by it, before and after, is exact for integer
+            powers.
     """
 
     values: Array
@@ -157,14 +166,14 @@ class ScaledPower(NamedTuple):
 
     @property
     def product(self) -> Array:
-        """The powers themselves, 0 or infinite where the dtype does not reach."""
+        """The powers themselves, which are 0 or infinite outside the range of the dtype."""
         return self.values * self.root * self.root
 
 
 def check_damping(damping: Any, mode: str) -> None:
     """Refuse an unknown mode and, where its value is known, a negative or NaN damping.
 
-    A traced damping cannot be looked at and passes.
+    A traced damping has no known value and passes.
 
     Raises:
         ValueError: naming the argument and its value.
@@ -174,16 +183,16 @@ def check_damping(damping: Any, mode: str) -> None:
             f"damping_mode must be one of {get_args(DampingMode)}, got {mode!r}; for one "
             "damping per factor pass damping=(damping_a, damping_g)"
         )
-    parts = damping if isinstance(damping, tuple) else (damping,)
-    if isinstance(damping, tuple) and len(parts) != 2:
-        raise ValueError(f"a pair is damping=(damping_a, damping_g), got {len(parts)} values")
-    for part in parts:
-        if np.shape(part) != ():
+    dampings = damping if isinstance(damping, tuple) else (damping,)
+    if isinstance(damping, tuple) and len(dampings) != 2:
+        raise ValueError(f"a pair is damping=(damping_a, damping_g), got {len(dampings)} values")
+    for one_damping in dampings:
+        if np.shape(one_damping) != ():
             raise ValueError(
                 f"damping: expected a number, or a pair (damping_a, damping_g) as a tuple, got "
-                f"shape {np.shape(part)}"
+                f"shape {np.shape(one_damping)}"
             )
-        if not isinstance(part, Tracer) and not float(part) >= 0:
+        if not isinstance(one_damping, Tracer) and not float(one_damping) >= 0:
             raise ValueError(f"damping must be zero or positive, got {damping}")
 
 
@@ -205,9 +214,9 @@ def kronecker_power(
 ) -> ScaledPower:
     r"""Eigenvalues of the damped power of $A \otimes G$, one for each element of the matrix.
 
-    Eigenvalues are divided by powers of two near the largest before they are multiplied: where
-    rows and gradients are of size 1e-11, $\lambda_A \lambda_G$ of 1e-44 is less than float32
-    holds, and its inverse more. Nothing else changes, not by a bit for integer powers.
+    Before they are multiplied, eigenvalues are divided by powers of two near the largest. For
+    rows and gradients of size 1e-11, $\lambda_A \lambda_G$ is 1e-44, which is below the range of
+    float32, and its inverse is above it. Nothing else changes, not a single bit for integer powers.
 
     With $\delta$ the damping and $p$ the power,
 
@@ -215,7 +224,7 @@ def kronecker_power(
     * factored: $((\lambda_A + \sqrt\delta)(\lambda_G + \sqrt\delta))^p$
     * pi: $((\lambda_A + \pi\sqrt\delta)(\lambda_G + \sqrt\delta/\pi))^p$ with
       $\pi^2 = \overline{\lambda_A} / \overline{\lambda_G}$, the ratio of the mean
-      eigenvalues, or 1 where either mean is 0
+      eigenvalues, or 1 if either mean is 0
     * a pair $(\delta_A, \delta_G)$: $((\lambda_A + \delta_A)(\lambda_G + \delta_G))^p$,
       whatever the mode
 
@@ -225,9 +234,9 @@ def kronecker_power(
         power: $p$, static. A damped eigenvalue of 0 gives 0 at every power.
         damping: $\delta \ge 0$ in units of $\lambda_A\lambda_G$, or a pair in the units of
             each factor; may be traced.
-        mode: How one damping is spread over the two factors.
-        kept: False where the eigenvalue counts as 0 whatever its value and the damping,
-            see :func:`jaxkfac.linalg.kronecker_above_rcond`; ``None`` keeps all.
+        mode: How a single damping is divided between the two factors.
+        kept: False where the eigenvalue counts as 0 whatever its value and the damping, see
+            :func:`jaxkfac.linalg.kronecker_above_rcond`; ``None`` keeps all.
 
     Returns:
         The power of every element in the eigenbasis, dtype of ``a_values``.
@@ -245,7 +254,7 @@ def kronecker_power(
         delta = jnp.asarray(damping, a.dtype)
         (a, of_a), (g, of_g) = _near_one(a, -1), _near_one(g, -1)
         of_product = (of_a * of_g)[..., None]
-        # Of the damping where that is larger: the eigenvalues are lost beside it either way.
+        # The damping's root if that is larger: beside it the eigenvalues are lost in any case.
         root = jnp.maximum(of_product, _root(delta))
         shrink = of_product / root
         damped = a[..., :, None] * g[..., None, :] * shrink * shrink + delta / root / root
@@ -253,7 +262,7 @@ def kronecker_power(
         return ScaledPower(values, power_or_zero(root, power))
     to_a, to_g = _per_factor(a, g, damping, mode)
     (a, of_a), (g, of_g) = _near_one(a + to_a, -1), _near_one(g + to_g, -1)
-    # Raised before they are multiplied: n_in + n_out powers instead of n_in * n_out.
+    # Powers come before the product: n_in + n_out of them instead of n_in * n_out.
     a, g = power_or_zero(a, power), power_or_zero(g, power)
     values = a[..., :, None] * g[..., None, :]
     root = power_or_zero((of_a * of_g)[..., None], power)
@@ -261,14 +270,14 @@ def kronecker_power(
 
 
 def _near_one(values: Array, axes: int | tuple[int, int]) -> tuple[Array, Array]:
-    """Values divided by the square of a power of two, so that the largest is near 1, and it."""
+    """Values over the square of a power of two, so that the largest is near 1; and that power."""
     root = _root(values.max(axes, keepdims=True))
     root = jnp.where(root > 0, root, 1)
-    return values / root / root, root  # in turn: the square may be out of range
+    return values / root / root, root  # two divisions: the square may be out of range
 
 
 def _root(x: Array) -> Array:
-    """A power of two near the square root; 0 of 0, and 1 where there is none."""
+    """A power of two near the square root; 0 for 0, and 1 if the root is not finite."""
     bits = jnp.finfo(x.dtype).nexp
     root = jax.lax.reduce_precision(jnp.sqrt(x), exponent_bits=bits, mantissa_bits=0)
     return jax.lax.stop_gradient(jnp.where(jnp.isfinite(root), root, 1))
@@ -277,10 +286,10 @@ def _root(x: Array) -> Array:
 def block_root(
     a_values: Float[Array, "*stack n_in"], g_values: Float[Array, "*stack n_out"]
 ) -> Float[Array, "*stack 1 1"]:
-    r"""A power of two near the root of the largest $\lambda_A \lambda_G$, to measure squares in.
+    r"""A power of two near the root of the largest $\lambda_A \lambda_G$, as a unit for squares.
 
-    Squares of gradients of size 1e-22 are less than float32 holds. Measured in units of the
-    square of this root they are near 1. It is 1 where they are in range as they are.
+    Squares of gradients of size 1e-22 are below the range of float32; in units of the square of
+    this root they are near 1. The root is 1 if the squares are in range without it.
     """
     of_a, of_g = (_near_one(jnp.maximum(x, 0), -1)[1] for x in (a_values, g_values))
     root = (of_a * of_g)[..., None]
@@ -299,21 +308,21 @@ def measured_power(
     mode: DampingMode = "exact",
     kept: Bool[Array, "*stack n_in n_out"] | None = None,
 ) -> ScaledPower:
-    r"""The damped power of measured eigenvalues, which are no products.
+    r"""The damped power of measured eigenvalues, which are not products of factors' eigenvalues.
 
-    They get what each form of damping adds to the products $\lambda_A \lambda_G$ that they
-    stand for: $\delta$ in the exact form, and with per-factor dampings (of a pair, or of
-    ``"factored"`` and ``"pi"``) $\delta_A \lambda_G + \lambda_A \delta_G + \delta_A \delta_G$.
+    Each form of damping adds to them what it adds to the products $\lambda_A \lambda_G$ in their
+    place: $\delta$ in the exact form, and with one damping per factor (a pair, ``"factored"`` or
+    ``"pi"``) $\delta_A \lambda_G + \lambda_A \delta_G + \delta_A \delta_G$.
 
     Args:
         values: The eigenvalues divided by ``root ** 2``, zero or positive.
-        root: As :func:`block_root` gives it.
+        root: The result of :func:`block_root`.
         a_values: Eigenvalues of the input factor.
         g_values: Eigenvalues of the output factor.
-        power: As in :func:`kronecker_power`, like the other arguments.
-        damping: Likewise.
-        mode: Likewise.
-        kept: Likewise.
+        power: As in :func:`kronecker_power`.
+        damping: As in :func:`kronecker_power`.
+        mode: As in :func:`kronecker_power`.
+        kept: As in :func:`kronecker_power`.
     """
     check_damping(damping, mode)
     a, g = jnp.maximum(a_values, 0), jnp.maximum(g_values, 0)
@@ -333,14 +342,15 @@ def measured_power(
         added = (to_a * g + a * to_g + to_a * to_g) * grow * grow
     shrink = root / common
     damped = values * shrink * shrink + added
-    found, own = _near_one(damped if kept is None else jnp.where(kept, damped, 0), (-2, -1))
+    near_one, own_root = _near_one(damped if kept is None else jnp.where(kept, damped, 0), (-2, -1))
     return ScaledPower(
-        power_or_zero(found, power), power_or_zero(own, power) * power_or_zero(common, power)
+        power_or_zero(near_one, power),
+        power_or_zero(own_root, power) * power_or_zero(common, power),
     )
 
 
 def is_separable(damping: Any, mode: str) -> bool:
-    """Whether each factor gets a damping of its own, so that the damped block is a product."""
+    """Whether each factor gets its own damping, so that the damped block is a product."""
     return isinstance(damping, tuple) or mode != "exact"
 
 
@@ -351,13 +361,13 @@ def factor_damping(
     damping: Damping,
     mode: DampingMode,
 ) -> tuple[Float[Array, "*_"], Float[Array, "*_"]]:
-    r"""What a separable damping adds to each factor, ``()`` or ``(stack...)``.
+    r"""The number that a separable damping adds to each factor, ``()`` or ``(stack...)``.
 
     Args:
         mean_a: The mean eigenvalue of A, which only ``"pi"`` reads.
-        mean_g: Likewise of G.
+        mean_g: The mean eigenvalue of G.
         damping: As for :func:`kronecker_power`.
-        mode: ``"factored"`` or ``"pi"``; of a pair any.
+        mode: ``"factored"`` or ``"pi"``; ignored for a pair.
     """
     if isinstance(damping, tuple):
         to_a, to_g = (jnp.asarray(d, mean_a.dtype) for d in damping)
@@ -367,7 +377,7 @@ def factor_damping(
 
 
 def _per_factor(a: Array, g: Array, damping: Damping, mode: Any) -> tuple[Array, Array]:
-    """What is added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
+    """The numbers added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
     means = a.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
     return factor_damping(*means, damping=damping, mode=mode)
 
@@ -388,9 +398,9 @@ def diagonal_power(
 ) -> Float[Array, "*shape"]:
     r"""$(\lambda + \delta)^p$ for a block of a single factor: a diagonal, or a lone bias's G.
 
-    There is nothing to spread the damping over, so every mode is the exact one; of a pair
-    the second, $\delta_G$, is added, because the block is made of output gradients. Where
-    ``kept`` is False the value counts as 0.
+    With one factor there is nothing to divide the damping between, so every mode is the exact one.
+    From a pair the second, $\delta_G$, is added, because the block is made of output gradients.
+    Where ``kept`` is False the value counts as 0.
     """
     delta = damping[1] if isinstance(damping, tuple) else damping
     damped = jnp.maximum(values, 0) + jnp.asarray(delta, values.dtype)

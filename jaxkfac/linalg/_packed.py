@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-_BLOCK = 64  # rows copied at once: a transposed copy of more leaves the cache
+_BLOCK = 64  # rows copied at once: transposing larger blocks leaves the cache
 _UPPER = np.tri(_BLOCK, dtype=bool).T
 
 
 def packed_shape(n: int) -> tuple[int, int]:
     """Shape of the rectangle that holds one triangle of an ``(n, n)`` matrix.
 
-    It has ``n (n + 1) / 2`` elements, exactly those of the triangle.
+    It has ``n (n + 1) / 2`` elements, exactly as many as the triangle.
     """
     corner = n // 2
     return n + 1 - n % 2, n - corner
@@ -21,9 +21,9 @@ def pack(matrix: np.ndarray, out: np.ndarray) -> np.ndarray:
     r"""Fold the lower triangle of a symmetric matrix into a rectangle.
 
     With $M = \begin{pmatrix} M_{11} & \cdot \\ M_{21} & M_{22} \end{pmatrix}$ cut in the
-    middle, the first columns $(M_{11}; M_{21})$ are kept as they are, and $M_{22}^\top$ goes
+    middle, the first columns $(M_{11}; M_{21})$ are stored unchanged, and $M_{22}^\top$ goes
     into the unused upper triangle of $M_{11}$ (LAPACK's rectangular full packed format, by
-    rows). Whole blocks are copied, so it runs at the speed of memory; the upper triangle is
+    rows). Full blocks are copied, so it runs at the speed of memory; the upper triangle is
     never read.
 
     Args:
@@ -77,14 +77,14 @@ def _copy_triangle(target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target[start:stop, start:stop], block, where=upper)
 
 
-# ---------------- the rectangle of `_packed` inside a traced program, for stacks of matrices
+# ---------------- the same rectangle inside a traced program, for stacks of matrices
 
 
 def fold_triangle(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack rows columns"]:
     """Fold the lower triangle of symmetric matrices into a rectangle of half the elements.
 
-    The layout is :func:`jaxkfac.linalg._packed.pack`'s. Slices, pads and one select: no
-    gather, which a GPU would run far below the speed of its memory.
+    The layout is that of :func:`pack`. It takes slices, pads and one select, but no gather, which a
+    GPU would run far below the speed of its memory.
 
     Args:
         matrix: ``(stack..., n, n)``; the upper triangle is never read.
@@ -112,7 +112,7 @@ def unfold_triangle(
 
 
 def _holds_corner(n: int) -> Array:
-    """True where the rectangle holds the last corner: on and above a diagonal of its top."""
+    """True where the rectangle holds the last corner: on and above a diagonal at its top."""
     rows, columns = n + 1 - n % 2, n - n // 2
     row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
     return column - n % 2 >= row

@@ -156,7 +156,7 @@ class ProductAxes:
     def _unflattened(self, matrix: Array, position: int, axes: tuple[Atoms, ...]) -> Array:
         """A flat axis, in the parameter's own order, as axes in the order of the equation."""
         table, view = self.site.table, self.use.view
-        own = [a for axis in view.own for a in table.atoms(axis)]
+        own = [a for axis in view.remaining_axes for a in table.atoms(axis)]
         flat = [a for axis in axes for a in table.atoms(axis)]
         ordered = sorted(flat, key=own.index)
         before, after = matrix.shape[:position], matrix.shape[position + 1 :]

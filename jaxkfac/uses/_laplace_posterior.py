@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._errors import at_least_one, check_key
 from jaxkfac.factors import Batch, Gaussian, LongSum
-from jaxkfac.interception import whole
+from jaxkfac.interception import replicated
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._laplace_programs import (
@@ -316,7 +316,7 @@ class LaplacePosterior:
         Raises:
             ValueError: outputs have several loss terms, and ``terms_per_example`` is not known.
         """
-        batch = self.examples.checked(self.params, whole(batch), self.state)
+        batch = self.examples.checked(self.params, replicated(batch), self.state)
         traced = self.examples.traced(self.params, batch, self.state)
         shape = traced.out_shapes[0].shape
         if self.terms_per_example is None and split_terms(shape)[1] > 1:

@@ -8,7 +8,7 @@ import pytest
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import _kind, find_layers, matrix_problem, register_kind
-from jaxkfac.interception._values import Use
+from jaxkfac.interception._kind import Use
 from jaxkfac.kinds import Rows, TwoSided
 
 pytestmark = pytest.mark.usefixtures("x64")

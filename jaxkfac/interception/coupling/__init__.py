@@ -1,14 +1,14 @@
 """Do the examples of a batch meet?
 
-What relies on examples being apart is wrong without a word where they are not: one backward pass
-for all examples mixes them, and an example that runs alone has another output. So whoever relies on
-it asks, by the name of the question that matters to it (``Answers``), and what is not proved is
-not no.
+Code that relies on independent examples silently computes wrong results if they are not: one
+backward pass for all examples mixes them, and an example that runs alone has another output. Such
+code therefore asks first, and names the question that matters to it (``Answers``). An answer that
+is not proved is not no.
 
-The program is followed from its inputs to its outputs (``_follow``), every entry of every value
-with the label of the one example that it depends on (``_labels``). Primitives have rules
-(``_first_order``, ``_indexing``), and so have loops (``_loops``) and calls (``_calls``). Integers
-that are known when the program is traced say what an index picks (``_known``).
+The program is followed from its inputs to its outputs (``_follow``). Every entry of every value has
+as its label the one example that it depends on (``_labels``). There are rules for primitives
+(``_first_order``, ``_indexing``), loops (``_loops``) and calls (``_calls``). Integers known when
+the program is traced determine what an index picks (``_labels``).
 """
 
 from jaxkfac.interception.coupling._answers import (

@@ -1,4 +1,4 @@
-"""Do the examples of a batch meet? Two questions, each answered no, yes or unknown."""
+"""The answers to two questions about a program: do the examples of its batch meet?"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class Answer(NamedTuple):
     """Whether an example's output depends on another example.
 
     Attributes:
-        answer: ``"no"`` is proved; ``"yes"`` is what a rule says; ``"unknown"`` is never no.
+        answer: ``"no"`` is proved, ``"yes"`` follows from a rule, and ``"unknown"`` never counts as
+            no.
         where: The equation, in words.
     """
 
@@ -33,9 +34,9 @@ class Answer(NamedTuple):
     where: str = ""
 
     def lets_pass(self, examples: Word | None) -> bool:
-        """Whether examples may be taken to be apart.
+        """Whether examples may be treated as independent.
 
-        They may where that is proved, and where it is not known and the caller has said so
+        They may if that is proved, and if it is unknown and the caller asserts it
         (``examples="apart"``).
         """
         return self.answer == "no" or (self.answer == "unknown" and examples == "apart")
@@ -53,13 +54,14 @@ NO = Answer("no")
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Both answers.
+    """The answers to both questions.
 
     Attributes:
         value: Does an example's output depend on another example's value? To run examples alone,
             this has to be no.
-        derivative: Does it have a derivative in another example's value, or in a row of a layer
-            that is another's? For one backward pass of all examples, this has to be no.
+        derivative: Does it have a derivative with respect to another example's value, or to a row
+            of a layer that belongs to another example? For one backward pass of all examples, this
+            has to be no.
     """
 
     value: Answer = NO
@@ -78,25 +80,25 @@ def label_inputs(
     *,
     state: frozenset[int] = frozenset(),
 ) -> dict[int, Labels]:
-    """Which example each entry of each input belongs to.
+    """The example that each entry of each input belongs to.
 
-    The axis is that of the output, where the program links the two; elsewhere the first axis that
-    is as long. A state that is not linked has no examples, if an input is. What has no such axis is
-    common to all examples.
+    If the program links an axis of the input to the output's, that axis is the examples; otherwise
+    it is the first axis of the same length. A state that is not linked has no examples, provided
+    that some input is linked. An input without such an axis is common to all examples.
 
     Args:
         table: The axis atoms.
         axes_of: Axes of the inputs that are data, by position.
         shapes: The shapes of all inputs.
         output: Atoms of the output's leading axis.
-        number: How many examples there are.
+        number: Number of examples.
         state: Positions of inputs that a call changes.
     """
-    wanted = table.atoms(output)
+    example_atoms = table.atoms(output)
     labels: dict[int, Labels] = {
         k: linked
         for k, axes in axes_of.items()
-        if (linked := _linked(table, axes, shapes[k], wanted)) is not None
+        if (linked := _linked(table, axes, shapes[k], example_atoms)) is not None
     }
     any_linked = bool(labels)
     for k in axes_of:
@@ -108,14 +110,18 @@ def label_inputs(
     return labels
 
 
-def _linked(table: AxisTable, axes: Axes, shape: Sequence[int], wanted: Atoms) -> Labels:
-    """Labels of an input that has all atoms of the examples; ``None`` of another."""
+def _linked(table: AxisTable, axes: Axes, shape: Sequence[int], example_atoms: Atoms) -> Labels:
+    """Labels of an input that has all atoms of the examples; ``None`` for another input."""
     flat = [(d, a) for d, axis in enumerate(axes) for a in table.atoms(axis)]
     atoms = [a for _, a in flat]
-    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(atoms):
+    if (
+        not example_atoms
+        or len(set(example_atoms)) < len(example_atoms)
+        or not set(example_atoms) <= set(atoms)
+    ):
         return None
     index = np.zeros([table.size(a) for a in atoms], np.int32)
-    for a in wanted:
+    for a in example_atoms:
         along = [table.size(a) if b == a else 1 for b in atoms]
         index = index * table.size(a) + np.arange(table.size(a), dtype=np.int32).reshape(along)
     return simplified(index.reshape(shape))
@@ -128,7 +134,10 @@ def leading_labels(
     *,
     state: frozenset[int] = frozenset(),
 ) -> dict[int, Labels] | None:
-    """Entry ``i`` of every input but a state is example ``i``; ``None`` where one has others."""
+    """Labels by which entry ``i`` of every input is example ``i``, except for states.
+
+    ``None`` if an input has another leading axis.
+    """
     inputs = [k for k in axes_of if k not in state and shapes[k]]
     if any(shapes[k][0] != number for k in inputs):
         return None
@@ -141,17 +150,17 @@ def answers(
     """Both answers for each of some outputs, whose leading axes are the examples.
 
     Args:
-        plan: The program, and where its layers are.
-        number: How many examples there are.
-        num_parameters: How many inputs the program begins with are parameters.
-        labels: Of the other inputs, by position; those that are left out have no examples.
+        plan: The program and its layers.
+        number: Number of examples.
+        num_parameters: Number of inputs, at the start, that are parameters.
+        labels: Labels of the other inputs, by position; inputs without labels have no examples.
         outputs: Positions of the outputs.
     """
     ins = []
     for k, var in enumerate(plan.jaxpr.invars):
-        own = Dependence(labels.get(k))
-        derivative = own if is_inexact(var) else Dependence()
-        ins.append(LabeledValue(own, derivative, parameter=k < num_parameters))
+        dependence = Dependence(labels.get(k))
+        derivative = dependence if is_inexact(var) else Dependence()
+        ins.append(LabeledValue(dependence, derivative, parameter=k < num_parameters))
     outs = Follower(number).run(plan.jaxpr, plan.consts, ins, plan)
     return [
         Answers(*[_answer(outs[k], outs[k].of(question), number) for question in QUESTIONS])
@@ -159,14 +168,14 @@ def answers(
     ]
 
 
-def _answer(out: LabeledValue, own: Dependence, number: int) -> Answer:
-    if own.labels is None or number == 1:
+def _answer(out: LabeledValue, dependence: Dependence, number: int) -> Answer:
+    if dependence.labels is None or number == 1:
         return NO
-    along = examples_along(0, own.labels.ndim, number)
-    if ((own.labels == FREE) | (own.labels == along)).all():
+    along = examples_along(0, dependence.labels.ndim, number)
+    if ((dependence.labels == FREE) | (dependence.labels == along)).all():
         return NO
-    if not (own.labels == MIXED).any():  # whole examples, in another order
+    if not (dependence.labels == MIXED).any():  # unmixed examples, in another order
         return Answer("yes", f"at `{out.moved}`" if out.moved else "in another axis of the output")
-    if own.reason is None:
+    if dependence.reason is None:
         return Answer("unknown", "somewhere")
-    return Answer("yes" if own.reason.certain else "unknown", own.reason.where)
+    return Answer("yes" if dependence.reason.certain else "unknown", dependence.reason.where)

@@ -1,7 +1,7 @@
-"""Calls with rules of their own: custom derivatives, linear solves, Pallas kernels.
+"""Calls with their own rules: custom derivatives, linear solves, Pallas kernels.
 
-A custom derivative answers the second question by its own program: a rule may mix what the
-function does not, and the function what the rule does not.
+For a custom derivative, the question about derivatives is answered from its own program, because
+the rule may mix examples that the function does not mix, and the reverse.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,8 @@ from jaxkfac.interception._compat import Eqn, Var, body_of, is_var, open_jaxpr
 from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified
-from jaxkfac.interception.coupling._loops import (
-    Follows,
-    collective,
-    scan,
-    shard_map,
-    while_loop,
-)
+from jaxkfac.interception.coupling._loops import Follows, scan, while_loop
+from jaxkfac.interception.coupling._shards import collective, shard_map
 from jaxkfac.interception.coupling._values import (
     Dependence,
     LabeledValue,
@@ -43,7 +38,7 @@ MOST_BLOCKS = 4096
 def custom(
     follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
 ) -> list[LabeledValue]:
-    """The results of a function with a derivative of its own."""
+    """The results of a function with a custom derivative."""
     outs = follower.run(*body_of(eqn), ins)
     at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
     moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
@@ -69,7 +64,7 @@ def _tangents(
     outs: Sequence[LabeledValue],
     moving: Sequence[Var],
 ) -> list[LabeledValue]:
-    """The results of a ``custom_jvp``, whose rule says in which examples they have derivatives."""
+    """The results of a ``custom_jvp``; its rule gives the examples in their derivatives."""
     closed = _program(follower, eqn, moving, forward=True)
     inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
     inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
@@ -90,13 +85,14 @@ def _cotangents(
     outs: Sequence[LabeledValue],
     moving: Sequence[Var],
 ) -> list[LabeledValue]:
-    """The results of a ``custom_vjp``: the cotangent of an example's results is that example's.
+    """The results of a ``custom_vjp``.
 
-    The rule is followed forward and backward, the cotangents labeled as the results are. Each
-    entry of an operand's cotangent then belongs to the example of that entry, or the rule mixes.
+    The rule is followed forward and backward, with cotangents that have the labels of the results.
+    An operand's cotangent must then have, in each entry, the label of that entry; otherwise the
+    rule mixes examples.
     """
     closed = _program(follower, eqn, moving, forward=False)
-    # Where it is not known whether a result mixes, the same is not known of its cotangent.
+    # If it is unknown whether a result mixes examples, the same is unknown of its cotangent.
     owners = [
         Dependence(
             _one_or_other(x.derivative.labels, x.value.labels),
@@ -109,8 +105,8 @@ def _cotangents(
     inside += [LabeledValue(x, x) for x in owners]
     backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
     for var, back in zip(moving, backward, strict=True):
-        own, labels = at[id(var)].derivative.labels, back.derivative.labels
-        if own is not None and labels is not None and _unlike(own, labels):
+        operand_labels, labels = at[id(var)].derivative.labels, back.derivative.labels
+        if operand_labels is not None and labels is not None and _unlike(operand_labels, labels):
             where = Reason(True, f"in the rule of `{eqn.primitive.name}`")
             reason = reason or back.derivative.reason or where
     if reason is None:
@@ -122,47 +118,47 @@ def _program(follower: Follows, eqn: Eqn, moving: Sequence[Var], *, forward: boo
     """The program of a function's tangents, or of its operands' cotangents.
 
     Args:
-        follower: Keeps the programs.
+        follower: Caches the programs.
         eqn: The call.
-        moving: The operands that have tangents. A rule may refuse to have others.
-        forward: Which of both.
+        moving: The operands that have tangents. A rule may refuse tangents of others.
+        forward: Whether it is the program of the tangents.
     """
     key = (id(eqn), *map(id, moving))
     if key in follower.rules:
         return follower.rules[key][1]
     primals, run = operands_of(eqn)[0], call_of(eqn)
-    kept, ids = [is_inexact(v) for v in eqn.outvars], set(map(id, moving))
+    is_float, ids = [is_inexact(v) for v in eqn.outvars], set(map(id, moving))
 
     def derivative(values: list[Any], seeds: list[Any]) -> list[Any]:
         def of(diff: list[Any]) -> list[Any]:
-            held = {id(v): x for v, x in zip(moving, diff, strict=True)}
-            outs = run(*[held.get(id(v), x) for v, x in zip(primals, values, strict=True)])
-            return [x for x, k in zip(outs, kept, strict=True) if k]
+            diff_by_id = {id(v): x for v, x in zip(moving, diff, strict=True)}
+            outs = run(*[diff_by_id.get(id(v), x) for v, x in zip(primals, values, strict=True)])
+            return [x for x, k in zip(outs, is_float, strict=True) if k]
 
-        here = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
-        return jax.jvp(of, (here,), (seeds,))[1] if forward else jax.vjp(of, here)[1](seeds)[0]
+        points = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
+        return jax.jvp(of, (points,), (seeds,))[1] if forward else jax.vjp(of, points)[1](seeds)[0]
 
-    floats = moving if forward else [v for v, k in zip(eqn.outvars, kept, strict=True) if k]
+    floats = moving if forward else [v for v, k in zip(eqn.outvars, is_float, strict=True) if k]
     closed = jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(floats))
-    follower.rules[key] = eqn, closed  # the equation too: its id is taken while it lives
+    follower.rules[key] = eqn, closed  # with the equation: its id is unique only while it lives
     return closed
 
 
-def _one_or_other(first: Labels, other: Labels) -> Labels:
-    """Labels, and where there are none those of another."""
-    if first is None or other is None:
-        return other if first is None else first
-    return np.where(first == FREE, other, first)
+def _one_or_other(first: Labels, second: Labels) -> Labels:
+    """The first labels, with the second ones where the first are ``FREE``."""
+    if first is None or second is None:
+        return second if first is None else first
+    return np.where(first == FREE, second, first)
 
 
-def _unlike(own: np.ndarray, labels: np.ndarray) -> bool:
-    return bool(((own != labels) & (own != FREE) & (labels != FREE)).any())
+def _unlike(first: np.ndarray, second: np.ndarray) -> bool:
+    return bool(((first != second) & (first != FREE) & (second != FREE)).any())
 
 
 def linear_solve(
     follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
 ) -> list[LabeledValue]:
-    """The results of ``custom_linear_solve``: of its solver, and of the product's derivative."""
+    """The results of ``custom_linear_solve``: its solver, and the derivative of its product."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
     ends = np.cumsum(sizes)
@@ -170,7 +166,7 @@ def linear_solve(
     right = list(ins[ends[3] :])
     matvec, solve = jaxprs.matvec, jaxprs.solve
     outs = follower.run(*open_jaxpr(solve), [*of_solve, *right])
-    # The derivative solves for b' - A' x, with the solver's own constants held.
+    # The derivative solves for b' - A' x; the solver's own constants are fixed.
     number = len(right)
     rows = follower.run(*open_jaxpr(matvec), [*of_matvec, *outs[:number]])
     right = [joined_values(b, r, where="at `custom_linear_solve`") for b, r in zip(right, rows)]
@@ -189,9 +185,9 @@ def linear_solve(
 def pallas(
     follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
 ) -> list[LabeledValue]:
-    """The results of a Pallas kernel, of which a block reads the operands' blocks of its step.
+    """The results of a Pallas kernel: a step of the grid writes a block from the operands' blocks.
 
-    The kernel itself is not looked into: a block with several examples in it mixes them.
+    The kernel is not followed: a block that contains several examples mixes them.
     """
     mapping = eqn.params["grid_mapping"]
     blocks, grid = list(mapping.block_mappings), tuple(mapping.grid)
@@ -204,28 +200,32 @@ def pallas(
     places = [[_block(b, step) for step in steps] for b in blocks]
     results = []
     for k, var in enumerate(eqn.outvars):
-        each = []
+        dependences = []
         for question in (0, 1):
-            own = [(x.value, x.derivative)[question] for x in ins]
+            operands = [(x.value, x.derivative)[question] for x in ins]
             labels = np.full(var.aval.shape, FREE, np.int32)
-            for s, here in enumerate(places[number + k]):
+            for s, place in enumerate(places[number + k]):
                 block: Labels = None
-                for x, v, at in zip(own, eqn.invars, places, strict=False):
+                for x, v, at in zip(operands, eqn.invars, places, strict=False):
                     if x.labels is not None:
-                        whole = np.broadcast_to(x.labels, v.aval.shape)[at[s]]
-                        part = reduced(whole, range(whole.ndim))
-                        block = joined(block, None if part is None else part.reshape(()))
+                        in_block = np.broadcast_to(x.labels, v.aval.shape)[at[s]]
+                        block_label = reduced(in_block, range(in_block.ndim))
+                        block = joined(
+                            block, None if block_label is None else block_label.reshape(())
+                        )
                 if block is not None:
-                    labels[here] = joined(labels[here], np.broadcast_to(block, labels[here].shape))
-            why = first_reason(own)
+                    labels[place] = joined(
+                        labels[place], np.broadcast_to(block, labels[place].shape)
+                    )
+            why = first_reason(operands)
             out = Dependence(simplified(labels), why)
-            each.append(out._replace(reason=reason) if why is None and out.mixed else out)
-        results.append(LabeledValue(each[0], each[1]))
+            dependences.append(out._replace(reason=reason) if why is None and out.mixed else out)
+        results.append(LabeledValue(dependences[0], dependences[1]))
     return results
 
 
 def _block(mapping: Any, step: tuple[int, ...]) -> tuple[slice, ...]:
-    """Which entries of an operand a step of the grid sees."""
+    """The entries of an operand that one step of the grid reads."""
     with jax.ensure_compile_time_eval():
         index = jex.jaxpr_as_fun(mapping.index_map_jaxpr)(*map(np.int32, step))
     out = []

@@ -1,4 +1,4 @@
-"""Rules: the labels of a result, from those of the operands, for one primitive each.
+"""Rules for first-order primitives: the labels of a result from those of the operands.
 
 A primitive without a rule proves nothing: its results are mixed.
 """
@@ -19,21 +19,21 @@ from jaxkfac.interception.coupling._indexing import (
 )
 from jaxkfac.interception.coupling._labels import (
     FREE,
-    Ask,
     Labels,
+    LazyIntegers,
     accumulated,
+    entries_at,
     everywhere,
     joined,
     placed,
     reduced,
     reshaped,
     simplified,
-    taken,
     transposed,
     windowed,
 )
 
-Rule = Callable[[Eqn, Sequence[Labels], Sequence[Ask]], "list[Labels]"]
+Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 _ELEMENTWISE = (ELEMENTWISE - _CUMULATIVE) | frozenset(
@@ -61,11 +61,11 @@ def rule_of(eqn: Eqn) -> Rule | None:
     return _RULES.get(name)
 
 
-def is_certain(eqn: Eqn, known: Sequence[Ask]) -> bool:
-    """Whether unlike labels that a rule joins do meet, and not only where an index may lead."""
+def is_certain(eqn: Eqn, integers: Sequence[LazyIntegers]) -> bool:
+    """Whether unlike labels that a rule joins do meet, instead of only possibly, by an index."""
     name = eqn.primitive.name
     if name in _INDEXED or name.startswith("scatter"):
-        return picks_are_known(eqn, known)
+        return picks_are_known(eqn, integers)
     return True
 
 
@@ -74,12 +74,12 @@ def _rank(eqn: Eqn, result: int = 0) -> int:
 
 
 def _ints(axes: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """Axes as numbers of Python's: ``vmap`` makes some of NumPy's."""
+    """Axes as Python integers; ``vmap`` makes some NumPy integers."""
     return tuple(map(int, axes))
 
 
 def _pairs(numbers: Any) -> tuple[Any, Any]:
-    """The contracted and the shared axes of a product, each of both operands."""
+    """The contracted and the shared axes of a product, each for both operands."""
     contracted, batch = numbers
     return tuple(map(_ints, contracted)), tuple(map(_ints, batch))
 
@@ -88,7 +88,7 @@ def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [getattr(v.aval, "shape", ()) for v in eqn.invars]
 
 
-def _elementwise(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     if eqn.primitive.name == "optimization_barrier":
         return list(ins)
     if eqn.primitive.name == "jaxkfac_mark_outputs":  # an identity of its first operand
@@ -100,7 +100,7 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[
     return [out] * len(eqn.outvars)
 
 
-def _reduce(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _reduce(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     axes = _ints(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     number = len(eqn.outvars)
     out = joined(*ins[:number]) if number > 1 else ins[0]
@@ -109,39 +109,39 @@ def _reduce(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Label
     return [None if out is None else out.squeeze(axes)] * number
 
 
-def _cumulative(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _cumulative(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     p = eqn.params
     return [simplified(accumulated(ins[0], int(p["axis"]), reverse=p["reverse"]))]
 
 
-def _transpose(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _transpose(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     return [transposed(ins[0], eqn.params["permutation"])]
 
 
-def _reshape(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _reshape(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     (before, *_), after = _shapes(eqn), eqn.outvars[0].aval.shape
     order = read_order(eqn)
     return [reshaped(transposed(ins[0], order), [before[d] for d in order], after)]
 
 
-def _squeeze(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _squeeze(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     x = ins[0]
     return [None if x is None else x.squeeze(_ints(eqn.params["dimensions"]))]
 
 
-def _broadcast(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _broadcast(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     return [placed(ins[0], _ints(eqn.params["broadcast_dimensions"]), _rank(eqn))]
 
 
-def _slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _slice(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     p, out = eqn.params, ins[0]
     strides = p["strides"] or [1] * len(p["start_indices"])
     for d, cut in enumerate(zip(p["start_indices"], p["limit_indices"], strides, strict=True)):
-        out = taken(out, np.arange(*cut), d) if out is not None else None
+        out = entries_at(out, np.arange(*cut), d) if out is not None else None
     return [out]
 
 
-def _pad(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _pad(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     x, shape = ins[0], _shapes(eqn)[0]
     for d, (low, _, between) in enumerate(eqn.params["padding_config"]):
         after = eqn.outvars[0].aval.shape[d]
@@ -151,55 +151,57 @@ def _pad(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     return [joined(x, ins[1])]
 
 
-def _rev(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _rev(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     x = ins[0]
     return [None if x is None else np.flip(x, _ints(eqn.params["dimensions"]))]
 
 
-def _concatenate(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _concatenate(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     return [_side_by_side(ins, _shapes(eqn), int(eqn.params["dimension"]))]
 
 
-def _stack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _stack(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     axis, shapes = int(eqn.params["axis"]), _shapes(eqn)
-    each = [None if x is None else np.expand_dims(x, axis) for x in ins]
-    return [_side_by_side(each, [(*s[:axis], 1, *s[axis:]) for s in shapes], axis)]
+    expanded = [None if x is None else np.expand_dims(x, axis) for x in ins]
+    return [_side_by_side(expanded, [(*s[:axis], 1, *s[axis:]) for s in shapes], axis)]
 
 
-def _side_by_side(each: Sequence[Labels], shapes: Sequence[tuple[int, ...]], axis: int) -> Labels:
-    if all(x is None for x in each):
+def _side_by_side(
+    operands: Sequence[Labels], shapes: Sequence[tuple[int, ...]], axis: int
+) -> Labels:
+    if all(x is None for x in operands):
         return None
     rank = len(shapes[0])
     none = np.full((1,) * rank, FREE, np.int32)
-    filled = [none if x is None else x for x in each]
+    filled = [none if x is None else x for x in operands]
     if all(x is filled[0] for x in filled) and filled[0].shape[axis] == 1:
         return filled[0]
-    others = np.broadcast_shapes(*[(*x.shape[:axis], *x.shape[axis + 1 :]) for x in filled])
-    whole = []
+    other_sizes = np.broadcast_shapes(*[(*x.shape[:axis], *x.shape[axis + 1 :]) for x in filled])
+    full_labels = []
     for x, shape in zip(filled, shapes, strict=True):
         x = everywhere(x, shape, [axis])
         assert x is not None
         size = shape[axis]
-        whole.append(np.broadcast_to(x, (*others[:axis], size, *others[axis:])))
-    return simplified(np.concatenate(whole, axis))
+        full_labels.append(np.broadcast_to(x, (*other_sizes[:axis], size, *other_sizes[axis:])))
+    return simplified(np.concatenate(full_labels, axis))
 
 
-def _split(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _split(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     axis, out, start = int(eqn.params["axis"]), [], 0
     for size in eqn.params["sizes"]:
-        out.append(taken(ins[0], np.arange(start, start + size), axis))
+        out.append(entries_at(ins[0], np.arange(start, start + size), axis))
         start += size
     return out
 
 
-def _unstack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _unstack(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     axis, x = int(eqn.params["axis"]), ins[0]
-    parts = [taken(x, np.array([k]), axis) for k in range(len(eqn.outvars))]
-    return [None if p is None else p.squeeze(axis) for p in parts]
+    entries = [entries_at(x, np.array([k]), axis) for k in range(len(eqn.outvars))]
+    return [None if p is None else p.squeeze(axis) for p in entries]
 
 
-def _along_one(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    """The result reads everything along an axis: a sort, the best k."""
+def _along_one(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
+    """The rule of primitives that read everything along one axis, such as a sort or top k."""
     p = eqn.params
     axis = int(p.get("dimension", p.get("axis", p.get("reduction_dimension", -1))))
     rank = len(_shapes(eqn)[0])
@@ -207,7 +209,7 @@ def _along_one(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[La
     return [out] * len(eqn.outvars)
 
 
-def _dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _dot(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     contracted, batch = _pairs(eqn.params["dimension_numbers"])
     return [_product(_shapes(eqn)[:2], ins[:2], contracted, batch)]
 
@@ -219,39 +221,43 @@ def _product(shapes: Any, ins: Sequence[Labels], contracted: Any, batch: Any) ->
     ]
     number = len(batch[0])
     rank = number + len(free[0]) + len(free[1])
-    offsets, parts = (number, number + len(free[0])), []
+    offsets, operand_labels = (number, number + len(free[0])), []
     for k, x in enumerate(ins):
         x = reduced(x, contracted[k])
         if x is None:
             continue
         x = x.squeeze(contracted[k])
-        kept = [d for d in range(ranks[k]) if d not in contracted[k]]
-        at = [batch[k].index(d) if d in batch[k] else offsets[k] + free[k].index(d) for d in kept]
-        parts.append(placed(x, at, rank))
-    return joined(*parts)
+        remaining = [d for d in range(ranks[k]) if d not in contracted[k]]
+        at = [
+            batch[k].index(d) if d in batch[k] else offsets[k] + free[k].index(d) for d in remaining
+        ]
+        operand_labels.append(placed(x, at, rank))
+    return joined(*operand_labels)
 
 
-def _ragged_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _ragged_dot(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted, batch = _pairs(numbers.dot_dimension_numbers)
     groups, ragged = _ints(numbers.rhs_group_dimensions), _ints(numbers.lhs_ragged_dimensions)
-    left, right, sizes = ins
-    if right is not None:
-        right = reduced(right, groups)
-        right = None if right is None else right.squeeze(groups)
+    left_labels, right_labels, sizes = ins
+    if right_labels is not None:
+        right_labels = reduced(right_labels, groups)
+        right_labels = None if right_labels is None else right_labels.squeeze(groups)
     shape = _shapes(eqn)[1]
-    kept = [d for d in range(len(shape)) if d not in groups]
-    if set(ragged) & set(contracted[0]):  # the result has the groups first
-        out = joined(_flat(left), _flat(right))
+    remaining = [d for d in range(len(shape)) if d not in groups]
+    if set(ragged) & set(contracted[0]):  # the result begins with the groups
+        out = joined(_flat(left_labels), _flat(right_labels))
     else:
-        mine = ([kept.index(d) for d in contracted[1]], [kept.index(d) for d in batch[1]])
-        shapes = _shapes(eqn)[0], [shape[d] for d in kept]
-        out = _product(shapes, (left, right), (contracted[0], mine[0]), (batch[0], mine[1]))
+        mine = ([remaining.index(d) for d in contracted[1]], [remaining.index(d) for d in batch[1]])
+        shapes = _shapes(eqn)[0], [shape[d] for d in remaining]
+        out = _product(
+            shapes, (left_labels, right_labels), (contracted[0], mine[0]), (batch[0], mine[1])
+        )
     return [joined(*[_spread(x, _rank(eqn)) for x in (out, _flat(sizes))])]
 
 
 def _flat(x: Labels) -> Labels:
-    """All labels of an array joined."""
+    """The join of all labels of an array."""
     out = reduced(x, range(0 if x is None else x.ndim))
     return None if out is None else out.reshape(())
 
@@ -260,10 +266,10 @@ def _spread(x: Labels, rank: int) -> Labels:
     return x.reshape((1,) * rank) if x is not None and not x.ndim else x
 
 
-def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    """A sparse matrix times an array: the array's contracted axes are read, all of them.
+def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
+    """A sparse matrix times an array, which reads all of the array's contracted axes.
 
-    The entries of the matrix may stand anywhere in it.
+    The entries of the matrix may be anywhere in it.
     """
     contracted, batch = _pairs(eqn.params["dimension_numbers"])
     data, indices, right = ins
@@ -272,18 +278,18 @@ def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[L
     return [joined(out, *[_spread(_flat(x), _rank(eqn)) for x in (data, indices)])]
 
 
-def _convolution(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _convolution(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     p, shapes, rank = eqn.params, _shapes(eqn), _rank(eqn)
     numbers, after = p["dimension_numbers"], eqn.outvars[0].aval.shape
     (n, c, *space), (_, i, *taps) = _ints(numbers.lhs_spec), _ints(numbers.rhs_spec)
     out_n, out_c, *out_space = _ints(numbers.out_spec)
     of_batch, of_channels = p["batch_group_count"], p["feature_group_count"]
-    parts = []
-    left, right = ins
-    if left is not None:
-        for k, d in enumerate(space):  # along the batch too, where it is a dimension of space
-            left = windowed(
-                left,
+    operand_labels = []
+    left_labels, right_labels = ins
+    if left_labels is not None:
+        for k, d in enumerate(space):  # along the batch too, if it is a dimension of space
+            left_labels = windowed(
+                left_labels,
                 d,
                 shapes[0][d],
                 window=shapes[1][taps[k]],
@@ -294,23 +300,23 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[
                 entries=after[out_space[k]],
             )
         goes_to = dict(zip((n, c, *space), (out_n, out_c, *out_space), strict=True))
-        x = placed(left, [goes_to[d] for d in range(rank)], rank)
+        x = placed(left_labels, [goes_to[d] for d in range(rank)], rank)
         if of_channels > 1:
             x = _grouped(x, out_c, shapes[0][c], of_channels, after[out_c])
         elif of_batch > 1:
             x = reduced(x, [out_n, out_c])
         else:
             x = reduced(x, [out_c])
-        parts.append(x)
-    if right is not None:
-        x = reduced(right, [i, *taps])
+        operand_labels.append(x)
+    if right_labels is not None:
+        x = reduced(right_labels, [i, *taps])
         if x is not None:
-            parts.append(placed(x.squeeze((i, *taps)), [out_c], rank))
-    return [simplified(joined(*parts))]
+            operand_labels.append(placed(x.squeeze((i, *taps)), [out_c], rank))
+    return [simplified(joined(*operand_labels))]
 
 
 def _grouped(x: Labels, axis: int, before: int, groups: int, after: int) -> Labels:
-    """Channels in groups: those of a group are read by the results of that group."""
+    """Labels of channels in groups: the results of a group read all channels of the group."""
     if x is None or x.shape[axis] == 1:
         return x
     rows = np.moveaxis(x, axis, -1)
@@ -320,7 +326,9 @@ def _grouped(x: Labels, axis: int, before: int, groups: int, after: int) -> Labe
     return np.moveaxis(np.repeat(rows.squeeze(-1), after // groups, -1), -1, axis)
 
 
-def _reduce_window(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _reduce_window(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
     p, shape, after = eqn.params, _shapes(eqn)[0], eqn.outvars[0].aval.shape
     rank = len(shape)
     x = joined(*[v for v in ins if v is None or v.ndim == rank])
@@ -339,56 +347,64 @@ def _reduce_window(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> lis
     return [x] * len(eqn.outvars)
 
 
-def _select_and_gather_add(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    return _reduce_window(eqn, ins, known)
+def _select_and_gather_add(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
+    return _reduce_window(eqn, ins, integers)
 
 
-def _select_and_scatter_add(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    """The gradient of a maximum over windows: along axes that have windows, anywhere."""
+def _select_and_scatter_add(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
+    """The gradient of a maximum over windows, which may go anywhere along the window axes."""
     moved = [d for d, w in enumerate(eqn.params["window_dimensions"]) if w > 1]
     moved += [d for d, s in enumerate(eqn.params["window_strides"]) if s > 1]
     return [joined(*[reduced(x, moved) for x in ins])]
 
 
-def _fft(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def _fft(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     rank = _rank(eqn)
     return [reduced(ins[0], range(rank - len(eqn.params["fft_lengths"]), rank))]
 
 
 def _of_matrices(core: int) -> Rule:
-    """A function of each of a stack of matrices, or of vectors: all of one is read."""
+    """The rule of a function of each matrix, or vector, of a stack: it reads all of its entries."""
 
-    def rule(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    def rule(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
         stack = len(_shapes(eqn)[0]) - core
-        each = []
+        stack_labels = []
         for x in ins:
             x = reduced(x, range(stack, 0 if x is None else x.ndim))
-            each.append(None if x is None else x.reshape(x.shape[:stack]))
-        out = joined(*each)
+            stack_labels.append(None if x is None else x.reshape(x.shape[:stack]))
+        out = joined(*stack_labels)
         return [placed(out, range(stack), _rank(eqn, k)) for k in range(len(eqn.outvars))]
 
     return rule
 
 
-def _triangular_solve(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    """Each column of the right-hand side is solved by itself."""
+def _triangular_solve(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
+    """The rule reads the full matrix, and solves each column of the right-hand side by itself."""
     matrix, columns = ins
     rank = _rank(eqn)
     matrix = reduced(matrix, [rank - 2, rank - 1])
     return [joined(matrix, reduced(columns, [rank - 2 if eqn.params["left_side"] else rank - 1]))]
 
 
-def _leading(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    """Axes are added at the end, or joined there: bits of a key, keys of bits."""
+def _leading(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
+    """The rule of primitives that add or remove trailing axes: bits of a key, keys from bits."""
     out = []
     for k in range(len(eqn.outvars)):
-        rank, each = _rank(eqn, k), []
+        rank, operand_labels = _rank(eqn, k), []
         for x in ins:
             if x is not None and x.ndim > rank:
                 x = reduced(x, range(rank, x.ndim))
                 x = None if x is None else x.reshape(x.shape[:rank])
-            each.append(None if x is None else x.reshape(*x.shape, *[1] * (rank - x.ndim)))
-        out.append(joined(*each))
+            operand_labels.append(
+                None if x is None else x.reshape(*x.shape, *[1] * (rank - x.ndim))
+            )
+        out.append(joined(*operand_labels))
     return out
 
 

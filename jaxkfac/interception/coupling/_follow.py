@@ -1,17 +1,18 @@
-"""Follow every value of a program, and say which examples it depends on.
+"""Follow every value of a program to find the examples that it depends on.
 
 An interpreter of the jaxpr, from the inputs, whose leading axes are the examples, to the outputs.
-It answers two questions at once. **Value**: which examples' values does an entry depend on?
-**Derivative**: in which examples' values, or rows of layers, does it have a derivative? What is
-stopped, compared or rounded to an integer has no derivative and may still be read, so the two have
-labels of their own (``_labels``); where they agree, they are one object and computed once.
+It answers two questions at once. **Value**: on which examples' values does an entry depend?
+**Derivative**: with respect to which examples' values, or rows of layers, does it have a
+derivative? A value that is stopped, compared or rounded to an integer has no derivative and may
+still be read, so each question has its own labels (``_labels``). Where they agree, they are one
+object and are computed once.
 
-A row of a layer begins with the label of its example. Where its value says none (a constant, or
-something that was stopped and is mixed), any label will do: it only names whose outputs the row may
-reach, and the outputs show whether that is so.
+A row of a layer starts with the label of its example. If its value has no label (a constant, or
+something that was stopped and is mixed), any label will do: it only names the example whose outputs
+the row may reach, and the outputs show whether that is so.
 
-Nothing here is assumed of a primitive that has no rule, of a call that is not followed, or of a
-rule that fails: their results are mixed, and the reason says that this is not known.
+Nothing is assumed about a primitive without a rule, a call that is not followed, or a rule that
+fails: their results are mixed, and the reason says that the answer is unknown.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +41,12 @@ from jaxkfac.interception.coupling._labels import (
     KnownArray,
     Labels,
     TooManyLabelsError,
-    asked_once,
     can_be_known,
+    computed_once,
     examples_along,
     known_result,
     mixed,
-    nothing,
+    no_integers,
 )
 from jaxkfac.interception.coupling._loops import Follows
 from jaxkfac.interception.coupling._values import (
@@ -65,19 +66,19 @@ from jaxkfac.interception.coupling._values import (
 _MOVES = frozenset(
     "gather scatter slice dynamic_slice dynamic_update_slice rev concatenate pad split".split()
 )
-MOST_UNROLLED = 20_000  # equations that loops may be followed for iteration by iteration
+MOST_UNROLLED = 20_000  # equations in loops that may be followed iteration by iteration
 
 
 class Follower(Follows):
     """The interpreter.
 
     Args:
-        number: How many examples there are.
+        number: Number of examples.
 
     Attributes:
-        next_label: The next one that stands for no example; loops take some.
-        unrolled: How many equations loops may still be followed for iteration by iteration.
-        shards: Of each ``shard_map`` around, the labels that differ from device to device.
+        next_label: The next label that stands for no example; loops use some.
+        unrolled: Number of equations in loops that may still be followed iteration by iteration.
+        shards: For each enclosing ``shard_map``, the labels that differ between devices.
         rules: Programs of custom derivatives, by ``id`` of the equation and of its operands.
     """
 
@@ -101,10 +102,10 @@ class Follower(Follows):
             jaxpr: The program.
             consts: Its constants.
             ins: The values of its inputs.
-            plan: Where layers are in it, if that is known.
+            plan: The layers in it, if they are known.
         """
         if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
-            plan = None  # of another program
+            plan = None  # it belongs to another program
         env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = _constant(var, const)
@@ -171,43 +172,45 @@ class Follower(Follows):
             return self.run(*body_of(eqn), ins)
         if parameter or kind is not None or not _may_know(eqn):
             return [LabeledValue(parameter=parameter) for _ in eqn.outvars]
-        known = [x.known for x in ins]
-        return [LabeledValue(known=known_result(eqn, known, k)) for k in range(len(eqn.outvars))]
+        integers = [x.integers for x in ins]
+        return [
+            LabeledValue(integers=known_result(eqn, integers, k)) for k in range(len(eqn.outvars))
+        ]
 
     def _by_rule(
         self, eqn: Eqn, ins: Sequence[LabeledValue], rule: Callable[..., Any]
     ) -> list[LabeledValue]:
-        known = [x.known for x in ins]
-        each: dict[Question, list[Dependence]] = {}
+        integers = [x.integers for x in ins]
+        by_question: dict[Question, list[Dependence]] = {}
         for question in QUESTIONS:
-            own = [x.of(question) for x in ins]
+            dependences = [x.of(question) for x in ins]
             if question == "derivative" and all(x.value.labels is x.derivative.labels for x in ins):
-                each[question] = each["value"]
+                by_question[question] = by_question["value"]
                 continue
-            each[question] = self._one_question(eqn, own, rule, known)
+            by_question[question] = self._one_question(eqn, dependences, rule, integers)
         moved = next((x.moved for x in ins if x.moved), "")
         if eqn.primitive.name in _MOVES or eqn.primitive.name.startswith("scatter"):
             moved = eqn.primitive.name
-        asked = nothing
+        result_integers = no_integers
         if len(eqn.outvars) == 1 and _may_know(eqn) and eqn.primitive.name == "concatenate":
-            asked = known_result(eqn, known)  # columns of indices of which some are known
+            result_integers = known_result(eqn, integers)  # some of its columns may be known
         elif len(eqn.outvars) == 1 and _may_know(eqn) and len(ins) == 1:
-            asked = known_result(eqn, known)
+            result_integers = known_result(eqn, integers)
         return [
-            LabeledValue(x, y, known=asked, moved=moved)
-            for x, y in zip(each["value"], each["derivative"], strict=True)
+            LabeledValue(x, y, integers=result_integers, moved=moved)
+            for x, y in zip(by_question["value"], by_question["derivative"], strict=True)
         ]
 
     def _one_question(
-        self, eqn: Eqn, ins: Sequence[Dependence], rule: Callable[..., Any], known: Sequence[Any]
+        self, eqn: Eqn, ins: Sequence[Dependence], rule: Callable[..., Any], integers: Sequence[Any]
     ) -> list[Dependence]:
         if all(x.labels is None for x in ins):
             return [Dependence() for _ in eqn.outvars]
         reason, outs = first_reason(ins), []
-        for labels in rule(eqn, [x.labels for x in ins], known):
+        for labels in rule(eqn, [x.labels for x in ins], integers):
             out = Dependence(labels, reason)
             if reason is None and not any(labels is x.labels for x in ins) and out.mixed:
-                certain = is_certain(eqn, known)
+                certain = is_certain(eqn, integers)
                 out = out._replace(reason=Reason(certain, f"at `{eqn.primitive.name}`"))
             outs.append(out)
         return outs
@@ -215,7 +218,7 @@ class Follower(Follows):
     def _without_derivative(
         self, eqn: Eqn, var: Any, out: LabeledValue, parameters: bool
     ) -> LabeledValue:
-        """The value, its derivative dropped where there is none and begun where a row is."""
+        """The value without its derivative if it has none, or with one if it is a new row."""
         if not is_inexact(var) or eqn.primitive.name == "stop_gradient":
             return out._replace(derivative=Dependence())
         if parameters and out.derivative.labels is not out.value.labels:
@@ -223,7 +226,7 @@ class Follower(Follows):
         return out
 
     def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
-        """The result of a layer: a row without a label of its own gets one."""
+        """The result of a layer; a row without a label gets one."""
         if not is_inexact(var) or (
             out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
         ):
@@ -245,21 +248,21 @@ class Follower(Follows):
         return out._replace(derivative=derivative)
 
     def _cond(self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None) -> list[LabeledValue]:
-        """The results of the branches, any of them; which is taken depends on the index."""
+        """The results of a cond: those of any branch, and the index decides which."""
         index, *operands = ins
         plans = {} if plan is None else plan.calls
-        each = [
+        branch_results = [
             self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
         ]
         choice = LabeledValue(index.value._replace(labels=index.value.labels))
         outs = []
-        for var, results in zip(eqn.outvars, zip(*each, strict=True), strict=True):
-            whole = [_at_rank(choice, rank_of(var)), *results]
-            outs.append(joined_values(*whole, where="at `cond`"))
+        for var, results in zip(eqn.outvars, zip(*branch_results, strict=True), strict=True):
+            alternatives = [_at_rank(choice, rank_of(var)), *results]
+            outs.append(joined_values(*alternatives, where="at `cond`"))
         return outs
 
     def _unknown(self, eqn: Eqn, ins: Sequence[LabeledValue], where: str) -> list[LabeledValue]:
-        """The results of an equation of which nothing is known but what it reads."""
+        """The results of an equation about which nothing is known except its operands."""
         reason = Reason(False, where)
         value = first_reason([x.value for x in ins]) or reason
         has_derivative = any(x.derivative.labels is not None or x.parameter for x in ins)
@@ -276,7 +279,7 @@ def _constant(var: Any, value: Any) -> LabeledValue:
         except Exception:  # a tracer: the constant is not known yet
             return None
 
-    return LabeledValue(known=asked_once(ask))
+    return LabeledValue(integers=computed_once(ask))
 
 
 def _may_know(eqn: Eqn) -> bool:
@@ -284,19 +287,21 @@ def _may_know(eqn: Eqn) -> bool:
 
 
 def _at_rank(value: LabeledValue, rank: int) -> LabeledValue:
-    """A scalar's labels at the rank of another value."""
+    """The labels of a scalar, with the rank of another value."""
     labels = value.value.labels
     if labels is None:
         return value
     return LabeledValue(Dependence(labels.reshape((1,) * rank), value.value.reason))
 
 
-def _filled(own: Dependence, labels: Labels, *, every: bool = False) -> Dependence:
-    """Labels where there are none yet; mixed ones only if ``every``."""
+def _filled(dependence: Dependence, labels: Labels, *, every: bool = False) -> Dependence:
+    """``dependence`` with labels where it has none; mixed labels are used only if ``every``."""
     if labels is None:
-        return own
+        return dependence
     if not every:
         labels = np.where(labels == MIXED, np.int32(FREE), labels)
-    if own.labels is None:
-        return joined_examples(own, Dependence(labels if (labels != FREE).any() else None))
-    return own._replace(labels=np.where(own.labels == FREE, labels, own.labels))
+    if dependence.labels is None:
+        return joined_examples(dependence, Dependence(labels if (labels != FREE).any() else None))
+    return dependence._replace(
+        labels=np.where(dependence.labels == FREE, labels, dependence.labels)
+    )

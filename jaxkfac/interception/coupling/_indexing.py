@@ -1,7 +1,7 @@
-"""Rules of what picks entries by index: gather, scatter and dynamic slices.
+"""Rules for indexing: gather, scatter and dynamic slices.
 
-Where an index is known the labels are picked as the entries are. Where it is not, any entry along
-that axis may be picked: labels that differ along it are joined.
+If an index is known, labels are picked as the entries are. If it is unknown, any entry along the
+axis may be picked, so labels that differ along it are joined.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
-    Ask,
     Labels,
+    LazyIntegers,
     check_size,
+    entries_at,
     everywhere,
     joined,
     placed,
     reduced,
     simplified,
-    taken,
 )
 
-_Index = np.ndarray | None  # along one axis of the operand; None where it is not known
+_Index = np.ndarray | None  # along one axis of the operand; None if it is unknown
 
 
-def gather(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def gather(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     operand, indices = ins
     shape, rank = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
     numbers, sizes = eqn.params["dimension_numbers"], [int(s) for s in eqn.params["slice_sizes"]]
@@ -51,24 +51,24 @@ def gather(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels
         if operand.shape[d] == 1:
             index.append(np.zeros((1,) * rank, int))
             continue
-        own = np.zeros((1,) * rank, int)
+        along_axis = np.zeros((1,) * rank, int)
         if d in offsets:
-            own = own + _along(offsets[d], sizes[d], rank)
+            along_axis = along_axis + _along(offsets[d], sizes[d], rank)
         if d in lined_up:
-            own = own + _along(rows[lined_up[d]], shape[d], rank)
+            along_axis = along_axis + _along(rows[lined_up[d]], shape[d], rank)
         elif d in numbers.start_index_map and sizes[d] < shape[d]:
-            start = _start(known[1], numbers.start_index_map.index(d))
+            start = _start(integers[1], numbers.start_index_map.index(d))
             if start is None:
                 operand = reduced(operand, [d])
                 index.append(np.zeros((1,) * rank, int))
                 continue
-            own = own + placed(np.clip(start, 0, shape[d] - sizes[d]), rows, rank)
-        index.append(own)
+            along_axis = along_axis + placed(np.clip(start, 0, shape[d] - sizes[d]), rows, rank)
+        index.append(along_axis)
     check_size(np.broadcast_shapes(*[x.shape for x in index]))
     return [joined(simplified(operand[tuple(np.broadcast_arrays(*index))]), by_row)]
 
 
-def scatter(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def scatter(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     operand, indices, updates = ins
     numbers = eqn.params["dimension_numbers"]
     shape, update_shape = (eqn.invars[k].aval.shape for k in (0, 2))
@@ -91,29 +91,29 @@ def scatter(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Label
     )
     index: list[_Index] = []
     for d in range(len(shape)):
-        own = np.zeros((1,) * rank, int)
+        along_axis = np.zeros((1,) * rank, int)
         size = update_shape[windows[d]] if d in windows else 1
         if d in windows and (size < shape[d] or updates.shape[windows[d]] > 1):
-            own = own + _along(windows[d], size, rank)
+            along_axis = along_axis + _along(windows[d], size, rank)
         elif d in windows:
-            index.append(None)  # all along it, and alike
+            index.append(None)  # the full axis, with equal labels
             continue
         if d in lined_up:
-            own = own + _along(rows[lined_up[d]], shape[d], rank)
+            along_axis = along_axis + _along(rows[lined_up[d]], shape[d], rank)
         elif d in numbers.scatter_dims_to_operand_dims and size < shape[d]:
-            start = _start(known[1], numbers.scatter_dims_to_operand_dims.index(d))
+            start = _start(integers[1], numbers.scatter_dims_to_operand_dims.index(d))
             if start is None:
                 index.append(None)
                 continue
-            own = own + placed(start, rows, rank)
-        index.append(own)
+            along_axis = along_axis + placed(start, rows, rank)
+        index.append(along_axis)
     return [joined(operand, _put(shape, index, updates, update_shape))]
 
 
 def _put(
     shape: Sequence[int], index: Sequence[_Index], updates: np.ndarray, update_shape: Sequence[int]
 ) -> Labels:
-    """Labels of zeros into which entries are put; along axes without an index, anywhere."""
+    """Labels of zeros into which entries are put; anywhere along axes without an index."""
     full = np.broadcast_shapes(updates.shape, *[x.shape for x in index if x is not None])
     out_shape = [1 if x is None else s for s, x in zip(shape, index, strict=True)]
     check_size(full)
@@ -122,36 +122,40 @@ def _put(
     low = np.full(out_shape, MIXED, np.int32)
     at = [np.broadcast_to(np.zeros(1, int) if x is None else x, full).ravel() for x in index]
     sizes = zip(at, out_shape, strict=True)
-    here = np.logical_and.reduce([(i >= 0) & (i < s) for i, s in sizes]) if at else slice(None)
+    in_bounds = np.logical_and.reduce([(i >= 0) & (i < s) for i, s in sizes]) if at else slice(None)
     values = np.broadcast_to(updates, full).ravel()
-    where = tuple(i[here] for i in at)
+    where = tuple(i[in_bounds] for i in at)
     if not at:
         return simplified(reduced(updates, range(updates.ndim)))
-    np.maximum.at(high, where, values[here])
-    np.minimum.at(low, where, np.where(values == FREE, np.int32(MIXED), values)[here])
+    np.maximum.at(high, where, values[in_bounds])
+    np.minimum.at(low, where, np.where(values == FREE, np.int32(MIXED), values)[in_bounds])
     return simplified(np.where((high == low) | (high == FREE), high, np.int32(MIXED)))
 
 
-def dynamic_slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def dynamic_slice(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
     out, shape, sizes = ins[0], eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     for d, size in enumerate(sizes):
         if out is None or size == shape[d] or out.shape[d] == 1:
             continue
-        start = known[1 + d]()
-        if start is None or not start.whole:
+        start = integers[1 + d]()
+        if start is None or not start.fully_known:
             out = reduced(out, [d])
         else:
             first = int(np.clip(start.values, 0, shape[d] - size))
-            out = taken(out, np.arange(first, first + size), d)
+            out = entries_at(out, np.arange(first, first + size), d)
     return [joined(simplified(out), *ins[1:])]
 
 
-def dynamic_update_slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+def dynamic_update_slice(
+    eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
+) -> list[Labels]:
     operand, update = ins[:2]
     shape, sizes = (eqn.invars[k].aval.shape for k in (0, 1))
     cut = [d for d, size in enumerate(sizes) if size < shape[d]]
-    starts = [known[2 + d]() for d in cut]
-    if any(x is None or not x.whole for x in starts):
+    starts = [integers[2 + d]() for d in cut]
+    if any(x is None or not x.fully_known for x in starts):
         return [joined(operand, reduced(update, cut), *ins[2:])]
     none = np.full((1,) * len(shape), FREE, np.int32)
     before = none if operand is None else operand
@@ -159,7 +163,7 @@ def dynamic_update_slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) 
     after = none if after is None else after
     if not cut:
         return [simplified(after)]
-    # What is overwritten is gone.
+    # The labels of overwritten entries are gone.
     rank = len(shape)
     both = zip(before.shape, after.shape, strict=True)
     wide = [a if d in cut else max(a, b) for d, (a, b) in enumerate(both)]
@@ -175,27 +179,27 @@ def dynamic_update_slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) 
     return [simplified(out)]
 
 
-def picks_are_known(eqn: Eqn, known: Sequence[Ask]) -> bool:
-    """Whether the indices of an equation that picks entries are known, all of them."""
+def picks_are_known(eqn: Eqn, integers: Sequence[LazyIntegers]) -> bool:
+    """Whether all indices of an equation that picks entries are known."""
     name = eqn.primitive.name
     if name == "gather" or name.startswith("scatter"):
-        asked = known[1:2]
+        indices = integers[1:2]
     else:
-        asked = known[1 if name == "dynamic_slice" else 2 :]
-    return all((x := one()) is not None and x.whole for one in asked)
+        indices = integers[1 if name == "dynamic_slice" else 2 :]
+    return all((x := index()) is not None and x.fully_known for index in indices)
 
 
 def _of_rows(indices: np.ndarray) -> np.ndarray:
-    """Labels of index vectors, which lie along the last axis."""
+    """Labels of index vectors, which run along the last axis."""
     labels = reduced(indices, [indices.ndim - 1])
     assert labels is not None
     return labels.squeeze(-1)
 
 
-def _start(known: Ask, position: int) -> np.ndarray | None:
-    """One component of the index vectors, where it is known for every row."""
-    indices = known()
-    if indices is None or not indices.here[..., position].all():
+def _start(integers: LazyIntegers, position: int) -> np.ndarray | None:
+    """One component of the index vectors, if it is known for every row."""
+    indices = integers()
+    if indices is None or not indices.is_known[..., position].all():
         return None
     return indices.values[..., position].astype(int)
 

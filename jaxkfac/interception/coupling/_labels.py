@@ -1,4 +1,4 @@
-"""What is known of each entry of an array: the examples it depends on, or its integer."""
+"""What is known about each entry of an array: the example it depends on, or its integer."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,23 +12,22 @@ from jaxkfac.interception._compat import Eqn, read_order
 # ---------------- labels: for each entry of an array, the one example that it depends on
 #
 # A label is the number of an example, ``FREE`` for an entry that depends on no example, or
-# ``MIXED`` for one that depends on several, or on one that is not known. Labels of an array of
+# ``MIXED`` for an entry that depends on several, or on an unknown one. The labels of an array of
 # shape ``(s_0, s_1, ...)`` are an integer array of the same rank that broadcasts to it: an axis
-# along which they are all equal has length one, so that the labels of a batch of activations ``(N,
-# S, D)`` are an array ``(N, 1, 1)`` whatever ``S`` and ``D`` are. ``None`` stands for labels that
-# are all ``FREE``.
+# along which they are all equal has length one. So the labels of a batch of activations ``(N, S,
+# D)`` are an array ``(N, 1, 1)`` for all ``S`` and ``D``. ``None`` stands for labels that are all
+# ``FREE``.
 #
-# Labels are exact through anything that moves entries about (reshapes that merge the batch in
-# either order, crops put side by side, a permutation by constant indices), and joining two unlike
-# ones gives ``MIXED``. Both are why axes need no names here: where an axis is lost to a reshape,
-# its labels are not.
+# Labels are exact through any primitive that moves entries (reshapes that merge the batch in either
+# order, crops put side by side, a permutation by constant indices), and joining two unlike labels
+# gives ``MIXED``. Axes therefore need no names here: a reshape that loses an axis keeps its labels.
 
 
 Labels: TypeAlias = np.ndarray | None
 
 FREE = -1
-MIXED = 2**30  # above every example: a maximum finds it
-MOST_LABELS = 2**25  # of one array; 128 MB
+MIXED = 2**30  # above every example, so that a maximum finds it
+MOST_LABELS = 2**25  # for one array; 128 MB
 
 
 class TooManyLabelsError(Exception):
@@ -36,7 +35,7 @@ class TooManyLabelsError(Exception):
 
 
 def examples_along(axis: int, rank: int, number: int) -> np.ndarray:
-    """Entry ``i`` along an axis belongs to example ``i``."""
+    """Labels by which entry ``i`` along an axis belongs to example ``i``."""
     return np.arange(number, dtype=np.int32).reshape(
         [number if d == axis else 1 for d in range(rank)]
     )
@@ -47,13 +46,13 @@ def mixed(rank: int) -> Labels:
 
 
 @overload
-def joined(first: np.ndarray, /, *others: Labels) -> np.ndarray: ...
+def joined(first: np.ndarray, /, *more: Labels) -> np.ndarray: ...
 @overload
-def joined(*each: Labels) -> Labels: ...
-def joined(*each: Labels) -> Labels:
-    """Labels of what depends on all of these, entry by entry; ranks are equal, or zero."""
+def joined(*all_labels: Labels) -> Labels: ...
+def joined(*all_labels: Labels) -> Labels:
+    """Labels of a result of all of these, entry by entry; ranks are equal, or zero."""
     out = None
-    for labels in each:
+    for labels in all_labels:
         if labels is None or out is labels:
             continue
         if out is None:
@@ -77,7 +76,7 @@ def reduced(labels: np.ndarray, axes: Iterable[int]) -> np.ndarray: ...
 @overload
 def reduced(labels: None, axes: Iterable[int]) -> None: ...
 def reduced(labels: Labels, axes: Iterable[int]) -> Labels:
-    """Labels of what depends on all entries along some axes, which stay with length one."""
+    """Labels of a result of all entries along some axes, which keep length one."""
     if labels is None:
         return None
     axes = tuple(d for d in axes if labels.shape[d] > 1)
@@ -91,7 +90,7 @@ def _join_of(labels: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def accumulated(labels: Labels, axis: int, *, reverse: bool) -> Labels:
-    """Labels of what depends on all entries before it along an axis, and on itself."""
+    """Labels of results that depend on their own entry and all entries before it along an axis."""
     if labels is None or labels.shape[axis] == 1:
         return labels
     x = np.flip(labels, axis) if reverse else labels
@@ -102,7 +101,7 @@ def accumulated(labels: Labels, axis: int, *, reverse: bool) -> Labels:
 
 
 def simplified(labels: Labels) -> Labels:
-    """The same labels, length one along axes along which they are all equal."""
+    """The labels with length one along every axis along which they are all equal."""
     if labels is None or labels.size == 0:
         return None
     for d in range(labels.ndim):
@@ -128,7 +127,7 @@ def transposed(labels: Labels, order: Sequence[int]) -> Labels:
 
 
 def placed(labels: Labels, at: Sequence[int], rank: int) -> Labels:
-    """Labels whose axis ``d`` is axis ``at[d]`` of a result of this rank; others are new."""
+    """Labels whose axis ``d`` becomes axis ``at[d]`` of a result of this rank; others are new."""
     if labels is None:
         return None
     order = sorted(range(len(at)), key=lambda d: at[d])
@@ -140,7 +139,7 @@ def placed(labels: Labels, at: Sequence[int], rank: int) -> Labels:
 
 
 def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Labels:
-    """Labels after a reshape in row-major order; only axes that it merges or splits are spread."""
+    """Labels after a row-major reshape; only axes that it merges or splits are spread."""
     if labels is None:
         return None
     if math.prod(before) == 0:
@@ -166,7 +165,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[
         yield list(range(start, i)), list(range(stop, j))
 
 
-def taken(labels: Labels, index: np.ndarray, axis: int) -> Labels:
+def entries_at(labels: Labels, index: np.ndarray, axis: int) -> Labels:
     """Labels of the entries at an index along an axis; negative ones are ``FREE``."""
     if labels is None or labels.shape[axis] == 1:
         return labels
@@ -189,39 +188,39 @@ def windowed(
     window_dilation: int = 1,
     entries: int,
 ) -> Labels:
-    """Labels of what reads a window of entries along an axis.
+    """Labels of results that each read a window of entries along an axis.
 
     Args:
-        labels: Of the operand.
+        labels: Labels of the operand.
         axis: The axis along which the window moves.
         size: Its length in the operand.
-        window: How many entries a window has.
-        stride: From window to window.
-        padding: Entries that are padded at the start.
-        base_dilation: From entry to entry of the operand.
-        window_dilation: From entry to entry of a window.
-        entries: The length of the axis in the result.
+        window: Number of entries in a window.
+        stride: Distance from window to window.
+        padding: Number of entries padded at the start.
+        base_dilation: Distance between entries of the operand.
+        window_dilation: Distance between entries of a window.
+        entries: Length of the axis in the result.
     """
     if labels is None or labels.shape[axis] == 1:
         return labels
     at = np.arange(entries)[:, None] * stride - padding
     at = at + np.arange(window)[None] * window_dilation
-    here = (at >= 0) & (at % base_dilation == 0) & (at // base_dilation < size)
-    index = np.where(here, at // base_dilation, -1)
+    in_operand = (at >= 0) & (at % base_dilation == 0) & (at // base_dilation < size)
+    index = np.where(in_operand, at // base_dilation, -1)
     check_size([math.prod(labels.shape), window])
     rows = np.take(labels, np.maximum(index, 0).ravel(), axis)
     shape = [-1 if d == axis else 1 for d in range(labels.ndim)]
-    rows = np.where(here.ravel().reshape(shape), rows, np.int32(FREE))
+    rows = np.where(in_operand.ravel().reshape(shape), rows, np.int32(FREE))
     split = [*labels.shape[:axis], entries, window, *labels.shape[axis + 1 :]]
     return simplified(_join_of(rows.reshape(split), (axis + 1,)).squeeze(axis + 1))
 
 
 # ---------------- integers and booleans that are known when a program is traced
 #
-# Which examples a gather picks is known where its indices are. Often they are known in part:
-# ``x[arange(n), chosen]`` builds one array of both columns. So a known array has a mask beside it,
-# of its entries that are known, and what moves entries about moves the mask along. Everything is
-# evaluated when somebody asks: most programs never do.
+# If its indices are known, so are the examples that a gather picks. Indices are often known only in
+# part: ``x[arange(n), chosen]`` builds one array with both columns. A known array therefore has a
+# mask of its known entries beside it, and primitives that move entries move the mask too. All of
+# this is evaluated only on demand: most programs never need it.
 
 
 MOST_ENTRIES = 2**20
@@ -232,11 +231,11 @@ class KnownArray(NamedTuple):
 
     Attributes:
         values: The entries.
-        here: Which of them are known.
+        is_known: Which of them are known.
     """
 
     values: np.ndarray
-    here: np.ndarray
+    is_known: np.ndarray
 
     @classmethod
     def of(cls, values: Any) -> "KnownArray":
@@ -244,49 +243,49 @@ class KnownArray(NamedTuple):
         return cls(values, np.ones(values.shape, bool))
 
     @property
-    def whole(self) -> bool:
-        return bool(self.here.all())
+    def fully_known(self) -> bool:
+        return bool(self.is_known.all())
 
 
-Ask = Callable[[], KnownArray | None]
+LazyIntegers = Callable[[], KnownArray | None]
 
 
-def nothing() -> KnownArray | None:
-    """Of an array no entry of which is known."""
+def no_integers() -> KnownArray | None:
+    """The integers of an array without known entries."""
     return None
 
 
-def asked_once(ask: Ask) -> Ask:
-    """The same answer, computed once."""
-    held: list[KnownArray | None] = []
+def computed_once(ask: LazyIntegers) -> LazyIntegers:
+    """The function ``ask``, evaluated at most once."""
+    result: list[KnownArray | None] = []
 
     def again() -> KnownArray | None:
-        if not held:
-            held.append(ask())
-        return held[0]
+        if not result:
+            result.append(ask())
+        return result[0]
 
     return again
 
 
 def can_be_known(var: Any) -> bool:
-    """Whether an array is small enough, and of integers or booleans."""
+    """Whether an array is small enough, and holds integers or booleans."""
     dtype, shape = getattr(var.aval, "dtype", None), getattr(var.aval, "shape", ())
     plain = isinstance(dtype, np.dtype) and dtype.kind in "iub"
     return plain and math.prod(shape) <= MOST_ENTRIES
 
 
-def known_result(eqn: Eqn, ins: Sequence[Ask], result: int = 0) -> Ask:
-    """What is known of a result of a first-order equation."""
+def known_result(eqn: Eqn, ins: Sequence[LazyIntegers], result: int = 0) -> LazyIntegers:
+    """The integers of a result of a first-order equation."""
 
     def ask() -> KnownArray | None:
         operands = [one() for one in ins]
         if eqn.primitive.name in _MOVES:
             return _moved(eqn, operands)
-        if any(x is None or not x.whole for x in operands):
+        if any(x is None or not x.fully_known for x in operands):
             return None
         return _evaluated(eqn, [x.values for x in operands if x is not None], result)
 
-    return asked_once(ask)
+    return computed_once(ask)
 
 
 def _evaluated(eqn: Eqn, operands: Sequence[np.ndarray], result: int) -> KnownArray:
@@ -299,52 +298,52 @@ def _evaluated(eqn: Eqn, operands: Sequence[np.ndarray], result: int) -> KnownAr
 
 
 def _moved(eqn: Eqn, operands: Sequence[KnownArray | None]) -> KnownArray | None:
-    """What is known after entries were moved, but not read."""
+    """The known entries after a primitive that moves entries without reading them."""
     if all(x is None for x in operands):
         return None
     shapes = [v.aval.shape for v in eqn.invars]
     move = _MOVES[eqn.primitive.name]
-    known = [
+    arrays = [
         KnownArray(np.zeros(shape, int), np.zeros(shape, bool)) if x is None else x
         for x, shape in zip(operands, shapes, strict=True)
     ]
-    values, here = [x.values for x in known], [x.here for x in known]
+    values, is_known = [x.values for x in arrays], [x.is_known for x in arrays]
     dtype = eqn.outvars[0].aval.dtype
-    return KnownArray(move(eqn, values).astype(dtype), move(eqn, here).astype(bool))
+    return KnownArray(move(eqn, values).astype(dtype), move(eqn, is_known).astype(bool))
 
 
-def _reshape(eqn: Eqn, each: Sequence[np.ndarray]) -> np.ndarray:
-    return each[0].transpose(read_order(eqn)).reshape(eqn.outvars[0].aval.shape)
+def _reshape(eqn: Eqn, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0].transpose(read_order(eqn)).reshape(eqn.outvars[0].aval.shape)
 
 
-def _broadcast(eqn: Eqn, each: Sequence[np.ndarray]) -> np.ndarray:
+def _broadcast(eqn: Eqn, arrays: Sequence[np.ndarray]) -> np.ndarray:
     shape, at = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     sizes = [1] * len(shape)
-    for d, s in zip(at, each[0].shape, strict=True):
+    for d, s in zip(at, arrays[0].shape, strict=True):
         sizes[d] = s
-    return np.broadcast_to(each[0].reshape(sizes), shape)
+    return np.broadcast_to(arrays[0].reshape(sizes), shape)
 
 
-def _slice(eqn: Eqn, each: Sequence[np.ndarray]) -> np.ndarray:
+def _slice(eqn: Eqn, arrays: Sequence[np.ndarray]) -> np.ndarray:
     p = eqn.params
-    strides = p["strides"] or [1] * each[0].ndim
+    strides = p["strides"] or [1] * arrays[0].ndim
     cuts = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
-    return each[0][tuple(slice(a, b, c) for a, b, c in cuts)]
+    return arrays[0][tuple(slice(a, b, c) for a, b, c in cuts)]
 
 
 _MOVES: dict[str, Callable[[Eqn, Sequence[np.ndarray]], np.ndarray]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
-    "squeeze": lambda eqn, each: each[0].reshape(eqn.outvars[0].aval.shape),
-    "expand_dims": lambda eqn, each: each[0].reshape(eqn.outvars[0].aval.shape),
-    "transpose": lambda eqn, each: each[0].transpose(eqn.params["permutation"]),
-    "concatenate": lambda eqn, each: np.concatenate(list(each), eqn.params["dimension"]),
-    "rev": lambda eqn, each: np.flip(each[0], eqn.params["dimensions"]),
-    "convert_element_type": lambda eqn, each: each[0],
-    "copy": lambda eqn, each: each[0],
-    "stop_gradient": lambda eqn, each: each[0],
-    "optimization_barrier": lambda eqn, each: each[0],
+    "squeeze": lambda eqn, arrays: arrays[0].reshape(eqn.outvars[0].aval.shape),
+    "expand_dims": lambda eqn, arrays: arrays[0].reshape(eqn.outvars[0].aval.shape),
+    "transpose": lambda eqn, arrays: arrays[0].transpose(eqn.params["permutation"]),
+    "concatenate": lambda eqn, arrays: np.concatenate(list(arrays), eqn.params["dimension"]),
+    "rev": lambda eqn, arrays: np.flip(arrays[0], eqn.params["dimensions"]),
+    "convert_element_type": lambda eqn, arrays: arrays[0],
+    "copy": lambda eqn, arrays: arrays[0],
+    "stop_gradient": lambda eqn, arrays: arrays[0],
+    "optimization_barrier": lambda eqn, arrays: arrays[0],
 }
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add,

@@ -1,11 +1,11 @@
-"""Loops and shards: a body that sees one slice of an array at a time.
+"""Loops: a body that sees one slice of an array at a time.
 
-One iteration sees the slices ``x[t]`` of what is scanned, and their labels differ from iteration to
-iteration. The body is followed once for all of them: a **column**, the labels of one entry over
-the iterations, becomes a label of its own, and is put back in the stacked results. What a carry
-hands on to the next iteration belongs to another example there, so such a label becomes mixed in a
-carry. Where that, or an index that counts iterations, proves nothing, a short loop is followed
-iteration by iteration. The devices of a ``shard_map`` are such columns too.
+One iteration sees the slices ``x[t]`` of a scanned operand, and their labels differ from iteration
+to iteration. The body is followed once for all iterations: a **column**, the labels of one entry
+over the iterations, becomes a label of its own and is put back in the stacked results. In the next
+iteration a carry belongs to another example, so such a label becomes mixed in a carry. If that, or
+an index that counts iterations, prevents a proof, a short loop is followed iteration by iteration.
+``_shards`` treats the devices of a ``shard_map`` as such columns too.
 """
 
 import abc
@@ -19,13 +19,11 @@ from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
-    Ask,
     KnownArray,
     Labels,
+    LazyIntegers,
     check_size,
-    joined,
-    nothing,
-    reduced,
+    no_integers,
     simplified,
 )
 from jaxkfac.interception.coupling._values import (
@@ -34,19 +32,18 @@ from jaxkfac.interception.coupling._values import (
     LabeledValue,
     Question,
     Reason,
+    equal_labels,
     joined_examples,
     joined_values,
     rank_of,
-    same,
     unknown,
 )
 
 MOST_ROUNDS = 20
-_ADDS = frozenset("psum psum2 psum_invariant pmax pmin ppermute".split())  # entry by entry
 
 
 class Follows(abc.ABC):
-    """The interpreter, as loops and calls see it."""
+    """The interface of the interpreter for loops and calls."""
 
     number: int
     next_label: int
@@ -66,63 +63,65 @@ class Follows(abc.ABC):
 
     @abc.abstractmethod
     def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
-        """A value as the rows of a layer."""
+        """A value as rows of a layer."""
 
 
 class Columns(NamedTuple):
-    """Labels that stand for the labels of single entries over all iterations.
+    """Labels that each stand for the labels of one entry over all iterations.
 
     Attributes:
         first: The first of these labels.
-        each: ``(columns, iterations)``.
+        by_iteration: The labels that they stand for, ``(columns, iterations)``.
     """
 
     first: int
-    each: np.ndarray
+    by_iteration: np.ndarray
 
     def standing(self, labels: np.ndarray) -> np.ndarray:
         """Where labels stand for columns."""
-        return (labels >= self.first) & (labels < self.first + len(self.each))
+        return (labels >= self.first) & (labels < self.first + len(self.by_iteration))
 
     def stacked(self, labels: Labels) -> Labels:
         """The labels of all iterations' results, stacked."""
         if labels is None:
             return None
-        here = self.standing(labels)
-        if not here.any():
+        stands = self.standing(labels)
+        if not stands.any():
             return labels[None]
-        check_size((self.each.shape[1], *labels.shape))
-        column = np.where(here, labels - self.first, 0)
-        over = np.moveaxis(self.each[column], -1, 0)
-        return simplified(np.where(here, over, labels))
+        check_size((self.by_iteration.shape[1], *labels.shape))
+        column = np.where(stands, labels - self.first, 0)
+        over = np.moveaxis(self.by_iteration[column], -1, 0)
+        return simplified(np.where(stands, over, labels))
 
     def carried(self, labels: Labels) -> Labels:
-        """What another iteration sees of this one's labels."""
+        """The labels of one iteration's results as another iteration sees them."""
         if labels is None:
             return None
         return np.where(self.standing(labels), np.int32(MIXED), labels)
 
 
-def _columns(follower: Follows, each: Sequence[Labels]) -> tuple[Columns, list[Labels]]:
-    """Columns of labels whose leading axes are iterations, and what one iteration sees."""
-    varied = [x for x in each if x is not None and x.shape[0] > 1]
+def columns_of(follower: Follows, all_labels: Sequence[Labels]) -> tuple[Columns, list[Labels]]:
+    """Columns of labels whose leading axes are iterations, and the labels in one iteration."""
+    varied = [x for x in all_labels if x is not None and x.shape[0] > 1]
     if not varied:
-        return Columns(0, np.zeros((0, 1), np.int32)), [None if x is None else x[0] for x in each]
+        return Columns(0, np.zeros((0, 1), np.int32)), [
+            None if x is None else x[0] for x in all_labels
+        ]
     flat = np.concatenate([x.reshape(len(x), -1) for x in varied], 1)
     columns, index = np.unique(flat.T, axis=0, return_inverse=True)
     alike = (columns == columns[:, :1]).all(1)
     first = follower.next_label
     follower.next_label += len(columns)
     stands = np.where(alike, columns[:, 0], first + np.arange(len(columns))).astype(np.int32)
-    seen, at = [], 0
-    for x in each:
+    iteration_labels, at = [], 0
+    for x in all_labels:
         if x is None or x.shape[0] == 1:
-            seen.append(None if x is None else x[0])
+            iteration_labels.append(None if x is None else x[0])
             continue
         size = x[0].size
-        seen.append(stands[index.ravel()[at : at + size]].reshape(x.shape[1:]))
+        iteration_labels.append(stands[index.ravel()[at : at + size]].reshape(x.shape[1:]))
         at += size
-    return Columns(first, columns), seen
+    return Columns(first, columns), iteration_labels
 
 
 def scan(
@@ -131,7 +130,7 @@ def scan(
     """The results of a scan."""
     length = eqn.params["length"]
     ins = list(ins)
-    for position in {} if plan is None else plan.entries:  # a learned state has rows
+    for position in {} if plan is None else plan.entries:  # a learned initial state has rows
         ins[position] = follower.as_rows(eqn.invars[position], ins[position])
     equations = length * _size_of(body_of(eqn)[0])
     if length > 1 and follower.unrolled < equations:
@@ -150,27 +149,29 @@ def _at_once(
 ) -> list[LabeledValue]:
     body, consts = body_of(eqn)
     constants, carries = scan_counts(eqn)
-    fixed, carry, xs = _parts(ins, constants, carries)
+    fixed, carry, xs = _constants_carry_xs(ins, constants, carries)
     columns, slices = _slices(follower, xs)
     where = "at `scan`, whose carry goes from example to example"
-    carry = [x._replace(known=nothing) for x in carry]
+    carry = [x._replace(integers=no_integers) for x in carry]
     for _ in range(MOST_ROUNDS):
         outs = follower.run(body, consts, [*fixed, *carry, *slices], plan)
         grown = []
         for before, out in zip(carry, outs[:carries], strict=True):
             grown.append(joined_values(before, _carried(columns, out, where), where=where))
         if all(
-            same(a.of(q), b.of(q)) for a, b in zip(carry, grown, strict=True) for q in QUESTIONS
+            equal_labels(a.of(q), b.of(q))
+            for a, b in zip(carry, grown, strict=True)
+            for q in QUESTIONS
         ):
             break
-        carry = [x._replace(known=nothing) for x in grown]
+        carry = [x._replace(integers=no_integers) for x in grown]
     else:
         carry = [unknown(v, Reason(False, "at `scan`")) for v in eqn.outvars[:carries]]
     stacked = [
         x._replace(
             value=x.value._replace(labels=columns.stacked(x.value.labels)),
             derivative=x.derivative._replace(labels=columns.stacked(x.derivative.labels)),
-            known=nothing,
+            integers=no_integers,
             moved=x.moved,
         )
         for x in outs[carries:]
@@ -186,23 +187,23 @@ def _carried(columns: Columns, out: LabeledValue, where: str) -> LabeledValue:
         )
         for q in QUESTIONS
     }
-    return out._replace(value=of["value"], derivative=of["derivative"], known=nothing)
+    return out._replace(value=of["value"], derivative=of["derivative"], integers=no_integers)
 
 
 def _slices(follower: Follows, xs: Sequence[LabeledValue]) -> tuple[Columns, list[LabeledValue]]:
-    """What one iteration sees of scanned operands, for all iterations at once."""
+    """Scanned operands as one iteration sees them, for all iterations at once."""
     labels = [x.of(q).labels for x in xs for q in QUESTIONS]
-    columns, seen = _columns(follower, labels)
+    columns, iteration_labels = columns_of(follower, labels)
     slices = []
     for k, x in enumerate(xs):
-        value, derivative = seen[2 * k], seen[2 * k + 1]
+        value, derivative = iteration_labels[2 * k], iteration_labels[2 * k + 1]
         if x.value.labels is x.derivative.labels:
             derivative = value
         slices.append(
             x._replace(
                 value=x.value._replace(labels=value),
                 derivative=x.derivative._replace(labels=derivative),
-                known=nothing,
+                integers=no_integers,
             )
         )
     return columns, slices
@@ -211,18 +212,18 @@ def _slices(follower: Follows, xs: Sequence[LabeledValue]) -> tuple[Columns, lis
 def _one_by_one(
     follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
 ) -> list[LabeledValue]:
-    """The same, iteration by iteration: counters are known then."""
+    """The results of a scan followed iteration by iteration, where counters are known."""
     body, consts = body_of(eqn)
     constants, carries = scan_counts(eqn)
-    fixed, carry, xs = _parts(ins, constants, carries)
-    length, each = eqn.params["length"], []
+    fixed, carry, xs = _constants_carry_xs(ins, constants, carries)
+    length, all_results = eqn.params["length"], []
     for t in reversed(range(length)) if eqn.params["reverse"] else range(length):
         outs = follower.run(body, consts, [*fixed, *carry, *(_slice(x, t) for x in xs)], plan)
         carry, results = outs[:carries], outs[carries:]
-        each.append(results)
+        all_results.append(results)
     if eqn.params["reverse"]:
-        each.reverse()
-    return [*carry, *(_stack(parts) for parts in zip(*each, strict=True))]
+        all_results.reverse()
+    return [*carry, *(_stack(iterations) for iterations in zip(*all_results, strict=True))]
 
 
 def _slice(x: LabeledValue, t: int) -> LabeledValue:
@@ -234,39 +235,41 @@ def _slice(x: LabeledValue, t: int) -> LabeledValue:
 
     value = of(x.value)
     derivative = value if x.value is x.derivative else of(x.derivative)
-    return x._replace(value=value, derivative=derivative, known=_entry(x.known, t))
+    return x._replace(value=value, derivative=derivative, integers=_entry(x.integers, t))
 
 
-def _entry(ask: Ask, t: int) -> Ask:
-    def known() -> KnownArray | None:
-        whole = ask()
-        if whole is None:
+def _entry(ask: LazyIntegers, t: int) -> LazyIntegers:
+    def integers() -> KnownArray | None:
+        array = ask()
+        if array is None:
             return None
-        return KnownArray(np.asarray(whole.values[t]), np.asarray(whole.here[t]))
+        return KnownArray(np.asarray(array.values[t]), np.asarray(array.is_known[t]))
 
-    return known
+    return integers
 
 
-def _stack(parts: Sequence[LabeledValue]) -> LabeledValue:
+def _stack(values: Sequence[LabeledValue]) -> LabeledValue:
     def of(question: Question) -> Dependence:
-        each = [x.of(question) for x in parts]
-        if all(x.labels is None for x in each):
+        dependences = [x.of(question) for x in values]
+        if all(x.labels is None for x in dependences):
             return Dependence()
-        rank = next(x.labels.ndim for x in each if x.labels is not None)
+        rank = next(x.labels.ndim for x in dependences if x.labels is not None)
         none = np.full((1,) * rank, FREE, np.int32)
-        filled = [none if x.labels is None else x.labels for x in each]
+        filled = [none if x.labels is None else x.labels for x in dependences]
         check_size((len(filled), *np.broadcast_shapes(*[x.shape for x in filled])))
         labels = simplified(np.stack(np.broadcast_arrays(*filled)))
-        return Dependence(labels, next((x.reason for x in each if x.reason is not None), None))
+        return Dependence(
+            labels, next((x.reason for x in dependences if x.reason is not None), None)
+        )
 
     value = of("value")
-    alike = all(x.value.labels is x.derivative.labels for x in parts)
-    moved = next((x.moved for x in parts if x.moved), "")
-    parameter = any(x.parameter for x in parts) and value.labels is None
+    alike = all(x.value.labels is x.derivative.labels for x in values)
+    moved = next((x.moved for x in values if x.moved), "")
+    parameter = any(x.parameter for x in values) and value.labels is None
     return LabeledValue(value, value if alike else of("derivative"), parameter, moved=moved)
 
 
-def _parts(
+def _constants_carry_xs(
     ins: Sequence[LabeledValue], constants: int, carries: int
 ) -> tuple[list[LabeledValue], list[LabeledValue], list[LabeledValue]]:
     split = constants + carries
@@ -274,7 +277,7 @@ def _parts(
 
 
 def _size_of(jaxpr: Jaxpr) -> int:
-    """How many equations a jaxpr has, those of its bodies included; loops count their rounds."""
+    """The number of equations in a jaxpr and its bodies; a scan counts each iteration."""
     total = 0
     for eqn in jaxpr.eqns:
         inner = [body for v in eqn.params.values() for body in _bodies(v)]
@@ -293,13 +296,13 @@ def while_loop(
 ) -> list[LabeledValue]:
     """The results of a loop of unknown length, which depend on its number of rounds.
 
-    A loop under ``vmap`` has a predicate for each row, by which that row alone goes on.
+    A loop under ``vmap`` has a predicate for each row, which decides for that row alone.
     """
     p = eqn.params
     of_cond, of_body = p["cond_nconsts"], p["body_nconsts"]
     (cond, cond_consts), (body, body_consts) = map(open_jaxpr, (p["cond_jaxpr"], p["body_jaxpr"]))
     fixed, constants = list(ins[:of_cond]), list(ins[of_cond : of_cond + of_body])
-    carry = [x._replace(known=nothing) for x in ins[of_cond + of_body :]]
+    carry = [x._replace(integers=no_integers) for x in ins[of_cond + of_body :]]
     where = "at `while`"
     for _ in range(MOST_ROUNDS):
         (again,) = follower.run(cond, cond_consts, [*fixed, *carry])
@@ -315,143 +318,14 @@ def while_loop(
             more = [1] * (rank_of(var) - (0 if labels is None else labels.ndim))
             at_rank = None if labels is None else labels.reshape(*labels.shape, *more)
             when = LabeledValue(rounds._replace(labels=at_rank))
-            grown.append(joined_values(before, out, when, where=where)._replace(known=nothing))
+            grown.append(
+                joined_values(before, out, when, where=where)._replace(integers=no_integers)
+            )
         if all(
-            same(a.of(q), b.of(q)) for a, b in zip(carry, grown, strict=True) for q in QUESTIONS
+            equal_labels(a.of(q), b.of(q))
+            for a, b in zip(carry, grown, strict=True)
+            for q in QUESTIONS
         ):
             return grown
         carry = grown
     return [unknown(v, Reason(False, where)) for v in eqn.outvars]
-
-
-def shard_map(
-    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
-) -> list[LabeledValue]:
-    """The results of a program that each device runs on its own shards."""
-    body, consts = body_of(eqn)
-    p = eqn.params
-    sizes = dict(p["mesh"].shape)
-    split = [_divided(spec, rank_of(v)) for spec, v in zip(p["in_specs"], eqn.invars, strict=True)]
-    names = list(dict.fromkeys(n for dims in split for axes in dims for n in axes))
-    names += [n for spec in p["out_specs"] for n in _names(spec) if n not in names]
-    devices = [dict(zip(names, at, strict=True)) for at in np.ndindex(*[sizes[n] for n in names])]
-    labels = [
-        None if (own := x.of(q).labels) is None else _shards(own, dims, devices, sizes)
-        for x, dims in zip(ins, split, strict=True)
-        for q in QUESTIONS
-    ]
-    columns, seen = _columns(follower, labels)
-    inside = [
-        x._replace(
-            value=x.value._replace(labels=seen[2 * k]),
-            derivative=x.derivative._replace(
-                labels=seen[2 * k] if x.value.labels is x.derivative.labels else seen[2 * k + 1]
-            ),
-            known=nothing,
-        )
-        for k, x in enumerate(ins)
-    ]
-    follower.shards.append(columns)
-    try:
-        outs = follower.run(body, consts, inside, plan)
-    finally:
-        follower.shards.pop()
-    results = []
-    for out, var, spec in zip(outs, eqn.outvars, p["out_specs"], strict=True):
-        dims, each = _divided(spec, rank_of(var)), {}
-        for q in QUESTIONS:
-            stacked = columns.stacked(out.of(q).labels)
-            whole = _gathered(stacked, dims, devices, sizes, var.aval.shape)
-            each[q] = joined_examples(
-                Dependence(whole, out.of(q).reason), reason=Reason(True, "at `shard_map`")
-            )
-        results.append(
-            LabeledValue(each["value"], each["derivative"], out.parameter, moved=out.moved)
-        )
-    return results
-
-
-def _names(spec: Any) -> list[str]:
-    return [n for axis in spec if axis for n in (axis if isinstance(axis, tuple) else (axis,))]
-
-
-def _divided(spec: Any, rank: int) -> list[tuple[str, ...]]:
-    """For each axis the mesh axes that divide it."""
-    axes = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
-    return [*axes, *[()] * (rank - len(axes))]
-
-
-def _part(axes: tuple[str, ...], device: dict[str, int], sizes: dict[str, int]) -> tuple[int, int]:
-    """Which of how many parts of an axis a device has."""
-    at, number = 0, 1
-    for name in axes:
-        at, number = at * sizes[name] + device[name], number * sizes[name]
-    return at, number
-
-
-def _shards(
-    labels: np.ndarray, dims: Any, devices: Sequence[dict[str, int]], sizes: dict[str, int]
-) -> np.ndarray:
-    each = []
-    for device in devices:
-        own = labels
-        for d, axes in enumerate(dims):
-            at, number = _part(axes, device, sizes)
-            if own.shape[d] > 1:
-                size = own.shape[d] // number
-                own = own.take(range(at * size, (at + 1) * size), d)
-        each.append(own)
-    return np.stack(each)
-
-
-def _gathered(
-    stacked: Labels,
-    dims: Any,
-    devices: Sequence[dict[str, int]],
-    sizes: dict[str, int],
-    shape: Sequence[int],
-) -> Labels:
-    """Labels of the whole array from those of the devices' shards."""
-    if stacked is None:
-        return None
-    split = [d for d, axes in enumerate(dims) if axes]
-    if len(stacked) == 1 and all(stacked.shape[1 + d] == 1 for d in split):
-        return stacked[0]
-    stacked = np.broadcast_to(stacked, (len(devices), *stacked.shape[1:]))
-    spread = [s if d in split else n for d, (s, n) in enumerate(zip(shape, stacked.shape[1:]))]
-    check_size(spread)
-    whole = np.full(spread, FREE, np.int32)
-    for own, device in zip(stacked, devices, strict=True):
-        at: list[Any] = [slice(None)] * len(shape)
-        for d in split:
-            part, number = _part(dims[d], device, sizes)
-            size = shape[d] // number
-            at[d] = slice(part * size, (part + 1) * size)
-        before = whole[tuple(at)]  # of another device, where the axis is not divided by all
-        whole[tuple(at)] = joined(before, np.broadcast_to(own, before.shape))
-    return simplified(whole)
-
-
-def collective(
-    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
-) -> list[LabeledValue]:
-    """The results of a collective: of what differs between devices it reads all.
-
-    What ``vmap(axis_name=)`` leaves of one is a sum over an axis of the operand.
-    """
-    summed = [a for a in eqn.params.get("axes", ()) if isinstance(a, int)]
-    reason, outs = Reason(True, f"at `{eqn.primitive.name}`"), []
-    for k, var in enumerate(eqn.outvars):
-        x, rank, each = ins[min(k, len(ins) - 1)], rank_of(var), {}
-        for q in QUESTIONS:
-            labels = reduced(x.of(q).labels, summed)
-            for columns in follower.shards:
-                labels = columns.carried(labels)
-            if labels is not None and summed:
-                labels = labels.squeeze(tuple(summed))
-            if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _ADDS):
-                labels = reduced(labels, range(labels.ndim))
-                labels = None if labels is None else labels.reshape((1,) * rank)
-            each[q] = joined_examples(Dependence(labels, x.of(q).reason), reason=reason)
-        outs.append(LabeledValue(each["value"], each["derivative"], x.parameter, moved=x.moved))
-    return outs

@@ -1,4 +1,4 @@
-"""What is known of one value: which examples it depends on, and why they meet in it."""
+"""The examples that one value depends on, and the reason why they meet in it."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -6,14 +6,21 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception.coupling._labels import MIXED, Ask, Labels, joined, mixed, nothing
+from jaxkfac.interception.coupling._labels import (
+    MIXED,
+    Labels,
+    LazyIntegers,
+    joined,
+    mixed,
+    no_integers,
+)
 
 Question = Literal["value", "derivative"]
 QUESTIONS: tuple[Question, ...] = ("value", "derivative")
 
 
 class Reason(NamedTuple):
-    """Where examples meet, or where it is not known whether they do.
+    """Where examples meet, or where it is unknown whether they do.
 
     Attributes:
         certain: Whether a rule says that they meet there.
@@ -28,8 +35,8 @@ class Dependence(NamedTuple):
     """The examples that a value depends on, for one of the two questions.
 
     Attributes:
-        labels: Entry by entry.
-        reason: Where labels were mixed first, if any are.
+        labels: A label for each entry.
+        reason: Where labels were mixed first, if any are mixed.
     """
 
     labels: Labels = None
@@ -37,7 +44,7 @@ class Dependence(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether an entry depends on several examples, or on one that is not known."""
+        """Whether an entry depends on several examples, or on an unknown one."""
         return self.labels is not None and bool((self.labels == MIXED).any())
 
 
@@ -45,17 +52,18 @@ class LabeledValue(NamedTuple):
     """One value of a program.
 
     Attributes:
-        value: The examples whose value it depends on.
-        derivative: The examples in which, and in whose layers' rows, it has a derivative.
+        value: The examples on whose value it depends.
+        derivative: The examples such that it has a derivative with respect to their values, or to
+            rows of layers that belong to them.
         parameter: Whether it depends on parameters, and on no example.
-        known: What is known of its entries.
-        moved: The last equation that put entries of examples in another place.
+        integers: Its entries as far as they are known at trace time.
+        moved: The last equation that moved entries of examples to another place.
     """
 
     value: Dependence = Dependence()
     derivative: Dependence = Dependence()
     parameter: bool = False
-    known: Ask = nothing
+    integers: LazyIntegers = no_integers
     moved: str = ""
 
     @property
@@ -67,37 +75,37 @@ class LabeledValue(NamedTuple):
         return self.value if question == "value" else self.derivative
 
 
-def first_reason(each: Sequence[Dependence]) -> Reason | None:
-    """Where examples meet in one of these; certainly, if that is known of any."""
-    reasons = [x.reason for x in each if x.reason is not None]
+def first_reason(dependences: Sequence[Dependence]) -> Reason | None:
+    """The first reason in these; a certain one, if there is any."""
+    reasons = [x.reason for x in dependences if x.reason is not None]
     return next((r for r in reasons if r.certain), reasons[0] if reasons else None)
 
 
-def joined_examples(*each: Dependence, reason: Reason | None = None) -> Dependence:
-    """Those of what depends on all of these; ``reason`` is where unlike ones meet."""
-    labels = joined(*[x.labels for x in each])
-    out = Dependence(labels, first_reason(each))
+def joined_examples(*dependences: Dependence, reason: Reason | None = None) -> Dependence:
+    """The dependence of a result of all of these; ``reason`` is where unlike labels meet."""
+    labels = joined(*[x.labels for x in dependences])
+    out = Dependence(labels, first_reason(dependences))
     return out._replace(reason=reason) if out.reason is None and out.mixed else out
 
 
-def joined_values(*each: LabeledValue, where: str) -> LabeledValue:
-    """The value that is any of these."""
+def joined_values(*values: LabeledValue, where: str) -> LabeledValue:
+    """The value of a result that is any one of these."""
     reason = Reason(True, where)
-    value = joined_examples(*[x.value for x in each], reason=reason)
-    derivative = joined_examples(*[x.derivative for x in each], reason=reason)
+    value = joined_examples(*[x.value for x in values], reason=reason)
+    derivative = joined_examples(*[x.derivative for x in values], reason=reason)
     return LabeledValue(
         value,
         derivative,
-        any(x.parameter for x in each) and value.labels is None,
-        moved=next((x.moved for x in each if x.moved), ""),
+        any(x.parameter for x in values) and value.labels is None,
+        moved=next((x.moved for x in values if x.moved), ""),
     )
 
 
-def same(one: Dependence, other: Dependence) -> bool:
+def equal_labels(first: Dependence, second: Dependence) -> bool:
     """Whether the labels are equal."""
-    if one.labels is None or other.labels is None:
-        return one.labels is other.labels
-    return one.labels.shape == other.labels.shape and bool((one.labels == other.labels).all())
+    if first.labels is None or second.labels is None:
+        return first.labels is second.labels
+    return first.labels.shape == second.labels.shape and bool((first.labels == second.labels).all())
 
 
 def is_inexact(var: Any) -> bool:
@@ -109,6 +117,6 @@ def rank_of(var: Any) -> int:
 
 
 def unknown(var: Any, reason: Reason, *, derivative: bool = True) -> LabeledValue:
-    """A value of which nothing can be said."""
+    """A value about which nothing is known."""
     every = Dependence(mixed(rank_of(var)), reason)
     return LabeledValue(every, every if derivative and is_inexact(var) else Dependence())

@@ -1,0 +1,289 @@
+"""A traced function: its layers, where its examples meet, and its emission with handlers."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._arguments import leaves_by_path
+from jaxkfac.interception._axes import Atoms, Axes
+from jaxkfac.interception._elements import Elements
+from jaxkfac.interception._encoded import (
+    DeferredParameter,
+    decoded_shapes,
+    is_encoded,
+    refuse_deferred,
+)
+from jaxkfac.interception._examples import (
+    leading_to,
+)
+from jaxkfac.interception._index import shape_of
+from jaxkfac.interception._kind import Data, Use
+from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix
+from jaxkfac.interception._mark_outputs import OutputMark
+from jaxkfac.interception._rewrite import Around, Handler, Rewriter
+from jaxkfac.interception._row_masks import RowMask
+from jaxkfac.interception._slots import Entries, Slot, Window, check_entries
+from jaxkfac.interception.coupling import (
+    Answer,
+    Answers,
+    Question,
+    answers,
+    label_inputs,
+    leading_labels,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function, traced and analyzed for one set of shapes.
+
+    Attributes:
+        closed: The jaxpr of ``fn(params, *args)``.
+        analysis: Its analysis.
+        table: The layers, grouped and selected.
+        out_tree: Structure of the function's result.
+        out_shapes: ``jax.ShapeDtypeStruct`` of each output leaf.
+        shapes: Shape of each parameter.
+        encoded: Paths of the parameters that are stored in another form than an array.
+        num_outputs: Number of leaves at the start of the result that are outputs of the model.
+        marks: If a loss names its outputs, the marks that these outputs stand for.
+        state: Positions of the inputs that a call changes.
+        isolated: Whether the outputs' cotangents are those of one example at a time, so that all
+            rows are that example's.
+    """
+
+    closed: Any
+    analysis: Analysis
+    table: LayerTable
+    out_tree: Any
+    out_shapes: list[Any]
+    shapes: dict[str, tuple[int, ...]]
+    encoded: frozenset[str] = frozenset()
+    num_outputs: int = 1
+    marks: tuple[OutputMark, ...] = ()
+    state: frozenset[int] = frozenset()
+    isolated: bool = False
+
+    def output_axes(self, index: int = 0) -> Axes | None:
+        """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
+        value = self.analysis.outputs[index]
+        return value.axes if isinstance(value, Data) else None
+
+    def part_shape(self, matrix: ParameterMatrix) -> tuple[int, ...]:
+        """Shape of the elements of a parameter that a matrix covers."""
+        return shape_of(matrix.index, self.shapes[matrix.path])
+
+    @property
+    def num_examples(self) -> int:
+        """Length of the first output's leading axis."""
+        shape = self.out_shapes[0].shape
+        return shape[0] if shape and not self.isolated else 1
+
+    @property
+    def examples(self) -> Atoms:
+        """Atoms of the first output's leading axis, the examples; empty for a single example."""
+        axes = () if self.isolated else self.output_axes()
+        return self.analysis.table.atoms(axes[0]) if axes else ()
+
+    def examples_meet(
+        self, question: Question, *, output: int | None = None, alone: bool = False
+    ) -> Answer:
+        """Whether an example's output depends on another example.
+
+        Every caller that relies on independent examples asks this method.
+
+        Args:
+            question: ``"value"``, if examples are run alone; ``"derivative"``, if one backward
+                pass serves all of them.
+            output: One of the outputs, with its own examples; ``None`` for all of them.
+            alone: Whether entry ``i`` of every input has to be example ``i``.
+        """
+        if alone:
+            return self._answers_alone.of(question)
+        outputs = range(max(1, self.num_outputs)) if output is None else [output]
+        all_answers = [self._answers[k].of(question) for k in outputs]
+        return next(
+            (x for x in all_answers if x.answer == "yes"), max(all_answers, key=_is_unknown)
+        )
+
+    def meeting(self) -> str:
+        """Where examples meet, for the layer table, assuming that the outputs lead with them.
+
+        The answer is empty for an output without further axes, and for one whose leading axis is
+        not as long as that of any input: such an output says nothing.
+        """
+        shape = self.out_shapes[0].shape if self.out_shapes else ()
+        inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
+        if len(shape) < 2 or shape[0] == 1 or all(x[:1] != shape[:1] for x in inputs):
+            return ""
+        value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
+        if value == derivative:
+            return "" if value.answer == "no" else str(value)
+        return f"in values, {value}; in derivatives, {derivative}"
+
+    @functools.cached_property
+    def _answers(self) -> list[Answers]:
+        """Both answers for each output."""
+        table = self.analysis.table
+        outputs_by_axis: dict[tuple[tuple[int, ...], Atoms], list[int]] = {}
+        for k in range(max(1, self.num_outputs)):
+            shape, axes = self.out_shapes[k].shape, self.output_axes(k)
+            atoms = table.atoms(axes[0]) if axes else ()
+            outputs_by_axis.setdefault((shape[:1], atoms), []).append(k)
+        results = [Answers()] * len(self.out_shapes)
+        for (shape, atoms), outputs in outputs_by_axis.items():
+            if shape in ((), (1,)):  # a single example
+                continue
+            (number,) = shape
+            labels = label_inputs(
+                table, self.analysis.axes_of_input, self._in_shapes, atoms, number,
+                state=self.state,
+            )  # fmt: skip
+            answers_of_outputs = answers(
+                self.analysis.plan, number, len(self.shapes), labels, outputs
+            )
+            for k, both in zip(outputs, answers_of_outputs, strict=True):
+                results[k] = both
+        return results
+
+    @functools.cached_property
+    def _answers_alone(self) -> Answers:
+        """Both answers for all outputs together, if entry ``i`` of every input is example ``i``."""
+        number, outputs = self.num_examples, range(max(1, self.num_outputs))
+        if number == 1:
+            return Answers()
+        labels = leading_labels(
+            self.analysis.axes_of_input, self._in_shapes, number, state=self.state
+        )
+        if labels is None:
+            lost = Answer("unknown", "because an input has another leading axis than the outputs")
+            return Answers(lost, lost)
+        all_answers = answers(self.analysis.plan, number, len(self.shapes), labels, outputs)
+        return Answers(
+            *[
+                next(
+                    (x for x in of_question if x.answer == "yes"), max(of_question, key=_is_unknown)
+                )
+                for of_question in (
+                    [x.value for x in all_answers],
+                    [x.derivative for x in all_answers],
+                )
+            ]
+        )
+
+    @functools.cached_property
+    def _in_shapes(self) -> list[tuple[int, ...]]:
+        return [getattr(v.aval, "shape", ()) for v in self.closed.jaxpr.invars]
+
+    def join_examples(self) -> None:
+        """Merge the leading axes of all outputs: they are the examples."""
+        first, *other_axes = [self.output_axes(k) for k in range(self.num_outputs)]
+        for axes in other_axes:
+            if first and axes:
+                self.analysis.table.unify(first[0], axes[0])
+
+    @property
+    def example_axes(self) -> list[tuple[Atoms, int]]:
+        """The distinct leading axes of the outputs, with their lengths.
+
+        There are several if marks name outputs of different examples.
+        """
+        if self.isolated:
+            return [((), 1)]
+        lengths: dict[Atoms, int] = {}
+        for index, shape in enumerate(self.out_shapes[: self.num_outputs]):
+            axes = self.output_axes(index)
+            atoms = self.analysis.table.atoms(axes[0]) if axes else ()
+            lengths.setdefault(atoms, shape.shape[0] if shape.shape else 1)
+        return list(lengths.items())
+
+    @functools.cached_property
+    def marks_reached(self) -> dict[int, frozenset[int]]:
+        """For each use, by ``id``, the marks whose outputs depend on it."""
+        marks_of_use = collections.defaultdict(set)
+        for mark in range(len(self.marks)):
+            for use in leading_to(self.analysis.plan, mark)[0]:
+                marks_of_use[id(use)].add(mark)
+        return {use: frozenset(marks) for use, marks in marks_of_use.items()}
+
+    def uses_of(self, layer: Layer) -> list[Use]:
+        """The uses of a layer, in program order."""
+        return self._uses[layer.name]
+
+    @functools.cached_property
+    def _uses(self) -> dict[str, list[Use]]:
+        uses_by_layer = collections.defaultdict(list)
+        for use in self.analysis.plan.all_uses():
+            for name in dict.fromkeys(use.layers):
+                if name is not None:
+                    uses_by_layer[name].append(use)
+        return uses_by_layer
+
+    def emit(
+        self,
+        handler: Handler,
+        params: PyTree,
+        slots: Mapping[str, Slot],
+        *args: Any,
+        entries: Entries | None = None,
+        masks: list[RowMask] | None = None,
+        windows: Mapping[str, Window] | None = None,
+    ) -> Any:
+        """Run the function with ``handler`` in place of its layer uses.
+
+        Args:
+            handler: See ``_rewrite.Handler``.
+            params: Parameters, with the structure and shapes of the trace.
+            slots: ``{layer name: slot}``; layers without a slot stay unchanged.
+            *args: The remaining arguments.
+            entries: Declarations of the entries of slots; see ``_slots``.
+            masks: Which rows exist, for the layers whose rows run along their axes.
+            windows: For some layers of a scan, the iterations for which their slots have rows.
+
+        Raises:
+            ValueError: a slot holds an entry that ``entries`` does not declare.
+        """
+        entries = entries or {}
+        check_entries(slots, entries)
+        by_path = collections.defaultdict(dict)
+        computed = {name: slot for name, slot in slots.items() if self.table[name].computed_from}
+        traced_indices = collections.defaultdict(set)
+        for use in self.analysis.plan.all_uses():
+            for name in slots.keys() & use.layers:
+                slot, weight = slots[name], self.table[name].weight
+                if self.table[name].is_elementwise:
+                    slot = Elements.of(slot, weight.index, self.shapes[weight.path])
+                by_path[weight.path][name] = slot
+                for layer in (name, use.layer or name):
+                    traced_indices[layer].update(c.traced_index for c in use.view.consumed)
+        rewriter = Rewriter(
+            table=self.analysis.table,
+            handler=handler,
+            entries=entries,
+            marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
+            traced_indices=traced_indices,
+            windows=windows or {},
+            encoded=self.encoded,
+        )
+        paths = leaves_by_path(decoded_shapes(params))
+        leaves = jax.tree.leaves(params, is_leaf=is_encoded)
+        flat = [
+            DeferredParameter.of(leaf, path) if is_encoded(leaf) else leaf
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        input_slots = [by_path.get(path, {}) for path in paths]
+        flat += jax.tree.leaves(args)
+        input_slots += [{}] * (len(flat) - len(input_slots))
+        out = rewriter.run(self.analysis.plan, flat, input_slots, Around(masks or [], {}, computed))
+        refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
+        return jax.tree.unflatten(self.out_tree, out)
+
+
+def _is_unknown(answer: Answer) -> bool:
+    return answer.answer == "unknown"

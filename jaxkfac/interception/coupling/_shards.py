@@ -1,0 +1,177 @@
+"""Shards: the body of a ``shard_map`` sees one shard of an array, like a slice in a loop.
+
+The devices are the columns of ``_loops``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.interception._compat import Eqn, body_of
+from jaxkfac.interception._plan import Plan
+from jaxkfac.interception.coupling._labels import (
+    FREE,
+    Labels,
+    check_size,
+    joined,
+    no_integers,
+    reduced,
+    simplified,
+)
+from jaxkfac.interception.coupling._loops import Follows, columns_of
+from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
+    Dependence,
+    LabeledValue,
+    Reason,
+    joined_examples,
+    rank_of,
+)
+
+_ADDS = frozenset("psum psum2 psum_invariant pmax pmin ppermute".split())  # elementwise ones
+
+
+def shard_map(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
+    """The results of a program that each device runs on its shards."""
+    body, consts = body_of(eqn)
+    p = eqn.params
+    sizes = dict(p["mesh"].shape)
+    split = [_divided(spec, rank_of(v)) for spec, v in zip(p["in_specs"], eqn.invars, strict=True)]
+    names = list(dict.fromkeys(n for dims in split for axes in dims for n in axes))
+    names += [n for spec in p["out_specs"] for n in _names(spec) if n not in names]
+    devices = [dict(zip(names, at, strict=True)) for at in np.ndindex(*[sizes[n] for n in names])]
+    labels = [
+        None
+        if (array_labels := x.of(q).labels) is None
+        else _shards(array_labels, dims, devices, sizes)
+        for x, dims in zip(ins, split, strict=True)
+        for q in QUESTIONS
+    ]
+    columns, device_labels = columns_of(follower, labels)
+    inside = [
+        x._replace(
+            value=x.value._replace(labels=device_labels[2 * k]),
+            derivative=x.derivative._replace(
+                labels=device_labels[2 * k]
+                if x.value.labels is x.derivative.labels
+                else device_labels[2 * k + 1]
+            ),
+            integers=no_integers,
+        )
+        for k, x in enumerate(ins)
+    ]
+    follower.shards.append(columns)
+    try:
+        outs = follower.run(body, consts, inside, plan)
+    finally:
+        follower.shards.pop()
+    results = []
+    for out, var, spec in zip(outs, eqn.outvars, p["out_specs"], strict=True):
+        dims, by_question = _divided(spec, rank_of(var)), {}
+        for q in QUESTIONS:
+            stacked = columns.stacked(out.of(q).labels)
+            full_labels = _gathered(stacked, dims, devices, sizes, var.aval.shape)
+            by_question[q] = joined_examples(
+                Dependence(full_labels, out.of(q).reason), reason=Reason(True, "at `shard_map`")
+            )
+        results.append(
+            LabeledValue(
+                by_question["value"], by_question["derivative"], out.parameter, moved=out.moved
+            )
+        )
+    return results
+
+
+def _names(spec: Any) -> list[str]:
+    return [n for axis in spec if axis for n in (axis if isinstance(axis, tuple) else (axis,))]
+
+
+def _divided(spec: Any, rank: int) -> list[tuple[str, ...]]:
+    """For each axis, the mesh axes that divide it."""
+    axes = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
+    return [*axes, *[()] * (rank - len(axes))]
+
+
+def _shard_index(
+    axes: tuple[str, ...], device: dict[str, int], sizes: dict[str, int]
+) -> tuple[int, int]:
+    """The index of a device's shard along an axis, and the number of shards."""
+    at, number = 0, 1
+    for name in axes:
+        at, number = at * sizes[name] + device[name], number * sizes[name]
+    return at, number
+
+
+def _shards(
+    labels: np.ndarray, dims: Any, devices: Sequence[dict[str, int]], sizes: dict[str, int]
+) -> np.ndarray:
+    shards = []
+    for device in devices:
+        shard = labels
+        for d, axes in enumerate(dims):
+            at, number = _shard_index(axes, device, sizes)
+            if shard.shape[d] > 1:
+                size = shard.shape[d] // number
+                shard = shard.take(range(at * size, (at + 1) * size), d)
+        shards.append(shard)
+    return np.stack(shards)
+
+
+def _gathered(
+    stacked: Labels,
+    dims: Any,
+    devices: Sequence[dict[str, int]],
+    sizes: dict[str, int],
+    shape: Sequence[int],
+) -> Labels:
+    """Labels of the full array from those of the devices' shards."""
+    if stacked is None:
+        return None
+    split = [d for d, axes in enumerate(dims) if axes]
+    if len(stacked) == 1 and all(stacked.shape[1 + d] == 1 for d in split):
+        return stacked[0]
+    stacked = np.broadcast_to(stacked, (len(devices), *stacked.shape[1:]))
+    spread = [s if d in split else n for d, (s, n) in enumerate(zip(shape, stacked.shape[1:]))]
+    check_size(spread)
+    full_labels = np.full(spread, FREE, np.int32)
+    for shard, device in zip(stacked, devices, strict=True):
+        at: list[Any] = [slice(None)] * len(shape)
+        for d in split:
+            position, number = _shard_index(dims[d], device, sizes)
+            size = shape[d] // number
+            at[d] = slice(position * size, (position + 1) * size)
+        before = full_labels[tuple(at)]  # from another device, if the axis is replicated over some
+        full_labels[tuple(at)] = joined(before, np.broadcast_to(shard, before.shape))
+    return simplified(full_labels)
+
+
+def collective(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
+    """The results of a collective, which reads everything that differs between devices.
+
+    ``vmap(axis_name=)`` turns a collective into a sum over an axis of the operand.
+    """
+    summed = [a for a in eqn.params.get("axes", ()) if isinstance(a, int)]
+    reason, outs = Reason(True, f"at `{eqn.primitive.name}`"), []
+    for k, var in enumerate(eqn.outvars):
+        x, rank, by_question = ins[min(k, len(ins) - 1)], rank_of(var), {}
+        for q in QUESTIONS:
+            labels = reduced(x.of(q).labels, summed)
+            for columns in follower.shards:
+                labels = columns.carried(labels)
+            if labels is not None and summed:
+                labels = labels.squeeze(tuple(summed))
+            if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _ADDS):
+                labels = reduced(labels, range(labels.ndim))
+                labels = None if labels is None else labels.reshape((1,) * rank)
+            by_question[q] = joined_examples(Dependence(labels, x.of(q).reason), reason=reason)
+        outs.append(
+            LabeledValue(
+                by_question["value"], by_question["derivative"], x.parameter, moved=x.moved
+            )
+        )
+    return outs
