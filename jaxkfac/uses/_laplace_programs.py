@@ -40,8 +40,8 @@ def summed_terms(posterior: "LaplacePosterior", batch: Batch) -> LogLikelihood:
     (head,) = objective.heads(outputs, batch.targets, batch.mask)
     loss, dtype = head.kept_terms().sum(), posterior.noise.dtype
     gaussian = isinstance(posterior.likelihood, Gaussian)
-    targets = head.kept * (head.columns if gaussian else 0)
-    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.kept, targets)))
+    targets = head.num_kept * (head.columns if gaussian else 0)
+    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.num_kept, targets)))
 
 
 @jax.jit
