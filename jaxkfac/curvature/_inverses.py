@@ -306,13 +306,13 @@ def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())
 
 
-def _times(x: Array, y: Array) -> Array:
+def _times(a: Array, y: Array) -> Array:
     """Multiply; an operand with one axis less than the other stands for a diagonal matrix."""
-    if x.ndim < y.ndim:
-        return x[..., :, None] * y
-    if y.ndim < x.ndim:
-        return x * y[..., None, :]
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    if a.ndim < y.ndim:
+        return a[..., :, None] * y
+    if y.ndim < a.ndim:
+        return a * y[..., None, :]
+    return jnp.matmul(a, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _of_one_factor(damping: Damping, dtype: DTypeLike) -> Array:
