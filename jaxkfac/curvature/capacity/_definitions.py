@@ -116,7 +116,11 @@ def columns() -> dict[str, str]:
 
 def legend() -> str:
     """The explanation of the columns, below a table."""
-    shown = [found for found in METRICS.values() if found.heading and found.legend]
+    shown = [
+        shown_metric
+        for shown_metric in METRICS.values()
+        if shown_metric.heading and shown_metric.legend
+    ]
     explanations = [f"{' '.join((m.heading or '').split())}: {m.legend}" for m in shown]
     return "; ".join([*explanations, "–: infinite or undefined"])
 
