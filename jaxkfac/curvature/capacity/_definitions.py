@@ -116,11 +116,7 @@ def columns() -> dict[str, str]:
 
 def legend() -> str:
     """The explanation of the columns, below a table."""
-    shown = [
-        shown_metric
-        for shown_metric in METRICS.values()
-        if shown_metric.heading and shown_metric.legend
-    ]
+    shown = [x for x in METRICS.values() if x.heading and x.legend]
     explanations = [f"{' '.join((m.heading or '').split())}: {m.legend}" for m in shown]
     return "; ".join([*explanations, "–: infinite or undefined"])
 

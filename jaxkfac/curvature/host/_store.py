@@ -74,8 +74,8 @@ class Store:
         """An array with unset contents; zeros if it is on disk.
 
         Raises:
-            OSError: the disk is full, with ``what``, the bytes and the free space in the message; or
-                too many files are open.
+            OSError: the disk is full (the message has ``what``, the bytes and the free space);
+                or too many files are open.
             MemoryError: the budget is used up and there is no disk.
         """
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
