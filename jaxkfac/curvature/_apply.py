@@ -134,7 +134,7 @@ def _from_host(form: Form, block: Operands, power: Power) -> _Solved:
     return _restored(out, block)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "rest"), donate_argnames="out")
+@functools.partial(jax.jit, static_argnames=("form", "static_power"), donate_argnames="out")
 def _solved_into(
     out: _Solved,
     one: Operands,
