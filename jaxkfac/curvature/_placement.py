@@ -37,7 +37,6 @@ def solver_scratch(n: int, number: int, itemsize: int) -> int:
         n: Rows of a matrix.
         number: Number of matrices; 1 if they are decomposed in turn.
         itemsize: Bytes of an element.
-        itemsize: Bytes of an element.
 
     References:
         LAPACK, ``ssyevd``, ``LWORK`` for ``JOBZ = 'V'``. jaxlib (since 0.7.2),

@@ -86,7 +86,7 @@ class Examples:
         source: The eigenbases, or queries that were prepared with them.
         layers: Which of their layers; ``None`` for all.
         experts: As for the factors.
-        word: ``"apart"`` if the user declares that examples do not meet where it is not proved.
+        declared: ``"apart"`` if the user declares that examples do not meet where it is not proved.
 
     Attributes:
         layers: The selected layers.

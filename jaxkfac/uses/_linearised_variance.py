@@ -59,7 +59,7 @@ class OutputGradients(ExampleGradients):
     Args:
         traced: The program.
         precision: The posterior precision.
-        full_rank: Whether all layers emit gradients.
+        all_gradients: Whether all layers emit gradients.
     """
 
     def __init__(
