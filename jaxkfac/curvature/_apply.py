@@ -31,16 +31,16 @@ from jaxkfac.curvature._placement import put_result, result_sharding
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
-# ---------------- one call for many layers of the same shape, where stacking them is cheap
+# ---------------- stacking small layers
 
 
 PyTree = Any
 Name = TypeVar("Name", bound=Hashable)
 
-# Stacking copies the eigenvectors, n^2 elements a side. Measured for 48 layers on two CPU cores,
-# stacked against one by one: under jit 1.0 ms against 1.7 at side 16, 3.3 against 3.5 at side 64,
-# 29 against 25 at side 128; outside jit 58 ms against 126 at side 16. Under jit the CPU compiles
-# 30 ms longer for each layer, because every way out of the stack is a kernel of its own.
+# Stacking copies the eigenvectors, n^2 elements for each side. Measured for 48 layers on two CPU
+# cores, stacked against one by one: under jit 1.0 ms against 1.7 at side 16, 3.3 against 3.5 at
+# side 64, 29 against 25 at side 128; outside jit 58 ms against 126 at side 16. Under jit the CPU
+# compiles 30 ms longer for each layer, because every slice taken from the stack is its own kernel.
 LARGEST_STACKED_SIDE = 64
 
 
@@ -52,14 +52,14 @@ def is_small(*sides: int) -> bool:
 def map_in_batches(
     function: Callable[[Any, PyTree], PyTree], problems: Mapping[Name, tuple[Any, PyTree]]
 ) -> dict[Name, PyTree]:
-    """``{name: function(static, arrays)}``, one call for all problems that look alike.
+    """``{name: function(static, arrays)}``, with one call for all problems that look alike.
 
-    Problems look alike where their static parts are equal, and their arrays agree in
-    structure, shape, dtype, sharding and device. Linear in the number of problems.
+    Problems look alike if their static parts are equal, and their arrays agree in structure,
+    shape, dtype, sharding and device. The cost is linear in the number of problems.
 
     Args:
-        function: Called with arrays that have one more leading axis where several problems
-            were stacked, and must treat leading axes as a batch.
+        function: Called with arrays that have one more leading axis if several problems
+            were stacked; it must treat leading axes as a batch.
         problems: ``{name: (static, arrays)}``.
 
     Returns:
@@ -88,18 +88,17 @@ def _looks(x: Any) -> Hashable:
     return (kind, None) if isinstance(x, Tracer) else (kind, frozenset(x.sharding.device_set))
 
 
-# ---------------- a layer solved one iteration of its scan at a time: eigenvectors that the device
-# cannot hold
+# ---------------- scanned layers whose eigenvectors do not fit on the device
 
 
 _Solved = tuple[Array | None, Array | None]
 
 
 def solve_block(form: Form, block: Operands, power: Power) -> _Solved:
-    """:func:`solve`, by the way that the eigenvectors ask for.
+    """:func:`solve`, one iteration at a time if the eigenvectors need it.
 
-    In host memory: one iteration's at a time cross to the device, outside of ``jit``. In fewer
-    bits than the arithmetic has: one iteration's at a time are widened.
+    Eigenvectors in host memory cross to the device one iteration at a time, outside ``jit``. Those
+    with fewer bits than the arithmetic are widened one iteration at a time.
 
     Raises:
         TypeError: eigenvectors in host memory, under ``jit``.
@@ -130,16 +129,22 @@ def _from_host(form: Form, block: Operands, power: Power) -> _Solved:
         )
         # Dispatch runs ahead of the device: without a wait it would send every slice at once.
         jax.block_until_ready(out)
-        rest = (power.exponent, power.mode, power.cut)
-        out = _solved_into(out, one, i, power.damping, form=form, rest=rest)
+        static_power = (power.exponent, power.mode, power.cut)
+        out = _solved_into(out, one, i, power.damping, form=form, static_power=static_power)
     return _restored(out, block)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "rest"), donate_argnames="out")
+@functools.partial(jax.jit, static_argnames=("form", "static_power"), donate_argnames="out")
 def _solved_into(
-    out: _Solved, one: Operands, index: Any, damping: Any, *, form: Form, rest: tuple[Any, ...]
+    out: _Solved,
+    one: Operands,
+    index: Any,
+    damping: Any,
+    *,
+    form: Form,
+    static_power: tuple[Any, ...],
 ) -> _Solved:
-    exponent, mode, cut = rest
+    exponent, mode, cut = static_power
     solved = solve(form, one, Power(exponent, damping, mode, cut))
     weight, bias = (
         None if old is None or new is None else old.at[index].set(new)
@@ -153,7 +158,7 @@ def _zeros(like: Array | None) -> Array | None:
 
 
 def _flattened(block: Operands) -> Operands:
-    """The axes of the stack as one, of length 1 where there is none."""
+    """Merge the axes of the stack into one, of length 1 if there is no stack."""
     axes = block.basis.a_values.ndim - 1
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]), block)
 
@@ -164,7 +169,7 @@ def _restored(solved: _Solved, block: Operands) -> _Solved:
     return weight, bias
 
 
-# ----------------
+# ---------------- powers of the curvature of a model
 
 
 Missing = Literal["raise", "identity", "zero"]
@@ -182,7 +187,7 @@ def apply_power(
     r"""Apply $(F + \delta)^p$ to a tree shaped like the parameters, block by block.
 
     A layer's block is $F = A \otimes G$ on its matrix $W$, with the bias as the last row
-    where it is joint. Eigenvalues are clipped for negative powers and raw for positive
+    if it is joint. Eigenvalues are clipped for negative powers and raw for positive
     ones (a negative rounding error counts as 0). With $V = Q_A^\top W Q_G$ and
     $\lambda_{ij}$ the damped eigenvalues,
 
@@ -192,13 +197,14 @@ def apply_power(
     of the pseudo-inverse. With ``bias="separate"`` the bias's block is $G$. Scales and lone
     biases divide by (the power of) their damped diagonal.
 
-    Clipping raises small eigenvalues and damping adds to them, so neither leaves a direction
-    out. ``cut`` does: $\lambda_{ij}$ counts as 0, before and instead of either, where the raw
-    $\lambda_{A,i}\lambda_{G,j} \le c\, \max \lambda_A \max \lambda_G$. With
+    Clipping raises small eigenvalues and damping adds to them, so neither removes a direction.
+    ``cut`` does: $\lambda_{ij}$ counts as 0, before clipping and damping, if its raw value
+    satisfies $\lambda_{A,i}\lambda_{G,j} \le c\, \max \lambda_A \max \lambda_G$. With
     ``max_condition=inf`` and no damping this is ``numpy.linalg.pinv`` with ``rcond=c``.
 
-    Layers of equal shape with sides of at most 64 are stacked and solved in one batched
-    product; larger ones, where copying the eigenvectors costs more than that saves, one by one.
+    Layers of equal shape with sides of at most 64 are stacked and solved in one batched product.
+    Larger ones are solved one by one, because copying their eigenvectors costs more than that
+    saves.
 
     Args:
         tree: A gradient, or any tree with the parameters' paths and shapes.
@@ -207,15 +213,15 @@ def apply_power(
         damping: $\delta \ge 0$, in units of the squared gradient, or a pair
             ``(damping_a, damping_g)`` in the units of each factor; may be traced.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``, see
-            :func:`jaxkfac.linalg.kronecker_power`. A pair is added per factor, always.
+            :func:`jaxkfac.linalg.kronecker_power`. A pair is always added per factor.
             Blocks of one factor (diagonals, separate biases) have one form.
         missing: What to do with parameters, or slices of them, that no layer covers:
-            ``"raise"``, ``"identity"`` keeps them, ``"zero"`` zeroes them. Other than
-            with ``"raise"``, layers whose parameters ``tree`` lacks (``optax.masked``) are
-            passed over; a missing half of a weight and its joint bias counts as 0.
+            ``"raise"``; ``"identity"`` keeps them; ``"zero"`` zeroes them. With the latter two,
+            layers whose parameters ``tree`` lacks (``optax.masked``) are skipped; if ``tree`` lacks
+            one of a weight and its joint bias, that one counts as 0.
         cut: $c \in [0, 1)$, static, relative to the largest raw eigenvalue of the block (of
-            each stacked slice, diagonals and separate biases included). 0 cuts nothing;
-            with a positive one, a block that is zero gives 0 whatever the damping.
+            each stacked slice, diagonals and separate biases included). 0 removes nothing. With a
+            positive value, a block that is zero gives 0 whatever the damping.
 
     Returns:
         A tree like ``tree``, leaf for leaf in shape and dtype; the arithmetic runs in the
@@ -226,14 +232,14 @@ def apply_power(
         UnknownLayerError: a layer's parameter is not in ``tree``, with ``missing="raise"``.
         ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, bases
             without vectors, or a leaf of another shape than its parameter.
-        TypeError: ``bases`` are none, but factors, say; or their eigenvectors are in host
-            memory (``HostCurvature(bases_in="host")``) and are closed over under ``jit``. (As
-            arguments of a jitted function they are on the device already, all at once.)
+        TypeError: ``bases`` is not eigenbases, but for example factors; or their eigenvectors are
+            in host memory (``HostCurvature(bases_in="host")``) and closed over under ``jit``.
+            (As arguments of a jitted function they are all on the device already.)
 
     Memory:
-        Two matrices of the largest layer beyond the result, where eigenvectors are in host
-        memory also those of two iterations of a layer, and for the stacked layers
-        their eigenvectors and matrices once more (at most 64 KiB a layer in float32).
+        Two matrices of the largest layer beyond the result; with eigenvectors in host memory, also
+        the eigenvectors of two iterations of a layer. For stacked layers, a second copy of their
+        eigenvectors and matrices (at most 64 KiB a layer in float32).
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -259,28 +265,28 @@ def apply_power(
     for path, leaf in leaves_by_path(tree).items():
         free = is_differentiable(leaf)
         leaves[path] = jnp.asarray(leaf) if free else leaf
-        # What the layers are written over, where none writes.
+        # The initial value, which stays where no layer writes.
         written[path] = jnp.zeros_like(leaf) if free and missing == "zero" else leaves[path]
     if missing == "raise":
         _check_covered(leaves, bases)
-    parts = Power(power, damping, damping_mode, cut)
+    damped_power = Power(power, damping, damping_mode, cut)
     owned = owners(bases.layers)
-    stacked = _solve_small(leaves, bases, owned, parts)
+    stacked = _solve_small(leaves, bases, owned, damped_power)
     for owner in owned:
         layer = owner.layer
         if layer.is_diagonal:
-            scale_diagonal(leaves, written, layer, bases.diagonal_basis(layer), parts)
+            scale_diagonal(leaves, written, layer, bases.diagonal_basis(layer), damped_power)
         elif layer.name in stacked:
             write_solved(written, layer, stacked[layer.name])
         elif (loaded := load_block(leaves, owner, bases)) is not None:
-            write_solved(written, layer, solve_block(*loaded, parts))
+            write_solved(written, layer, solve_block(*loaded, damped_power))
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())
 
 
 def _solve_small(
-    leaves: dict[str, Array], bases: Eigenbases, owned: Sequence[Owner], parts: Power
+    leaves: dict[str, Array], bases: Eigenbases, owned: Sequence[Owner], damped_power: Power
 ) -> dict[str, Any]:
-    """The small unscanned layers, equal ones at once; what is large is not even loaded."""
+    """Solve small unscanned layers, equal ones in one call; large ones are not even loaded."""
     problems = {}
     for owner in owned:
         layer = owner.layer
@@ -290,7 +296,7 @@ def _solve_small(
         if (loaded := load_block(leaves, owner, bases)) is not None:
             form, block = loaded  # eigenvectors may be in host memory
             problems[layer.name] = form, jax.tree.map(jnp.asarray, block)
-    return map_in_batches(lambda form, block: solve(form, block, parts), problems)
+    return map_in_batches(lambda form, block: solve(form, block, damped_power), problems)
 
 
 def natural_gradient(

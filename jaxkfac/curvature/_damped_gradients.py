@@ -1,4 +1,4 @@
-"""Many gradients with a damping for each block, and the blocks with their eigenvalues."""
+"""Damped powers applied to many gradients, and the blocks of a model with their eigenvalues."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from jaxkfac.curvature._layer_power import (
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import check_damping, diagonal_power
 
-# ---------------- a damped power applied to many gradients at once, with a damping for each block
+# ---------------- a damped power of many gradients
 
 
 BlockDamping = ArrayLike | Literal["heuristic"]
@@ -34,7 +34,7 @@ DampingByLayer = BlockDamping | Mapping[str, Float[Array, ""]]
 Solved = tuple[Array | None, Array | None]
 Apply = Callable[[Form, Operands, Power], Solved]  # solve, or quadratic
 
-HEURISTIC = 0.1  # of the mean eigenvalue of a block
+HEURISTIC = 0.1  # fraction of the mean eigenvalue of a block
 
 
 def precondition_many(
@@ -48,22 +48,22 @@ def precondition_many(
     Args:
         gradients: ``{parameter path: (many, *parameter)}``.
         bases: The eigenbases.
-        damping: $\delta \ge 0$; or ``"heuristic"``: for each block, and each entry of a stack,
-            a tenth of the mean of its clipped eigenvalues; or ``{layer name: number}``.
+        damping: $\delta \ge 0$; or ``"heuristic"``: a tenth of the mean of the clipped eigenvalues
+            of each block, and of each entry of a stack; or ``{layer name: number}``.
         power: $p < 0$.
 
     Returns:
-        The same for every parameter that the bases cover; elements that no block covers are 0.
+        A mapping like ``gradients``; elements that no block covers are 0.
 
     Memory:
-        A copy of the gradients, and some of those of the largest layer, or of one of its
-        iterations where it is scanned.
+        A copy of the gradients, and some copies of those of the largest layer, or of one of its
+        iterations if it is scanned.
     """
     written = {path: jnp.zeros_like(leaf) for path, leaf in gradients.items()}
     for layer, solved in precondition_blocks(gradients, bases, damping, power):
-        for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
-            if matrix is not None and part is not None:
-                written[matrix.path] = write_many(written[matrix.path], matrix, part, layer)
+        for matrix, value in zip((layer.weight, layer.bias), solved, strict=True):
+            if matrix is not None and value is not None:
+                written[matrix.path] = write_many(written[matrix.path], matrix, value, layer)
     return written
 
 
@@ -73,11 +73,11 @@ def precondition_blocks(
     damping: DampingByLayer,
     power: float = -1.0,
 ) -> Iterator[tuple[Layer, Solved]]:
-    """What :func:`precondition_many` writes, layer by layer.
+    """The results of :func:`precondition_many`, layer by layer.
 
     Yields:
-        The layer, and its weight and bias as :func:`read_many` gives them; ``None`` for one that
-        another layer answers for.
+        The layer, and its weight and bias in the form of :func:`read_many`; ``None`` for one that
+        another layer writes.
     """
     yield from by_block(gradients, bases, damping, power, solve)
 
@@ -89,7 +89,7 @@ def by_block(
     power: float,
     apply: Apply,
 ) -> Iterator[tuple[Layer, Solved]]:
-    """Of each layer's block what ``solve`` or ``quadratic`` gives for each gradient."""
+    """Apply ``solve`` or ``quadratic`` to each gradient, for each layer's block."""
     for owner in owners(bases.layers):
         layer, basis = owner.layer, bases.basis(owner.layer)
         delta: Any = damping[layer.name] if isinstance(damping, Mapping) else damping
@@ -111,10 +111,10 @@ def by_block(
 def read_many(
     leaf: Float[Array, "many ..."], matrix: ParameterMatrix, layer: Layer
 ) -> Float[Array, "..."]:
-    """``ParameterMatrix.read`` of leaves stacked along a leading axis.
+    """``ParameterMatrix.read`` for leaves stacked along a leading axis.
 
     Returns:
-        ``(stack..., many, in, out)``, of a bias with ``in`` of one.
+        ``(stack..., many, in, out)``; for a bias, ``in`` is 1.
     """
 
     def read(one: Array) -> Array:
@@ -124,18 +124,18 @@ def read_many(
 
 
 def write_many(
-    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, part: Array, layer: Layer
+    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, values: Array, layer: Layer
 ) -> Float[Array, "many ..."]:
-    """The inverse of :func:`read_many`, over the elements that the matrix covers."""
-    return jax.vmap(matrix.write)(leaf, jnp.moveaxis(part, len(layer.stack), 0))
+    """The inverse of :func:`read_many`, on the elements that the matrix covers."""
+    return jax.vmap(matrix.write)(leaf, jnp.moveaxis(values, len(layer.stack), 0))
 
 
 def _solved(
     form: Form, block: Operands, damping: BlockDamping, exponent: float, apply: Apply
 ) -> Solved:
-    """``apply`` of ``(stack..., many, in, out)``, one entry of the stack at a time."""
+    """``apply`` to ``(stack..., many, in, out)``, one entry of the stack at a time."""
 
-    def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
+    def apply_to_each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
         power = Power(exponent, damping, "exact", 0.0)
         return jax.vmap(lambda w, b: apply(form, Operands(w, b, basis), power))(kernel, row)
 
@@ -144,9 +144,9 @@ def _solved(
         weight, bias = None, None
         if kernel is not None:
             beside = row if form.joint else None
-            weight, bias = each(form, kernel, beside, basis, of_block(basis, damping))
-        if row is not None and not form.joint:  # a block of its own, with a damping of its own
-            bias = each(form, None, row, basis, of_bias(basis, damping))[1]
+            weight, bias = apply_to_each(form, kernel, beside, basis, of_block(basis, damping))
+        if row is not None and not form.joint:  # a separate block, with its own damping
+            bias = apply_to_each(form, None, row, basis, of_bias(basis, damping))[1]
         return weight, bias
 
     block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)
@@ -183,25 +183,25 @@ def _share_of(mean: Array, damping: BlockDamping) -> Any:
 def diagonal_power_of(
     layer: Layer, basis: DiagonalEigenbasis, damping: BlockDamping, power: float
 ) -> Array:
-    """``(stack..., 1, 1, n)``, for each slice with its own damping."""
+    """The power of a diagonal, ``(stack..., 1, 1, n)``; each slice has its own damping."""
     rows = diagonal_rows(layer, basis.diagonal)[..., None, None, :]
     delta = _share_of(rows.mean(-1, keepdims=True), damping)
     return diagonal_power(rows, power=power, damping=delta)
 
 
 def diagonal_rows(layer: Layer, values: Any) -> Float[Array, "*stack n"]:
-    """A diagonal, shaped like the parameter or like the layer's part; negative values as 0."""
-    whole = dataclasses.replace(layer.weight, index=())
-    matrix = (whole if values.size == whole.size else layer.weight).read(values)
+    """The diagonal of a parameter or of the layer's slice as rows; negative values become 0."""
+    full_parameter = dataclasses.replace(layer.weight, index=())
+    matrix = (full_parameter if values.size == full_parameter.size else layer.weight).read(values)
     return jnp.maximum(matrix.reshape(*layer.stack, -1), 0)
 
 
 def check_block_damping(damping: Any, bases: Eigenbases) -> None:
-    """Refuse a damping that is none, or zero where a block is singular, as far as is known.
+    """Refuse an invalid damping, and zero where a block is singular, as far as values are concrete.
 
     Raises:
-        ValueError: a word other than ``"heuristic"``, a negative number, or zero where a factor is
-            singular to rounding, with the layer's name.
+        ValueError: a string other than ``"heuristic"``, a negative number, or zero for a factor
+            that is singular to rounding, with the layer's name.
     """
     if isinstance(damping, str):
         if damping != "heuristic":
@@ -225,9 +225,9 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
 def _check_regular(layer: Layer, side: str, values: Any) -> None:
     if isinstance(values, Tracer):
         return
-    found = np.asarray(values, np.float64)
-    rounding = found.shape[-1] * float(jnp.finfo(values.dtype).eps)
-    number = int((found <= rounding * found.max(-1, keepdims=True)).sum())
+    eigenvalues = np.asarray(values, np.float64)
+    rounding = eigenvalues.shape[-1] * float(jnp.finfo(values.dtype).eps)
+    number = int((eigenvalues <= rounding * eigenvalues.max(-1, keepdims=True)).sum())
     if number:
         raise ValueError(
             f"damping=0, and {number} eigenvalues of layer {layer.name!r} ({side}) are zero to "
@@ -237,16 +237,15 @@ def _check_regular(layer: Layer, side: str, values: Any) -> None:
 
 
 def _is_zero(damping: Any) -> bool:
-    known = not isinstance(damping, str | Tracer)
-    return known and jnp.shape(damping) == () and float(damping) == 0
+    is_concrete = not isinstance(damping, str | Tracer)
+    return is_concrete and jnp.shape(damping) == () and float(damping) == 0
 
 
-# ---------------- the blocks of a model's curvature: what each answers for, and its eigenvalues,
-# not negative
+# ---------------- blocks and the parameters they own
 
 
 class OwnedBlock(NamedTuple):
-    """A layer, and the parameters for which it answers.
+    """A layer, and the parameters that its block preconditions.
 
     Attributes:
         layer: The layer.
@@ -258,12 +257,12 @@ class OwnedBlock(NamedTuple):
 
 
 def owned_blocks(bases: Eigenbases) -> list[OwnedBlock]:
-    """The layers that answer for parameters, in their order.
+    """The layers that own parameters, in their order.
 
     Raises:
-        ValueError: a weight and a bias that is joint with it are answered for by two layers.
+        ValueError: two different layers own a weight and its joint bias.
     """
-    found = {}
+    by_name = {}
     for owner in owners(bases.layers):
         layer = owner.layer
         both = (layer.weight, owner.writes_weight), (layer.bias, owner.writes_bias)
@@ -273,17 +272,17 @@ def owned_blocks(bases: Eigenbases) -> list[OwnedBlock]:
                 f"the weight of layer {layer.name!r} and its bias are one block, and another layer "
                 'answers for one of them: collect factors with bias="separate"'
             )
-        found[layer.name] = OwnedBlock(layer, parameters)
-    return [found[layer.name] for layer in bases.layers if layer.name in found]
+        by_name[layer.name] = OwnedBlock(layer, parameters)
+    return [by_name[layer.name] for layer in bases.layers if layer.name in by_name]
 
 
 def block_eigenvalues(bases: Eigenbases, block: OwnedBlock) -> tuple[Array | None, Array | None]:
-    """Raw eigenvalues of a layer's blocks, negative ones as 0.
+    """Raw eigenvalues of a layer's blocks; negative ones become 0.
 
     Returns:
-        Of the weight, with a joint bias of both, ``(stack..., in[+1], out)``, of a diagonal
-        ``(stack..., n)``; and of a bias with a block of its own, ``(stack..., out)``. ``None`` for
-        what another layer answers for.
+        Eigenvalues of the weight's block (with a joint bias, of both), ``(stack..., in[+1], out)``,
+        or ``(stack..., n)`` for a diagonal; and of the block of a separate bias,
+        ``(stack..., out)``. ``None`` for a parameter that another layer owns.
     """
     layer, basis, weight, bias = block.layer, bases.basis(block.layer), None, None
     if isinstance(basis, DiagonalEigenbasis):
@@ -301,7 +300,7 @@ def block_eigenvalues(bases: Eigenbases, block: OwnedBlock) -> tuple[Array | Non
 def parameters_outside(
     layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Paths of the parameters that no layer answers for, or not in all of their parts."""
+    """Paths of the parameters that no layer owns completely."""
     indices = covered_indices(layers)
     return tuple(
         path
@@ -311,10 +310,10 @@ def parameters_outside(
 
 
 def check_disjoint(blocks: Sequence[OwnedBlock], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse blocks of which two answer for the same elements of a parameter.
+    """Refuse blocks if two of them own the same elements of a parameter.
 
     Raises:
-        UnknownLayerError: a parameter is not there.
+        UnknownLayerError: the bases cover a parameter that does not exist.
         ValueError: naming the layers.
     """
     readers: dict[str, list[tuple[str, ParameterMatrix]]] = {}

@@ -35,20 +35,20 @@ class KroneckerEigenbasis(NamedTuple):
 
     Attributes:
         a_values: Clipped eigenvalues of A, ``(stack..., in[+1])``.
-        a_vectors: Eigenvectors of A in columns, or ``None``: the identity where A is a
-            diagonal, or not computed (``vectors=False``).
+        a_vectors: Eigenvectors of A in columns. ``None`` if A is a diagonal, whose eigenvectors
+            are the identity, or if they were not computed (``vectors=False``).
         g_values: Clipped eigenvalues of G, ``(stack..., out)``.
         g_vectors: Like ``a_vectors``.
         a_raw_values: Eigenvalues of A as decomposed.
         g_raw_values: Eigenvalues of G as decomposed.
-        values: Of corrected bases, the clipped eigenvalues of the whole block, measured one
-            by one, ``(stack..., in[+1], out)``; ``None``: they are the products of the two.
-        raw_values: The same as measured.
-        bias_values: Of corrected bases, the clipped eigenvalues of a bias with a block of
-            its own, ``(stack..., out)``; ``None``: they are those of G.
-        bias_raw_values: The same as measured.
-        measured: Of corrected bases, ``values`` and ``raw_values`` in a unit in which they are in
-            range.
+        values: In corrected bases, the clipped eigenvalues of the full block, measured one by one,
+            ``(stack..., in[+1], out)``. ``None`` if they are products of the two factors'.
+        raw_values: ``values`` as measured, without clipping.
+        bias_values: In corrected bases, the clipped eigenvalues of a bias with a block of its own,
+            ``(stack..., out)``. ``None`` if they are those of G.
+        bias_raw_values: ``bias_values`` as measured, without clipping.
+        measured: In corrected bases, ``values`` and ``raw_values`` divided by a unit that keeps
+            them in the dtype's range.
     """
 
     a_values: Array
@@ -83,32 +83,32 @@ class DiagonalEigenbasis(NamedTuple):
 if TYPE_CHECKING:
     _Named = Mapping[str, KroneckerEigenbasis | DiagonalEigenbasis]
 else:
-    _Named = Mapping  # a runtime type checker would read an item, and so compute it
+    _Named = Mapping  # a runtime type checker would read an item, which computes it
 
 
 @serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Eigenbases(_Named):
-    """``{layer name: eigenbasis}``; values are clipped on read, stored as decomposed.
+    """``{layer name: eigenbasis}``; values are stored as decomposed and clipped when read.
 
     Attributes:
-        a: ``{layer.input: Spectrum}``: one for all layers that read the same input, with
-            the ones row and column where any of them wants it.
+        a: ``{layer.input: Spectrum}``: one for all layers that read the same input. It includes
+            the ones row and column if any of these layers needs them.
         a_without_ones: ``{layer.input: Spectrum}`` without the ones row and column, only
             for inputs read by layers with and without a bias.
         g: ``{layer.name: Spectrum}``.
         diagonals: ``{layer.name: diagonal}``, shaped like the parameter.
         layers: The layers, static.
         bias: ``"joint"`` or ``"separate"``, static.
-        max_condition: Bound of the clipping on read, static.
-        floor: Smallest eigenvalue of the clipping on read, static.
-        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``; sums over no
-            loss term read as if there were none. Those of
-            several batches in the same eigenbases are combined with ``+``, and averaged by
+        max_condition: Bound of the clipping when read, static.
+        floor: Smallest eigenvalue after clipping, static.
+        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``. If they sum
+            over no loss term, the products of the factors' eigenvalues are read instead. Combine
+            measurements of several batches in the same eigenbases with ``+``, or average them with
             :func:`update_average`.
-        origin: Of which Fisher type and likelihoods the eigenvalues are, static: as of the factors,
-            or of what was measured; ``None`` where that is not known.
+        origin: Fisher type and likelihoods of the eigenvalues, static: those of the factors or of
+            the measurement; ``None`` if not known.
     """
 
     # A pytree also holds shapes, shardings and in_axes, so the leaves are not Array here.
@@ -133,7 +133,7 @@ class Eigenbases(_Named):
         floor: float,
         origin: Origin | None = None,
     ) -> "Eigenbases":
-        """Bases of the spectra (of a diagonal, the mean) of all blocks of ``layout``."""
+        """Build bases from the spectra of all blocks of ``layout``; a diagonal's is its mean."""
         tables: dict[str, dict[str, Any]] = {}
         for place in layout.blocks:
             tables.setdefault(place.table, {})[place.key] = spectra[place]
@@ -150,7 +150,7 @@ class Eigenbases(_Named):
         )
 
     def __repr__(self) -> str:
-        """One line: the arrays would fill the screen."""
+        """One line, because the arrays would fill the screen."""
         corrected = "" if self.corrections is None else ", with measured eigenvalues"
         return (
             f"Eigenbases of {len(self)} layers, max_condition={self.max_condition:g}, "
@@ -226,12 +226,12 @@ class Eigenbases(_Named):
             ),
         )
         values, raw_values = measured.in_own_units
-        found: dict[str, Any] = {"measured": measured, "values": values, "raw_values": raw_values}
+        fields: dict[str, Any] = {"measured": measured, "values": values, "raw_values": raw_values}
         if layer.name in corrections.bias_sums:
             raw = corrections.mean(corrections.bias_sums[layer.name])
             raw = corrections.where_any(raw, g.values)
-            found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
-        return found
+            fields |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
+        return fields
 
     def diagonal_basis(self, layer: Layer) -> DiagonalEigenbasis:
         """The basis of a layer that is a diagonal, clipped over each stacked slice."""
@@ -253,7 +253,7 @@ class Eigenbases(_Named):
         state: Any,
     ) -> Corrections:
         """See :class:`jaxkfac.factors.Measurable`."""
-        from jaxkfac.curvature.ekfac import corrections_of  # which reads eigenbases
+        from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
         return corrections_of(program, self, estimator, params, batch, key, positions, state)
 
@@ -282,16 +282,16 @@ class Eigenbases(_Named):
         return finite
 
     def __add__(self, other: "Eigenbases") -> "Eigenbases":
-        """Measurements of two batches in the same eigenbases, which are taken from ``self``."""
+        """Add measurements of two batches in the same eigenbases, those of ``self``."""
         if self.corrections is not None:
             check_same_origin("measured eigenvalues", self.origin, other.origin)
         return self.decayed_sum(other, 1)
 
     def decayed_sum(self, new: "Eigenbases", decay: Any) -> "Eigenbases":
-        """These bases with the corrections ``decay * own + new``; none count as zero.
+        """These bases with corrections ``decay * own + new``; missing ones count as zero.
 
         Raises:
-            ValueError: ``new`` is not corrected, or the bases are of other layers or shapes.
+            ValueError: ``new`` is not corrected, or the bases have other layers or shapes.
         """
         check_same_layers(new, self)
         _check_same_shapes(new, self)
@@ -309,32 +309,34 @@ def _products(a_values: Array, g_values: Array, root: Array) -> Array:
 
 
 def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
-    """Refuse bases of other shapes. Other eigenvectors of the same shapes cannot be seen."""
+    """Refuse bases of other shapes. Different eigenvectors of equal shapes go unnoticed."""
     for table in ("a", "a_without_ones", "g", "diagonals"):
-        shapes, wanted = (jax.tree.map(np.shape, getattr(x, table)) for x in (new, expected))
-        if shapes != wanted:
+        shapes, expected_shapes = (
+            jax.tree.map(np.shape, getattr(x, table)) for x in (new, expected)
+        )
+        if shapes != expected_shapes:
             raise ValueError(
                 f"measured eigenvalues add up in the same eigenvectors, and these bases' {table} "
-                f"have the shapes {shapes}, expected {wanted}"
+                f"have the shapes {shapes}, expected {expected_shapes}"
             )
 
 
-def check_all_vectors(bases: Eigenbases, layer: Layer, wanted: str) -> None:
-    """Refuse bases that lack eigenvectors of a layer (``rank=``), where all are wanted."""
+def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:
+    """Refuse bases with only some eigenvectors of a layer (``rank=``), if all are needed."""
     for spectrum in bases.spectra(layer):
         if spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1:
             rows, columns = spectrum.vectors.shape[-2:]
             raise ValueError(
-                f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: {wanted} "
+                f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: {purpose} "
                 "need all of them, that is bases without rank="
             )
 
 
 def check_bases(bases: Any) -> None:
-    """Refuse what are no eigenbases: factors, say.
+    """Refuse what is not eigenbases, for example factors.
 
     Raises:
-        TypeError: naming what they are.
+        TypeError: naming what it is.
     """
     remedy = "as jk.eigendecompose(factors) gives them"
     instance_of("bases", bases, Eigenbases, remedy)
@@ -343,15 +345,15 @@ def check_bases(bases: Any) -> None:
 def map_slices(layer: Layer, raw: Array, function: Callable[[Array], Array]) -> Array:
     """Map each stacked slice of a diagonal as a row, ``(stack..., n)`` to the same shape.
 
-    Per slice, so that a scanned model is treated like its unrolled twin. ``raw`` is shaped
-    like the parameter, of which the layer may be one slice, or like that slice.
+    Clipping by slice treats a scanned model like its unrolled twin. ``raw`` is shaped like the
+    parameter, even if the layer is one slice of it, or like that slice.
     """
-    whole = dataclasses.replace(layer.weight, index=())
-    if raw.size != whole.size:
-        whole = layer.weight
-    matrix = whole.read(raw)
+    matrix_of = dataclasses.replace(layer.weight, index=())
+    if raw.size != matrix_of.size:
+        matrix_of = layer.weight
+    matrix = matrix_of.read(raw)
     rows = matrix.reshape(*matrix.shape[:-2], -1)
-    return whole.write(raw, function(rows).reshape(matrix.shape))
+    return matrix_of.write(raw, function(rows).reshape(matrix.shape))
 
 
 def identity_bases(
@@ -364,13 +366,13 @@ def identity_bases(
     """Bases in which every factor is the identity: preconditioning changes nothing.
 
     Args:
-        like: Factors, or their shapes (``stats.factor_shapes``), which say what there is.
-        max_condition: Kept for reading, as in :func:`eigendecompose`.
-        floor: Kept for reading, as in :func:`eigendecompose`.
-        eye: From a size and a dtype to the eigenvectors, by default ``jnp.eye``.
+        like: Factors, or their shapes (``stats.factor_shapes``).
+        max_condition: Stored for reading, as in :func:`eigendecompose`.
+        floor: Stored for reading, as in :func:`eigendecompose`.
+        eye: Maps a size and a dtype to the eigenvectors; ``jnp.eye`` by default.
 
     Returns:
-        Bases of the structure, shapes and dtypes :func:`eigendecompose` gives for ``like``.
+        Bases with the structure, shapes and dtypes of :func:`eigendecompose` for ``like``.
     """
     layout = layout_of(like.layers, like.bias)
     arrays = {"a": like.a_sums, "g": like.g_sums, "diagonals": like.diagonals}
@@ -382,10 +384,10 @@ def identity_bases(
             spectra[place] = jnp.ones(shape.shape, shape.dtype)
             continue
         n, dtype = block.size, shape.dtype
-        vectors: Any = None  # a vocabulary's square is gigabytes
+        vectors: Any = None  # a diagonal side may be as long as a vocabulary: its square is huge
         if source.dense:
             one = jnp.eye(n, dtype=dtype) if eye is None else eye(n, dtype)
-            numpy = np if isinstance(one, np.ndarray) else jnp  # a view, in host memory
+            numpy = np if isinstance(one, np.ndarray) else jnp  # in host memory this is a view
             vectors = numpy.broadcast_to(one, (*source.stack, *one.shape))
         spectra[place] = Spectrum(jnp.ones((*source.stack, n), dtype), vectors)
     clipping = {"max_condition": max_condition, "floor": floor}
@@ -393,9 +395,9 @@ def identity_bases(
 
 
 def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:
-    """Largest, smallest and smallest after clipping, over a stack; empty for shapes and tracers."""
+    """Largest, smallest, and smallest clipped value of a stack; empty for shapes and tracers."""
     if isinstance(raw, Tracer) or not isinstance(raw, jax.Array | np.ndarray):
         return "", "", ""
-    found = (jnp.max(raw), jnp.min(raw), jnp.min(clipped))
-    largest, smallest, raised = (number(float(x)) for x in jax.device_get(found))
+    extremes = (jnp.max(raw), jnp.min(raw), jnp.min(clipped))
+    largest, smallest, raised = (number(float(x)) for x in jax.device_get(extremes))
     return largest, smallest, raised

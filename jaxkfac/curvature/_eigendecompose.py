@@ -1,4 +1,4 @@
-"""Factors to eigenbases, and back."""
+"""Decompose factors into eigenbases, and rebuild factors from them."""
 
 import functools
 from collections import defaultdict
@@ -37,7 +37,7 @@ from jaxkfac.linalg import (
 )
 from jaxkfac.memory import whole_here
 
-# ---------------- factors to eigenbases
+# ---------------- from factors to eigenbases
 
 
 def eigendecompose(
@@ -50,15 +50,15 @@ def eigendecompose(
     dtype: DTypeLike = "float64",
     distribute: str | MeshAxis | None = None,
 ) -> Eigenbases:
-    r"""Eigendecompose every factor of a model, each distinct one once.
+    r"""Eigendecompose every factor of a model, each distinct factor once.
 
-    Layers that read the same input share one decomposition of A. Where some of them have a
-    joint bias and others none, the A without its ones row and column is decomposed as well,
-    because its eigenvectors are others.
+    Layers that read the same input share one decomposition of A. If some of them have a joint bias
+    and others have none, the A without its ones row and column is decomposed too, because its
+    eigenvectors differ.
 
     On an accelerator there is one batched call for each distinct size, over stacks and
-    layers. On the CPU, which decomposes one matrix at a time whatever the batch, and on the
-    host there is one call for each factor, so that the peak is that of one layer.
+    layers. The CPU decomposes one matrix at a time whatever the batch; there, and on the host,
+    one call is made for each factor, so that the peak memory is that of one layer.
 
     The host decomposes in float64 and rounds the results to the factors' dtype: the error of
     a float32 decomposition is divided by the smallest eigenvalues. A device decomposes in the
@@ -66,21 +66,21 @@ def eigendecompose(
 
     Args:
         factors: Sums and counts; their means are decomposed.
-        max_condition: $\kappa \ge 1$: values read as at least $\lambda_{\max}/\kappa$.
-        floor: Values read as at least this, in the factor's own units.
-        placement: ``"device"``: where the factors live. ``"host"``: in host memory; results
-            return to where the factors live. ``"auto"``: ``"device"`` inside a trace;
-            ``"host"`` on the CPU; on an accelerator, on the device in batches whose
-            workspace of ``3 n**2`` elements fits in half of the free memory, and on the host
-            where one alone does not. No factor is left out.
-        vectors: ``False`` keeps the values only, for spectra and capacity: the same values,
-            bit by bit, and the same work.
-        dtype: In which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
-            float64 are decomposed in float64 whatever it is.
-        distribute: A mesh axis, over whose devices the matrices are divided by the cubes of their
-            sizes: each is decomposed by one device, and every device has all results. The mesh
-            is that of ``jax.set_mesh`` or of the factors. Not with ``"host"``, where several
-            processes divide the work without being told.
+        max_condition: $\kappa \ge 1$: smaller values are read as $\lambda_{\max}/\kappa$.
+        floor: Smaller values are read as this, in the factor's own units.
+        placement: ``"device"``: where the factors live. ``"host"``: in host memory; the results
+            return to where the factors live. ``"auto"``: ``"device"`` inside a trace and
+            ``"host"`` on the CPU. On an accelerator, ``"auto"`` decomposes on the device in batches
+            whose workspace of ``3 n**2`` elements fits in half of the free memory, and on the host
+            if a single matrix does not fit. No factor is left out.
+        vectors: ``False`` keeps only the values, for spectra and capacity. The values are equal
+            bit by bit, and the work is the same.
+        dtype: The dtype in which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
+            float64 are always decomposed in float64.
+        distribute: A mesh axis whose devices share the matrices, divided by the cubes of their
+            sizes: each matrix is decomposed by one device, and every device has all results. The
+            mesh is that of ``jax.set_mesh`` or of the factors. Not with ``"host"``, where several
+            processes always divide the work.
 
     Returns:
         The bases, in the factors' dtype. Raw values are stored; clipping is on read.
@@ -88,11 +88,10 @@ def eigendecompose(
     Raises:
         ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,
             or ``"host"`` inside a trace; ``distribute`` names no axis of a known mesh.
-        TypeError: ``factors`` are none, but a gradient, say.
-        NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
-            ``"host"``, after a retry on the host.
-            Inside a trace and with ``"device"`` nothing raises: the values of that factor
-            are NaN, and ``bases.is_finite()`` says so.
+        TypeError: ``factors`` is not :class:`Factors`, but for example a gradient.
+        NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and ``"host"``,
+            after a retry on the host. Inside a trace and with ``"device"`` nothing raises: the
+            values of that factor are NaN, and ``bases.is_finite()`` reports it.
 
     Memory:
         The results (``n**2 + n`` elements for each factor of size ``n``), one batch of
@@ -155,7 +154,7 @@ def eigendecompose(
 
 
 def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
-    """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
+    """The matrix or diagonal that is decomposed for a block; NumPy in, NumPy out."""
 
     def mean(entry: Entry) -> Array | np.ndarray:
         table, key = entry.place
@@ -180,12 +179,12 @@ def _decompose(
     left_to_host: list[DenseMean] = []
     for side in sides:
         matrix = side.matrix
-        here = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
-        if here and placement == "auto":
+        in_host_memory = isinstance(matrix, np.ndarray)  # from a byte budget; the device lacks room
+        if in_host_memory and placement == "auto":
             left_to_host.append(side)
             continue
         where = frozenset()
-        if not here and not isinstance(matrix, Tracer):
+        if not in_host_memory and not isinstance(matrix, Tracer):
             where = frozenset(matrix.sharding.device_set)
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
@@ -211,7 +210,7 @@ def _decompose(
 def _of_one_size(
     matrices: list[Array], limit: int | None, vectors: bool, after: Array | None
 ) -> list[Spectrum]:
-    """In turn on the CPU; elsewhere in one call, or a few where ``limit`` fit at once."""
+    """Decompose in turn on the CPU; elsewhere in one call, or in batches of ``limit``."""
     in_turn = functools.partial(eigh_in_turn, vectors=vectors, after=after)
     batched = functools.partial(_batched, limit=limit, vectors=vectors)
     if limit is not None:
@@ -226,13 +225,15 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
     rows = [matrix.reshape(-1, n, n) for matrix in matrices]
     batch = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
     step = max(limit or len(batch), 1)
-    parts = [eigh_checked(batch[i : i + step], vectors=vectors) for i in range(0, len(batch), step)]
-    values = jnp.concatenate([part.values for part in parts])
-    columns = [part.vectors for part in parts if part.vectors is not None]
+    spectra = [
+        eigh_checked(batch[i : i + step], vectors=vectors) for i in range(0, len(batch), step)
+    ]
+    values = jnp.concatenate([spectrum.values for spectrum in spectra])
+    columns = [spectrum.vectors for spectrum in spectra if spectrum.vectors is not None]
     columns = jnp.concatenate(columns) if vectors else None
     results, start = [], 0
-    for matrix, own in zip(matrices, rows, strict=True):
-        stop = start + len(own)
+    for matrix, matrix_rows in zip(matrices, rows, strict=True):
+        stop = start + len(matrix_rows)
         own_columns = None if columns is None else columns[start:stop].reshape(matrix.shape)
         results.append(Spectrum(values[start:stop].reshape(matrix.shape[:-1]), own_columns))
         start = stop
@@ -240,15 +241,14 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
 
 
 def iterate_eigenbases(factors: Factors, bases: Eigenbases) -> Eigenbases:
-    r"""Eigenbases of factors, by one step of orthogonal iteration from those of others nearby.
+    r"""Update eigenbases to new factors by one step of orthogonal iteration.
 
-    A product and a QR decomposition for each side, in place of an eigendecomposition. Columns keep
+    Each side takes a product and a QR decomposition in place of an eigendecomposition. Columns keep
     their places; see ``jaxkfac.linalg.iterate_eigenvectors``.
 
     Args:
         factors: Sums and counts; their means are decomposed, in the graph.
-        bases: Eigenbases of the same layers with eigenvectors, those of a moment ago; they may be
-            of more layers.
+        bases: Recent eigenbases with eigenvectors, of the same layers; they may cover more layers.
 
     Returns:
         The bases, with the ``max_condition`` and ``floor`` of ``bases``.
@@ -273,28 +273,27 @@ def iterate_eigenbases(factors: Factors, bases: Eigenbases) -> Eigenbases:
     return Eigenbases.of_blocks(layout, spectra, **clipping, origin=factors.origin)
 
 
-# ---------------- eigenbases back to factors
+# ---------------- from eigenbases to factors
 
 
-_Place = tuple[str, str, bool]  # side, the name it is stored under, with the ones column
+_Place = tuple[str, str, bool]  # side, name under which it is stored, whether with the ones column
 
 
 def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor]:
-    r"""The factors that the clipped eigenvalues stand for, $Q \operatorname{diag}(\lambda) Q^\top$.
+    r"""Rebuild the factors from clipped eigenvalues, $Q \operatorname{diag}(\lambda) Q^\top$.
 
     Args:
         bases: From :func:`eigendecompose`.
 
     Returns:
-        ``{layer name: KroneckerFactor(a, g)}``, or ``DiagonalFactor(diagonal)``, readable
-        like :class:`Factors`: means, diagonal sides as vectors. With
-        ``max_condition=inf`` these are the factors that were decomposed, to rounding.
-        Layers that share an input share the rebuilt A; small sides of equal size are rebuilt
-        in one batched product.
+        ``{layer name: KroneckerFactor(a, g)}``, or ``DiagonalFactor(diagonal)``, which read like
+        :class:`Factors`: means, with diagonal sides as vectors. With ``max_condition=inf`` these
+        are the factors that were decomposed, to rounding. Layers that share an input share the
+        rebuilt A. Small sides of equal size are rebuilt in one batched product.
 
     Raises:
-        ValueError: the bases hold no eigenvectors, or are corrected
-            (:func:`correct_eigenvalues`): no two factors have measured eigenvalues.
+        ValueError: the bases hold no eigenvectors; or they are corrected
+            (:func:`correct_eigenvalues`), and measured eigenvalues belong to no two factors.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk

@@ -1,4 +1,4 @@
-"""Damped inverses of every factor of a model: two products precondition a layer."""
+"""Damped inverses of every factor of a model; two products precondition a layer."""
 
 import dataclasses
 import functools
@@ -42,14 +42,14 @@ PyTree = Any
 class Inverses:
     r"""Inverses of damped factors, $(A + \delta_A)^{-1}$ and $(G + \delta_G)^{-1}$.
 
-    Of several readings of one parameter only that by which it is preconditioned has any.
+    If several layers read one parameter, only the one that preconditions it has inverses.
 
     Attributes:
         a: ``{layer.name: inverse}``, ``(stack..., in[+1], in[+1])``, or a vector for a diagonal
-            side. Layers that share an input share its inverse, stored under the first of them,
-            where it is damped alike for all: not with ``"pi"``, whose split reads G.
+            side. Layers that share an input share its inverse, stored under the first of them. With
+            ``"pi"`` each layer has its own, because the split of the damping depends on G.
         g: ``{layer.name: inverse}``.
-        biases: ``{layer.name: inverse}`` of G with the whole damping, for biases with a block of
+        biases: ``{layer.name: inverse}`` of G with the full damping, for biases with a block of
             their own.
         diagonals: ``{layer.name: inverse}``, shaped like the parameter.
         layers: The layers, static.
@@ -81,7 +81,7 @@ class Inverses:
 
 @functools.lru_cache(maxsize=64)
 def _holders(layers: tuple[Layer, ...], bias: BiasMode, shared: bool) -> dict[str, str]:
-    """Under which layer's name the inverse of each layer's A is stored."""
+    """For each layer, the name of the layer under which the inverse of its A is stored."""
     first: dict[Any, str] = {}
     return {
         x.name: first.setdefault((x.input, bias == "joint" and x.bias is not None), x.name)
@@ -92,7 +92,7 @@ def _holders(layers: tuple[Layer, ...], bias: BiasMode, shared: bool) -> dict[st
 
 
 def _preconditioned(layers: tuple[Layer, ...]) -> list[Layer]:
-    """The layers that answer for a parameter: no other's inverses are ever read."""
+    """The layers that precondition a parameter; inverses of other layers are never read."""
     names = {owner.layer.name for owner in owners(layers)}
     return [layer for layer in layers if layer.name in names]
 
@@ -108,27 +108,27 @@ def invert(
 ) -> Inverses:
     r"""Invert the damped factors of a model, by Cholesky in the graph.
 
-    For a separable damping, ``"factored"``, ``"pi"`` or a pair, in which
-    $(A + \delta_A) \otimes (G + \delta_G)$ has inverses of its factors for an inverse. With
-    $\pi$ they are as in :func:`jaxkfac.linalg.kronecker_power`.
+    The damping must be separable (``"factored"``, ``"pi"`` or a pair), so that the inverse of
+    $(A + \delta_A) \otimes (G + \delta_G)$ is the product of two inverses. The split by $\pi$ is
+    that of :func:`jaxkfac.linalg.kronecker_power`.
 
-    A decomposition raises eigenvalues below $\lambda_{\max}/\kappa$ or ``floor`` one by one
-    and adds the damping then. Here a matrix gets the largest of its damping,
-    $\operatorname{tr} M / \kappa$ and ``floor``: where the damping is the largest and nothing
-    would have been raised, the two agree to rounding. Diagonals are clipped as ever.
+    An eigendecomposition raises eigenvalues below $\lambda_{\max}/\kappa$ or ``floor`` one by one
+    and then adds the damping. Here a matrix gets the largest of its damping,
+    $\operatorname{tr} M / \kappa$ and ``floor``. If the damping is the largest of these, and no
+    eigenvalue would have been raised, the two agree to rounding. Diagonals are clipped as usual.
 
     Args:
-        factors: Sums and counts; their means are inverted. Of a matrix one triangle is read, the
-            other being the same.
+        factors: Sums and counts; their means are inverted. Only one triangle of a matrix is read,
+            because it is symmetric.
         damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
-        damping_mode: ``"factored"`` or ``"pi"``; beside a pair any.
+        damping_mode: ``"factored"`` or ``"pi"``; with a pair it is not used.
         max_condition: $\kappa \ge 1$.
-        floor: Least that is added to a factor, in its own units.
+        floor: The least amount added to a factor, in its own units.
         distribute: A mesh axis over whose devices the matrices are divided, as in
             :func:`eigendecompose`.
 
     Returns:
-        The inverses; those of a factor that is not finite, or not positive definite, are NaN.
+        The inverses; NaN for a factor that is not finite or not positive definite.
 
     Raises:
         ValueError: a damping that is not separable, or an argument out of range.
@@ -205,18 +205,18 @@ def invert(
 def _factor_dampings(
     of_a: list[Array], of_g: list[Array], damping: Damping, mode: DampingMode
 ) -> list[tuple[Array, Array]]:
-    """:func:`jaxkfac.linalg.factor_damping` of each pair of means, of those alike at once."""
+    """:func:`jaxkfac.linalg.factor_damping` of each pair of means; alike pairs in one call."""
     pairs = [jnp.broadcast_arrays(a, g) for a, g in zip(of_a, of_g, strict=True)]
     of_a, of_g = [a for a, _ in pairs], [g for _, g in pairs]
-    found = list(zip(of_a, of_g, strict=True))
+    dampings = list(zip(of_a, of_g, strict=True))
     for places in alike(of_a, of_g):
         a, g = (jnp.concatenate([x[i].reshape(-1) for i in places]) for x in (of_a, of_g))
         both = factor_damping(a, g, damping=damping, mode=mode)
         ends = np.cumsum([of_a[i].size for i in places])[:-1]
         to_a, to_g = (jnp.split(jnp.broadcast_to(x, a.shape), ends) for x in both)
         for i, x, y in zip(places, to_a, to_g, strict=True):
-            found[i] = x.reshape(of_a[i].shape), y.reshape(of_g[i].shape)
-    return found
+            dampings[i] = x.reshape(of_a[i].shape), y.reshape(of_g[i].shape)
+    return dampings
 
 
 def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[Array]:
@@ -229,10 +229,10 @@ def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[
 
 
 def check_separable(damping: Any, mode: str) -> None:
-    """Refuse a damping under which a block's inverse is no product of two.
+    """Refuse a damping under which a block's inverse is not a product of two.
 
     Raises:
-        ValueError: with the remedy.
+        ValueError: the damping is not separable; the message names the remedy.
     """
     check_damping(0.0 if not isinstance(damping, tuple) else (0.0, 0.0), mode)
     if not is_separable(damping, mode):
@@ -244,12 +244,12 @@ def check_separable(damping: Any, mode: str) -> None:
 
 
 def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inverses:
-    """What :func:`invert` gives for factors that are all the identity.
+    """The result of :func:`invert` for factors that are all the identity.
 
     Args:
         like: Factors, or their shapes.
         damping: As for :func:`invert`.
-        **options: Likewise.
+        **options: Further options of :func:`invert`.
     """
     shapes = jax.eval_shape(functools.partial(invert, damping=damping, **options), like)
     layers = {layer.name: layer for layer in like.layers}
@@ -260,25 +260,25 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
 
     one = jnp.ones((), like.terms.dtype)
     to_a, to_g = factor_damping(one, one, damping=damping, mode=options["damping_mode"])
-    whole = _of_one_factor(damping, one.dtype)
+    full_damping = _of_one_factor(damping, one.dtype)
     return dataclasses.replace(
         shapes,
         a={k: filled(x, layers[k].a_dense, to_a) for k, x in shapes.a.items()},
         g={k: filled(x, layers[k].g_dense, to_g) for k, x in shapes.g.items()},
-        biases={k: filled(x, layers[k].g_dense, whole) for k, x in shapes.biases.items()},
-        diagonals={k: filled(x, False, whole) for k, x in shapes.diagonals.items()},
+        biases={k: filled(x, layers[k].g_dense, full_damping) for k, x in shapes.biases.items()},
+        diagonals={k: filled(x, False, full_damping) for k, x in shapes.diagonals.items()},
     )
 
 
 def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
-    r"""$(A + \delta_A)^{-1} W (G + \delta_G)^{-1}$ for every layer of a tree like the parameters.
+    r"""Compute $(A + \delta_A)^{-1} W (G + \delta_G)^{-1}$ for every layer of a parameter tree.
 
     Args:
-        tree: A gradient; layers that it lacks are passed over.
+        tree: A gradient; layers whose parameters it lacks are skipped.
         inverses: From :func:`invert`.
 
     Returns:
-        A tree like ``tree``; what no layer covers is as it was. The arithmetic runs in the
+        A tree like ``tree``; leaves that no layer covers are unchanged. The arithmetic runs in the
         inverses' dtype, at its highest precision.
     """
     leaves = leaves_by_path(tree)
@@ -291,9 +291,9 @@ def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
             continue
         a, g = inverses.sides(layer)
         joint = inverses.wants_ones(layer)
-        if (parts := load_parts(free, owner, joint=joint, dtype=g.dtype)) is None:
+        if (loaded := load_parts(free, owner, joint=joint, dtype=g.dtype)) is None:
             continue
-        form, kernel, row = parts
+        form, kernel, row = loaded
         if joint:
             assert kernel is not None and row is not None
             both = _times(_times(a, jnp.concatenate([kernel, row], -2)), g)
@@ -306,17 +306,17 @@ def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())
 
 
-def _times(left: Array, right: Array) -> Array:
-    """A product in which a vector of one axis less stands for a diagonal matrix."""
-    if left.ndim < right.ndim:
-        return left[..., :, None] * right
-    if right.ndim < left.ndim:
-        return left * right[..., None, :]
-    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+def _times(a: Array, y: Array) -> Array:
+    """Multiply; an operand with one axis less than the other stands for a diagonal matrix."""
+    if a.ndim < y.ndim:
+        return a[..., :, None] * y
+    if y.ndim < a.ndim:
+        return a * y[..., None, :]
+    return jnp.matmul(a, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _of_one_factor(damping: Damping, dtype: DTypeLike) -> Array:
-    """The damping of a block of a single factor."""
+    """The damping of a block that has a single factor."""
     return jnp.asarray(damping[1] if isinstance(damping, tuple) else damping, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The power of one layer's block, and which layer answers for which part of a parameter."""
+"""The power of one layer's block, and which layer preconditions which part of a parameter."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from jaxkfac.linalg import (
     scale_in_eigenbasis,
 )
 
-# ---------------- which layer answers for which part of which parameter
+# ---------------- which layer writes which parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Owner:
 
     Attributes:
         layer: The layer.
-        writes_weight: False where another layer answers for the weight.
-        writes_bias: Likewise for the bias; False where there is none.
+        writes_weight: False if another layer writes the weight.
+        writes_bias: False if another layer writes the bias, or there is none.
     """
 
     layer: Layer
@@ -47,38 +47,40 @@ class Owner:
     writes_bias: bool
 
 
-@functools.lru_cache(maxsize=64)  # it is asked for at every call outside jit
+@functools.lru_cache(maxsize=64)  # called at every call outside jit
 def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
-    """Give each (slice of a) parameter to one layer.
+    """Assign each parameter, or slice of one, to one layer.
 
-    Where several blocks cover the same parameter (a tied embedding and head, a parameter
-    used in two orientations) a dense one goes before an embedding, and among equals the one
-    that has the parameter's name: the embedding's rows are mostly zeros, the head sees every row.
+    If several blocks cover the same parameter (a tied embedding and head, a parameter used in two
+    orientations), a dense block goes before an embedding, because the embedding's rows are mostly
+    zeros and the head sees every row. Among equals the block with the parameter's name goes first.
 
     Returns:
-        The layers that write anything, least preferred first, so that where a slice and
-        its whole parameter are both covered the preferred one is written last.
+        The layers that write anything, the least preferred first: if a slice and the full parameter
+        are both covered, the preferred block is written last.
     """
-    mine = (layer for layer in layers if not layer.computed_from)
-    ranked = sorted(mine, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix))
-    taken: set[tuple[str, Index]] = set()
+    candidates = (layer for layer in layers if not layer.computed_from)
+    ranked = sorted(
+        candidates, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix)
+    )
+    assigned: set[tuple[str, Index]] = set()
     chosen = []
     for layer in ranked:
-        weight, bias = (_take(matrix, taken) for matrix in (layer.weight, layer.bias))
+        weight, bias = (_take(matrix, assigned) for matrix in (layer.weight, layer.bias))
         if weight or bias:
             chosen.append(Owner(layer, weight, bias))
     return tuple(reversed(chosen))
 
 
-def _take(matrix: ParameterMatrix | None, taken: set[tuple[str, Index]]) -> bool:
-    if matrix is None or (matrix.path, matrix.index) in taken:
+def _take(matrix: ParameterMatrix | None, assigned: set[tuple[str, Index]]) -> bool:
+    if matrix is None or (matrix.path, matrix.index) in assigned:
         return False
-    taken.add((matrix.path, matrix.index))
+    assigned.add((matrix.path, matrix.index))
     return True
 
 
 def covered_indices(layers: Sequence[Layer]) -> dict[str, set[Index]]:
-    """``{parameter path: indices of the covered slices}``; ``()`` is all of it."""
+    """``{parameter path: indices of the covered slices}``; ``()`` is the full parameter."""
     indices: dict[str, set[Index]] = {}
     for layer in layers:
         for matrix in (None if layer.computed_from else layer.weight, layer.bias):
@@ -90,8 +92,8 @@ def covered_indices(layers: Sequence[Layer]) -> dict[str, set[Index]]:
 def uncovered_mask(shape: tuple[int, ...], indices: set[Index]) -> np.ndarray:
     """True on the elements of a parameter that no slice covers.
 
-    Only as many leading axes as the longest index has are kept: the mask broadcasts
-    against the parameter after trailing axes of size 1 are added, as here they are.
+    The mask has only as many leading axes as the longest index; its trailing axes have size 1, so
+    that it broadcasts against the parameter.
     """
     depth = max((len(index) for index in indices), default=0)
     mask = np.ones(shape[:depth], bool)
@@ -100,11 +102,11 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[Index]) -> np.ndarray:
     return mask.reshape((*shape[:depth], *[1] * (len(shape) - depth)))
 
 
-# ---------------- the power of one layer's block, applied to its leaves
+# ---------------- the power of one layer's block
 
 
 class Power(NamedTuple):
-    """A damped power, as :func:`apply_power` takes it."""
+    """A damped power, with the options of :func:`apply_power`."""
 
     exponent: float
     damping: Damping
@@ -113,12 +115,12 @@ class Power(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What of a layer is known without its arrays; layers of one form are solved alike.
+    """What is known of a layer without its arrays; layers with equal forms can be stacked.
 
     Attributes:
-        joint: The bias is the last row of the block's matrix; else its block is G.
-        writes_weight: Whether the layer answers for its weight.
-        writes_bias: Likewise for the bias.
+        joint: Whether the bias is the last row of the block's matrix; otherwise its block is G.
+        writes_weight: Whether the layer writes its weight.
+        writes_bias: Whether the layer writes its bias.
     """
 
     joint: bool
@@ -130,9 +132,9 @@ class Operands(NamedTuple):
     """The arrays of one layer: its matrix ``(stack..., in, out)`` and its eigenbasis.
 
     Attributes:
-        kernel: The weight; zeros where the tree lacks it and the bias is joint with it,
-            ``None`` where the layer does not need it.
-        row: The bias, ``(stack..., 1, out)``, likewise.
+        kernel: The weight. Zeros if the tree lacks it and it has a joint bias; ``None`` if the
+            layer does not need it.
+        row: The bias, ``(stack..., 1, out)``; zeros or ``None`` in the same cases.
         basis: The layer's eigenbasis.
     """
 
@@ -144,7 +146,7 @@ class Operands(NamedTuple):
 def load_block(
     leaves: dict[str, Array], owner: Owner, bases: Eigenbases
 ) -> tuple[Form, Operands] | None:
-    """What :func:`solve` takes; ``None`` if the tree has neither weight nor bias.
+    """The arguments of :func:`solve`; ``None`` if the tree has neither weight nor bias.
 
     Raises:
         ValueError: naming a layer whose eigenvectors were not computed.
@@ -157,17 +159,17 @@ def load_block(
         raise ValueError(
             f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
         )
-    parts = load_parts(leaves, owner, joint=joint, dtype=basis.a_values.dtype)
-    if parts is None:
+    loaded = load_parts(leaves, owner, joint=joint, dtype=basis.a_values.dtype)
+    if loaded is None:
         return None
-    form, kernel, row = parts
+    form, kernel, row = loaded
     return form, Operands(kernel, row, basis)
 
 
 def load_parts(
     leaves: dict[str, Array], owner: Owner, *, joint: bool, dtype: Any
 ) -> tuple[Form, Array | None, Array | None] | None:
-    """Form, weight and bias of a layer; ``None`` if the tree has neither weight nor bias."""
+    """Read form, weight and bias of a layer; ``None`` if the tree has neither weight nor bias."""
     layer = owner.layer
     kernel_shape = (*layer.stack, layer.in_features, layer.out_features)
     row_shape = (*layer.stack, 1, layer.out_features)
@@ -180,7 +182,7 @@ def load_parts(
         writes_weight=owner.writes_weight and kernel is not None,
         writes_bias=owner.writes_bias and row is not None,
     )
-    if joint:  # each half needs the other
+    if joint:  # one matrix: a missing half is filled with zeros
         kernel = jnp.zeros(kernel_shape, dtype) if kernel is None else kernel
         row = jnp.zeros(row_shape, dtype) if row is None else row
     else:
@@ -190,9 +192,9 @@ def load_parts(
 
 
 def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
-    """The power applied to weight and bias, leading axes being a batch.
+    """Apply the power to weight and bias; leading axes are a batch.
 
-    ``None`` stands for a part that the layer does not write.
+    A result is ``None`` if the layer does not write that parameter.
     """
     kernel, row, basis = operands
     if form.joint:
@@ -210,15 +212,16 @@ def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, A
 
 
 def _apply(power: ScaledPower, matrix: Array, basis: KroneckerEigenbasis) -> Array:
-    # The root before and after: one square of it may be out of range where the result is not.
+    # The root is applied before and after: its square may be out of range when the result is not.
     vectors = basis.a_vectors, basis.g_vectors
     return scale_in_eigenbasis(matrix * power.root, power.values, *vectors) * power.root
 
 
 def quadratic(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
-    """What :func:`solve` returns, multiplied with the weight and bias: sums over their elements.
+    """Multiply weight and bias with what :func:`solve` returns, and sum over their elements.
 
-    A joint bias is in the weight's. Of a joint block the layer has to write both.
+    The sum of a joint bias is included in that of the weight. The layer of a joint block must write
+    both.
     """
     kernel, row, basis = operands
     weight, bias = None, None
@@ -238,27 +241,27 @@ def quadratic(form: Form, operands: Operands, power: Power) -> tuple[Array | Non
 def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower:
     r"""The damped power of every eigenvalue of a layer's block, ``(stack..., in[+1], out)``.
 
-    Raw eigenvalues for positive powers, clipped ones for negative powers; what the cut
-    takes away, by raw eigenvalues, is 0. Measured eigenvalues get what the damping adds to
-    the products they stand for.
+    Positive powers use raw eigenvalues and negative powers clipped ones. Eigenvalues whose raw
+    value is below ``cut`` give 0. Measured eigenvalues get the amount that the damping adds to the
+    products that they replace.
     """
     a_raw, g_raw = basis.a_raw_values, basis.g_raw_values
     raw = power.exponent > 0
     a, g = (a_raw, g_raw) if raw else (basis.a_values, basis.g_values)
     how = {"power": power.exponent, "damping": power.damping, "mode": power.mode}
     if (measured := basis.measured) is not None:
-        kept = None
+        above = None
         if power.cut:
             rows = measured.raw_values.reshape(*measured.raw_values.shape[:-2], -1)
-            kept = above_rcond(rows, power.cut).reshape(measured.raw_values.shape)
+            above = above_rcond(rows, power.cut).reshape(measured.raw_values.shape)
         values = jnp.maximum(measured.raw_values if raw else measured.values, 0)
-        return measured_power(values, measured.root, a, g, kept=kept, **how)
-    kept = kronecker_above_rcond(a_raw, g_raw, power.cut) if power.cut else None
-    return kronecker_power(a, g, kept=kept, **how)
+        return measured_power(values, measured.root, a, g, kept=above, **how)
+    above = kronecker_above_rcond(a_raw, g_raw, power.cut) if power.cut else None
+    return kronecker_power(a, g, kept=above, **how)
 
 
 def powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
-    """The same of a bias with a block of its own, ``(stack..., out)``."""
+    """Like :func:`powered_eigenvalues`, for a bias with a block of its own, ``(stack..., out)``."""
     raw, clipped = basis.g_raw_values, basis.g_values
     if basis.bias_raw_values is not None and basis.bias_values is not None:
         raw, clipped = basis.bias_raw_values, basis.bias_values
@@ -273,10 +276,10 @@ def powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Arra
 def write_solved(
     written: dict[str, Array], layer: Layer, solved: tuple[Array | None, Array | None]
 ) -> None:
-    """Write what :func:`solve` returned over its part of ``written``."""
-    for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
-        if part is not None and matrix is not None:
-            written[matrix.path] = matrix.write(written[matrix.path], part)
+    """Write the results of :func:`solve` into the layer's parameters in ``written``."""
+    for matrix, value in zip((layer.weight, layer.bias), solved, strict=True):
+        if value is not None and matrix is not None:
+            written[matrix.path] = matrix.write(written[matrix.path], value)
 
 
 def scale_diagonal(
@@ -286,18 +289,18 @@ def scale_diagonal(
     basis: DiagonalEigenbasis,
     power: Power,
 ) -> None:
-    """Write the power of a diagonal block over its part of ``written``; reads ``leaves``."""
+    """Write the power of a diagonal block into ``written``, from the values in ``leaves``."""
     if layer.weight.path not in leaves:
         return
     raw = basis.raw_diagonal
-    kept = None
+    above = None
     if power.cut:
-        kept = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype)) > 0
+        above = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype)) > 0
     scale = diagonal_power(
         raw if power.exponent > 0 else basis.diagonal,
         power=power.exponent,
         damping=power.damping,
-        kept=kept,
+        kept=above,
     )
     write_scaled(leaves, written, layer, scale)
 
@@ -305,15 +308,15 @@ def scale_diagonal(
 def write_scaled(
     leaves: dict[str, Array], written: dict[str, Array], layer: Layer, scale: Array
 ) -> None:
-    """Write ``scale`` times the leaf of a diagonal, shaped like its parameter or its part."""
+    """Write ``scale`` times a leaf; ``scale`` has the shape of the parameter or of its slice."""
     path, index = layer.weight.path, layer.weight.at
     if path not in leaves:
         return
-    part = leaves[path][index]
-    layer.weight.check(part.shape)
-    if scale.shape == leaves[path].shape:  # else it is shaped like the slice already
+    leaf = leaves[path][index]
+    layer.weight.check(leaf.shape)
+    if scale.shape == leaves[path].shape:  # otherwise it already has the shape of the slice
         scale = scale[index]
-    new = (scale.reshape(part.shape) * part.astype(scale.dtype)).astype(part.dtype)
+    new = (scale.reshape(leaf.shape) * leaf.astype(scale.dtype)).astype(leaf.dtype)
     written[path] = written[path].at[index].set(new) if index else new
 
 

@@ -1,4 +1,4 @@
-"""The blocks of some layers: the arrays of their factors, and the spectra computed from them."""
+"""The blocks of a set of layers: the arrays of their factors, and the spectra made from them."""
 
 import dataclasses
 import functools
@@ -13,22 +13,22 @@ from jaxkfac._errors import nearest
 from jaxkfac.factors import BiasMode, Factors
 from jaxkfac.interception import Layer
 
-# ---------------- a kernel that is read in both orientations: one Kronecker product for the sum of
-# two
+# ---------------- kernels that are read in both orientations
 #
-# A network that is differentiated by its inputs in reverse reads a kernel forward and backward. The
-# forward readings give $A_1 \otimes G_1$. The backward ones read rows of output features, and their
-# gradients are rows of input features: theirs is $G_2 \otimes A_2$ in the order of the first.
+# A network that is differentiated with respect to its inputs in reverse mode reads a kernel forward
+# and backward. The forward reading gives $A_1 \otimes G_1$. The backward reading has rows of output
+# features as its inputs and rows of input features as its gradients, so its block, in the order of
+# the first, is $G_2 \otimes A_2$. One Kronecker product stands for the sum of the two.
 
 
-AnyArray = Any  # of JAX or of NumPy
+AnyArray = Any  # a JAX or NumPy array
 
 
 def turned_pairs(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
-    """The layers whose kernel another layer reads in the other orientation, and that one.
+    """Pairs of layers that read the same kernel in opposite orientations.
 
-    The first has the parameter's name. An A that other layers read too has to stay what it is for
-    them, and so is left alone.
+    The first of a pair has the parameter's name. An A that further layers read stays unchanged for
+    them, so such layers form no pair.
     """
     by_path: dict[Any, list[Layer]] = {}
     for layer in layers:
@@ -37,11 +37,11 @@ def turned_pairs(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
     for layer in layers:
         readers[layer.input] = readers.get(layer.input, 0) + 1
     for group in by_path.values():
-        first, *others = sorted(group, key=lambda layer: "@" in layer.suffix)
-        for other in others:
-            alone = readers[first.input] == readers[other.input] == 1
-            if alone and first.kind == other.kind and other.weight.is_transpose_of(first.weight):
-                yield first, other
+        first, *more = sorted(group, key=lambda layer: "@" in layer.suffix)
+        for second in more:
+            alone = readers[first.input] == readers[second.input] == 1
+            if alone and first.kind == second.kind and second.weight.is_transpose_of(first.weight):
+                yield first, second
 
 
 class Side(NamedTuple):
@@ -59,7 +59,7 @@ class Side(NamedTuple):
         return (self.x * other.x).sum(self._axes)
 
     def times(self, factor: AnyArray) -> "Side":
-        """The side times one number for each entry of the stack."""
+        """Multiply the side by one number for each entry of the stack."""
         return Side(self.x * factor.reshape(*factor.shape, *[1] * len(self._axes)), self.dense)
 
     def plus(self, other: "Side") -> "Side":
@@ -69,16 +69,16 @@ class Side(NamedTuple):
         return Side(self.x.diagonal(0, -2, -1), False) if self.dense else self
 
     def without_last(self) -> "Side":
-        """Without the last row and column: the ones of a bias."""
+        """The side without its last row and column, which hold the ones of a bias."""
         return Side(self.x[..., :-1, :-1] if self.dense else self.x[..., :-1], self.dense)
 
     def padded(self, size: int) -> "Side":
-        """With zeros up to a size."""
-        missing, own = size - self.x.shape[-1], len(self._axes)
+        """The side padded with zeros up to a size."""
+        missing, num_axes = size - self.x.shape[-1], len(self._axes)
         if not missing:
             return self
         xp: Any = np if isinstance(self.x, np.ndarray) else jnp
-        widths = [(0, 0)] * (self.x.ndim - own) + [(0, missing)] * own
+        widths = [(0, 0)] * (self.x.ndim - num_axes) + [(0, missing)] * num_axes
         return Side(xp.pad(self.x, widths), self.dense)
 
 
@@ -87,16 +87,17 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
 
     In the Frobenius norm it is the leading singular pair of the sum of two outer products of
     vectors: a combination of $A_1$ and $A_2$, and one of $G_1$ and $G_2$, whose coefficients are an
-    eigenvector of a matrix of two rows. They are not negative, so both factors stay positive
-    semi-definite. Where one of the products is zero, or both G are multiples of one, it is exact.
+    eigenvector of a 2 x 2 matrix. They are not negative, so both factors stay positive
+    semi-definite. If one of the products is zero, or both G are multiples of each other, the result
+    is exact.
 
     Args:
         one: $A_1$ and $G_1$.
-        other: $A_2$ and $G_2$; sides that are smaller than those of ``one`` (they lack the ones
-            of a bias) are padded with zeros.
+        other: $A_2$ and $G_2$. Sides smaller than those of ``one`` (they lack the ones of a bias)
+            are padded with zeros.
 
     Returns:
-        The two factors; the first has the norm of $A_1$, where that is not zero.
+        The two factors; the first has the norm of $A_1$, unless that is zero.
 
     References:
         Van Loan and Pitsianis, Approximation with Kronecker products, 1993.
@@ -111,16 +112,16 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     rho = over(over(a1.inner(a2), norms[0]), norms[1])
     tau = over(over(g1.inner(g2), norms[2]), norms[3])
     w1, w2 = norms[0] * norms[2], norms[1] * norms[3]
-    whole = xp.maximum(w1, w2)
-    w1, w2 = over(w1, whole), over(w2, whole)
-    # Of sides of norm one the coefficients in A are the leading eigenvector of this matrix.
+    largest = xp.maximum(w1, w2)
+    w1, w2 = over(w1, largest), over(w2, largest)
+    # For sides of norm one the coefficients in A are the leading eigenvector of this matrix.
     cross = w1 * w2 * tau
     m11, m12 = w1**2 + cross * rho, w1**2 * rho + cross
     m21, m22 = cross + w2**2 * rho, cross * rho + w2**2
     half = (m11 - m22) / 2
     root = xp.sqrt(half**2 + m12 * m21)
     u1, u2 = xp.where(half >= 0, root + half, m12), xp.where(half >= 0, m21, root - half)
-    none = (u1 == 0) & (u2 == 0)  # both are as near
+    none = (u1 == 0) & (u2 == 0)  # both products are equally near
     u1, u2 = xp.where(none, xp.ones_like(u1), u1), xp.where(none, xp.ones_like(u2), u2)
     v1, v2 = w1 * (u1 + rho * u2), w2 * (rho * u1 + u2)
     length = xp.sqrt(u1**2 + u2**2 + 2 * rho * u1 * u2)
@@ -129,9 +130,9 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     def combined(x: Side, y: Side, times: AnyArray, of: Sequence[AnyArray]) -> Side:
         return x.times(over(of[0], of[2]) * times).plus(y.times(over(of[1], of[3]) * times))
 
-    left = combined(a1, a2, scale / length, (u1, u2, norms[0], norms[1]))
-    right = combined(g1, g2, whole / (length * scale), (v1, v2, norms[2], norms[3]))
-    return left, right
+    a = combined(a1, a2, scale / length, (u1, u2, norms[0], norms[1]))
+    g = combined(g1, g2, largest / (length * scale), (v1, v2, norms[2], norms[3]))
+    return a, g
 
 
 def _alike(x: Side, y: Side) -> tuple[Side, Side]:
@@ -140,11 +141,11 @@ def _alike(x: Side, y: Side) -> tuple[Side, Side]:
     return x, y.padded(x.x.shape[-1])
 
 
-# ----------------
+# ---------------- entries and blocks
 
 
 class Place(NamedTuple):
-    """A table of :class:`Factors` or :class:`Eigenbases`, and a key of it."""
+    """A table of :class:`Factors` or :class:`Eigenbases`, and a key in it."""
 
     table: str
     key: str
@@ -155,10 +156,10 @@ class Entry:
     """One array of factors.
 
     Attributes:
-        place: ``a`` or ``g`` or ``diagonals``, and the key.
-        name: What errors call it.
+        place: Table ``a``, ``g`` or ``diagonals``, and the key.
+        name: Its name in error messages.
         stack: Shape of the stacked axes; ``()`` for a diagonal, which is one vector.
-        size: Of a side, or of the whole diagonal.
+        size: Size of the side, or of the full diagonal.
         dense: Whether it is a matrix.
     """
 
@@ -170,27 +171,27 @@ class Entry:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the array, ``None`` for a diagonal: that of its parameter."""
+        """Shape of the array; ``None`` for a diagonal, which has its parameter's shape."""
         if self.place.table == "diagonals":
             return None
         return (*self.stack, *[self.size] * (1 + self.dense))
 
     @property
     def elements(self) -> int:
-        """How many numbers are stored."""
-        each = self.size * (self.size + 1) // 2 if self.dense else self.size
-        return math.prod(self.stack) * each
+        """How many distinct numbers it has; a symmetric matrix counts one triangle."""
+        per_matrix = self.size * (self.size + 1) // 2 if self.dense else self.size
+        return math.prod(self.stack) * per_matrix
 
 
 class Orientations(NamedTuple):
     """The factors of a kernel that is read in both orientations.
 
     Attributes:
-        a: Of the reading that has the parameter's name.
-        g: Likewise.
-        turned_a: Of the other one.
-        turned_g: Likewise.
-        turned_ones: Whether ``turned_a`` ends in the ones of that reading's own bias, which is no
+        a: A of the reading that has the parameter's name.
+        g: G of that reading.
+        turned_a: A of the other reading.
+        turned_g: G of the other reading.
+        turned_ones: Whether ``turned_a`` ends in the ones of that reading's own bias, which is not
             part of the kernel.
     """
 
@@ -202,27 +203,27 @@ class Orientations(NamedTuple):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All that the product is computed from."""
+        """All entries that the product is computed from."""
         return self.a, self.g, self.turned_a, self.turned_g
 
     def product(self, mean: Callable[[Entry], Any]) -> tuple[Any, Any]:
-        """A and G of the nearest Kronecker product to the sum of both, from means."""
+        """A and G of the Kronecker product nearest to the sum of both readings, from means."""
         a, g, turned_a, turned_g = (Side(mean(x), x.dense) for x in self.entries)
         if self.turned_ones:
             turned_a = turned_a.without_last()
-        left, right = nearest_product((a, g), (turned_g, turned_a))
-        return left.x, right.x
+        nearest_a, nearest_g = nearest_product((a, g), (turned_g, turned_a))
+        return nearest_a.x, nearest_g.x
 
 
 @dataclasses.dataclass(frozen=True)
 class EigenBlock:
-    """One spectrum of the eigenbases.
+    """One spectrum of the eigenbases, and what it is computed from.
 
     Attributes:
-        place: ``a``, ``a_without_ones``, ``g`` or ``diagonals``, and the key.
+        place: Table ``a``, ``a_without_ones``, ``g`` or ``diagonals``, and the key.
         source: The entry it is computed from.
         without_ones: Whether the last row and column of the source are left out.
-        both: Of a kernel that is read in both orientations: all that it is computed from.
+        both: For a kernel that is read in both orientations, all entries it is computed from.
     """
 
     place: Place
@@ -236,7 +237,7 @@ class EigenBlock:
         return (self.source,) if self.both is None else self.both.entries
 
     def mean(self, mean: Callable[[Entry], Any]) -> Any:
-        """What is decomposed, from the means of entries."""
+        """The matrix or diagonal that is decomposed, from the means of entries."""
         if self.both is not None:
             return self.both.product(mean)[self.place.table == "g"]
         matrix = mean(self.source)
@@ -246,24 +247,24 @@ class EigenBlock:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in error messages."""
         return self.source.name + " without its ones" * self.without_ones
 
     @property
     def size(self) -> int:
-        """Of the side."""
+        """Size of the side."""
         return self.source.size - self.without_ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What :func:`layout_of` says of some layers; a shared input has one entry.
+    """The entries and blocks of a set of layers; a shared input has one entry.
 
     Attributes:
         layers: The layers.
         bias: ``"joint"`` or ``"separate"``.
-        entries: Every array of factors, each once.
-        blocks: Every spectrum, each once.
+        entries: Every array of the factors, without repeats.
+        blocks: Every spectrum, without repeats.
     """
 
     layers: tuple[Layer, ...]
@@ -272,42 +273,46 @@ class Layout:
     blocks: dict[Place, EigenBlock]
 
     def merged(self, factors: Factors, *, complete: bool) -> "Layout":
-        """This layout with the layers of ``factors`` that it lacks at its end.
+        """This layout, with the layers of ``factors`` that it lacks appended.
 
         Args:
-            factors: Of some of its layers, or of others.
-            complete: Whether others are refused.
+            factors: Factors of some of its layers, or of new ones.
+            complete: Whether new layers are refused.
 
         Raises:
-            ValueError: the two disagree about a layer, or about biases; or a layer is refused.
+            ValueError: the two disagree about a layer or about biases, or a new layer is refused.
         """
         if factors.layers == self.layers and factors.bias == self.bias:
             return self
         if factors.bias != self.bias:
             raise ValueError(f"factors have bias={factors.bias!r}, expected {self.bias!r}")
-        known = {layer.name: layer for layer in self.layers}
+        by_name = {layer.name: layer for layer in self.layers}
         for layer in factors.layers:
-            if known.get(layer.name, layer) != layer:
-                raise ValueError(f"factors hold {layer}, expected {known[layer.name]}")
-        new = tuple(layer for layer in factors.layers if layer.name not in known)
+            if by_name.get(layer.name, layer) != layer:
+                raise ValueError(f"factors hold {layer}, expected {by_name[layer.name]}")
+        new = tuple(layer for layer in factors.layers if layer.name not in by_name)
         if not new:
             return self
         if complete:
             raise ValueError(
                 f"factors have the layer {new[0].name!r}, which was not expected; the nearest are "
-                f"{nearest(new[0].name, list(known))}"
+                f"{nearest(new[0].name, list(by_name))}"
             )
         return layout_of((*self.layers, *new), self.bias)
 
     def groups(self, count: int) -> list[list[EigenBlock]]:
-        """Blocks in groups of about equal work; what is computed from one entry is in one group."""
+        """Groups of about equal work; blocks that share an entry are in the same group."""
         joint: dict[Place, Place] = {}
         for block in self.blocks.values():
             places = [entry.place for entry in block.sources]
-            known = {joint.get(place, place) for place in places}
+            joint_places = {joint.get(place, place) for place in places}
             first = joint.get(places[0], places[0])
             joint |= dict.fromkeys(places, first)
-            joint |= {place: first for place, other in joint.items() if other in known}
+            joint |= {
+                place: first
+                for place, representative in joint.items()
+                if representative in joint_places
+            }
         by_entry: dict[Place, list[EigenBlock]] = {}
         for block in self.blocks.values():
             by_entry.setdefault(joint[block.source.place], []).append(block)
@@ -320,7 +325,7 @@ class Layout:
         return groups
 
 
-@functools.lru_cache(maxsize=64)  # it is asked for at every call outside jit
+@functools.lru_cache(maxsize=64)  # called at every call outside jit
 def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
     """The entries and blocks of ``layers``."""
     like = factors_without_arrays(layers, bias)
@@ -331,22 +336,22 @@ def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
         for entry in _entries_of(layer, ones=ones):
             place = entry.place
             bare = place.table == "a" and ones and not like.wants_ones(layer)
-            own = Place("a_without_ones", place.key) if bare else place
+            block_place = Place("a_without_ones", place.key) if bare else place
             source = entries.setdefault(place, entry)
-            blocks.setdefault(own, EigenBlock(own, source, bare))
+            blocks.setdefault(block_place, EigenBlock(block_place, source, bare))
     for layer, turned in turned_pairs(layers):
         places = [Place(t, k) for x in (layer, turned) for t, k in (("a", x.input), ("g", x.name))]
         turned_ones = like.has_ones(turned.input)
         a, g, turned_a, turned_g = (entries[place] for place in places)
         both = Orientations(a, g, turned_a, turned_g, turned_ones)
-        if bias == "joint" or layer.bias is None:  # else the bias's block is G alone
+        if bias == "joint" or layer.bias is None:  # a separate bias uses the first G by itself
             for place in places[:2]:
                 blocks[place] = dataclasses.replace(blocks[place], both=both)
     return Layout(layers, bias, entries, blocks)
 
 
 def factors_without_arrays(layers: tuple[Layer, ...], bias: BiasMode) -> Factors:
-    """Factors that know of every layer where its ones are."""
+    """Factors without arrays, which still know which inputs have ones."""
     return Factors({}, {}, {}, {}, None, layers, bias)
 
 

@@ -1,4 +1,4 @@
-"""Where factors are decomposed, how the work is divided, and how results are sharded."""
+"""Where factors are decomposed, how work is divided over devices, and where results go."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,27 +16,26 @@ from jaxkfac.curvature._layout import EigenBlock
 from jaxkfac.linalg import HostDType, HostSpectrum, Spectrum, eigh_on_host, in_sequence
 from jaxkfac.memory import ProcessGroup, free_bytes, in_equal_shares, put_leaf, whole_here
 
-# ---------------- where a factor is decomposed: on its own device while its workspace fits, else
-# on the host
+# ---------------- memory of a decomposition
 
 
 Placement = Literal["auto", "device", "host"]
 
-_WORKSPACE_MATRICES = 3  # the one that is overwritten, and the scratch of one
-_LARGEST_CALL = 2**31 - 1  # bytes of matrices
+_WORKSPACE_MATRICES = 3  # the matrix that is overwritten, and scratch of two matrices
+_LARGEST_CALL = 2**31 - 1  # bytes of matrices in one batched call
 
 
 def solver_scratch(n: int, number: int, itemsize: int) -> int:
-    r"""Bytes that one call takes beside its matrices and results, to decompose all of one size.
+    r"""Bytes of scratch that one call needs to decompose matrices of one size.
 
-    $1 + 6 n + 2 n^2$ elements for each matrix that is decomposed at the same time: LAPACK's, by
-    its documentation. cuSOLVER's says what it takes when it runs, and has no formula in its
-    documentation; for its batched solver this is LAPACK's for as many matrices as jaxlib gives
-    it at once, which are at most 2**31 - 1 bytes.
+    It counts $1 + 6 n + 2 n^2$ elements for each matrix that is decomposed at the same time, beside
+    matrices and results. That is LAPACK's documented workspace. cuSOLVER documents no formula and
+    reports its workspace at run time; for its batched solver this assumes LAPACK's workspace for as
+    many matrices as jaxlib passes at once, which take at most 2**31 - 1 bytes.
 
     Args:
         n: Rows of a matrix.
-        number: Of matrices; 1 where they are decomposed in turn.
+        number: Number of matrices; 1 if they are decomposed in turn.
         itemsize: Bytes of an element.
 
     References:
@@ -49,15 +48,15 @@ def solver_scratch(n: int, number: int, itemsize: int) -> int:
 
 
 def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
-    """How many ``(n, n)`` matrices can be decomposed at once where an array lies.
+    """How many ``(n, n)`` matrices fit on an array's device while they are decomposed.
 
-    Half of what ``memory_stats`` says is free is used; the rest is left to results and
-    fragmentation. ``None`` is no known limit (the CPU keeps no such count). On devices of several
-    processes the least of what they find.
+    This uses half of the free memory that ``memory_stats`` reports; the other half is for results
+    and fragmentation. ``None`` means no known limit (the CPU has no such count). If the devices
+    belong to several processes, the smallest of their answers counts.
 
     Args:
-        n: Size.
-        dtype: Of the matrices.
+        n: Size of a matrix.
+        dtype: The dtype of the matrices.
         like: The array, or a device.
     """
     is_array = isinstance(like, jax.Array)
@@ -72,20 +71,20 @@ def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
 
 
 def device_of(sharding: Sharding) -> Any:
-    """The device to ask about memory: the first that is of this process."""
+    """The device whose memory is asked: the first that belongs to this process."""
     return next(iter(sharding.addressable_devices), next(iter(sharding.device_set)))
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether ``x`` belongs to an accelerator but lies in host memory."""
+    """Whether ``x`` belongs to an accelerator but is stored in host memory."""
     return "host" in (x.sharding.memory_kind or "") and device_of(x.sharding).platform != "cpu"
 
 
-# ---------------- the sharding of results: that of the factor they were computed from, replicated
+# ---------------- sharding of results
 
 
 class ResultSharding(NamedTuple):
-    """Where results of one factor go, without holding the factor.
+    """Where results of one factor go; it does not hold the factor itself.
 
     Attributes:
         factor: The factor's sharding, ``None`` for a NumPy array.
@@ -102,7 +101,7 @@ class ResultSharding(NamedTuple):
 
     @property
     def sharding(self) -> Sharding | None:
-        """Where results are committed to: replicated, ``None`` for uncommitted results."""
+        """The sharding of results: replicated; ``None`` for uncommitted results."""
         factor = self.factor if self.committed else None
         if isinstance(factor, NamedSharding):
             return NamedSharding(factor.mesh, PartitionSpec(), memory_kind=factor.memory_kind)
@@ -113,19 +112,18 @@ UNCOMMITTED = ResultSharding(None, False)
 
 
 def result_sharding(factor: Any) -> ResultSharding:
-    """Results of a sharded factor are replicated, those of an uncommitted one uncommitted."""
+    """Results of a sharded factor are replicated; those of an uncommitted one are uncommitted."""
     if not isinstance(factor, jax.Array):
         return UNCOMMITTED
     return ResultSharding(factor.sharding, factor.committed)
 
 
 def put_result(result: np.ndarray, like: ResultSharding, *, gives_up: bool = False) -> Array:
-    """Put a host result where its factor lives, in memory of its own or, given up, in its."""
+    """Put a host result where its factor lives; with ``gives_up`` it may keep the host buffer."""
     return put_leaf(result, like.sharding, gives_up=gives_up)
 
 
-# ---------------- matrices divided among the devices of a mesh axis, each solved by one of them,
-# in the graph
+# ---------------- work divided among the devices of a mesh axis
 
 
 PyTree = Any
@@ -136,7 +134,7 @@ class MeshAxis(NamedTuple):
 
     Attributes:
         mesh: The mesh.
-        name: Of the axis.
+        name: Name of the axis.
     """
 
     mesh: Mesh | AbstractMesh
@@ -149,10 +147,10 @@ class MeshAxis(NamedTuple):
 
     @staticmethod
     def check(distribute: Any) -> None:
-        """Refuse what names no single axis, when a transformation is built.
+        """Refuse a value that names no single axis, when a transformation is built.
 
         Raises:
-            TypeError: it is neither a name nor an axis nor ``None``.
+            TypeError: it is not a name, an axis or ``None``.
         """
         if not (distribute is None or isinstance(distribute, str | MeshAxis)):
             raise TypeError(
@@ -163,11 +161,11 @@ class MeshAxis(NamedTuple):
 
     @classmethod
     def of(cls, name: str, *trees: PyTree) -> "MeshAxis":
-        """The axis of that name in the mesh that ``jax.set_mesh`` has set, or that arrays lie on.
+        """The axis of that name, in the mesh set by ``jax.set_mesh`` or the mesh of the arrays.
 
         Args:
-            name: Of the axis.
-            trees: Arrays. Traced ones say their mesh only where its axes are explicit.
+            name: Name of the axis.
+            trees: Arrays. Traced arrays show their mesh only if its axes are explicit.
 
         Raises:
             ValueError: no mesh is known, it has no such axis, or a ``jax.shard_map`` has divided
@@ -208,24 +206,24 @@ def _mesh_of(x: Any) -> Mesh | AbstractMesh | None:
 def solve_divided(
     problems: Sequence[tuple[Array, ...]], solve: Callable[..., PyTree], axis: MeshAxis
 ) -> list[PyTree]:
-    """Solve each problem on one device of an axis, and have the results on all of them.
+    """Solve each problem on one device of an axis, and return the results on all of them.
 
-    Slices of stacks are problems of their own. They are divided by the cubes of their sizes, the
-    largest first, so that no device has more than its equal share and the largest one. One
-    device solves what it has of one size in one call.
+    Slices of stacks are separate problems. They are divided by the cubes of their sizes, the
+    largest first, so that no device has more than an equal share plus the largest problem. A
+    device solves its problems of one size in one call.
 
     Args:
         problems: Each ``((stack..., n, n), (stack...), ...)``: a matrix and numbers beside it.
-        solve: ``solve(matrices, *numbers)``, with one leading axis each, to a tree of arrays
+        solve: ``solve(matrices, *numbers)``, with one leading axis each, returns a tree of arrays
             with that axis.
-        axis: Over whose devices.
+        axis: The mesh axis whose devices divide the work.
 
     Returns:
-        The results of the problems, each with its stack's axes.
+        The results of the problems, with the axes of their stacks.
 
     Memory:
-        Every device has the results of all; their exchange is one sum over devices, of arrays
-        that are zero but on one of them.
+        Every device has the results of all. They are exchanged as one sum over devices, of arrays
+        that are zero except on one of them.
     """
     stacks = [matrix.shape[:-2] for matrix, *_ in problems]
     flat = [
@@ -238,13 +236,13 @@ def solve_divided(
     like = [jax.eval_shape(solve, *problem) for problem in flat]
 
     def of_device(device: int) -> Callable[[list[tuple[Array, ...]]], list[PyTree]]:
-        own = [unit for unit, owner in zip(units, owners, strict=True) if owner == device]
+        assigned = [unit for unit, owner in zip(units, owners, strict=True) if owner == device]
 
         def run(flat: list[tuple[Array, ...]]) -> list[PyTree]:
             out = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree) for tree in like]
             after: Array | None = None
             by_size: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-            for i, j in own:
+            for i, j in assigned:
                 by_size[tuple((x.shape[1:], x.dtype) for x in flat[i])].append((i, j))
             for members in by_size.values():
                 columns = zip(*([x[j] for x in flat[i]] for i, j in members), strict=True)
@@ -282,7 +280,7 @@ def solve_divided(
     ]
 
 
-# ---------------- decompositions in host memory: one after the other, or divided among processes
+# ---------------- decompositions in host memory
 
 
 class DenseMean(NamedTuple):
@@ -293,13 +291,13 @@ class DenseMean(NamedTuple):
 
 
 def solve_on_host(means: Sequence[DenseMean], *, vectors: bool, dtype: HostDType) -> list[Spectrum]:
-    """The spectra of matrices, where the matrices live.
+    """The spectra of matrices, placed where the matrices live.
 
-    Those on devices of several processes are divided among these, one slice of a stack at a time;
-    every process calls this with the same ones, in the same order.
+    If the devices of a matrix belong to several processes, these divide the work, one slice of a
+    stack at a time. Every process calls this with the same matrices, in the same order.
 
     Raises:
-        NonFiniteFactorError: naming the layer; in each of the processes.
+        NonFiniteFactorError: naming the layer; raised in every process.
         ProcessesDisagreeError: another process failed, or has other matrices.
     """
     groups: dict[ProcessGroup, list[int]] = {}
@@ -315,30 +313,33 @@ def solve_on_host(means: Sequence[DenseMean], *, vectors: bool, dtype: HostDType
     spectra = []
     for i, mean in enumerate(means):
         name, matrix = mean.block.name, mean.matrix
-        found = solved.pop(i, None) or eigh_on_host(matrix, name=name, dtype=dtype)
+        spectrum = solved.pop(i, None) or eigh_on_host(matrix, name=name, dtype=dtype)
         where = result_sharding(matrix)
-        assert found.vectors is not None
-        columns = put_result(found.vectors, where, gives_up=True) if vectors else None
-        spectra.append(Spectrum(put_result(found.values, where), columns))
+        assert spectrum.vectors is not None
+        columns = put_result(spectrum.vectors, where, gives_up=True) if vectors else None
+        spectra.append(Spectrum(put_result(spectrum.values, where), columns))
     return spectra
 
 
 def _shared(
     means: Sequence[DenseMean], group: ProcessGroup, dtype: HostDType
 ) -> list[HostSpectrum]:
-    parts = [(i, at) for i, mean in enumerate(means) for at in np.ndindex(mean.block.source.stack)]
-    costs = [means[i].block.size ** 3 for i, _ in parts]
-    owners = dict(zip(parts, in_equal_shares(costs, len(group.devices)), strict=True))
-    failure, found = None, []
+    slices = [(i, at) for i, mean in enumerate(means) for at in np.ndindex(mean.block.source.stack)]
+    costs = [means[i].block.size ** 3 for i, _ in slices]
+    owners = dict(zip(slices, in_equal_shares(costs, len(group.devices)), strict=True))
+    failure, results = None, []
     for i, (block, matrix) in enumerate(means):
-        here = np.asarray(whole_here(matrix))
-        values, vectors = np.zeros(here.shape[:-1], here.dtype), np.zeros_like(here)
-        found.append((values, vectors))
-        own = [at for j, at in parts if j == i and owners[j, at] == group.rank]
-        for at in own if failure is None else []:
+        local_matrix = np.asarray(whole_here(matrix))
+        values, vectors = (
+            np.zeros(local_matrix.shape[:-1], local_matrix.dtype),
+            np.zeros_like(local_matrix),
+        )
+        results.append((values, vectors))
+        assigned = [at for j, at in slices if j == i and owners[j, at] == group.rank]
+        for at in assigned if failure is None else []:
             name = block.name + (f" at stack index {at}" if at else "")
             try:
-                values[at], vectors[at] = eigh_on_host(here[at], name=name, dtype=dtype)
+                values[at], vectors[at] = eigh_on_host(local_matrix[at], name=name, dtype=dtype)
             except Exception as error:
                 failure = error
                 break
@@ -349,4 +350,4 @@ def _shared(
     for text in group.told(str(failure) if of_matrix else ""):
         if text:
             raise NonFiniteFactorError(text)
-    return [HostSpectrum(*(group.combined(part) for part in whole)) for whole in found]
+    return [HostSpectrum(*(group.combined(x) for x in result)) for result in results]

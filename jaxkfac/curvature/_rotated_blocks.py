@@ -1,4 +1,4 @@
-"""Gradients in the eigenbasis, block by block, and their quadratic forms."""
+"""Quadratic forms of gradients, and gradients in the eigenbasis, block by block."""
 
 import math
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from jaxkfac.interception import Layer
 from jaxkfac.kinds import in_unit, rotate_gradients
 from jaxkfac.linalg import ScaledPower
 
-# ---------------- gradients multiplied with themselves, through a damped power of the curvature
+# ---------------- quadratic forms of gradients
 
 
 def quadratic_forms(
@@ -48,12 +48,12 @@ def quadratic_forms(
 ) -> Float[Array, " many"]:
     r"""$\nabla_m^\top (F + \delta)^p \nabla_m$ for gradients stacked along a leading axis.
 
-    Where every element has one block that answers for it, the blocks' parts are weighed sums of
-    squares in the eigenbasis, with half the products that :func:`precondition_many` takes. Else
-    that is what is multiplied.
+    If every element belongs to one block only, the form is a weighted sum of squares in the
+    eigenbasis, which takes half the products of :func:`precondition_many`. Otherwise the result of
+    that function is multiplied with the gradients.
 
     Args:
-        gradients: As for :func:`precondition_many`, like all that follows.
+        gradients: As for :func:`precondition_many`; so are the other arguments.
         bases: The eigenbases.
         damping: $\delta$.
         power: $p$.
@@ -63,31 +63,31 @@ def quadratic_forms(
     """
     if not _answered_once(bases, gradients):
         solved = precondition_many(gradients, bases, damping, power)
-        parts = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
+        forms = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
     else:
-        parts = [
-            part.sum(range(len(layer.stack)))
+        forms = [
+            form.sum(range(len(layer.stack)))
             for layer, both in by_block(gradients, bases, damping, power, quadratic)
-            for part in both
-            if part is not None
+            for form in both
+            if form is not None
         ]
-    return sum(parts[1:], parts[0])
+    return sum(forms[1:], forms[0])
 
 
 def block_powers(
     bases: Eigenbases, layer: Layer, damping: BlockDamping, power: float = -1.0
 ) -> tuple[ScaledPower, Array | None]:
-    r"""$(\lambda + \delta)^p$ of a layer's block, and of a bias that has one of its own.
+    r"""$(\lambda + \delta)^p$ of a layer's block, and of a separate bias.
 
     Args:
         bases: The eigenbases.
-        layer: One with two factors.
+        layer: A layer with two factors.
         damping: $\delta$, as for :func:`precondition_many`.
         power: $p$.
 
     Returns:
-        ``(stack..., in[+1], out)``, by a root that gradients are multiplied by, and
-        ``(stack..., out)`` or ``None``.
+        ``(stack..., in[+1], out)`` with the root that gradients are multiplied by; and
+        ``(stack..., out)`` for a separate bias, or ``None``.
     """
     basis = bases.basis(layer)
     assert isinstance(basis, KroneckerEigenbasis)
@@ -95,8 +95,8 @@ def block_powers(
 
     def one(basis: KroneckerEigenbasis) -> tuple[ScaledPower, Array | None]:
         both = Power(power, of_block(basis, damping), "exact", 0.0)
-        own = Power(power, of_bias(basis, damping), "exact", 0.0)
-        bias = powered_output_eigenvalues(basis, own) if own_bias else None
+        bias_power = Power(power, of_bias(basis, damping), "exact", 0.0)
+        bias = powered_output_eigenvalues(basis, bias_power) if own_bias else None
         return powered_eigenvalues(basis, both), bias
 
     for _ in layer.stack:
@@ -105,7 +105,7 @@ def block_powers(
 
 
 def _answered_once(bases: Eigenbases, leaves: Mapping[str, Any]) -> bool:
-    """Whether one layer answers for each element, and for a weight and a bias that is joint."""
+    """Whether every element belongs to one layer, and a weight and its joint bias to the same."""
     shapes = {path: leaf.shape[1:] for path, leaf in leaves.items()}
     try:
         check_disjoint(owned_blocks(bases), shapes)
@@ -114,18 +114,17 @@ def _answered_once(bases: Eigenbases, leaves: Mapping[str, Any]) -> bool:
     return True
 
 
-# ---------------- gradients in the eigenbasis: each block's part, and what a damped power does to
-# it there
+# ---------------- gradients in the eigenbasis
 
 
 class RotatedPart(NamedTuple):
-    """One block's part of a gradient: a weight, with a joint bias both, or a bias by itself.
+    """One block's part of a gradient: a weight (with its joint bias), or a separate bias.
 
     Attributes:
-        layer: The layer that answers for it.
-        shape: ``(stack..., rows, columns)``: ``(in[+1], out)`` of a weight, ``(1, n)`` of a
-            diagonal and of a bias.
-        is_bias: Whether it is a bias with a block of its own.
+        layer: The layer that owns it.
+        shape: ``(stack..., rows, columns)``: ``(in[+1], out)`` for a weight, ``(1, n)`` for a
+            diagonal or a bias.
+        is_bias: Whether it is a separate bias.
     """
 
     layer: Layer
@@ -134,7 +133,7 @@ class RotatedPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """How many elements it has."""
         return math.prod(self.shape)
 
 
@@ -142,23 +141,23 @@ def rotated_parts(bases: Eigenbases) -> tuple[RotatedPart, ...]:
     """The parts of a gradient, in the order of :func:`rotated`.
 
     Raises:
-        ValueError: bases whose eigenvectors are not all there (``rank=``), in which a gradient is
-            not rotated but projected; or a weight and a joint bias that two layers answer for.
+        ValueError: bases with only some eigenvectors (``rank=``), which would project a gradient
+            instead of rotating it; or a weight and a joint bias that belong to two layers.
     """
-    parts = []
+    all_parts = []
     for block in owned_blocks(bases):
         layer, stack = block.layer, block.layer.stack
         if layer.is_diagonal:
             columns = layer.weight.size // math.prod(stack)
-            parts.append(RotatedPart(layer, (*stack, 1, columns), is_bias=False))
+            all_parts.append(RotatedPart(layer, (*stack, 1, columns), is_bias=False))
             continue
         check_all_vectors(bases, layer, "rotated gradients")
         joint, out = bases.wants_ones(layer), layer.out_features
         if layer.weight in block.parameters:
-            parts.append(RotatedPart(layer, (*stack, layer.in_features + joint, out), False))
+            all_parts.append(RotatedPart(layer, (*stack, layer.in_features + joint, out), False))
         if layer.bias in block.parameters and not joint:
-            parts.append(RotatedPart(layer, (*stack, 1, out), is_bias=True))
-    return tuple(parts)
+            all_parts.append(RotatedPart(layer, (*stack, 1, out), is_bias=True))
+    return tuple(all_parts)
 
 
 def rotated(
@@ -171,24 +170,24 @@ def rotated(
     Args:
         gradients: ``{parameter path: (many, *parameter)}``.
         bases: Eigenbases with all vectors.
-        done: ``{layer name: (stack..., many, in[+1], out)}`` of weights, with a joint bias of
-            both, that are rotated already; ``gradients`` may lack these.
+        done: ``{layer name: (stack..., many, in[+1], out)}``: weights (with their joint bias)
+            that are already rotated; ``gradients`` may lack these.
     """
-    found = []
+    rotated_values = []
     for block in owned_blocks(bases):
         weight, bias = rotated_block(gradients, bases, block)
         if done is not None and block.layer.name in done:
             weight = done[block.layer.name]
-        found += [part for part in (weight, bias) if part is not None]
-    return found
+        rotated_values += [x for x in (weight, bias) if x is not None]
+    return rotated_values
 
 
 def rotated_block(
     gradients: Mapping[str, Float[Array, "many ..."]], bases: Eigenbases, block: OwnedBlock
 ) -> tuple[Array | None, Array | None]:
-    """Rotate one block: its weight, together with a joint bias, and a bias of its own.
+    """Rotate one block: its weight, together with a joint bias, and a separate bias.
 
-    ``None`` for what the block does not have, and for a weight that ``gradients`` lacks.
+    A result is ``None`` if the block does not have it, and for a weight that ``gradients`` lacks.
     """
     layer = block.layer
     kernel, row = (
@@ -217,8 +216,8 @@ class PartPower(NamedTuple):
 
     Attributes:
         values: ``(stack..., rows, columns)``.
-        root: ``(stack..., 1, 1)``: by its square the values are to be multiplied, which by itself
-            may be out of range.
+        root: ``(stack..., 1, 1)``. Multiply the values by its square; the square itself may be out
+            of range.
     """
 
     values: Array
@@ -229,31 +228,31 @@ def rotated_powers(
     bases: Eigenbases, damping: BlockDamping, power: float = -1.0
 ) -> list[PartPower]:
     r"""$(\lambda + \delta)^p$ of every block, in the order of :func:`rotated_parts`."""
-    found = []
+    powers = []
     for block in owned_blocks(bases):
         layer, basis = block.layer, bases.basis(block.layer)
         one = jnp.ones((*layer.stack, 1, 1), jnp.float32)
         if isinstance(basis, DiagonalEigenbasis):
             scale = diagonal_power_of(layer, basis, damping, power)[..., 0, :, :]
-            found.append(PartPower(scale, one.astype(scale.dtype)))
+            powers.append(PartPower(scale, one.astype(scale.dtype)))
             continue
         both, bias = block_powers(bases, layer, damping, power)
         if layer.weight in block.parameters:
-            found.append(PartPower(both.values, both.root))
+            powers.append(PartPower(both.values, both.root))
         if layer.bias in block.parameters and not bases.wants_ones(layer):
             assert bias is not None
-            found.append(PartPower(bias[..., None, :], one.astype(bias.dtype)))
-    return found
+            powers.append(PartPower(bias[..., None, :], one.astype(bias.dtype)))
+    return powers
 
 
 def rotated_squares(
-    parts: list[Float[Array, "..."]], bases: Eigenbases
+    gradients: list[Float[Array, "..."]], bases: Eigenbases
 ) -> list[Float[Array, "..."]]:
-    """Sums of squares, in the units in which :class:`Corrections` hold them."""
-    found = []
-    for part, about in zip(parts, rotated_parts(bases), strict=True):
+    """Sums of squares over examples, in the units of :class:`Corrections`."""
+    squares = []
+    for gradient, about in zip(gradients, rotated_parts(bases), strict=True):
         layer, many = about.layer, len(about.layer.stack)
-        whole_range = layer.is_diagonal or about.is_bias  # squares that are in range
-        unit = None if whole_range else bases.block_root(layer)
-        found.append(jnp.square(in_unit(part, unit)).sum(many))
-    return found
+        in_range = layer.is_diagonal or about.is_bias  # their squares need no unit
+        unit = None if in_range else bases.block_root(layer)
+        squares.append(jnp.square(in_unit(gradient, unit)).sum(many))
+    return squares

@@ -1,4 +1,4 @@
-"""Sums and averages of factors: over steps, batches and devices."""
+"""Sums and averages of factors over steps, batches and devices."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from jaxkfac.linalg import has_panels, panel_shapes
 
 @runtime_checkable
 class OfLayers(Protocol):
-    """Something with a block for each layer: factors, eigenbases."""
+    """A collection with one block for each layer, such as factors or eigenbases."""
 
     @property
     def layers(self) -> tuple[Layer, ...]: ...
@@ -34,10 +34,10 @@ class OfLayers(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """Sums and counts beside something that stays: corrected eigenbases."""
+    """Fixed eigenvectors with sums and counts that are averaged: corrected eigenbases."""
 
     def decayed_sum(self, new: Any, decay: ArrayLike) -> Any:
-        """``decay`` times the own sums and counts, plus those of ``new``."""
+        """``decay`` times its own sums and counts, plus those of ``new``."""
         ...
 
 
@@ -45,10 +45,10 @@ Average = TypeVar("Average", bound=Factors | Measured)
 
 
 def zeros_like(shapes: Factors) -> Factors:
-    """Factors of nothing: zero sums and zero counts, the neutral element of ``+``.
+    """Factors with zero sums and zero counts, the neutral element of ``+``.
 
     Args:
-        shapes: Factors, or their shapes as ``stats.factor_shapes`` gives them.
+        shapes: Factors, or their shapes from ``stats.factor_shapes``.
 
     Returns:
         Factors of the same layers, shapes and dtypes; their means read as 0.
@@ -63,30 +63,30 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
 
     $$ \frac{\sum_t \beta^{T-t} \Sigma_t}{\sum_t \beta^{T-t} n_t}, $$
 
-    is debiased by itself: after the first step it is that step's mean, with no
-    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much. A sum whose
-    count is zero is nothing new: its average stays as it is.
+    needs no bias correction: after the first step it is that step's mean, with no $1 - \beta^t$ to
+    divide by, and a step with twice as many rows counts twice as much. A sum whose count is zero
+    leaves its average unchanged.
 
-    Corrected eigenbases (:func:`correct_eigenvalues`) are averaged alike: their measured
-    eigenvalues are, in the eigenvectors of ``average``, in which both must have been measured.
+    Corrected eigenbases (:func:`correct_eigenvalues`) are averaged in the same way. Their measured
+    eigenvalues are averaged in the eigenvectors of ``average``; both must have been measured there.
 
     Args:
-        average: The average so far; start from :func:`zeros_like`, or from eigenbases that
-            are not corrected yet. Its dtypes are kept.
-        factors: This step's factors, or corrected eigenbases. The ``origin`` stays that of
-            ``average``, also where they are of another Fisher type; eigenbases that are not
-            corrected yet get that of the first measured ones.
+        average: The average so far. Start from :func:`zeros_like`, or from eigenbases that are not
+            corrected yet. Its dtypes are kept.
+        factors: This step's factors, or corrected eigenbases. The result keeps the ``origin`` of
+            ``average`` even if these are of another Fisher type; eigenbases that are not corrected
+            yet get the origin of the first measured ones.
         decay: $\beta \in [0, 1)$; may be traced.
 
     Returns:
-        The new average, still sums and counts.
+        The new average, again as sums and counts.
 
     Raises:
-        ValueError: ``decay`` is known and out of range, or the two are of different layers.
+        ValueError: ``decay`` is concrete and out of range, or the two have different layers.
         TypeError: one is factors and the other is not.
 
     Memory:
-        One elementwise pass; under ``jit`` with a donated average nothing beyond it.
+        One elementwise pass; under ``jit`` with a donated average nothing else.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -128,17 +128,17 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
 
 
 def _decay_of(count: Any, decay: ArrayLike) -> Array:
-    """How much of an average stays beside a contribution: all of it, where that is empty."""
+    """The factor for an average beside a contribution; 1 if the contribution is empty."""
     return jnp.where(count > 0, decay, 1.0)
 
 
 def _over(beta: Array, total: Any) -> Array:
-    """What holds for each entry of a stack, for the matrices of that stack."""
+    """Reshape one value for each entry of a stack to broadcast over the stack's matrices."""
     return beta.reshape(beta.shape + (1,) * (total.ndim - beta.ndim))
 
 
 def check_decay(decay: Any) -> None:
-    """Refuse a decay outside ``[0, 1)`` where its value is known."""
+    """Refuse a decay outside ``[0, 1)`` if its value is concrete."""
     if isinstance(decay, Tracer):
         return
     if not isinstance(decay, ArrayLike) or np.shape(decay) != ():
@@ -148,13 +148,13 @@ def check_decay(decay: Any) -> None:
 
 
 def check_like(like: Any) -> None:
-    """Refuse a ``like`` that says nothing of factors: parameters, say."""
+    """Refuse a ``like`` that is not factors or their shapes, for example parameters."""
     remedy = "as stats.factor_shapes(params, batch) gives them"
     instance_of("like", like, Factors, remedy)
 
 
 def check_factors(factors: Any, expected: OfLayers) -> None:
-    """Refuse what are no factors, and factors of other layers than expected."""
+    """Refuse what is not factors, and factors of other layers than expected."""
     remedy = "as jk.value_grad_and_factors gives them beside value and gradient"
     instance_of("factors", factors, Factors, remedy)
     check_same_layers(factors, expected)
@@ -174,38 +174,40 @@ def check_same_layers(factors: OfLayers, expected: OfLayers) -> None:
     for name in factors:
         if name not in expected:
             raise ValueError(f"factors have the layer {name!r}, which was not expected")
-    other = next((a, b) for a, b in zip(factors.layers, expected.layers, strict=True) if a != b)
-    raise ValueError(f"factors hold {other[0]}, expected {other[1]}")
+    difference = next(
+        (a, b) for a, b in zip(factors.layers, expected.layers, strict=True) if a != b
+    )
+    raise ValueError(f"factors hold {difference[0]}, expected {difference[1]}")
 
 
-# ---------------- sums of so many batches that float32 would lose them
+# ---------------- sums of very many batches
 
 
 Summed = TypeVar("Summed")
-# A plain sum of so many alike terms may have lost 1e-5: each addition rounds by 2**-24 of what
-# there is by then, which is half of the whole on average.
+# Adding this many similar terms in float32 may lose 1e-5 of the sum: each addition rounds by up to
+# 2**-24 of the partial sum, which on average is half of the final sum.
 PLAIN_TERMS = 256
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LongSum(Generic[Summed]):
-    r"""A sum that also keeps what each addition rounds off, for very many terms.
+    r"""A sum of very many terms that also keeps the rounding error of each addition.
 
-    A plain float32 sum of $n$ alike terms rounds each to a multiple of the sum's last digit,
-    which after $n$ terms is up to $n \varepsilon$ of one: of 200,000 batches 1 % may be lost, in
-    the same direction each time. Here the error stays near $\varepsilon$ whatever $n$ is. An
-    average with a decay $\beta$ needs none of this: it is a sum of $1 / (1 - \beta)$ terms.
+    A plain float32 sum of $n$ similar terms rounds each term to a multiple of the sum's last digit.
+    After $n$ terms that is up to $n \varepsilon$ of one term: with 200,000 batches 1 % may be lost,
+    in the same direction each time. Here the error stays near $\varepsilon$ for any $n$. An
+    average with a decay $\beta$ does not need this: it is a sum of $1 / (1 - \beta)$ terms.
 
-    Build it with :meth:`zeros`, then add: ``total = total + factors``. The structure stays, so
-    it can be the carry of a ``scan``.
+    Build it with :meth:`zeros`, then add: ``total = total + factors``. Its structure never changes,
+    so it can be the carry of a ``scan``.
 
     Attributes:
         total: The sum.
-        rounded: What ``total`` is too large by, in the same structure.
+        rounded: The amount by which ``total`` is too large, in the same structure.
 
     Memory:
-        Twice that of what is summed; under ``jit`` with a donated sum nothing beyond it.
+        Twice that of the summed arrays; under ``jit`` with a donated sum nothing else.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -227,11 +229,11 @@ class LongSum(Generic[Summed]):
 
     @classmethod
     def zeros(cls, shapes: Summed) -> "LongSum[Summed]":
-        """A sum of nothing.
+        """An empty sum.
 
         Args:
-            shapes: Factors, the ``corrections`` of corrected eigenbases, or any tree of arrays
-                that combine by adding; or their shapes.
+            shapes: Factors, the ``corrections`` of corrected eigenbases, or any tree of arrays that
+                combine by adding; or their shapes.
         """
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return cls(nothing(), nothing())
@@ -248,21 +250,22 @@ class LongSum(Generic[Summed]):
         return LongSum(total, jax.tree.map(jnp.subtract, gained, owed))
 
 
-# ---------------- what devices that share a batch add up of the factors
+# ---------------- bytes that devices exchange
 
 
-_OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows, which shapes say
+_OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows; shapes determine them
 
 
 def exchanged_bytes(statistics: Statistics, platform: str) -> int:
-    """Bytes of the sums that devices add up in one backward pass, each with some of the examples.
+    """Bytes that devices sum in one backward pass, each device holding some of the examples.
 
-    Statistics are added where a product over rows gives them: whole, or the panels of one
-    triangle. Numbers of rows, one for each layer where there is a mask, are not among them.
+    A product over rows is summed where it is formed, as a full matrix or as the panels of one
+    triangle. Numbers of rows are not counted here; they are exchanged for each layer if there is
+    a mask.
 
     Args:
-        statistics: Of the layers.
-        platform: Whose products of rows are meant.
+        statistics: The statistics of the layers.
+        platform: The platform whose products of rows are counted.
     """
     return sum(_of_layer(statistics, layer, platform) for layer in statistics.layers)
 
@@ -284,7 +287,7 @@ def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
 
 
 def _elements(layer: Layer, size: int, platform: str) -> int:
-    """Of a stack of matrices, or of one: of its triangle's panels, where it is wide."""
+    """Elements of a stack of matrices, or of a single matrix: of its triangle's panels if wide."""
     if layer.stack or not has_panels(size, platform):
         return math.prod(layer.stack) * size**2
     return sum(rows * columns for rows, columns in panel_shapes(size))

@@ -1,4 +1,4 @@
-"""Factors under a budget of bytes: several passes, each of which leaves before the next."""
+"""Factors under a budget of bytes: several passes; each leaves the device before the next."""
 
 import copy
 import dataclasses
@@ -30,18 +30,18 @@ _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
 class _Key(NamedTuple):
-    """Which compiled program a pass runs."""
+    """Identifies the compiled program that a pass runs."""
 
     parts: tuple[tuple[str, PassPart], ...]
-    gradient: bool | None  # None: no gradient, but the value
+    gradient: bool | None  # None: the value without the gradient
 
 
 class Budgets(NamedTuple):
-    """Bytes of factors that a collection can be held to.
+    """Limits in bytes for the factors of a collection.
 
     Attributes:
-        least: The largest side of a layer, at one iteration.
-        whole: Enough for a single pass.
+        least: The smallest limit: the largest side of a layer, at one iteration.
+        whole: The smallest limit under which a single pass suffices.
     """
 
     least: int
@@ -49,12 +49,12 @@ class Budgets(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What one pass computes without the gradient.
+    """The result of one pass that computes no gradient.
 
     Attributes:
         value: As in ``ValueGradAndFactors``.
-        factors: What the pass gathers, on the device; of a stacked array as many iterations as
-            its window has.
+        factors: What the pass gathers, on the device. A stacked array has as many iterations as
+            the window of the pass.
     """
 
     value: Any
@@ -62,10 +62,10 @@ class PassResult(NamedTuple):
 
 
 class BudgetedCollector:
-    """What ``value_grad_and_factors`` returns under ``max_factor_bytes``; not to be jitted.
+    """What ``value_grad_and_factors`` returns under ``max_factor_bytes``; do not jit it.
 
-    The passes of one compiled program could all be alive at once, so this callable compiles
-    its passes itself and fetches the factors of each before the next begins.
+    In a single compiled program the factors of all passes could be alive at once. So this callable
+    compiles its passes itself and fetches the factors of each before the next begins.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class BudgetedCollector:
             batch: The batch.
             key: For dropout and sampled labels; the same in every pass.
             positions: Which positions exist.
-            labels: In place of sampled ones.
+            labels: Labels in place of sampled ones.
             state: What a call changes; the same in every pass.
-            step: In place of the sink's, and for ``every=``.
+            step: The step number for ``every=``; it also replaces the sink's step.
 
         Returns:
-            ``(value, grads, factors)``. The factors are NumPy arrays in host memory; with a
-            sink they hold no layer: each pass pushed its own.
+            ``(value, grads, factors)``. The factors are NumPy arrays in host memory. With a
+            sink they contain no layer, because each pass pushed its own.
 
         Raises:
             MemoryBudgetError: one side of one layer is larger than the budget.
@@ -121,31 +121,31 @@ class BudgetedCollector:
             return self._without_factors(params, call)
         layers = self._collector.traced(params, call).table.layers
         value = grads = None
-        whole = _Whole(layers)
+        assembly = _Assembly(layers)
         for number, one in enumerate(plan.passes):
             if number == 0:
                 value, grads, factors = self._program(one, True)(params, call, one.start)
             else:
                 factors = self._program(one, False)(params, call, one.start)
-            part = _on_host(factors, one, layers)
-            whole.loss_terms = part.loss_terms
+            pass_factors = _on_host(factors, one, layers)
+            assembly.loss_terms = pass_factors.loss_terms
             if self._sink is None:
-                whole.add(part, one)
+                assembly.add(pass_factors, one)
             else:
                 service, at = self._sink
-                service.push(part, at if step is None else step, first_iteration=one.start)
-        return ValueGradAndFactors(value, grads, whole.factors())
+                service.push(pass_factors, at if step is None else step, first_iteration=one.start)
+        return ValueGradAndFactors(value, grads, assembly.factors())
 
     @property
     def adaptation(self) -> Callable[..., AdaptationOfBatch]:
-        """See ``FactorCollector``; it needs no factors, and so no budget."""
+        """See ``FactorCollector``; it needs no factors, so the budget does not matter."""
         return self._collector.adaptation
 
     def under(self, max_factor_bytes: int) -> "BudgetedCollector":
-        """The same under another budget; what is traced already is not traced again."""
-        other = copy.copy(self)
-        other._budget = max_factor_bytes
-        return other
+        """A copy with another budget, which shares the traces."""
+        rebudgeted = copy.copy(self)
+        rebudgeted._budget = max_factor_bytes
+        return rebudgeted
 
     def plan(
         self,
@@ -164,7 +164,7 @@ class BudgetedCollector:
         )
 
     def budgets(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Budgets:
-        """The least budget, and that of a single pass; nothing is computed."""
+        """The least budget, and the least budget of a single pass; nothing is computed."""
         traced = self._collector.traced(params, self._collector.checked(batch, key))
         statistics, vjps = self._collector.statistics(traced), self._collector.vjps
         least = smallest_budget(statistics, vjps=vjps)
@@ -176,25 +176,25 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
     ) -> Call:
-        """The arguments of a program of :meth:`pass_program`."""
+        """The arguments for a program of :meth:`pass_program`."""
         return self._collector.checked(batch, key, positions)
 
     def pass_program(self, one: Pass) -> Any:
-        """One pass without the gradient, for a caller that runs each over many batches.
+        """One pass without the gradient, for a caller that runs each pass over many batches.
 
         Returns:
-            A jitted ``(params, call, start) -> PassResult``: ``call`` is of :meth:`call`, ``start``
-            is ``one.start`` as an int32. Passes with the same ``parts`` share it.
+            A jitted ``(params, call, start) -> PassResult``, where ``call`` comes from :meth:`call`
+            and ``start`` is ``one.start`` as an int32. Passes with equal ``parts`` share it.
         """
-        known = _Key(tuple(one.parts.items()), None)
-        if known not in self._programs:
-            self._programs[known] = jax.jit(functools.partial(self._run, known))
-        return self._programs[known]
+        program_key = _Key(tuple(one.parts.items()), None)
+        if program_key not in self._programs:
+            self._programs[program_key] = jax.jit(functools.partial(self._run, program_key))
+        return self._programs[program_key]
 
     def lower(
         self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
     ) -> list[tuple[Pass, Any]]:
-        """Each pass with its lowered program, to ``.compile()`` and read memory and cost from."""
+        """Each pass with its lowered program; ``.compile()`` it to read memory and cost."""
         plan = self.plan(params, batch, key)
         call = self._collector.checked(batch, key)
         return [
@@ -207,12 +207,12 @@ class BudgetedCollector:
         return self._collector.factor_shapes(*args, **kwargs)
 
     def _without_factors(self, params: PyTree, call: Call) -> ValueGradAndFactors:
-        """The gradient alone: zeros in host memory; nothing for a sink."""
+        """The gradient alone; factors are zeros in host memory, or empty with a sink."""
         if self._gradient is None:
             self._gradient = jax.jit(self._run_gradient)
         value, grads, loss_terms = self._gradient(params, call)
         if self._sink is not None:
-            zeros = _Whole(()).factors()
+            zeros = _Assembly(()).factors()
         else:
             like = self._collector.types(params, call)
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
@@ -225,16 +225,18 @@ class BudgetedCollector:
 
     def _program(self, one: Pass, gradient: bool) -> Any:
         """A jitted pass; windows of one size share it, because their start is an argument."""
-        known = _Key(tuple(one.parts.items()), gradient)
-        if known not in self._programs:
-            self._programs[known] = jax.jit(functools.partial(self._run, known))
-        return self._programs[known]
+        program_key = _Key(tuple(one.parts.items()), gradient)
+        if program_key not in self._programs:
+            self._programs[program_key] = jax.jit(functools.partial(self._run, program_key))
+        return self._programs[program_key]
 
     def _run(
         self, what: _Key, params: PyTree, call: Call, at: Int[Array, ""]
     ) -> ValueGradAndFactors | PassResult | Factors:
         parts = dict(what.parts)
-        windows = {name: Window(at, part.rows) for name, part in parts.items() if part.rows}
+        windows = {
+            name: Window(at, gathered.rows) for name, gathered in parts.items() if gathered.rows
+        }
         out = self._collector.gather(
             params, call, parts=parts, windows=windows, gradient=bool(what.gradient)
         )
@@ -245,21 +247,23 @@ class BudgetedCollector:
 
 def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
     """One pass's factors in host memory, without rows beyond the end of a scan."""
-    known = {layer.name: layer for layer in layers}
+    layers_by_name = {layer.name: layer for layer in layers}
     fetched = jax.device_get(jax.tree.map(whole_here, factors))
 
     def copied(kind: dict[str, Any]) -> dict[str, Any]:
         out = {}
         for name, value in kind.items():
             windowed = name in one.parts and one.parts[name].rows is not None
-            out[name] = np.array(value[: known[name].stack[0] - one.start] if windowed else value)
-            out[name].flags.writeable = False  # a service may keep it as it is
+            out[name] = np.array(
+                value[: layers_by_name[name].stack[0] - one.start] if windowed else value
+            )
+            out[name].flags.writeable = False  # a service may keep the array without a copy
         return out
 
     out = Factors(
         **{kind: copied(getattr(fetched, kind)) for kind in _SUMS},
         terms=np.array(fetched.terms),
-        layers=tuple(known.get(x.name) or x for x in fetched.layers),
+        layers=tuple(layers_by_name.get(x.name) or x for x in fetched.layers),
         bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
         corrections=None,
@@ -270,8 +274,8 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
     return out
 
 
-class _Whole:
-    """Factors put together from the parts that passes bring; empty where none came."""
+class _Assembly:
+    """Assemble the factors that passes bring into one ``Factors``; empty if none came."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._order = [layer.name for layer in layers]
@@ -282,22 +286,26 @@ class _Whole:
         self._bias: BiasMode = "joint"
         self._origin: Origin | None = None
 
-    def add(self, part: Factors, one: Pass) -> None:
-        """Put one part in its place."""
-        self._terms, self._bias, self._origin = part.terms, part.bias, part.origin
-        self._layers |= {layer.name: layer for layer in part.layers}
-        for kind, whole in self._sums.items():
-            for name, value in getattr(part, kind).items():
+    def add(self, pass_factors: Factors, one: Pass) -> None:
+        """Put the factors of one pass in their place."""
+        self._terms, self._bias, self._origin = (
+            pass_factors.terms,
+            pass_factors.bias,
+            pass_factors.origin,
+        )
+        self._layers |= {layer.name: layer for layer in pass_factors.layers}
+        for kind, sums in self._sums.items():
+            for name, value in getattr(pass_factors, kind).items():
                 if name not in one.parts or one.parts[name].rows is None:
-                    whole[name] = value
+                    sums[name] = value
                     continue
-                if name not in whole:
+                if name not in sums:
                     length = self._layers[name].stack[0]
-                    whole[name] = np.zeros((length, *value.shape[1:]), value.dtype)
-                whole[name][one.start : one.start + len(value)] = value
+                    sums[name] = np.zeros((length, *value.shape[1:]), value.dtype)
+                sums[name][one.start : one.start + len(value)] = value
 
     def factors(self) -> Factors:
-        """What was put together, its layers in the program's order."""
+        """The assembled factors, with layers in the program's order."""
         order = sorted(self._layers, key=[*self._order, *self._layers].index)
         layers = tuple(self._layers[name] for name in order)
         return Factors(

@@ -1,4 +1,4 @@
-"""Build the function that returns value, gradient and factors, its options checked."""
+"""Check the options of ``value_grad_and_factors`` and build its collector."""
 
 import numbers
 from collections.abc import Callable
@@ -47,93 +47,94 @@ def value_grad_and_factors(
 
     $$A = \tfrac{1}{NS} \sum a a^\top, \qquad G = \tfrac{1}{NR} \sum g g^\top ,$$
 
-    or, with ``sharing="reduce"``, the same of each example's mean input row and summed $g$:
+    or, with ``sharing="reduce"``, from each example's mean input row and summed $g$:
     $A = \tfrac1N \sum \bar a \bar a^\top$,
     $G = \tfrac{1}{NR} \sum_n (\sum_s g)(\sum_s g)^\top$.
 
-    Where examples are coupled (batch statistics), $g$ is the gradient with respect to the row with
-    everything else in the batch held as it is, and an example's gradient the sum over its rows.
+    If examples are coupled (batch statistics), $g$ is the gradient with respect to one row while
+    everything else in the batch stays fixed, and an example's gradient is the sum over its rows.
 
-    A weight that is computed from parameters (weight norm, a merged adapter) has factors under the
-    name of the largest of them and ``@effective``; each parameter behind it has the diagonal
-    $\tfrac{1}{NR} \sum_n \gamma_n^2$ of each example's gradient $\gamma_n$, from a second pass.
+    A weight computed from parameters (weight norm, a merged adapter) has factors under the name of
+    the largest of these parameters, with ``@effective`` appended. Each parameter behind it has the
+    diagonal $\tfrac{1}{NR} \sum_n \gamma_n^2$, with $\gamma_n$ the gradient of one example, from
+    a second pass.
 
     Args:
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
-        fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
-            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further VJPs of
-            the same linearisation. ``"exact"``: the expectation over labels; one VJP for
-            each loss term of an example and each output column, right where outputs mix
-            tokens. Where examples are coupled (batch statistics), or are not known not to be, one
-            for each example besides; the number is printed. ``"forward"``: G is the identity.
-            ``"exact_if_terms_do_not_mix"``: one VJP for each column, shared by all terms: equal to
-            ``"exact"`` under expand where no layer mixes the terms of an example, and biased
-            elsewhere (refused where examples are coupled). Or an ``Estimator`` of
-            your own, with its own samples and chunk.
-        sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
-            over all positions, uses and iterations. Embeddings use expand under either.
-        bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
-            is G. Either speaks of a bias added to one product; one added to a sum of products,
-            as ``b`` in ``x @ w + h @ u + b``, is a lone bias.
-        scales: For normalisation scales and lone biases: ``"diagonal"``: as the sharing
-            says, squares of each position's or each example's gradient.
-            ``"exact_diagonal"``: each example's, under either sharing: the diagonal of the
-            Fisher itself. ``"full_block"``: the whole block
+        fisher: ``"empirical"``: the given targets, with the gradient's own backward pass.
+            ``"mc"``: labels sampled from the model, unbiased; takes ``samples`` further VJPs of the
+            same linearization. ``"exact"``: the expectation over labels; takes one VJP for each
+            loss term of an example and each output column, and is correct where outputs mix tokens.
+            If examples are coupled (batch statistics), or may be, each example takes its own VJPs;
+            their number is printed. ``"forward"``: G is the identity.
+            ``"exact_if_terms_do_not_mix"``: one VJP for each column, shared by all terms. It equals
+            ``"exact"`` under expand if no layer mixes the terms of an example, and is biased
+            otherwise (refused if examples are coupled). Or an ``Estimator`` of your own, with its
+            own samples and chunk.
+        sharing: ``"expand"``: every position is a row. ``"reduce"``: every example is one row,
+            over all positions, uses and iterations. Embeddings always use expand.
+        bias: ``"joint"``: a column of ones is appended to the inputs. ``"separate"``: the bias
+            block is G. Both apply to a bias added to one product. A bias added to a sum of
+            products, as ``b`` in ``x @ w + h @ u + b``, is a lone bias.
+        scales: For normalization scales and lone biases. ``"diagonal"``: squares of the gradient at
+            each position or of each example, as ``sharing`` says.
+            ``"exact_diagonal"``: squares of each example's gradient under either sharing, which
+            is the diagonal of the Fisher itself. ``"full_block"``: the full block
             $\tfrac{1}{NR} \sum_n \gamma_n \gamma_n^\top$ of each example's gradient
-            $\gamma_n$, read as ``g`` beside an ``a`` of one.
+            $\gamma_n$, stored as ``g`` with an ``a`` of one.
         layers: Full-match pattern over layer names; ``None`` is all.
         experts: See ``find_layers``.
-        uncovered: What to do with parameters that no rule covers: ``"raise"``, a
-            per-example ``"diagonal"`` by a second pass (refused where examples are coupled,
-            because it runs each alone), or ``"ignore"``.
-        max_dense: A larger side is kept as a diagonal.
-        has_aux: Whether the function returns ``(value, aux)``; an ``Objective`` says so
-            itself.
-        loss_terms: Number of rows a scalar loss is the mean of.
+        uncovered: What to do with parameters that no rule covers: ``"raise"``; a per-example
+            ``"diagonal"`` by a second pass, which runs each example alone and is refused if
+            examples are coupled; or ``"ignore"``.
+        max_dense: A larger side is stored as a diagonal.
+        has_aux: Whether a scalar loss returns ``(value, aux)``; an ``Objective`` has its own
+            ``has_aux``.
+        loss_terms: Number of rows that a scalar loss is the mean of.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
         max_factor_bytes: Most bytes of factors on the device at once, a number or
-            ``"4GB"``. Collection runs as many backward passes as that takes, each over some
-            layers and some iterations of a scan; every layer is computed, and no parameter is
-            copied. The callable compiles its passes itself (do not jit it), prints their number,
-            and returns factors in host memory.
-        sink: ``(service, step)``: a ``HostCurvature`` that takes each pass's factors in place
-            of returning them; with ``max_factor_bytes`` only.
-        subsample: The part of the rows, in (0, 1], that Gram products are formed of, drawn anew
-            for each layer from the call's ``key``. Sums are scaled to the rows there are and
-            counts are of all of them, so factors are unbiased; diagonals and counts stay exact.
-            Rows that are split over devices are gathered.
-        every: Factors are collected at steps that are multiples of this. The call needs
-            ``step=``; at the other steps it costs a gradient, and sums and counts are zero: to
-            ``update_average``, ``kfac``, ``HostCurvature`` and ``multi_steps`` (which then needs
-            ``terms=`` too) that is nothing new.
-        precision: Of Gram products of float32 rows: ``"highest"``, or ``"auto"`` for the
-            precision in which the layer's own product runs (TF32, bfloat16 passes). Those of
-            bfloat16 rows are one pass, summed in float32. ``python -m benchmarks.precision``
-            prints what is lost: see ``benchmarks/results/precision.md``.
-        examples: ``"apart"`` is your word that no example's output depends on another example,
-            where the program does not prove it: then ``"exact"`` runs no example by itself, and
-            a second pass may run each alone. It is recorded in ``factors.origin``, does not speak
-            against a program that shows where they meet, and is tested by
-            :func:`jaxkfac.check_coverage`.
+            ``"4GB"``. Collection takes as many backward passes as needed, each over some layers and
+            some iterations of a scan; every layer is computed, and no parameter is copied. The
+            callable compiles its passes itself (do not jit it), prints their number, and returns
+            factors in host memory.
+        sink: ``(service, step)``: a ``HostCurvature`` that receives each pass's factors, which are
+            then not returned; with ``max_factor_bytes`` only.
+        subsample: The fraction of rows, in (0, 1], that Gram products are formed from, drawn anew
+            for each layer from the call's ``key``. Sums are scaled to all rows and counts are those
+            of all rows, so factors are unbiased; diagonals and counts stay exact. Rows that are
+            sharded over devices are gathered.
+        every: Collect factors at steps that are multiples of this. The call needs ``step=``. At the
+            other steps it costs a gradient, and sums and counts are zero. ``update_average``,
+            ``kfac``, ``HostCurvature`` and ``multi_steps`` (which then needs ``terms=`` too) take
+            such factors as no new data.
+        precision: For Gram products of float32 rows: ``"highest"``, or ``"auto"`` for the
+            precision in which the layer's own product runs (TF32, bfloat16 passes). Products of
+            bfloat16 rows take one pass, summed in float32. ``python -m benchmarks.precision``
+            prints the loss of accuracy: see ``benchmarks/results/precision.md``.
+        examples: ``"apart"`` declares that no example's output depends on another example, for
+            programs that do not prove it. Then ``"exact"`` shares backward passes among examples,
+            and a second pass may run each example alone. It is recorded in ``factors.origin``. It
+            does not override a program that shows where examples meet.
+            :func:`jaxkfac.check_coverage` tests it.
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
-        ``step=`` beside ``every``. With ``max_factor_bytes``, a ``BudgetedCollector``, called in
-        the same way.
+        with ``step=`` if ``every`` is above 1. With ``max_factor_bytes``, a ``BudgetedCollector``,
+        which is called in the same way.
 
     Raises:
-        ValueError: an unknown option, or one that a scalar loss cannot give.
+        ValueError: an unknown option, or one that a scalar loss cannot serve.
         MemoryBudgetError: when called: one side of one layer, at one iteration, is larger
             than ``max_factor_bytes``.
 
     Memory:
-        The gradient's own, plus the factors or ``max_factor_bytes``, and beside a budget the
-        rows of one layer; no activation is kept longer. ``"mc"`` with
-        several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
-        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer, on
-        a mesh with explicit axes on every device.
+        The gradient's own, plus the factors. Under a budget, ``max_factor_bytes`` and the rows of
+        one layer instead; no activation is kept longer. ``"mc"`` with several samples and
+        ``"exact"`` add ``chunk`` times the memory of one backward pass and its output sides.
+        Statistics by example hold ``N (in + out)`` elements for each layer; on a mesh with explicit
+        axes, on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -168,7 +169,7 @@ def value_grad_and_factors(
     if isinstance(objective, Objective):
         if loss_terms is not None:
             raise ValueError("loss_terms: an Objective counts its terms itself")
-    elif loss_terms is not None:  # so it marks no outputs; else the first trace says
+    elif loss_terms is not None:  # so it marks no outputs; without it, the first trace checks
         check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
     finding = {
         "layers": layers,
@@ -209,13 +210,13 @@ def value_grad_and_factors(
 
 
 def check_word(examples: Any) -> None:
-    """Refuse ``examples=`` other than the one thing that a user can say of them."""
+    """Refuse values of ``examples=`` other than ``None`` and ``"apart"``."""
     if examples not in (None, "apart"):
         raise ValueError(f"examples={examples!r}: expected None, or 'apart'")
 
 
 def check_sparing(every: Any, subsample: Any) -> None:
-    """Refuse what is no number of steps, and no part of the rows."""
+    """Refuse an ``every`` that is no whole number, and a ``subsample`` outside (0, 1]."""
     if isinstance(every, bool) or every != int(every):
         raise ValueError(f"every={every}: expected a whole number of steps")
     if subsample is None:

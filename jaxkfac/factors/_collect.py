@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
     Attributes:
         batch: A ``Batch``, or whatever the scalar loss takes.
-        key: The model's own.
+        key: The model's own key.
         positions: Which positions exist, or ``None``.
         estimator: The Fisher type, with the call's key and labels.
         state: What a call of the model changes, or ``None``.
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     bases: Any = None
 
     def quiet(self) -> "Call":
-        """The call for its shapes alone: what it would cost is not printed."""
+        """The call for computing shapes only, without printing what it would cost."""
         return self._replace(estimator=dataclasses.replace(self.estimator, prints=False))
 
 
@@ -100,7 +100,7 @@ class FactorCollector:
     _subsample: float | None = None
     _every: int = 1
     _precision: Precision = "highest"
-    # Outside of jit, differentiation is staged out as well: the next call runs equations alone.
+    # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
     )
@@ -121,36 +121,36 @@ class FactorCollector:
         """Value, gradient and factors of one batch.
 
         Args:
-            params: Parameters; integer leaves are held out and get zeros for a gradient.
+            params: Parameters; integer leaves are not differentiated and get zero gradients.
             batch: ``(inputs, targets)`` or ``(inputs, targets, mask)`` for an ``Objective``;
                 whatever the function takes, for a scalar loss.
             key: For dropout, for the labels of ``fisher="mc"`` and for the rows of ``subsample=``.
-            positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
-                of every factor with their count. Its axes are those of the outputs.
-            labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
-                ones, as a test or another framework wants them. Of several likelihoods a tree of
-                their form; of a loss that marks its outputs a list, one for each mark.
+            positions: ``(N, S)`` bool: which positions exist. Other rows are left out of every
+                factor and its count. The axes are those of the outputs.
+            labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled ones,
+                for a test or another framework. With several likelihoods, a tree of their form;
+                with a loss that marks its outputs, a list with an entry for each mark.
             state: What a call changes (batch statistics), for a function with a ``state=``
                 argument.
-            step: The number of the step, for ``every=``: factors are collected where it is a
-                multiple of that.
-            bases: Eigenbases of these layers, ``state.bases`` of :func:`jaxkfac.kfac`, say: the
-                factors then hold what :func:`jaxkfac.correct_eigenvalues` measures in them, with
-                the same labels, read as ``factors[name].corrected``. It takes a second pass over
+            step: The number of the step, for ``every=``: factors are collected if it is a multiple
+                of that.
+            bases: Eigenbases of these layers, for example ``state.bases`` of :func:`jaxkfac.kfac`.
+                The factors then include what :func:`jaxkfac.correct_eigenvalues` measures in them,
+                with the same labels, as ``factors[name].corrected``. This takes a second pass over
                 the batch, without gradients of parameters.
 
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
-            changed)`` with a state, and ``(value, (aux, changed))`` with both. Factors of a step
-            without collection are zeros, their counts as well; ``factors.loss_terms`` counts at
-            every step.
+            changed)`` with a state, and ``(value, (aux, changed))`` with both. At a step without
+            collection, the sums and counts of the factors are zero; ``factors.loss_terms`` counts
+            at every step.
 
         Raises:
-            UncoveredParameterError: a parameter is covered by no layer.
-            LostRowsError: ``positions`` is given, or statistics of whole examples are asked
-                for, and the rows cannot be followed to a layer.
-            ValueError: a batch that is empty, or does not fit the likelihood; no ``step``
-                beside ``every=``, no ``key`` beside ``subsample=``.
+            UncoveredParameterError: no layer covers a parameter.
+            LostRowsError: rows cannot be followed to a layer, and ``positions`` or statistics of
+                whole examples need them.
+            ValueError: the batch is empty or does not fit the likelihood; ``step`` is missing with
+                ``every=``, or ``key`` with ``subsample=``.
         """
         call = self.checked(batch, key, positions, labels, state, bases)
         due = self.is_due(step)
@@ -172,18 +172,18 @@ class FactorCollector:
 
     def _warn_of_sum(self, params: PyTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
-        known = isinstance(self._program.objective, Objective) or self._loss_terms == 1
-        if known or self._warned:
+        is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
+        if is_mean or self._warned:
             return
         value = lambda some: self._program.value(params, some, call.key, call.state)
         if warn_of_sum(value, call.batch):
             self._warned.append(True)
 
     def is_due(self, step: ArrayLike | None) -> Any:
-        """Whether factors are collected at a step, a bool; traced where the step is.
+        """Whether factors are collected at a step, as a bool; traced if the step is traced.
 
         Raises:
-            ValueError: ``every=`` is above 1 and there is no step, or one that is no whole number.
+            ValueError: ``every=`` is above 1, and the step is missing or is no whole number.
         """
         if self._every == 1:
             return True
@@ -200,13 +200,13 @@ class FactorCollector:
     def _gather_where(
         self, due: Bool[Array, ""], params: PyTree, call: Call
     ) -> ValueGradAndFactors:
-        """``gather`` where it is due, else the gradient alone, in one program."""
+        """``gather`` if it is due, otherwise the gradient alone; both in one program."""
         collect = Staged.of(fast_convolutions(self.gather), params, call)
 
         @fast_convolutions
         def skip(params: PyTree, call: Call) -> ValueGradAndFactors:
             out = self.without_factors(params, call, collect.types.factors)
-            return jax.tree.map(cast_varying, out, collect.types)  # inside shard_map
+            return jax.tree.map(cast_varying, out, collect.types)  # needed inside shard_map
 
         return jax.lax.cond(
             due,
@@ -218,7 +218,7 @@ class FactorCollector:
 
     @property
     def vjps(self) -> int:
-        """How many vector-Jacobian products' output sides are alive beside their sum."""
+        """How many vector-Jacobian products' output sides are alive besides their sum."""
         return self._estimator.concurrent
 
     def checked(
@@ -230,14 +230,14 @@ class FactorCollector:
         state: PyTree | None = None,
         bases: Measurable | None = None,
     ) -> Call:
-        """The arguments as the program takes them; raises where they do not go together."""
+        """Check that the arguments fit together, and return them in the program's form."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
         if self._subsample is not None:
             check_key(key)
-        known = isinstance(self._program.objective, Objective)
-        batch = self._program.objective.batch(batch) if known else batch
-        estimator = self._estimator.bound(key, labels, batch if known else None)
+        has_outputs = isinstance(self._program.objective, Objective)
+        batch = self._program.objective.batch(batch) if has_outputs else batch
+        estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
         if bases is not None:
             remedy = "as state.bases or jk.eigendecompose(factors) gives them"
             instance_of("bases", bases, Measurable, remedy)
@@ -249,7 +249,7 @@ class FactorCollector:
         parts: Mapping[str, PassPart] | None = None,
         rows_key: Key[Array, ""] | None = None,
     ) -> Statistics:
-        """The statistics of a traced program, or some parts of them."""
+        """The statistics of a traced program, or of some parts of its layers."""
         forward = self._estimator.unit_outputs
         products = Products(self._subsample or 1.0, self._precision, rows_key)
         return Statistics(
@@ -275,13 +275,13 @@ class FactorCollector:
         windows: Mapping[str, Window] | None = None,
         gradient: bool = True,
     ) -> ValueGradAndFactors:
-        """One backward pass: everything, or some parts of the factors.
+        """Run one backward pass, for all of the factors or some parts of them.
 
-        Without ``gradient`` the pass differentiates with respect to slots alone, and the
-        gradient is zeros.
+        Without ``gradient`` the pass differentiates with respect to slots only, and the returned
+        gradient is zero.
         """
         objective = self._program.objective
-        params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
+        params = jax.tree.map(jnp.asarray, params)  # a Python number is a parameter too
         traced = self.traced(params, call)
         key = None if self._subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
         if not isinstance(objective, Objective):
@@ -313,18 +313,18 @@ class FactorCollector:
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _corrections(self, params: PyTree, call: Call) -> Corrections:
-        rest = (call.batch, call.key, call.positions, call.state)
-        return call.bases.measured(self._program, call.estimator, params, *rest)
+        call_args = (call.batch, call.key, call.positions, call.state)
+        return call.bases.measured(self._program, call.estimator, params, *call_args)
 
     def without_factors(
         self, params: PyTree, call: Call, like: Factors | None = None
     ) -> ValueGradAndFactors:
-        """Value and gradient alone, with factors of nothing.
+        """Value and gradient, with factors whose sums and counts are zero.
 
         Args:
             params: The parameters.
             call: The call.
-            like: Types of the factors, where they are known.
+            like: Types of the factors, if already computed.
         """
         params = jax.tree.map(jnp.asarray, params)
         traced = self.traced(params, call)
@@ -343,7 +343,7 @@ class FactorCollector:
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _counted(self, factors: Factors, terms: Any) -> Factors:
-        """Factors with the gradient's own count, where their ``terms`` may be zero without it."""
+        """Add the gradient's own count, if ``terms`` may be zero at steps without collection."""
         return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
 
     def _value(self, at: Linearised, call: Call) -> Any:
@@ -352,7 +352,7 @@ class FactorCollector:
         return (at.value, at.aux) if has_aux or call.state is not None else at.value
 
     def _check_scalar(self, traced: Traced, call: Call) -> None:
-        """Refuse what only outputs give, where a loss marks none."""
+        """Refuse options that need outputs, if a loss marks none."""
         if traced.marks:
             check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
             return
@@ -373,21 +373,22 @@ class FactorCollector:
         *,
         state: PyTree | None = None,
     ) -> AdaptationOfBatch:
-        """What an optimizer that adapts itself needs of a batch, as keywords of its update.
+        """The keyword arguments that the update of an adaptive optimizer needs for a batch.
 
         Args:
-            params: The parameters of the update, before it.
-            batch: The batch of the gradient; under :func:`jaxkfac.multi_steps` the whole group's.
-            key: That of the call that gave the gradient, so that dropout is the same.
-            state: As for that call.
+            params: The parameters before the update.
+            batch: The batch of the gradient; under :func:`jaxkfac.multi_steps` the batch of the
+                full group.
+            key: The key of the call that gave the gradient, so that dropout is the same.
+            state: The state of that call.
 
         Returns:
             ``value``, ``value_fn`` and ``curvature``: ``tx.update(grads, state, params,
             factors=factors, **stats.adaptation(params, batch, key))``. Inside ``jit`` the value
-            costs nothing beside the curvature, whose forward pass it is.
+            is free, because the curvature runs the same forward pass.
 
         Raises:
-            TypeError: a scalar loss that marks no outputs: its curvature is not known.
+            TypeError: a scalar loss that marks no outputs, so that its curvature is not known.
 
         Example:
             >>> import jax.numpy as jnp, jaxkfac as jk
@@ -424,19 +425,19 @@ class FactorCollector:
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed.
 
-        With ``bases`` (or their shapes) they have ``corrections``.
+        With ``bases`` (or their shapes) the result includes ``corrections``.
         """
         check_arrays("params", params)
         check_arrays("batch", batch)
         if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
-        if positions is not None:  # which may be lost on the way to a layer
+        if positions is not None:  # the trace shows whether they reach every layer
             return jax.eval_shape(self.gather, params, call.quiet()).factors
         return self.types(params, call)
 
     def types(self, params: PyTree, call: Call) -> Factors:
-        """The same of a call; from the layers alone, where one pass covers them."""
+        """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
         if self._second_pass(traced, params) or traced.marks or call.bases is not None:
             return jax.eval_shape(self.gather, params, call.quiet()).factors
@@ -446,18 +447,18 @@ class FactorCollector:
         else:
             outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
-        jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
+        jax.eval_shape(self.statistics(traced).slots)  # refuses what cannot be gathered
         shapes = with_origin(self.statistics(traced).shapes(terms), self._origin(traced))
         return self._counted(shapes, terms)
 
     def _origin(self, traced: Traced) -> Origin:
         objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
-        known = isinstance(objective, Objective)
-        likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
+        has_outputs = isinstance(objective, Objective)
+        likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
         return Origin.of(self._estimator.name, likelihoods, self._program.examples)
 
     def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
-        """The diagonals that each example gives by itself."""
+        """The layers whose diagonals come from gradients of single examples."""
         behind = list(traced.table.second_pass)
         if self._uncovered != "diagonal":
             return behind
@@ -502,10 +503,10 @@ class FactorCollector:
 
 
 def _gradient(params: PyTree, grads: dict[str, Array]) -> PyTree:
-    """The tree of a gradient: zeros, or what is no number as it is, where there is none."""
-    rest = {p: x for p, x in leaves_by_path(params).items() if p not in grads}
+    """The gradient tree; leaves without a gradient get zeros, or stay if they are no numbers."""
+    without_gradient = {p: x for p, x in leaves_by_path(params).items() if p not in grads}
     zeros = {
         path: jnp.zeros(jnp.shape(x), x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
-        for path, x in rest.items()
+        for path, x in without_gradient.items()
     }
     return with_leaves(params, zeros | grads)

@@ -1,4 +1,4 @@
-"""Measured eigenvalues (EKFAC) as sums and counts, beside the eigenvectors they belong to."""
+"""Measured eigenvalues (EKFAC) as sums and counts, in eigenvectors that stay fixed."""
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,9 +16,9 @@ class MeasuredValues(NamedTuple):
     """Eigenvalues of one layer's block, each divided by ``root ** 2``.
 
     Attributes:
-        values: Clipped, the largest sought over each block, ``(stack..., in[+1], out)``.
+        values: Clipped against the largest value of each block, ``(stack..., in[+1], out)``.
         raw_values: As measured.
-        root: ``(stack..., 1, 1)``: see :func:`jaxkfac.linalg.block_root`.
+        root: ``(stack..., 1, 1)``; see :func:`jaxkfac.linalg.block_root`.
     """
 
     values: Array
@@ -29,7 +29,7 @@ class MeasuredValues(NamedTuple):
 
     @property
     def in_own_units(self) -> tuple[Array, Array]:
-        """Both, 0 or infinite where the dtype does not reach."""
+        """Both arrays multiplied by ``root ** 2``; 0 or infinite outside the dtype's range."""
         values, raw_values = (x * self.root * self.root for x in self[:2])
         return values, raw_values
 
@@ -39,8 +39,9 @@ class Corrections(NamedTuple):
 
     Attributes:
         sums: ``{layer name: (stack..., in[+1], out)}``, divided by the square of the layer's
-            ``Eigenbases.block_root``; of a diagonal, shaped like it and whole.
-        bias_sums: ``{layer name: (stack..., out)}`` of biases with a block of their own.
+            ``Eigenbases.block_root``. For a diagonal layer the array has the shape of the diagonal
+            and is not divided.
+        bias_sums: ``{layer name: (stack..., out)}`` for biases with a block of their own.
         terms: Number of loss terms, scalar.
     """
 
@@ -64,14 +65,14 @@ class Corrections(NamedTuple):
         return MeasuredValues(jnp.maximum(clipped, floor / root / root), raw, root)
 
     def where_any(self, measured: PyTree, otherwise: PyTree) -> PyTree:
-        """``measured``, or what holds ``otherwise`` where there were no terms."""
-        there = self.terms > 0
+        """``measured``, or the values of ``otherwise`` if there were no terms."""
+        has_terms = self.terms > 0
         return jax.tree.map(
-            lambda x, y: jnp.where(there, x, y.astype(x.dtype)), measured, otherwise
+            lambda x, y: jnp.where(has_terms, x, y.astype(x.dtype)), measured, otherwise
         )
 
     def decayed(self, decay: ArrayLike, new: "Corrections") -> "Corrections":
-        """``decay * self + new``, dtypes kept."""
+        """``decay * self + new`` in the dtypes of ``self``."""
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
@@ -94,14 +95,14 @@ class Measurable(Protocol):
         positions: Any,
         state: PyTree | None,
     ) -> Corrections:
-        """The sums of one batch, in a pass of its own.
+        """Measure the sums of one batch in a separate pass.
 
         Args:
             program: The ``Program`` of the objective.
             estimator: The Fisher type, with the call's labels.
             params: The parameters.
             batch: The batch.
-            key: The call's own.
+            key: The call's key.
             positions: Which positions exist.
             state: What a call of the model changes.
         """

@@ -1,4 +1,4 @@
-"""The second pass: a per-example diagonal for parameters that no rule covers."""
+"""The second pass: per-example diagonals for parameters that no rule covers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,17 +26,17 @@ from jaxkfac.interception import (
 )
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
-# ---------------- the second pass: a per-example diagonal for parameters that no rule covers
+# ---------------- examples run one by one
 
 
 CHUNK = 8  # examples whose gradients are alive at once
 
 
 def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
-    """A diagonal block for each uncovered parameter.
+    """Describe a diagonal block for each uncovered parameter.
 
     Raises:
-        UncoveredParameterError: one is complex.
+        UncoveredParameterError: such a parameter is complex.
     """
     leaves, layers = leaves_by_path(params), []
     behind = {layer.weight.path for layer in table.second_pass}
@@ -56,7 +56,7 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
 
 
 def apart_remedy(meeting: str) -> str:
-    """What the user can say where it is not known whether examples meet."""
+    """The remedy that an error names if it is unknown whether examples meet."""
     if "not known" not in meeting:
         return ""
     return (
@@ -66,7 +66,7 @@ def apart_remedy(meeting: str) -> str:
 
 
 def check_alone(program: Program, traced: Traced, layers: list[Layer]) -> None:
-    """Refuse to run each example by itself where its output depends on other examples, or may.
+    """Refuse to run examples one by one if an output depends on other examples, or may.
 
     Raises:
         CoupledExamplesError: naming the layers, and where examples meet.
@@ -93,17 +93,18 @@ def per_example_diagonals(
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
-    The estimator runs on each example by itself; ``key`` and ``state`` are the
-    model's own. Inside ``shard_map`` each device has examples of its own, and the sum is over all.
+    The estimator runs on each example by itself; ``key`` and ``state`` are the model's own. Inside
+    ``shard_map`` each device holds different examples, and the sum is over all devices.
 
     Memory:
-        ``CHUNK`` gradients of the uncovered parameters and their activations; one where the model
-        has an operation that JAX cannot batch.
+        ``CHUNK`` gradients of the uncovered parameters and their activations; a single one if the
+        model has an operation that JAX cannot batch.
     """
     leaves = leaves_by_path(params)
     axes = tuple(sorted(set().union(*map(varying_axes, jax.tree.leaves(batch)))))
-    # The gradient of what all devices hold alike would be a sum over them, before it is squared.
-    wanted = {
+    # Without cast_varying the gradient of a replicated array would be summed over devices before it
+    # is squared.
+    uncovered = {
         layer.weight.path: jax.tree.reduce(cast_varying, batch, leaves[layer.weight.path])
         for layer in layers
     }
@@ -113,10 +114,10 @@ def per_example_diagonals(
         one, its = example
         one = jax.tree.map(lambda x: x[None], one)
 
-        def outputs_of(wanted: dict[str, Array]) -> PyTree:
-            return objective.outputs(with_leaves(params, wanted), one.inputs, key, state)[0]
+        def outputs_of(uncovered: dict[str, Array]) -> PyTree:
+            return objective.outputs(with_leaves(params, uncovered), one.inputs, key, state)[0]
 
-        outputs, vjp = jax.vjp(outputs_of, wanted)
+        outputs, vjp = jax.vjp(outputs_of, uncovered)
         terms = total_count(objective.heads(outputs, None, one.mask))
 
         def contribution(cotangents: PyTree) -> dict[str, Array]:
@@ -128,22 +129,22 @@ def per_example_diagonals(
 
         return its.expectation(objective, outputs, one, contribution)
 
-    # No loop runs along an axis that is split.
+    # The loop must not run along a sharded axis.
     examples = replicated((batch, estimator.by_example(number)))
-    some = lambda part, _: jax.vmap(squares)(part)
+    some = lambda chunk, _: jax.vmap(squares)(chunk)
     try:
         rows = map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
-    except NotImplementedError:  # an operation that JAX has no batches of: a grouped product
+    except NotImplementedError:  # an operation that JAX cannot batch, such as a grouped product
         rows = jax.lax.map(fast_convolutions(squares), examples)
     sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
     return jax.lax.psum(sums, axes) if axes else sums
 
 
-# ---------------- diagonals of whole examples' gradients for a loss that marks its outputs
+# ---------------- losses that mark their outputs
 #
-# Its batch is whatever the loss takes, so no example can be run by itself. Where no term depends on
-# rows of several examples, the gradient of one example's terms is that of the cotangents of its own
-# rows, the others zero: one backward pass for each example.
+# The batch of such a loss has no known form, so no example can be run by itself. If no term depends
+# on rows of several examples, the gradient of one example's terms comes from the cotangents of its
+# own rows, with all other rows zero. That takes one backward pass for each example.
 
 
 def marked_diagonals(
@@ -158,12 +159,12 @@ def marked_diagonals(
     Args:
         loss: The loss.
         traced: The program.
-        at: The same at one point.
+        at: The program linearized at one point.
         layers: The layers.
         estimator: The Fisher type, with its key or labels.
 
     Raises:
-        UncoveredParameterError: inside ``shard_map``, where devices have examples of their own.
+        UncoveredParameterError: inside ``shard_map``, where each device holds different examples.
 
     Memory:
         One backward pass, and the squares.
@@ -183,17 +184,17 @@ def marked_diagonals(
         for marks, number in _marks_by_examples(traced):
             one = fast_convolutions(lambda n, marks=marks: of_example(n, marks, cotangents))
             totals.append(jax.lax.map(one, jnp.arange(number)))
-        return jax.tree.map(lambda *parts: sum(part.sum(0) for part in parts), *totals)
+        return jax.tree.map(lambda *chunks: sum(chunk.sum(0) for chunk in chunks), *totals)
 
     def of_example(n: Int[Array, ""], marks: set[int], cotangents: PyTree) -> dict[str, Array]:
         rows = [
             _row_alone(x, n) if k in marks else jnp.zeros_like(x) for k, x in enumerate(cotangents)
         ]
-        found = gradient(rows)
+        grads = gradient(rows)
         return {
             layer.name: jnp.square(x.astype(statistics_dtype(x.dtype)))
             for layer in layers
-            for x in [found[layer.weight.path]]
+            for x in [grads[layer.weight.path]]
         }
 
     direct = at._replace(vjp=lambda cotangents: cotangents, own=at.cotangents)
@@ -202,18 +203,18 @@ def marked_diagonals(
 
 
 def _row_alone(x: Array, n: Int[Array, ""]) -> Array:
-    if not x.ndim:  # the one row there is
+    if not x.ndim:  # the only row
         return x
-    there = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == n
-    return jnp.where(there, x, jnp.zeros((), x.dtype))
+    is_row = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == n
+    return jnp.where(is_row, x, jnp.zeros((), x.dtype))
 
 
 def _marks_by_examples(traced: Traced) -> list[tuple[set[int], int]]:
-    """The marks whose outputs have the same examples, and the number of these."""
+    """Group the marks by their example axis; return each group with its number of examples."""
     table = traced.analysis.table
     axes = [traced.output_axes(k) for k in range(len(traced.marks))]
-    leading = [table.atoms(own[0]) if own else () for own in axes]
+    leading = [table.atoms(mark_axes[0]) if mark_axes else () for mark_axes in axes]
     return [
-        ({k for k, own in enumerate(leading) if own == atoms}, number)
+        ({k for k, mark_axes in enumerate(leading) if mark_axes == atoms}, number)
         for atoms, number in traced.example_axes
     ]

@@ -1,4 +1,4 @@
-"""Kronecker factors of a model as sums and counts."""
+"""Kronecker factors of a model, stored as sums and counts."""
 
 import dataclasses
 import functools
@@ -17,21 +17,22 @@ from jaxkfac._text import array_text, short_repr, table_html
 from jaxkfac.factors._corrections import Corrections
 from jaxkfac.interception import Layer
 
-# ---------------- of which Fisher type and likelihoods factors are
+# ---------------- the Fisher type and likelihoods of factors
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Whose gradients factors are made of. It is static, and holds no arrays.
+    """The Fisher type and likelihoods that factors were computed from; static, without arrays.
 
-    Collectors note it, and eigenbases carry it on. Where nothing is known (factors that were built
-    by hand, or read from a file of before it was kept) it is ``None``.
+    Collectors record it and eigenbases carry it on. It is ``None`` if nothing is known: for factors
+    built by hand, or read from a file written before this field existed.
 
     Attributes:
         fisher: The Fisher type, as ``fisher=`` calls it.
-        likelihoods: Names of the likelihoods' classes, each once, in order of the alphabet. None
-            of a scalar loss that marks no outputs: its likelihood is not known.
-        examples: ``"apart"`` where the user has said so of examples that are not known to be.
+        likelihoods: Class names of the likelihoods, without repeats, in alphabetical order. Empty
+            for a scalar loss that marks no outputs, whose likelihood is not known.
+        examples: ``"apart"`` if the user declared that examples do not meet where the program does
+            not prove it.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -48,27 +49,27 @@ class Origin:
 
     @classmethod
     def of(cls, fisher: str, likelihoods: Iterable[Any], examples: str | None = None) -> "Origin":
-        """The origin of likelihoods, of which only the classes count."""
+        """The origin for some likelihoods, of which only the classes matter."""
         return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples)
 
     def __str__(self) -> str:
         named = f" of {' and '.join(self.likelihoods)}" if self.likelihoods else ""
-        word = "" if self.examples is None else f", examples={self.examples!r}"
-        return f"fisher={self.fisher!r}{named}{word}"
+        declared = "" if self.examples is None else f", examples={self.examples!r}"
+        return f"fisher={self.fisher!r}{named}{declared}"
 
     def has_other_likelihoods(self, other: "Origin") -> bool:
-        """Whether both are known to be of likelihoods, and of unlike ones."""
-        known = self.likelihoods and other.likelihoods
-        return bool(known) and self.likelihoods != other.likelihoods
+        """Whether the likelihoods of both are known and differ."""
+        both_known = self.likelihoods and other.likelihoods
+        return bool(both_known) and self.likelihoods != other.likelihoods
 
 
 def check_same_origin(what: str, one: Origin | None, other: Origin | None) -> None:
-    """Refuse a sum of what is known to be of unlike Fisher types or likelihoods.
+    """Refuse to add factors that are known to have different Fisher types or likelihoods.
 
     Args:
-        what: What is added.
-        one: Of the first.
-        other: Of the second.
+        what: Name of what is added, for the message.
+        one: Origin of the first summand.
+        other: Origin of the second summand.
 
     Raises:
         ValueError: naming both.
@@ -83,7 +84,7 @@ def check_same_origin(what: str, one: Origin | None, other: Origin | None) -> No
         )
 
 
-# ----------------
+# ---------------- factors by layer
 
 
 BiasMode = Literal["joint", "separate"]
@@ -107,15 +108,16 @@ class DiagonalFactor(NamedTuple):
 
 
 class CorrectedFactor(NamedTuple):
-    """The two factors of one layer beside eigenvalues measured in its eigenbases.
+    """The two factors of one layer, and eigenvalues measured in their eigenbases.
 
     Attributes:
         a: As in ``KroneckerFactor``.
-        g: Likewise.
+        g: As in ``KroneckerFactor``.
         corrected: The mean of squared gradients in the eigenbases, ``(stack..., in[+1], out)``,
-            over the square of the bases' ``block_root`` (1, but for gradients whose squares the
-            dtype does not reach).
-        corrected_bias: The same of a bias with a block of its own, ``(stack..., out)``.
+            divided by the square of the bases' ``block_root`` (which is 1 unless the dtype cannot
+            hold the squares of the gradients).
+        corrected_bias: The mean of squared gradients of a bias with a block of its own,
+            ``(stack..., out)``.
     """
 
     a: Array | np.ndarray
@@ -127,7 +129,7 @@ class CorrectedFactor(NamedTuple):
 
 
 class CorrectedDiagonal(NamedTuple):
-    """A diagonal, and the mean of whole examples' squared gradients, shaped like it."""
+    """A diagonal, and the mean of squared gradients of whole examples, of the same shape."""
 
     diagonal: Array | np.ndarray
     corrected: Array
@@ -140,7 +142,7 @@ Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
 if TYPE_CHECKING:
     _Named = Mapping[str, Factor]
 else:
-    _Named = Mapping  # a runtime type checker would read an item, which Factors of shapes lack
+    _Named = Mapping  # a runtime type checker reads an item, and Factors of shapes have none
 
 
 @serializable
@@ -149,10 +151,10 @@ else:
 class Factors(_Named):
     r"""Every factor of a model, stored as sums and counts so that they combine by adding.
 
-    ``factors[name].a`` and ``.g`` read as means. Micro-batches, passes, devices and steps
-    are combined with ``+``; an exponential average is ``decay * average + factors``. A plain sum
-    in float32 loses up to $2^{-25}$ of itself with each addition, so 1 % of 200,000 batches: sum
-    very many with :class:`LongSum`, which takes twice the bytes.
+    ``factors[name].a`` and ``.g`` are means. Add micro-batches, passes, devices and steps with
+    ``+``; an exponential average is ``decay * average + factors``. A plain sum in float32 loses up
+    to $2^{-25}$ of itself with each addition, which is 1 % after 200,000 batches. Sum very many
+    batches with :class:`LongSum`, which takes twice the bytes.
 
     Attributes:
         a_sums: ``{layer.input: sum of a a^T}``, ``(stack..., in[+1], in[+1])``, or
@@ -165,14 +167,14 @@ class Factors(_Named):
         terms: Number of loss terms, scalar.
         layers: The layers, static.
         bias: ``"joint"`` or ``"separate"``, static.
-        loss_terms: Number of loss terms behind the gradient beside these factors, scalar, where
-            factors are collected at some steps only (``every=``); else ``None``, for ``terms``
-            says it.
-        corrections: Sums of squared gradients in eigenbases, where those were given (``bases=``);
-            else ``None``. They belong to these eigenbases and to no others.
-        origin: Of which Fisher type and likelihoods they are, static; ``None`` where that is not
-            known. A sum has that of its first summand, and none is made of unlike ones; an average
-            (:func:`update_average`) keeps its own, whatever it is given.
+        loss_terms: Number of loss terms of the gradient that came with these factors, scalar, if
+            factors are collected at some steps only (``every=``). Otherwise ``None``, because
+            ``terms`` is that number.
+        corrections: Sums of squared gradients in eigenbases, if eigenbases were passed
+            (``bases=``); else ``None``. They are valid for these eigenbases only.
+        origin: Fisher type and likelihoods, static; ``None`` if not known. A sum has the origin of
+            its first summand, and summands with different origins are refused. An average
+            (:func:`update_average`) keeps its own origin, whatever it is updated with.
     """
 
     # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
@@ -194,7 +196,7 @@ class Factors(_Named):
         return len(self.layers)
 
     def __repr__(self) -> str:
-        """One line: the arrays would fill the screen."""
+        """One line, because the arrays would fill the screen."""
         traced = isinstance(self.terms, Tracer | jax.ShapeDtypeStruct)
         many = traced or getattr(self.terms, "ndim", 0)
         terms = array_text(self.terms) if many else str(self.terms)
@@ -205,8 +207,8 @@ class Factors(_Named):
         for layer in self.layers:
             sides = (layer.name, "") if layer.is_diagonal else (layer.input, layer.name)
             tables = (self.diagonals, {}) if layer.is_diagonal else (self.a_sums, self.g_sums)
-            held = [array_text(t[s]) if s else "" for t, s in zip(tables, sides)]
-            rows.append((layer.name, layer.kind, *held, layer.shares_input_with or ""))
+            shapes = [array_text(t[s]) if s else "" for t, s in zip(tables, sides)]
+            rows.append((layer.name, layer.kind, *shapes, layer.shares_input_with or ""))
         head = ("layer", "kind", "A, or the diagonal", "G", "A is stored with")
         return table_html(repr(self), head, rows, words=(0, 1, 4))
 
@@ -223,7 +225,7 @@ class Factors(_Named):
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    # Kept for the life of one instance: looking the layers up stays linear in their number.
+    # Cached for the life of one instance, so that looking up all layers stays linear.
     @functools.cached_property
     def _by_name(self) -> dict[str, Layer]:
         return {layer.name: layer for layer in self.layers}
@@ -275,50 +277,50 @@ class Factors(_Named):
 
 
 def without_loss_terms(factors: Factors) -> Factors:
-    """The factors alone, which say nothing of a gradient."""
+    """The factors without the count that belongs to a gradient."""
     return dataclasses.replace(factors, loss_terms=None)
 
 
 def of_parameters(factors: Factors) -> Factors:
-    """The factors by which gradients are preconditioned: without those of computed weights."""
+    """The factors that precondition gradients: without those of computed weights."""
     layers = tuple(layer for layer in factors.layers if not layer.computed_from)
     if len(layers) == len(factors.layers):
         return factors
     inputs, names = {layer.input for layer in layers}, {layer.name for layer in layers}
 
-    def kept(sums: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
-        return {name: x for name, x in sums.items() if name in wanted}
+    def select(sums: dict[str, Any], chosen: set[str]) -> dict[str, Any]:
+        return {name: x for name, x in sums.items() if name in chosen}
 
     measured = factors.corrections
     if measured is not None:
         measured = measured._replace(
-            sums=kept(measured.sums, names | set(factors.diagonals)),
-            bias_sums=kept(measured.bias_sums, names),
+            sums=select(measured.sums, names | set(factors.diagonals)),
+            bias_sums=select(measured.bias_sums, names),
         )
     return dataclasses.replace(
         factors,
-        a_sums=kept(factors.a_sums, inputs),
-        a_counts=kept(factors.a_counts, inputs),
-        g_sums=kept(factors.g_sums, names),
+        a_sums=select(factors.a_sums, inputs),
+        a_counts=select(factors.a_counts, inputs),
+        g_sums=select(factors.g_sums, names),
         corrections=measured,
         layers=layers,
     )
 
 
 def without_corrections(factors: Factors) -> Factors:
-    """The factors without eigenvalues measured beside them."""
+    """The factors without their measured eigenvalues."""
     return dataclasses.replace(factors, corrections=None)
 
 
 def with_origin(factors: Factors, origin: Origin | None) -> Factors:
-    """The factors as if of another origin: the structure of an average that they go into."""
+    """The factors with another origin, so that they match the structure of an average."""
     return factors if factors.origin == origin else dataclasses.replace(factors, origin=origin)
 
 
 def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
-    """Both with what is optional or neither: where one lacks it, the sum is not known.
+    """Drop optional fields that only one of the two has, because their sum would be unknown.
 
-    The origin is that of ``one``, so that an average keeps its structure inside of ``scan``.
+    Both get the origin of ``one``, so that an average keeps its structure inside ``scan``.
     """
     if (one.loss_terms is None) != (other.loss_terms is None):
         one, other = without_loss_terms(one), without_loss_terms(other)
@@ -328,9 +330,9 @@ def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
 
 
 def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:
-    """``total / count`` with an empty count giving 0; count has the stack's axes.
+    """``total / count``, and 0 where the count is 0; ``count`` has the axes of the stack.
 
-    Factors in host memory are read there: NumPy in, NumPy out.
+    NumPy arrays stay in host memory: NumPy in, NumPy out.
     """
     numpy = np if isinstance(total, np.ndarray) else jnp
     count = numpy.where(count > 0, count, 1).astype(total.dtype)

@@ -1,4 +1,4 @@
-"""The Fisher types: whose gradients with respect to the outputs are squared and summed."""
+"""The Fisher types: which gradients with respect to the outputs are squared and summed."""
 
 import abc
 import dataclasses
@@ -18,8 +18,7 @@ from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import Slot, fast_convolutions, varying_axes
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
-# ---------------- what a Fisher type is: whose gradients with respect to the outputs are squared
-# and summed
+# ---------------- the interface of a Fisher type
 
 
 LABEL_FOLD = 0x6C61  # folded into the caller's key for sampled labels
@@ -29,22 +28,22 @@ LABEL_FOLD = 0x6C61  # folded into the caller's key for sampled labels
 class Estimator(abc.ABC):
     """One Fisher type. A pytree: key and labels are its leaves.
 
-    A new type is a frozen dataclass that says in ``expectation`` which cotangents of the outputs
-    it propagates back. An instance is passed as ``fisher=`` wherever a name is; the
+    A new type is a frozen dataclass whose ``expectation`` says which cotangents of the outputs
+    it propagates back. An instance can be passed as ``fisher=`` in place of a name; the
     library's own names are in ``FISHER_TYPES``.
 
     Attributes:
-        samples: How many labels are sampled for each term, where labels are.
+        samples: How many labels are sampled for each term, if labels are sampled.
         chunk: How many vector-Jacobian products run at once.
-        key: For sampled labels, once it is bound to a call.
-        labels: ``(samples, *targets)`` in place of sampled ones, likewise.
-        prints: Whether it says what it costs, where that is much.
+        key: The key for sampled labels, once the estimator is bound to a call.
+        labels: ``(samples, *targets)`` in place of sampled ones, once bound to a call.
+        prints: Whether it prints its cost where that is high.
         name: What ``fisher=`` calls it.
         samples_labels: Whether it draws labels, from a key or from ``labels=``.
         needs_outputs: Whether it needs the outputs of a model, which a scalar loss hides.
         unit_outputs: Whether gradients with respect to outputs count as orthonormal, so that
             none is gathered.
-        of_examples: Whether it is right for gradients of whole examples, as EKFAC measures.
+        of_examples: Whether it is correct for gradients of whole examples, which EKFAC measures.
     """
 
     samples: int = 1
@@ -64,7 +63,7 @@ class Estimator(abc.ABC):
         jax.tree_util.register_pytree_node_class(cls)
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[str, Any], ...]]:
-        """Key and labels, and everything else."""
+        """Key and labels, and the static fields."""
         static = [(k, v) for k, v in vars(self).items() if k not in ("key", "labels")]
         return (self.key, self.labels), tuple(static)
 
@@ -90,9 +89,9 @@ class Estimator(abc.ABC):
             outputs: Outputs of the model: an array, or a tree of them in the form of the
                 likelihoods.
             batch: The batch.
-            contribution: From a cotangent of the outputs, for the *mean* loss, to the summands.
-                ``scores`` gives it for targets; of several outputs each is scaled by its own
-                number of terms.
+            contribution: Maps a cotangent of the outputs, for the *mean* loss, to the summands.
+                ``scores`` gives such a cotangent for targets; with several outputs each one is
+                scaled by its own number of terms.
 
         Memory:
             ``chunk`` times that of one backward pass and its summands, plus their sum.
@@ -105,13 +104,13 @@ class Estimator(abc.ABC):
         batch: PyTree,
         outputs: Callable[[Mapping[str, Slot]], PyTree],
     ) -> PyTree:
-        """The output sides of a linearised program.
+        """Compute the output sides of a linearized program.
 
         Args:
             objective: The objective, or a scalar loss.
             at: The program at one point; its own backward pass has run.
             batch: The batch.
-            outputs: From the statistics that a backward pass emits to the output sides.
+            outputs: Maps the statistics that a backward pass emits to the output sides.
         """
         assert at.terms_of is not None  # a scalar loss has no outputs to expect over
         return self.expectation(
@@ -120,7 +119,7 @@ class Estimator(abc.ABC):
 
     @property
     def concurrent(self) -> int:
-        """How many backward passes' output sides are alive beside their sum."""
+        """How many backward passes' output sides are alive besides their sum."""
         return self.chunk
 
     def bound(
@@ -129,11 +128,11 @@ class Estimator(abc.ABC):
         labels: PyTree,
         batch: Batch | None,
     ) -> "Estimator":
-        """With the key or the labels of one call.
+        """A copy with the key or the labels of one call.
 
         Raises:
-            ValueError: neither is there where labels are drawn; or labels that nothing wants,
-                or that do not fit the targets.
+            ValueError: neither key nor labels, where labels are drawn; labels for a type that
+                draws none; or labels that do not fit the targets.
             TypeError: ``key`` is a seed.
         """
         if self.samples_labels and key is None and labels is None:
@@ -147,7 +146,7 @@ class Estimator(abc.ABC):
     def _check_labels(self, labels: PyTree, batch: Batch | None) -> None:
         if not self.samples_labels:
             raise ValueError(f'labels= are for fisher="mc", and this is fisher={self.name!r}')
-        if batch is None:  # of a loss that marks its outputs
+        if batch is None:  # the loss marks its outputs
             return
         form = jax.tree.structure(batch.targets)
         if jax.tree_util.treedef_is_leaf(form):
@@ -165,13 +164,13 @@ class Estimator(abc.ABC):
                 )
 
     def check_values(self, objective: LossTerms, outputs: PyTree, batch: Batch) -> None:
-        """Refuse targets and labels that the likelihood refuses, where their values are known."""
+        """Refuse targets and labels that the likelihood refuses, where values are concrete."""
         objective.check(outputs, batch.targets, batch.mask)
         if self.labels is not None:
             check_label_values(objective, outputs, self.labels, batch.mask)
 
     def by_example(self, number: int) -> "Estimator":
-        """One for each of ``number`` examples, stacked: each for a batch of that example alone."""
+        """Estimators stacked over ``number`` examples, each for a batch of that example alone."""
         key, labels = self.key, self.labels
         if labels is not None:
             one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], labels)
@@ -188,27 +187,24 @@ def check_label_values(
     labels: PyTree,
     mask: PyTree,
 ) -> None:
-    """Refuse labels that the likelihood refuses as targets, where their values are known."""
+    """Refuse labels that the likelihood refuses as targets, where values are concrete."""
     leaves = jax.tree.leaves(labels)
     if any(isinstance(x, Tracer) for x in leaves):
         return
-    with jax.ensure_compile_time_eval():  # inside a trace a slice of what is known is traced
-        each = [jax.tree.map(lambda x, n=n: x[n], labels) for n in range(len(leaves[0]))]
-    for targets in each:
+    with jax.ensure_compile_time_eval():  # inside a trace, slices of concrete arrays are traced
+        draws = [jax.tree.map(lambda x, n=n: x[n], labels) for n in range(len(leaves[0]))]
+    for targets in draws:
         objective.check(outputs, targets, mask)
 
 
-# ---------------- the Fisher types: which cotangents of the outputs are propagated back, and how
-# they are
-#
-# summed.
+# ---------------- the five Fisher types
 
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
 
 
 class Empirical(Estimator):
-    """The given targets: the gradient's own backward pass."""
+    """The given targets; uses the gradient's own backward pass."""
 
     name = "empirical"
     needs_outputs = False
@@ -242,7 +238,7 @@ class Empirical(Estimator):
 
 
 class MonteCarlo(Estimator):
-    """Labels sampled from the model, independently for each term: the mean over samples."""
+    """Labels sampled from the model, independently for each term; the mean over samples."""
 
     name = "mc"
     samples_labels = True
@@ -276,8 +272,9 @@ class Exact(Estimator):
     r"""The expectation over labels.
 
     For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
-    column at $r$ and zero at every other term is propagated back: of all examples at once, and
-    where examples are coupled (batch statistics), or may be, of one by one.
+    cotangent that is this column at $r$ and zero at every other term is propagated back. One
+    backward pass serves all examples at once. If examples are coupled (batch statistics), or may
+    be, each example takes its own.
     """
 
     name = "exact"
@@ -312,8 +309,8 @@ class Exact(Estimator):
 class ExactIfTermsDoNotMix(Estimator):
     """One vector-Jacobian product for each column, shared by all terms of an example.
 
-    This drops the products of different terms' columns, and is right only where no output row
-    reads two of them.
+    This drops the products of different terms' columns. It is right only if no output row of a
+    layer affects two terms.
     """
 
     name = "exact_if_terms_do_not_mix"
@@ -349,7 +346,7 @@ class ExactIfTermsDoNotMix(Estimator):
 
 
 class Forward(Empirical):
-    """G is the identity: the gradient's own backward pass, in which no output is gathered."""
+    """G is the identity; the gradient's own backward pass, with no output side gathered."""
 
     name = "forward"
     needs_outputs = True
@@ -365,18 +362,18 @@ FISHER_TYPES: Mapping[str, type[Estimator]] = {
 def estimator_of(
     fisher: str | Estimator, *, samples: int, chunk: int, of_examples: bool = False
 ) -> Estimator:
-    """The estimator of a Fisher type; one that is given is taken as it is.
+    """The estimator of a Fisher type; an ``Estimator`` is returned unchanged.
 
     Args:
-        fisher: A Fisher type.
-        samples: Of the estimator.
-        chunk: Of the estimator.
-        of_examples: Whether it has to be right for gradients of whole examples.
+        fisher: A Fisher type, by name or as an ``Estimator``.
+        samples: Number of samples of the estimator that is built.
+        chunk: Chunk size of the estimator that is built.
+        of_examples: Whether it has to be correct for gradients of whole examples.
 
     Raises:
-        ValueError: an unknown name, or a type that is not right for whole examples where it has to
-            be; or ``samples`` or ``chunk`` beside an estimator, which has its own.
-        TypeError: a field of the estimator has no hash.
+        ValueError: an unknown name; a type that is not correct for whole examples, if it has to
+            be; or ``samples`` or ``chunk`` beside an ``Estimator``, which has its own.
+        TypeError: a field of the estimator cannot be hashed.
     """
     choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples or not of_examples]
     if isinstance(fisher, Estimator):
@@ -394,7 +391,7 @@ def estimator_of(
 
 
 def _check_hashable(fisher: Estimator) -> None:
-    """Refuse fields that ``jit`` cannot tell apart: all but key and labels are static."""
+    """Refuse unhashable fields: all fields but key and labels are static under ``jit``."""
     for name, value in fisher.tree_flatten()[1]:
         try:
             hash(value)
@@ -406,13 +403,13 @@ def _check_hashable(fisher: Estimator) -> None:
 
 
 def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array, "*shape"]:
-    """``x / count`` in the dtype of ``x``; 16 bits do not hold a count."""
+    """``x / count`` in the dtype of ``x``; the division is in float32, 16 bits hold no count."""
     wide = x.astype(statistics_dtype(x.dtype))
     return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
 def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
-    """The key with the device folded in, where outputs differ between devices (``shard_map``)."""
+    """The key with the device index folded in, if outputs differ between devices."""
     axes = set().union(*map(varying_axes, jax.tree.leaves(outputs)))
     for axis in sorted(axes):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
@@ -420,17 +417,17 @@ def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
 
 
 def _added(totals: list[PyTree]) -> PyTree:
-    first, *rest = totals
-    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), first, *rest)
+    first, *more = totals
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), first, *more)
 
 
 def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
     """Sum of ``fn`` over the leading axes of ``xs``, ``chunk`` entries at a time."""
     one_by_one = min(chunk, len(jax.tree.leaves(xs)[0])) == 1
 
-    def part(xs: PyTree, _: Int[Array, ""] | None) -> PyTree:
+    def sum_of_chunk(xs: PyTree, _: Int[Array, ""] | None) -> PyTree:
         if one_by_one:
             return fn(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
 
-    return sum_over_chunks(part, xs, chunk, in_loop=fast_convolutions)
+    return sum_over_chunks(sum_of_chunk, xs, chunk, in_loop=fast_convolutions)

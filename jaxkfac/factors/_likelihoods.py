@@ -1,4 +1,4 @@
-"""Negative log-likelihoods: terms, and labels sampled from the model."""
+"""Negative log-likelihoods of loss terms, their Fisher matrices, and labels sampled from them."""
 
 import dataclasses
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -9,25 +9,24 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, Num
 
-Outputs = Array | jax.ShapeDtypeStruct  # their shape and dtype are all that a check reads
+Outputs = Array | jax.ShapeDtypeStruct  # a check reads only their shape and dtype
 
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """What an ``Objective`` asks of a likelihood; the last axis of outputs is one term's.
+    """What an ``Objective`` needs from a likelihood; the last axis of outputs belongs to one term.
 
-    Three things more are asked where they are there: a class attribute ``one_output``, true if
-    outputs without that last axis are one number for each term; ``kept(targets)``, which terms
-    the targets themselves leave out (``Categorical(ignore_index=)``); and
-    ``fisher_product(outputs, vector)``, each term's Fisher times a vector like the outputs, where
-    that is less work than all columns are.
+    Three more members are optional. A class attribute ``one_output`` is true if outputs may lack
+    that last axis, with one number for each term. ``kept(targets)`` says which terms the targets
+    themselves keep (``Categorical(ignore_index=)``). ``fisher_product(outputs, vector)`` multiplies
+    each term's Fisher by a vector shaped like the outputs, where that is cheaper than all columns.
     """
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         """Raise ``ValueError`` if targets do not fit the outputs.
 
-        Shapes and dtypes are checked at trace time; values of the terms that the mask keeps,
-        where they are concrete.
+        Shapes and dtypes are checked at trace time. Values are checked where they are concrete,
+        for the terms that the mask keeps.
         """
         ...
 
@@ -54,15 +53,15 @@ def _wide(x: Array) -> Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
-def _expect(what: str, targets: Array, shape: tuple[int, ...], kind: type, words: str) -> None:
+def _expect(what: str, targets: Array, shape: tuple[int, ...], kind: type, expected: str) -> None:
     if targets.shape != shape:
         raise ValueError(f"{what}: targets have shape {targets.shape}, expected {shape}")
     if not jnp.issubdtype(targets.dtype, kind):
-        raise ValueError(f"{what}: targets have dtype {targets.dtype}, expected {words}")
+        raise ValueError(f"{what}: targets have dtype {targets.dtype}, expected {expected}")
 
 
-def _kept(targets: Array, mask: Array | None) -> np.ndarray | None:
-    """The targets that the mask keeps, or ``None`` where values are not known yet."""
+def _concrete_targets(targets: Array, mask: Array | None) -> np.ndarray | None:
+    """The targets that the mask keeps, or ``None`` if either is traced and has no values yet."""
     for x in (targets, mask):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
             return None
@@ -72,7 +71,7 @@ def _kept(targets: Array, mask: Array | None) -> np.ndarray | None:
 def _poisoned(
     terms: Float[Array, "*terms"], valid: Bool[Array, "*terms"]
 ) -> Float[Array, "*terms"]:
-    """NaN where a target is invalid; a product, so that the gradient is NaN there too."""
+    """NaN where a target is invalid. It is a product, so that the gradient is NaN there too."""
     one = jnp.ones((), terms.dtype)
     return terms * jnp.where(valid, one, jnp.full((), jnp.nan, terms.dtype))
 
@@ -81,8 +80,8 @@ def _poisoned(
 class Categorical:
     """Cross entropy with logits: outputs ``(..., classes)``, targets ``(...)`` of integers.
 
-    Classes out of range raise where they can be seen; inside ``jit`` they make value, gradient
-    and factors NaN. Targets of masked terms may be anything.
+    Classes out of range raise if their values are concrete. Inside ``jit`` they make value,
+    gradient and factors NaN. Targets of masked terms may be anything.
 
     Args:
         ignore_index: Terms with this target are masked: they are in no sum and no count, as if
@@ -92,7 +91,7 @@ class Categorical:
     ignore_index: int | None = None
 
     def kept(self, targets: Any) -> Any:
-        """Which terms ``ignore_index`` leaves, ``None`` for all of them; of shapes, the shape."""
+        """The mask of terms that ``ignore_index`` keeps, ``None`` for all; shapes give shapes."""
         if self.ignore_index is None:
             return None
         if isinstance(targets, jax.ShapeDtypeStruct):
@@ -101,10 +100,10 @@ class Categorical:
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")
-        kept = _kept(targets, mask)
-        if kept is None or not kept.size:
+        y = _concrete_targets(targets, mask)
+        if y is None or not y.size:
             return
-        low, high, classes = kept.min(), kept.max(), outputs.shape[-1]
+        low, high, classes = y.min(), y.max(), outputs.shape[-1]
         if low < 0 or high >= classes:
             raise ValueError(
                 f"Categorical: targets run from {low} to {high}, expected classes from 0 to "
@@ -140,19 +139,19 @@ class Categorical:
 class Bernoulli:
     """Binary cross entropy with logits, summed over the last axis; targets in ``[0, 1]``.
 
-    Outputs ``(N,)`` are one logit for each example. Targets out of range raise where they can be
-    seen; inside ``jit`` they make value, gradient and factors NaN. Targets of masked terms may be
-    anything.
+    Outputs ``(N,)`` are one logit for each example. Targets out of range raise if their values are
+    concrete. Inside ``jit`` they make value, gradient and factors NaN. Targets of masked terms may
+    be anything.
     """
 
     one_output: ClassVar[bool] = True
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
-        kept = _kept(targets, mask)
-        if kept is not None and not ((kept >= 0) & (kept <= 1)).all():
+        y = _concrete_targets(targets, mask)
+        if y is not None and not ((y >= 0) & (y <= 1)).all():
             raise ValueError(
-                f"Bernoulli: targets run from {kept.min()} to {kept.max()}, expected probabilities "
+                f"Bernoulli: targets run from {y.min()} to {y.max()}, expected probabilities "
                 "from 0 to 1; a term that has no target is left out by the batch's mask"
             )
 
@@ -219,9 +218,9 @@ class Gaussian:
 def masked_mean(
     terms: Float[Array, "*terms"], mask: Bool[Array, "*terms"] | None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean of the terms that the mask keeps, and their number; 0 and 0 if it keeps none."""
+    """Mean of the terms that the mask keeps, and their number; both are 0 if it keeps none."""
     if mask is None:
         return terms.mean(), jnp.asarray(terms.size, terms.dtype)
     count = mask.sum(dtype=terms.dtype)
-    kept = jnp.where(mask, terms, jnp.zeros((), terms.dtype))
-    return kept.sum() / jnp.maximum(count, jnp.ones((), terms.dtype)), count
+    kept_terms = jnp.where(mask, terms, jnp.zeros((), terms.dtype))
+    return kept_terms.sum() / jnp.maximum(count, jnp.ones((), terms.dtype)), count

@@ -2,9 +2,9 @@ r"""Loss terms of one output or of several, and the cotangents that stand for th
 
 The loss is $\sum_m \tfrac{w_m}{T_m} \sum_t -\log p_m(y_t \mid x_t)$: each output $m$ has a weight
 and the mean over its own $T_m$ kept terms. Its Fisher sums $\tfrac{w_m}{T_m} s s^\top$ over terms,
-$s$ the gradient of one term. Factors are sums over $T = \sum_m T_m$ terms, formed as $T^2$ times
-the products of what is propagated back. So a cotangent here is $s \sqrt{w_m / (T_m T)}$: for one
-output of weight one, $s / T$, the gradient of the mean loss itself.
+where $s$ is the gradient of one term. Factors are sums over $T = \sum_m T_m$ terms, formed as $T^2$
+times the products of what is propagated back. So a cotangent here is $s \sqrt{w_m / (T_m T)}$. For
+one output of weight one that is $s / T$, the gradient of the mean loss itself.
 """
 
 import abc
@@ -21,22 +21,22 @@ from jaxkfac.interception import cast_varying
 from jaxkfac.linalg import statistics_dtype
 
 
-def _apart() -> str:
+def _examples_do_not_meet() -> str:
     return ""
 
 
 class Head(NamedTuple):
-    """One output and what is asked of it.
+    """One output with its likelihood, targets, mask and weight.
 
     Attributes:
         likelihood: Its likelihood.
         outputs: ``(*terms, c)``, or ``(n,)`` for one number for each term; or their shape.
-        targets: ``None`` where only labels of the model's own are wanted.
+        targets: ``None`` if only labels sampled from the model are needed.
         mask: ``(*terms,)``, or ``None`` for all.
-        weight: Of its mean in the loss.
+        weight: Weight of its mean in the loss.
         name: For messages.
-        meeting: Where a term of one example may have a derivative in rows of another, in words;
-            empty where none does. The program is followed when somebody asks.
+        meeting: Says where a term of one example may have a derivative in rows of another; the
+            text is empty if none does. The program is analyzed when this is called.
     """
 
     likelihood: Any
@@ -45,7 +45,7 @@ class Head(NamedTuple):
     mask: Any = None
     weight: Any = 1.0
     name: str = ""
-    meeting: Callable[[], str] = _apart
+    meeting: Callable[[], str] = _examples_do_not_meet
 
     @property
     def coupled(self) -> bool:
@@ -54,17 +54,17 @@ class Head(NamedTuple):
 
     @property
     def terms_shape(self) -> tuple[int, ...]:
-        """The shape of its terms."""
+        """Shape of the terms: the outputs without their last axis, if they have one."""
         shape = self.outputs.shape
         return shape if len(shape) < 2 else shape[:-1]
 
     @property
     def terms_at_once(self) -> tuple[int, ...]:
-        """The shape of the terms whose columns are not propagated back together."""
+        """Shape of the terms whose columns cannot share one backward pass."""
         return self.terms_shape if self.coupled else self.terms_shape[1:]
 
     def with_one_output(self) -> "Head":
-        """Outputs and targets with a last axis, where there is none."""
+        """Outputs and targets with a last axis, added where there is none."""
         if len(self.outputs.shape) != 1:
             return self
         targets = self.targets
@@ -73,8 +73,8 @@ class Head(NamedTuple):
         return self._replace(outputs=_expanded(self.outputs), targets=targets)
 
     @property
-    def kept(self) -> Float[Array, ""]:
-        """How many terms there are."""
+    def num_kept(self) -> Float[Array, ""]:
+        """Number of terms that the mask keeps."""
         dtype = statistics_dtype(self.outputs.dtype)
         if self.mask is None:
             return jnp.asarray(math.prod(self.terms_shape), dtype)
@@ -82,8 +82,8 @@ class Head(NamedTuple):
 
     @property
     def count(self) -> Float[Array, ""]:
-        """How many terms its mean is over; at least one."""
-        return self.kept if self.mask is None else jnp.maximum(self.kept, 1)
+        """Number of terms in the denominator of its mean; at least one."""
+        return self.num_kept if self.mask is None else jnp.maximum(self.num_kept, 1)
 
     def mean(self, outputs: Float[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """``(mean over the kept terms, their number)``, unweighted."""
@@ -100,7 +100,7 @@ class Head(NamedTuple):
         return jnp.where(self.mask, terms, jnp.zeros((), terms.dtype))
 
     def check(self) -> None:
-        """Refuse outputs, targets or a mask that do not go together."""
+        """Refuse outputs, targets or a mask that do not fit each other."""
         where = f"{self.name}: " if self.name else ""
         if self.mask is not None and self.mask.shape != self.terms_shape:
             raise ValueError(
@@ -137,14 +137,14 @@ class Head(NamedTuple):
         return column.reshape(self.outputs.shape)
 
     def fisher_product(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Each term's Fisher times a vector like the outputs, 0 at masked terms."""
+        """Multiply each term's Fisher by a vector shaped like the outputs; 0 at masked terms."""
         if not _has_product(type(self.likelihood)):
             return self._product_by_columns(vector)
         head = self.with_one_output()
-        found = self.likelihood.fisher_product(head.outputs, vector.reshape(head.outputs.shape))
+        product = self.likelihood.fisher_product(head.outputs, vector.reshape(head.outputs.shape))
         if self.mask is not None:
-            found = jnp.where(self.mask[..., None], found, jnp.zeros((), found.dtype))
-        return found.reshape(self.outputs.shape)
+            product = jnp.where(self.mask[..., None], product, jnp.zeros((), product.dtype))
+        return product.reshape(self.outputs.shape)
 
     def _product_by_columns(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
         def add(index: Array, total: Array) -> Array:
@@ -156,12 +156,15 @@ class Head(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many columns there are for each term."""
+        """Number of columns of each term's Fisher root."""
         return 1 if len(self.outputs.shape) < 2 else self.outputs.shape[-1]
 
 
 def _has_product(likelihood: type) -> bool:
-    """Whether it has a product, that is not inherited beside columns of its own."""
+    """Whether a class has a Fisher product that describes the same Fisher as its columns.
+
+    A subclass that overrides ``fisher_column`` alone inherits a product of another Fisher.
+    """
 
     def owner(name: str) -> type | None:
         return next((kind for kind in likelihood.__mro__ if name in vars(kind)), None)
@@ -177,7 +180,7 @@ def _expanded(x: Any) -> Any:
 
 
 def kept_targets(targets: Array, mask: Array | None) -> Array:
-    """``targets`` with 0 at masked terms: a NaN there would come back in the gradient."""
+    """``targets`` with 0 at masked terms, where a NaN would reach the gradient."""
     if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
         return targets
     mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
@@ -191,17 +194,17 @@ def total_count(heads: Sequence[Head]) -> Float[Array, ""]:
 
 def number_kept(heads: Sequence[Head]) -> Float[Array, ""]:
     """Number of kept terms of all outputs."""
-    return _sum([head.kept for head in heads])
+    return _sum([head.num_kept for head in heads])
 
 
 def shares(heads: Sequence[Head]) -> list[Float[Array, ""]]:
-    """For each output, its part of all kept terms."""
+    """The fraction of all kept terms that belongs to each output."""
     total = total_count(heads)
-    return [head.kept / total.astype(head.kept.dtype) for head in heads]
+    return [head.num_kept / total.astype(head.num_kept.dtype) for head in heads]
 
 
 def common_scale(heads: Sequence[Head]) -> Float[Array, ""] | None:
-    """The square of ``own_scales`` where shapes say that it is one number; else ``None``."""
+    """The square of ``own_scales`` if shapes show that it is one number; else ``None``."""
     if not all(_same_share(head, heads[0]) for head in heads[1:]):
         return None
     return jnp.square(own_scales(heads)[0])
@@ -216,8 +219,8 @@ def _same_share(x: Head, y: Head) -> bool:
 def _sum(numbers: Sequence[Array]) -> Array:
     """The sum of scalars in the widest of their dtypes."""
     dtype = statistics_dtype(*[x.dtype for x in numbers])
-    first, *rest = [x.astype(dtype) for x in numbers]
-    return sum(rest, first)
+    first, *more_numbers = [x.astype(dtype) for x in numbers]
+    return sum(more_numbers, first)
 
 
 class LossTerms(abc.ABC):
@@ -225,16 +228,16 @@ class LossTerms(abc.ABC):
 
     @abc.abstractmethod
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
-        """Each output with what belongs to it."""
+        """Each output with its likelihood, targets, mask and weight."""
 
     @abc.abstractmethod
-    def tree(self, parts: Sequence[Any]) -> PyTree:
-        """Something for each output, in the structure of the outputs."""
+    def tree(self, entries: Sequence[Any]) -> PyTree:
+        """Put one entry for each output into the structure of the outputs."""
 
     def loss(
         self, outputs: PyTree, targets: PyTree, mask: PyTree
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """``(weighted sum of the means over kept terms, number of all these terms)``."""
+        """``(weighted sum of the means over kept terms, number of all kept terms)``."""
         heads = self.heads(outputs, targets, mask)
         means, counts = [], []
         for head in heads:
@@ -250,16 +253,16 @@ class LossTerms(abc.ABC):
             head.check()
 
     def scores(self, outputs: PyTree, targets: PyTree, mask: PyTree) -> PyTree:
-        """The cotangents at given targets."""
+        """The cotangents of the Fisher at given targets."""
         heads = self.heads(outputs, targets, mask)
-        seeds, parts = _seeds(heads), []
+        seeds, cotangents = _seeds(heads), []
         for head, seed in zip(heads, seeds, strict=True):
             mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
-            parts.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
-        return self.tree(parts)
+            cotangents.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
+        return self.tree(cotangents)
 
     def rescaled(self, outputs: PyTree, cotangents: PyTree, mask: PyTree) -> PyTree:
-        """The loss's own cotangents as those of its Fisher."""
+        """Rescale the loss's own cotangents to those of its Fisher."""
         heads = self.heads(outputs, None, mask)
         flat = [head.outputs for head in self.heads(cotangents, None, mask)]
         return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
@@ -267,13 +270,14 @@ class LossTerms(abc.ABC):
     def over_counts(
         self, cotangents: PyTree, mask: PyTree, counts: Sequence[Float[Array, ""]]
     ) -> PyTree:
-        r"""Cotangents of one example by itself, as those of its sum of terms over $\sqrt{T_m}$.
+        r"""Rescale one example's cotangents to its sum of terms over $\sqrt{T_m}$.
 
-        The Fisher of a batch's mean loss is the sum of the outer products of its examples'.
+        With this scale the Fisher of a batch's mean loss is the sum of the outer products of its
+        examples' cotangents.
 
         Args:
-            cotangents: As ``scores`` and ``columns`` give them for the example.
-            mask: Of the example.
+            cotangents: From ``scores`` or ``columns``, for the example alone.
+            mask: The example's mask.
             counts: For each output, its number of terms in the batch.
         """
         heads = self.heads(cotangents, None, mask)
@@ -296,9 +300,9 @@ class LossTerms(abc.ABC):
         """The square root of the outputs' Fisher, output by output.
 
         Returns:
-            For each output its number of columns, its number of terms of an example (of all
-            examples where they are coupled), and a function of a column and of a term (``None``
-            for all terms) that gives cotangents of all outputs, zero but at this one.
+            For each output: its number of columns; its number of terms per example (over all
+            examples where they are coupled); and a function of a column and a term (``None`` for
+            all terms) that returns cotangents of all outputs, zero except at this output.
         """
         heads = self.heads(outputs, None, mask)
         seeds = _seeds(heads)
@@ -310,14 +314,14 @@ class LossTerms(abc.ABC):
                 one = times(head.column(index), share)
                 if term is not None:
                     shape = head.terms_at_once
-                    here = (jnp.arange(math.prod(shape)) == term).reshape(shape)
-                    here = here if one.ndim < 2 else here[..., None]
-                    one = jnp.where(here, one, jnp.zeros((), one.dtype))
-                parts = [
+                    at_term = (jnp.arange(math.prod(shape)) == term).reshape(shape)
+                    at_term = at_term if one.ndim < 2 else at_term[..., None]
+                    one = jnp.where(at_term, one, jnp.zeros((), one.dtype))
+                zeros = [
                     cast_varying(jnp.zeros(h.outputs.shape, h.outputs.dtype), h.outputs)
                     for h in heads
                 ]
-                return self.tree([*parts[:at], one, *parts[at + 1 :]])
+                return self.tree([*zeros[:at], one, *zeros[at + 1 :]])
 
             return column
 
@@ -327,14 +331,14 @@ class LossTerms(abc.ABC):
 
 
 def _seeds(heads: Sequence[Head]) -> list[Array]:
-    r"""For each output $\sqrt{w_m T_m / T}$, by which the gradient of its mean is multiplied."""
+    r"""The factor $\sqrt{w_m T_m / T}$ of the gradient of the mean of each output."""
     return [jnp.sqrt(times(x, h.weight)) for h, x in zip(heads, shares(heads), strict=True)]
 
 
 def own_scales(heads: Sequence[Head]) -> list[Array]:
-    r"""For each output $\sqrt{T_m / (w_m T)}$, by which the loss's own cotangent is multiplied.
+    r"""The factor $\sqrt{T_m / (w_m T)}$ of the loss's own cotangent, for each output.
 
-    Of weight zero it is zero, as that cotangent is.
+    It is zero for an output of weight zero, whose cotangent is zero as well.
     """
     scales = []
     for head, share in zip(heads, shares(heads), strict=True):
@@ -346,7 +350,7 @@ def own_scales(heads: Sequence[Head]) -> list[Array]:
 
 
 def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
-    """A product in at least float32 and in the dtype of ``x``: 16 bits do not hold a count."""
+    """Multiply in at least float32, return the dtype of ``x``: 16 bits cannot hold a count."""
     if isinstance(factor, float) and factor == 1.0:
         return x
     dtype = statistics_dtype(x.dtype)
@@ -358,17 +362,17 @@ class CoupledTerms(LossTerms):
 
     Args:
         terms: The terms as the objective has them.
-        meeting: Where examples meet, in words; see ``Head``.
+        meeting: Says where examples meet; see ``Head``.
     """
 
     def __init__(self, terms: LossTerms, meeting: Callable[[], str]) -> None:
         self._terms, self._meeting = terms, meeting
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
-        """Each output with what belongs to it."""
+        """Each output with its likelihood, targets, mask and weight."""
         heads = self._terms.heads(outputs, targets, mask)
         return [head._replace(meeting=self._meeting) for head in heads]
 
-    def tree(self, parts: Sequence[Any]) -> PyTree:
-        """Something for each output, in the structure of the outputs."""
-        return self._terms.tree(parts)
+    def tree(self, entries: Sequence[Any]) -> PyTree:
+        """Put one entry for each output into the structure of the outputs."""
+        return self._terms.tree(entries)

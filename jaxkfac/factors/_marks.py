@@ -1,4 +1,4 @@
-"""What the marks of a loss say of its layers: which they reach, and with what weight."""
+"""Losses that mark their outputs: which layers the marks reach, and with what weight."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxkfac.interception import Layer, OutputMark, Traced, Word, leading_to, ma
 
 
 def refuse_marks(traced: Traced) -> None:
-    """Refuse marks beside an ``Objective``, which says itself what its outputs are."""
+    """Refuse marks inside an ``Objective``, whose likelihood already names the outputs."""
     if marks_of(traced.closed.jaxpr, rules=False):
         raise ValueError(
             "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
@@ -24,7 +24,7 @@ def refuse_marks(traced: Traced) -> None:
 
 
 def refuse_unmarked(traced: Traced) -> None:
-    """Refuse a layer that leads to no mark: by its marks the loss does not depend on it."""
+    """Refuse a layer that leads to no mark: the marks do not show how the loss depends on it."""
     if not traced.marks:
         return
     reached = traced.marks_reached
@@ -55,7 +55,7 @@ def check_marked_outputs(heads: Sequence[Head]) -> None:
 
 
 def refuse_beside(traced: Traced) -> None:
-    """Refuse given targets of a mark that stands in a derivative of its own: it has none."""
+    """Refuse given targets for a mark inside a custom derivative: it receives no cotangent."""
     for number, mark in enumerate(traced.marks):
         if mark.beside:
             raise ValueError(
@@ -66,7 +66,7 @@ def refuse_beside(traced: Traced) -> None:
 
 
 def refuse_chained(traced: Traced) -> None:
-    """Refuse marks that follow each other: the first one's cotangent holds the second's."""
+    """Refuse marks that follow each other: the first one's cotangent includes the second's."""
     last = len(traced.closed.jaxpr.invars) - len(traced.marks)
     for mark in range(len(traced.marks)):
         inputs = leading_to(traced.analysis.plan, mark)[1]
@@ -80,26 +80,26 @@ def refuse_chained(traced: Traced) -> None:
 
 
 def leads_past_marks(traced: Traced) -> bool:
-    """Whether the loss holds more of a layer than its marks do: a penalty on activations."""
+    """Whether the loss depends on a layer past its marks, as with a penalty on activations."""
     first = len(traced.closed.jaxpr.invars) - len(traced.marks)
     shifts = range(first, first + len(traced.marks))
     return bool(leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[0])
 
 
 def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
-    """Where a term of a mark has a derivative in rows of several examples, in words.
+    """Say where a term of a mark has a derivative in rows of several examples; empty if nowhere.
 
-    Examples meet on the way (batch statistics, a tower times itself), or a use has rows that do
-    not run along the mark's own (a contrastive loss of two towers).
+    Either examples meet on the way (batch statistics, a tower times itself), or a layer use has
+    rows that do not run along the mark's example axis (a contrastive loss of two towers).
     """
     answer = traced.examples_meet("derivative", output=mark)
     if not answer.lets_pass(examples):
         return str(answer)
     table, axes = traced.analysis.table, traced.output_axes(mark) or ()
-    own = {a for axis in axes[:1] for a in table.atoms(axis)}
+    example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
     for use in leading_to(traced.analysis.plan, mark)[0]:
         rows = {a for axis in use.rows for a in table.atoms(axis)}
-        if own and use.data is not None and not own <= rows:
+        if example_atoms and use.data is not None and not example_atoms <= rows:
             return f"the examples meet behind layer {use.layer or use.view.path!r}"
     return ""
 
@@ -108,30 +108,31 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
     r"""For layers whose uses lead to different marks, the weight of each use's input rows.
 
     It is $c_u = \sum_m w_m / T_m$ over the marks that the use leads to, times
-    $\sum_m T_m / \sum_m w_m$ over those of the layer, so that with one row for each term the count
-    of rows stays their number. Then A and G of a linear layer are those of its
-    Gauss-Newton matrix, whatever the numbers of terms are. A mark that keeps no term has no part.
+    $\sum_m T_m / \sum_m w_m$ over the marks of the layer. The second factor makes the count of
+    rows equal their number if there is one row for each term. Then A and G of a linear layer are
+    those of its Gauss-Newton matrix for any numbers of terms. A mark that keeps no term does not
+    contribute.
     """
-    found = {}
+    by_layer = {}
     for layer in weighed(traced):
         reached = [traced.marks_reached.get(id(u), frozenset()) for u in traced.uses_of(layer)]
         dtype = heads[0].count.dtype
         none = jnp.zeros((), dtype)
-        kept = [h.kept.astype(dtype) for h in heads]
-        given = [jnp.asarray(h.weight).astype(dtype) for h in heads]
-        weights = [jnp.where(k > 0, w, none) for k, w in zip(kept, given, strict=True)]
+        counts = [h.num_kept.astype(dtype) for h in heads]
+        nominal_weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
+        weights = [jnp.where(k > 0, w, none) for k, w in zip(counts, nominal_weights, strict=True)]
         means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
         marks = sorted(frozenset().union(*reached))
         total = sum(weights[m] for m in marks)
-        one = jnp.ones((), dtype)  # for a total of zero, where every part is zero
-        every = sum(kept[m] for m in marks) / jnp.where(total == 0, one, total)
-        parts = [sum((means[m] for m in sorted(r)), none) for r in reached]
-        found[layer.name] = jnp.stack(parts) * every
-    return found
+        one = jnp.ones((), dtype)  # for a total of zero, where all sums are zero
+        every = sum(counts[m] for m in marks) / jnp.where(total == 0, one, total)
+        use_means = [sum((means[m] for m in sorted(r)), none) for r in reached]
+        by_layer[layer.name] = jnp.stack(use_means) * every
+    return by_layer
 
 
 def weighed(traced: Traced) -> list[Layer]:
-    """The layers whose rows of input are weighed use by use."""
+    """The layers whose input rows have weights that differ between uses."""
     return [
         layer
         for layer in traced.table.tapped
@@ -142,18 +143,18 @@ def weighed(traced: Traced) -> list[Layer]:
     ]
 
 
-# ---------------- the loss terms of a scalar loss that marks its outputs
+# ---------------- loss terms of marked outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class MarkedTerms(LossTerms):
-    """What marks say of their outputs; trees are lists with an entry for each mark.
+    """The loss terms of marked outputs; trees are lists with an entry for each mark.
 
     Attributes:
         marks: The marks.
         weights: Weights that are arrays, by mark.
         masks: Masks, by mark.
-        meeting: By mark, where its terms depend on rows of several examples, in words.
+        meeting: Says, for a mark, where its terms depend on rows of several examples.
     """
 
     marks: Sequence[OutputMark]
@@ -162,7 +163,7 @@ class MarkedTerms(LossTerms):
     meeting: Callable[[int], str] = lambda mark: ""
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
-        """The mask is the marks' own, whatever is given."""
+        """The mask is always the marks' own; the argument is ignored."""
         return [
             Head(
                 one.likelihood,
@@ -176,5 +177,5 @@ class MarkedTerms(LossTerms):
             for k, (one, x) in enumerate(zip(self.marks, outputs, strict=True))
         ]
 
-    def tree(self, parts: Sequence[Any]) -> PyTree:
-        return list(parts)
+    def tree(self, entries: Sequence[Any]) -> PyTree:
+        return list(entries)

@@ -1,4 +1,4 @@
-"""An objective: a model's apply function and a likelihood."""
+"""An objective: a model's apply function and a likelihood, and the batches that it takes."""
 
 import dataclasses
 import functools
@@ -23,38 +23,39 @@ from jaxkfac.interception import (
     trace,
 )
 
-# ---------------- what was compiled for one objective, kept as long as the objective itself
+# ---------------- compiled programs of an objective
 
 
 Program = TypeVar("Program")
 
-MOST = 64  # kinds of programs of one objective; each has its own shapes in jax.jit
+MOST = 64  # kinds of programs for one objective; jax.jit adds one compilation per set of shapes
 
 
 class KeptPrograms:
-    """Programs by what they depend on beside shapes, the most recently used ``MOST`` of them.
+    """Compiled programs by what they depend on besides shapes; the ``MOST`` most recently used.
 
-    An objective holds its programs, and no table of this module does: where the objective goes,
-    they go, with whatever its function closed over. So they must close over no array of a call.
+    Each objective holds its own programs; there is no table in this module. So the programs, and
+    whatever their functions closed over, are freed with the objective. A program must not close
+    over an array of a single call, which would stay alive as long.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._programs)
 
     def get(self, key: Hashable, make: Callable[[], Program]) -> Program:
-        """The program of this key; made where there is none yet."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        self._kept.move_to_end(key)
-        while len(self._kept) > MOST:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        """The program for this key; ``make`` builds it if there is none yet."""
+        if key not in self._programs:
+            self._programs[key] = make()
+        self._programs.move_to_end(key)
+        while len(self._programs) > MOST:
+            self._programs.popitem(last=False)
+        return self._programs[key]
 
 
-# ----------------
+# ---------------- batches, and calls of a model
 
 
 class Batch(NamedTuple):
@@ -103,13 +104,13 @@ def as_batch(batch: PyTree) -> Batch:
 
 
 def _keeps_none(mask: Any) -> bool:
-    """Whether a mask is known to keep no term."""
-    known = mask is not None and not isinstance(mask, Tracer | jax.ShapeDtypeStruct)
-    return known and not np.asarray(mask).any()
+    """Whether the values show that a mask keeps no term; a traced mask shows nothing."""
+    has_values = mask is not None and not isinstance(mask, Tracer | jax.ShapeDtypeStruct)
+    return has_values and not np.asarray(mask).any()
 
 
 def check_array(what: str, x: object) -> None:
-    """Refuse what is no array, as ``jax.numpy`` refuses lists."""
+    """Refuse what is not an array; ``jax.numpy`` refuses lists in the same way."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{what}: expected an array, got {_form(x)}; write jnp.asarray(...)")
 
@@ -133,20 +134,20 @@ def returned(
 
     Args:
         what: What to call the function in an error.
-        fn: Returns ``result``, or ``(result, aux)`` with ``has_aux``; with a state, a pair of
-            that and the changed state.
-        args: Its arguments.
+        fn: Returns ``result``, or ``(result, aux)`` with ``has_aux``. With a state it returns a
+            pair of that and the changed state.
+        args: Its positional arguments.
         key: Passed on if the function takes one.
         state: Passed on if there is one.
         has_aux: See ``fn``.
 
     Returns:
-        What was returned beside the result: ``None``, ``aux``, ``changed`` or ``(aux, changed)``.
+        The result, and what came with it: ``None``, ``aux``, ``changed`` or ``(aux, changed)``.
 
     Raises:
-        TypeError: a state that the function does not take.
-        ValueError: the function takes a state and none is given, what it returns is no pair, or
-            its changed state has what the given one has not.
+        TypeError: a state is given and the function takes none.
+        ValueError: the function takes a state and none is given; it does not return the expected
+            pair; or its changed state has entries that the given one lacks.
     """
     kwargs = {"key": key} if takes_key(fn) else {}
     if state is None:
@@ -172,7 +173,7 @@ def returned(
 
 
 def _check_stateless(what: str, fn: Callable[..., Any]) -> None:
-    """Refuse a function whose state is missing: it would start from the first one each time."""
+    """Refuse a call without the state that a function needs: it would start anew each time."""
     parameter = _parameters(fn).get("state")
     needed = parameter is not None and parameter.default is inspect.Parameter.empty
     if needed or getattr(fn, "state", None) is not None:
@@ -203,15 +204,16 @@ class Objective(LossTerms):
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
             dropout, or with a ``state=`` argument for what a call changes (batch statistics):
-            then it returns ``(outputs, changed)``. An exact tuple of inputs is unpacked into
-            positional arguments where it takes as many; a NamedTuple, like any other tree, is
-            one. Outputs have the examples first and one term's outputs last: ``(N, classes)``,
+            then it returns ``(outputs, changed)``. Inputs that are exactly a ``tuple`` are
+            unpacked into positional arguments if the function takes that many; a NamedTuple or
+            any other tree is passed as one argument. The first axis of the outputs is the
+            example, the last axis holds the outputs of one term: ``(N, classes)``,
             ``(N, tokens, vocabulary)``; for ``Bernoulli()`` and ``Gaussian()`` also ``(N,)``, one
             number for each example.
         likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``; or a dictionary or tuple
-            of them. Outputs and targets are then of that form, and so is the mask, with
-            ``None`` where every term counts; the loss is the sum of the means.
-        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``, with a state
+            of them. Outputs, targets and mask then have that form; a mask entry may be ``None``
+            if every term counts. The loss is the sum of the means.
+        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``; with a state,
             ``((outputs, aux), changed)``.
 
     Example:
@@ -247,7 +249,7 @@ class Objective(LossTerms):
 
     @functools.cached_property
     def programs(self) -> KeptPrograms:
-        """What was compiled for this objective; it goes with the objective."""
+        """The compiled programs of this objective; they are freed with it."""
         return KeptPrograms()
 
     @property
@@ -264,7 +266,7 @@ class Objective(LossTerms):
         return jax.tree.structure(self.likelihood)
 
     def parts(self, tree: PyTree, what: str) -> list[Any]:
-        """What belongs to each likelihood.
+        """The entries of a tree, one for each likelihood, in their order.
 
         Raises:
             ValueError: ``tree`` is not of the likelihoods' form.
@@ -277,8 +279,8 @@ class Objective(LossTerms):
                 f"got {_form(tree)}{_difference(self.likelihood, tree)}"
             ) from None
 
-    def tree(self, parts: Sequence[Any]) -> PyTree:
-        return jax.tree.unflatten(self._form, list(parts))
+    def tree(self, entries: Sequence[Any]) -> PyTree:
+        return jax.tree.unflatten(self._form, list(entries))
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
         names = [jax.tree_util.keystr(at) for at, _ in _with_path(self.likelihood)]
@@ -297,11 +299,10 @@ class Objective(LossTerms):
         ]
 
     def batch(self, batch: PyTree) -> Batch:
-        """Check a batch's form; terms that targets leave out are masked.
+        """Check a batch's form, and mask the terms that the targets themselves leave out.
 
         Raises:
-            ValueError: see ``as_batch``; or targets or a mask that are not of the likelihoods'
-                form.
+            ValueError: see ``as_batch``; or targets or a mask do not have the likelihoods' form.
         """
         out = as_batch(batch)
         targets = self.parts(out.targets, "batch: targets")
@@ -316,18 +317,23 @@ class Objective(LossTerms):
         return as_batch((*out[:2], self.tree(joined))) if changed else out
 
     def in_batch(self, cotangents: PyTree, mask: PyTree, batch: Batch) -> PyTree:
-        """Cotangents of one example by itself, scaled as the whole batch shares the loss out."""
+        """Rescale the cotangents of a single example to its share of the whole batch's loss."""
         if self.num_outputs == 1:
             return cotangents
-        here = self.heads(cotangents, None, mask)
+        example_heads = self.heads(cotangents, None, mask)
         n = batch.num_examples
-        shapes = [jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in here]
-        there = self.heads(self.tree(shapes), None, batch.mask)
-        parts = []
-        for head, x, y in zip(here, shares(here), shares(there), strict=True):
-            of = jnp.where(y > 0, y, jnp.ones_like(y))  # an output without terms has none here
-            parts.append(times(head.outputs, jnp.sqrt(x / of)))
-        return self.tree(parts)
+        shapes = [
+            jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in example_heads
+        ]
+        batch_heads = self.heads(self.tree(shapes), None, batch.mask)
+        scaled = []
+        for head, x, y in zip(
+            example_heads, shares(example_heads), shares(batch_heads), strict=True
+        ):
+            # An output without terms in the batch has none in this example either.
+            of = jnp.where(y > 0, y, jnp.ones_like(y))
+            scaled.append(times(head.outputs, jnp.sqrt(x / of)))
+        return self.tree(scaled)
 
     def outputs(
         self,
@@ -336,7 +342,7 @@ class Objective(LossTerms):
         key: Key[Array, ""] | None = None,
         state: PyTree | None = None,
     ) -> tuple[PyTree, Any]:
-        """The outputs, and what comes beside them; see ``returned``."""
+        """The outputs, and the rest of what a call returns; see ``returned``."""
         args = arguments(self.apply_fn, params, inputs, key, state)
         outputs, beside = returned("apply_fn", self.apply_fn, args, key, state, self.has_aux)
         for head in self.heads(outputs):
@@ -350,18 +356,18 @@ class Objective(LossTerms):
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         state: PyTree | None = None,
     ) -> Callable[[], str]:
-        """Says where examples of such a batch meet, or may: for ``find_layers``.
+        """A function that says where examples of such a batch meet, or may; for ``find_layers``.
 
-        What is returned holds shapes alone, and traces the model when it is called.
+        The returned function holds only shapes, and traces the model when it is called.
         """
 
         def shape(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 
-        given = decoded_shapes(params), as_batch(batch).inputs, key, state
-        shapes = jax.tree.map(shape, given)
+        call_args = decoded_shapes(params), as_batch(batch).inputs, key, state
+        shapes = jax.tree.map(shape, call_args)
 
-        def said() -> str:
+        def describe_meeting() -> str:
             traced = trace(
                 lambda params, *args: self.outputs(params, *args),
                 *shapes,
@@ -371,7 +377,7 @@ class Objective(LossTerms):
             traced.join_examples()
             return traced.meeting()
 
-        return said
+        return describe_meeting
 
     def __call__(
         self,
@@ -382,8 +388,8 @@ class Objective(LossTerms):
     ) -> Any:
         """The loss of the batch.
 
-        ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and with both
-        ``(loss, (aux, changed))``.
+        Returns ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and
+        ``(loss, (aux, changed))`` with both.
         """
         inputs, targets, mask = self.batch(batch)
         outputs, beside = self.outputs(params, inputs, key, state)
@@ -400,7 +406,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     """The positional arguments of ``apply_fn``.
 
-    An exact tuple of inputs is unpacked, but for a function that does not take as many:
+    Inputs that are exactly a ``tuple`` are unpacked, unless the function does not take that many:
     ``fn(params, inputs)`` gets the tuple itself.
     """
     if type(inputs) is not tuple:
@@ -409,7 +415,7 @@ def arguments(
     kwargs |= {} if state is None else {"state": state}
     try:
         inspect.signature(apply_fn).bind(params, *inputs, **kwargs)
-    except (TypeError, ValueError):  # too many or too few, or no signature to ask
+    except (TypeError, ValueError):  # too many or too few, or no signature to inspect
         return params, inputs
     return params, *inputs
 
@@ -418,13 +424,14 @@ def _nothing(targets: Any) -> None:
     return None
 
 
-def _joined(mask: Any, kept: Any) -> Any:
-    """The terms that both leave."""
-    if kept is None or mask is None:
-        return mask if kept is None else kept
-    if isinstance(kept, jax.ShapeDtypeStruct):
+def _joined(mask: Any, kept_by_targets: Any) -> Any:
+    """The terms that both the mask and the targets keep; ``None`` for all."""
+    if kept_by_targets is None or mask is None:
+        return mask if kept_by_targets is None else kept_by_targets
+    if isinstance(kept_by_targets, jax.ShapeDtypeStruct):
         return mask
-    return mask & kept if mask.shape == kept.shape else mask  # refused by ``check``
+    # ``check`` refuses a mask of another shape.
+    return mask & kept_by_targets if mask.shape == kept_by_targets.shape else mask
 
 
 def _with_path(tree: PyTree) -> list[Any]:
@@ -438,7 +445,7 @@ def _sketch(tree: PyTree) -> str:
 
 
 def _difference(likelihood: PyTree, tree: PyTree) -> str:
-    """Which keys of a dictionary are missing, or too many."""
+    """Say which keys of a dictionary are missing, or which have no likelihood."""
     if not isinstance(likelihood, Mapping) or not isinstance(tree, Mapping):
         return ""
     missing = [repr(key) for key in likelihood if key not in tree]
@@ -449,7 +456,7 @@ def _difference(likelihood: PyTree, tree: PyTree) -> str:
 
 
 def _check_haiku(fn: Callable[..., Any]) -> None:
-    """Refuse Haiku's own apply, whose second argument are no inputs."""
+    """Refuse Haiku's own apply, whose second argument is not the inputs."""
     names = list(_parameters(fn))
     if names[1:2] == ["rng"]:
         raise TypeError(
@@ -478,7 +485,7 @@ def _check_outputs(head: Head) -> None:
 
 
 def _remedy(x: object) -> str:
-    """What to do where a container came in place of an array."""
+    """What to do if a container came instead of an array."""
     if isinstance(x, tuple | list):
         return (
             ": what comes beside the outputs goes with has_aux=True, a state that the call changes "

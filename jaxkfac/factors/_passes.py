@@ -1,4 +1,4 @@
-"""Which statistics are gathered in which pass, so that each stays inside a budget of bytes."""
+"""Plan the backward passes that gather factors, so that each stays inside a budget of bytes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -20,10 +20,10 @@ class Pass(NamedTuple):
     """One backward pass.
 
     Attributes:
-        parts: What it gathers.
-        start: First iteration of its window, where it has one.
-        nbytes: Most bytes that its factors take on the device.
-        results: Of these, the factors that it returns.
+        parts: What it gathers of which layers.
+        start: First iteration of its window, if it has one.
+        nbytes: Most bytes that its factors take on the device, slots included.
+        results: How many of these bytes are the factors that it returns.
     """
 
     parts: Mapping[str, PassPart]
@@ -57,13 +57,13 @@ class PassPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side of one layer, the unit of a plan; bytes are of one row where it has rows.
+    """One side of one layer, the unit of a plan. Bytes are those of one scan iteration, if scanned.
 
     Attributes:
         layer: The layer.
         inputs: Whether it is the input side.
         slot: Bytes of what the backward pass emits.
-        extra: Of which so many live beside the factor that is made of it.
+        extra: How many of these bytes are alive beside the factor that is formed from them.
         output: Bytes of the factor.
         scan: The scan over its rows, if there is one.
     """
@@ -80,7 +80,7 @@ class _Side:
         written = 2 * self.slot if self.scan else 0
         return rows * (self.extra + self.output) + written
 
-    def part(self, rows: int) -> PassPart:
+    def pass_part(self, rows: int) -> PassPart:
         return PassPart(
             inputs=self.inputs, outputs=not self.inputs, rows=rows if self.scan else None
         )
@@ -90,13 +90,13 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
     """Distribute the sides of all layers over passes.
 
     Sides outside of scans are put into passes first come, first served. The first pass takes
-    as many iterations of the first scan as it has room for; the rest follow in windows of one
-    size, so that one compiled program serves them all.
+    as many iterations of the first scan as it has room for. The remaining iterations follow in
+    windows of one size, so that one compiled program serves them all.
 
     Args:
-        statistics: Of the whole program.
+        statistics: The statistics of the whole program.
         max_factor_bytes: The budget, in bytes.
-        vjps: How many vector-Jacobian products' output sides are alive beside their sum.
+        vjps: How many vector-Jacobian products' output sides are alive besides their sum.
 
     Raises:
         MemoryBudgetError: one side of one layer, at one iteration, is larger than the budget.
@@ -111,8 +111,8 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
                 f"({bytes_text(side.nbytes())}); allow that much, or lower max_dense to keep it "
                 "as a diagonal"
             )
-    whole = _bins([s for s in sides if not s.scan], max_factor_bytes)
-    passes = [_pass(group, 0, 0) for group in whole]
+    unscanned = _bins([s for s in sides if not s.scan], max_factor_bytes)
+    passes = [_pass(group, 0, 0) for group in unscanned]
     for scan in dict.fromkeys(s.scan for s in sides if s.scan):
         for group in _bins([s for s in sides if s.scan == scan], max_factor_bytes):
             length, done = group[0].layer.stack[0], 0
@@ -127,9 +127,9 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
                     passes[0].results + first.results,
                 )
                 done = fit
-            if left := length - done:
+            if remaining := length - done:
                 most = _rows(group, max_factor_bytes)
-                rows = -(-left // -(-left // most))  # as even as the number of passes allows
+                rows = -(-remaining // -(-remaining // most))  # as even as the pass count allows
                 passes += [_pass(group, rows, start) for start in range(done, length, rows)]
     total = sum(s.output * (s.layer.stack[0] if s.scan else 1) for s in sides)
     return PassPlan(tuple(passes or [Pass({}, 0, 0)]), total, max_factor_bytes)
@@ -156,7 +156,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
         statistics, parts={name: PassPart(rows=1 if scan else None) for name, scan in scans.items()}
     )
     slots, number = jax.eval_shape(one.slots), jnp.ones((), jnp.float32)
-    made = jax.eval_shape(
+    shapes = jax.eval_shape(
         lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
     )
     for layer in traced.table.tapped:
@@ -164,9 +164,9 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
         a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
         g = {key: leaf for key, leaf in slot.items() if key not in a}
         if a:
-            sums = made.a_sums[layer.name]
+            sums = shapes.a_sums[layer.name]
             yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), scan)
-        sums = (made.diagonals | made.g_sums)[layer.name]
+        sums = (shapes.diagonals | shapes.g_sums)[layer.name]
         extra = _extra(g, sums) + vjps * _bytes(g)
         if statistics.unpacks(layer) and "g" in g:
             panels = panel_shapes(layer.out_features)
@@ -175,7 +175,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
 
 
 def _extra(slot: PyTree, sums: jax.ShapeDtypeStruct) -> int:
-    """Bytes of a slot beside the factor made of it; one entry of its shape becomes it."""
+    """Bytes of a slot beside the factor formed from it; an entry of that shape is the factor."""
     becomes = any(leaf.shape == sums.shape for leaf in jax.tree.leaves(slot))
     return _bytes(slot) - becomes * _bytes(sums)
 
@@ -189,32 +189,32 @@ def _bins(sides: list[_Side], capacity: int) -> list[list[_Side]]:
     bins: list[list[_Side]] = []
     for side in sides:
         fits = (b for b in bins if sum(s.nbytes() for s in [*b, side]) <= capacity)
-        if (found := next(fits, None)) is None:
+        if (fitting := next(fits, None)) is None:
             bins.append([side])
         else:
-            found.append(side)
+            fitting.append(side)
     return bins
 
 
 def _rows(group: list[_Side], room: int) -> int:
-    """How many iterations of a group fit."""
+    """How many iterations of a group fit into ``room`` bytes."""
     one, two = (sum(s.nbytes(rows) for s in group) for rows in (1, 2))
     return max(0, 1 + (room - one) // max(two - one, 1)) if room >= one else 0
 
 
 def _pass(group: list[_Side], rows: int, start: int) -> Pass:
-    parts: dict[str, PassPart] = {}
+    merged: dict[str, PassPart] = {}
     for side in group:
-        parts = _merged(parts, {side.layer.name: side.part(rows)})
+        merged = _merged(merged, {side.layer.name: side.pass_part(rows)})
     results = sum(s.output * (rows or 1) for s in group)
-    return Pass(parts, start, sum(s.nbytes(rows or 1) for s in group), results)
+    return Pass(merged, start, sum(s.nbytes(rows or 1) for s in group), results)
 
 
-def _merged(one: Mapping[str, PassPart], other: Mapping[str, PassPart]) -> dict[str, PassPart]:
+def _merged(one: Mapping[str, PassPart], more: Mapping[str, PassPart]) -> dict[str, PassPart]:
     out = dict(one)
-    for name, part in other.items():
+    for name, added in more.items():
         before = out.get(name, PassPart(inputs=False, outputs=False))
         out[name] = PassPart(
-            before.inputs or part.inputs, before.outputs or part.outputs, part.rows
+            before.inputs or added.inputs, before.outputs or added.outputs, added.rows
         )
     return out

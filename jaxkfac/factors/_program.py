@@ -1,4 +1,4 @@
-"""A loss traced once and linearised with taps: what factors and EKFAC have in common."""
+"""A loss traced once and linearized with taps; factors and EKFAC both build on it."""
 
 import dataclasses
 import functools
@@ -49,24 +49,24 @@ from jaxkfac.linalg import statistics_dtype
 
 
 class Linearised(NamedTuple):
-    """A program at one point.
+    """A program linearized at one point.
 
     Attributes:
         value: The mean loss.
-        aux: What the model returned beside its outputs: aux, the changed state, or both.
+        aux: What the model returned with its outputs: aux, the changed state, or both.
         grads: ``{path: gradient}`` of the leaves that have one.
         emitted: Statistics of the gradient's own backward pass.
         terms: Number of loss terms.
         outputs: Outputs of the model; ``None`` for a scalar loss.
         vjp: From a cotangent of the outputs to the statistics of another backward pass of
             the same linearisation; ``None`` for a scalar loss.
-        terms_of: What is known of the outputs' loss terms; ``None`` for a scalar loss.
-        batch: The batch, as an ``Estimator`` takes it.
-        own: The loss's own cotangents of the outputs as those of its Fisher; ``None`` where
-            ``emitted`` has them, but for the scale.
-        own_scale: By what squares of ``emitted`` are multiplied then; ``None`` for one.
-        cotangents: Of a loss with marks: what ``own`` gives, wherever ``emitted`` has it too.
-        gradient: Of a loss with marks: from a cotangent of the outputs to that of the parameters.
+        terms_of: The loss terms of the outputs; ``None`` for a scalar loss.
+        batch: The batch, in the form an ``Estimator`` takes.
+        own: Gives the loss's own cotangents, scaled to those of its Fisher. ``None`` if
+            ``emitted`` already belongs to them, except for ``own_scale``.
+        own_scale: The factor for squares of ``emitted`` in that case; ``None`` for one.
+        cotangents: For a loss with marks: like ``own``, and there even if ``own`` is ``None``.
+        gradient: For a loss with marks: maps a cotangent of the outputs to the parameters'.
     """
 
     value: Any
@@ -85,14 +85,14 @@ class Linearised(NamedTuple):
 
     @property
     def squares_to_sums(self) -> Float[Array, ""]:
-        """By what squares are multiplied to be sums over terms; NaN where the loss is.
+        """The factor that turns squares into sums over terms; NaN where the loss is NaN.
 
-        Inside ``shard_map`` that is NaN on all devices where it is on one: what is summed over
-        devices stays equal on them.
+        Inside ``shard_map`` it is NaN on all devices if the loss is NaN on one of them, because
+        values that are summed over devices must stay equal on all.
 
-        The taps saw gradients of the *mean* loss; times the number of terms, these are gradients
-        of each example's sum. A loss is NaN where a target is out of range, which sampled labels
-        would not show.
+        The taps saw gradients of the *mean* loss. Multiplied by the number of terms they become
+        gradients of each example's sum. A loss is NaN if a target is out of range; sampled labels
+        alone would not show that.
         """
         nan = jnp.asarray(jnp.nan, self.terms.dtype)
         bad, axes = jnp.isnan(self.value), tuple(sorted(varying_axes(self.value)))
@@ -102,11 +102,11 @@ class Linearised(NamedTuple):
 
     @property
     def all_terms(self) -> Float[Array, ""]:
-        """The number of terms that the sums of factors are over: inside ``shard_map`` all devices'.
+        """Number of terms in the sums of factors; inside ``shard_map`` over all devices.
 
         Raises:
-            ValueError: devices may keep unlike numbers of terms, so that gradients of their means
-                cannot be squared and added.
+            ValueError: devices may keep different numbers of terms, so that gradients of their
+                means cannot be squared and added.
         """
         axes = tuple(sorted(varying_axes(self.value)))
         if not axes:
@@ -120,7 +120,7 @@ class Linearised(NamedTuple):
         return self.terms * math.prod(map(jax.lax.axis_size, axes))
 
     def poisoned(self, sums: dict[str, Array]) -> dict[str, Array]:
-        """Sums over terms, NaN where the loss is."""
+        """Sums over terms, with NaN where the loss is NaN."""
         bad = jnp.isnan(self.squares_to_sums)
         return jax.tree.map(lambda x: jnp.where(bad, jnp.full((), jnp.nan, x.dtype), x), sums)
 
@@ -132,9 +132,9 @@ class Program:
         objective: An ``Objective``, or a scalar loss.
         finding: How layers are found; see ``trace``.
         cover: Whether an uncovered parameter raises.
-        second_pass: Whether the caller may take a second pass over it instead.
-        has_aux: Of a scalar loss.
-        examples: ``"apart"``: the user's word that they do not meet, where that is not known.
+        second_pass: Whether the caller can cover such a parameter with a second pass.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
+        examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Program:
         """The trace for these shapes.
 
         Raises:
-            UncoveredParameterError: a parameter is covered by no layer, where that matters.
+            UncoveredParameterError: no layer covers a parameter, and ``cover`` is set.
             ValueError: there are no parameters.
         """
         check_arrays("params", params)
@@ -194,7 +194,7 @@ class Program:
         return self._traces.get(args, make)
 
     def _only_together(self, traced: Traced) -> str:
-        """Why examples cannot run by themselves, in words; empty where they can."""
+        """Why examples cannot run one by one, in words; empty if they can."""
         behind = "is behind a weight that is computed from it, and its diagonal is"
         if not isinstance(self.objective, Objective) and not traced.marks:
             return (
@@ -204,8 +204,10 @@ class Program:
         if not self._second_pass:
             return f"{behind} one of gradients, which this Fisher type has none of"
         if traced.marks:
-            each = (meeting_at(traced, mark, self.examples) for mark in range(len(traced.marks)))
-            met = next(filter(None, each), "")
+            meetings = (
+                meeting_at(traced, mark, self.examples) for mark in range(len(traced.marks))
+            )
+            met = next(filter(None, meetings), "")
             if met and "not known" not in met:
                 met = f"examples meet on their way to a jk.mark_outputs: {met}"
         else:
@@ -213,12 +215,12 @@ class Program:
         return f"{behind} one of single examples' gradients, and {met}" if met else ""
 
     def meeting(self, traced: Traced, question: Question, *, alone: bool = False) -> str:
-        """Where examples meet, or may, in words; empty where they are proved or said not to.
+        """Where examples meet, or may, in words; empty if proved or declared not to.
 
         Args:
             traced: The program.
             question: See ``Traced.examples_meet``.
-            alone: Likewise.
+            alone: See ``Traced.examples_meet``.
         """
         answer = traced.examples_meet(question, alone=alone)
         return "" if answer.lets_pass(self.examples) else str(answer)
@@ -226,7 +228,7 @@ class Program:
     def row_weights(
         self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
     ) -> dict[str, Any]:
-        """See ``_marks.row_weights``; the forward pass runs for masks and weights alone."""
+        """See ``_marks.row_weights``; runs the forward pass only if masks or weights need it."""
         if not weighed(traced):
             return {}
         shifts = [mark.zeros() for mark in traced.marks]
@@ -241,18 +243,18 @@ class Program:
         traced: Traced,
         run: Callable[..., Marked],
         free: dict[str, Array],
-        wanted: dict[str, Slot],
+        zero_slots: dict[str, Slot],
     ) -> Linearised:
         """Value, gradient and statistics of a loss that marks its outputs."""
 
-        def parts(free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]) -> PyTree:
+        def forward(free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]) -> PyTree:
             out = run(free, slots, shifts)
             value, aux = out.result
             return (out.outputs, value), (aux, out.weights, out.masks)
 
         shifts = [mark.zeros() for mark in traced.marks]
         (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
-            parts, free, wanted, shifts, has_aux=True
+            forward, free, zero_slots, shifts, has_aux=True
         )
         none = jax.tree.map(jnp.zeros_like, outputs)
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
@@ -265,7 +267,7 @@ class Program:
 
         beside = any(mark.beside for mark in traced.marks)
 
-        def own() -> PyTree:
+        def fisher_cotangents() -> PyTree:
             refuse_beside(traced)
             refuse_chained(traced)
             return terms_of.rescaled(fixed, cotangents, None)
@@ -280,9 +282,9 @@ class Program:
             lambda g: vjp((g, jnp.zeros_like(value)))[1],
             terms_of,
             Batch(None, None, None),
-            own if scale is None or beside or leads_past_marks(traced) else None,
+            fisher_cotangents if scale is None or beside or leads_past_marks(traced) else None,
             scale,
-            own,
+            fisher_cotangents,
             lambda g: vjp((g, jnp.zeros_like(value)))[0],
         )
 
@@ -291,7 +293,7 @@ class Program:
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
 
     def value(self, params: PyTree, data: PyTree, key: Any, state: PyTree) -> Float[Array, ""]:
-        """A scalar loss, no layer tapped."""
+        """The value of a scalar loss, without taps."""
         return self._forward(params, data, key, state)[0]
 
     def _forward(
@@ -324,20 +326,20 @@ class Program:
         differentiate: bool = True,
         rows_key: Key[Array, ""] | None = None,
     ) -> Linearised:
-        """Value, gradient, statistics, and a function for further ones.
+        """Compute value, gradient and statistics, and a function for further backward passes.
 
         Args:
             traced: From ``traced``.
             emitter: What the taps emit into which slots.
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
-            key: The model's own.
+            key: The model's own key.
             state: What a call of the model changes, if anything.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
-            windows: For some layers, the iterations of a scan that their slots stand for.
-            differentiate: Whether the parameters get a gradient, or the slots alone.
-            rows_key: Handed to every tap, if there is one.
+            windows: For some layers, the iterations of a scan that their slots cover.
+            differentiate: Whether to differentiate parameters too, or only slots.
+            rows_key: Passed to every tap, if given.
 
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
@@ -345,7 +347,7 @@ class Program:
         objective, slots = self.objective, emitter.slots()
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
-        wanted = {
+        zero_slots = {
             name: {k: v for k, v in slot.items() if k != "constants"}
             for name, slot in slots.items()
         }
@@ -354,14 +356,14 @@ class Program:
         handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
-            held = {
+            slots_with_constants = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()
             }
             return traced.emit(
                 handler,
                 with_leaves(params, free),
-                held,
+                slots_with_constants,
                 data,
                 key,
                 state,
@@ -372,15 +374,15 @@ class Program:
             )
 
         if traced.marks:
-            return self._linearise_marked(traced, run, free, wanted)
+            return self._linearise_marked(traced, run, free, zero_slots)
         if not isinstance(objective, Objective):
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
-                free, wanted
+                free, zero_slots
             )
             terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
             return Linearised(value, aux, grads, emitted, terms)
 
-        outputs, vjp, aux = jax.vjp(run, free, wanted, has_aux=True)
+        outputs, vjp, aux = jax.vjp(run, free, zero_slots, has_aux=True)
 
         def loss(outputs: PyTree) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
@@ -390,7 +392,7 @@ class Program:
         grads, emitted = vjp(cotangents)
         fixed = jax.lax.stop_gradient(outputs)
 
-        def own() -> PyTree:
+        def fisher_cotangents() -> PyTree:
             return objective.rescaled(fixed, cotangents, batch.mask)
 
         scale = None
@@ -406,7 +408,7 @@ class Program:
             lambda g: vjp(g)[1],
             CoupledTerms(objective, lambda: self.meeting(traced, "derivative")),
             batch,
-            own if objective.num_outputs > 1 and scale is None else None,
+            fisher_cotangents if objective.num_outputs > 1 and scale is None else None,
             scale,
         )
 

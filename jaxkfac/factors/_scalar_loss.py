@@ -1,4 +1,4 @@
-"""Losses as functions: of one batch, and scalar ones with what they cannot give."""
+"""The loss of one batch as a function of the parameters, and the checks of scalar losses."""
 
 import warnings
 from collections.abc import Callable
@@ -16,14 +16,13 @@ from jaxkfac.factors._objective import Objective, check_array, returned
 from jaxkfac.factors._statistics import Scales, Sharing
 from jaxkfac.interception import Traced, leaves_by_path
 
-# ---------------- the loss of one batch, as a function of the parameters: what adaptive optimizers
-# ask for
+# ---------------- the loss of one batch, for adaptive optimizers
 
 
 class BatchCurvature(NamedTuple):
-    """Of which loss, at which parameters and on which batch an operator is wanted.
+    """The loss, parameters and batch whose curvature an operator multiplies by.
 
-    ``jk.operators.ggn`` makes it; :func:`jaxkfac.kfac` takes this in its place.
+    ``jk.operators.ggn`` builds the operator; :func:`jaxkfac.kfac` accepts this in its place.
 
     Attributes:
         loss: A ``jk.Objective``, or a scalar loss that marks its outputs.
@@ -40,15 +39,15 @@ class BatchCurvature(NamedTuple):
     state: PyTree
 
     def check_params(self, params: PyTree) -> None:
-        """Refuse other parameters than those of the update, as far as can be seen.
+        """Refuse parameters other than those of the update, as far as that can be seen.
 
         Raises:
-            ValueError: paths or shapes differ, or outside of ``jit`` values do.
+            ValueError: paths or shapes differ, or (outside ``jit``) values differ.
         """
-        ours, given = leaves_by_path(self.params), leaves_by_path(params)
-        shapes = [{path: np.shape(x) for path, x in leaves.items()} for leaves in (ours, given)]
-        same = shapes[0] == shapes[1] and all(map(_may_be_equal, ours.values(), given.values()))
-        if not same:
+        ours, theirs = leaves_by_path(self.params), leaves_by_path(params)
+        shapes = [{path: np.shape(x) for path, x in leaves.items()} for leaves in (ours, theirs)]
+        equal = shapes[0] == shapes[1] and all(map(_may_be_equal, ours.values(), theirs.values()))
+        if not equal:
             raise ValueError(
                 "stats.adaptation(params, batch, key) is of other parameters than the update: call "
                 "it with the params that tx.update(grads, state, params, ...) gets"
@@ -71,7 +70,7 @@ class AdaptationOfBatch(TypedDict):
     Attributes:
         value: The loss at the parameters.
         value_fn: From parameters to the loss of the same batch, with the same random numbers.
-        curvature: What the operator of its curvature is made of.
+        curvature: What the operator of the loss's curvature is built from.
     """
 
     value: Float[Array, ""]
@@ -88,7 +87,7 @@ def adaptation_of(
     *,
     has_aux: bool,
 ) -> AdaptationOfBatch:
-    """What an adaptive optimizer needs of a batch; ``has_aux`` is that of a scalar loss."""
+    """What an adaptive optimizer needs from a batch; ``has_aux`` describes a scalar loss."""
 
     def value_fn(params: PyTree) -> Float[Array, ""]:
         if isinstance(loss, Objective):
@@ -100,7 +99,7 @@ def adaptation_of(
     return AdaptationOfBatch(value=value_fn(params), value_fn=value_fn, curvature=curvature)
 
 
-# ---------------- what a scalar loss cannot give, and what one that marks its outputs cannot
+# ---------------- options that a scalar loss cannot serve
 
 
 def check_marked(
@@ -124,10 +123,10 @@ def _check_labels(traced: Traced, labels: Any) -> None:
     """Refuse labels that do not fit the marks."""
     number = len(labels) if isinstance(labels, list | tuple) else None
     if number != len(traced.marks):
-        found = type(labels).__name__ if number is None else number
+        number_or_type = type(labels).__name__ if number is None else number
         raise ValueError(
             f"labels: expected a list with (samples, *targets) for each of the {len(traced.marks)} "
-            f"marks, got {found}"
+            f"marks, got {number_or_type}"
         )
     for k, (mark, mine) in enumerate(zip(traced.marks, labels, strict=True)):
         check_array(f"labels[{k}]", mine)
@@ -166,16 +165,16 @@ def check_scalar_loss(
 
 
 def warn_of_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> bool:
-    """Warn of a loss that looks like a sum over rows, where values are known.
+    """Warn if a loss looks like a sum over rows, where values are concrete.
 
-    On a third of the rows, on the same rows twice, and three times, a mean stays, and a sum is
-    once, twice and three times as large. So is a mean that divides by a constant number of rows, or
-    whose weights sum to one: nothing is refused. A sum beside a penalty or noise of dropout is not
-    noticed; nor is one whose arrays do not share their leading axis, or that may divide by a scalar
-    of the batch.
+    The loss is evaluated on a third of the rows, once, twice and three times over. A mean stays
+    the same; a sum is once, twice and three times as large. A mean that divides by a constant
+    number of rows, or whose weights sum to one, also grows, so this warns and does not refuse. A
+    sum with a penalty or with dropout noise is not noticed, nor one whose arrays do not share
+    their leading axis, or that may divide by a scalar of the batch.
 
     Returns:
-        Whether there was a warning.
+        Whether it warned.
     """
     leaves = jax.tree.leaves(batch)
     sizes = {x.shape[:1] for x in leaves if np.ndim(x)}
@@ -191,15 +190,15 @@ def warn_of_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> bo
         return jax.tree.map(of, batch)
 
     try:
-        once, twice, thrice = (float(loss(repeated(times))) for times in (1, 2, 3))
-    except Exception:  # a loss may know how many rows it takes; what it raises is not about sums
+        single, double, tripled = (float(loss(repeated(times))) for times in (1, 2, 3))
+    except Exception:  # a loss may require a certain number of rows; its error is not about sums
         return False
-    close = 1e-3 * abs(once)
-    if not once or abs(twice - 2 * once) > close or abs(thrice - 3 * once) > close:
+    close = 1e-3 * abs(single)
+    if not single or abs(double - 2 * single) > close or abs(tripled - 3 * single) > close:
         return False
     warnings.warn(
         f"the loss looks like a sum over rows, expected a mean: on {some} rows of the batch it is "
-        f"{once:.6g}, and on the same rows twice {twice:.6g}. Divide a sum by the number of its "
+        f"{single:.6g}, and on the same rows twice {double:.6g}. Divide a sum by the number of its "
         "rows, or G is too large by its square. If the loss is a mean that divides by a constant, "
         "or whose weights sum to one, nothing is wrong",
         UserWarning,

@@ -1,4 +1,4 @@
-"""Which statistics of which layer are gathered, and how they become ``Factors``."""
+"""Which statistics of each layer are gathered, and how they become ``Factors``."""
 
 import collections
 import dataclasses
@@ -42,12 +42,12 @@ Scales = Literal["diagonal", "exact_diagonal", "full_block"]
 
 @dataclasses.dataclass(frozen=True)
 class PassPart:
-    """What one pass gathers of a layer.
+    """What one pass gathers from a layer.
 
     Attributes:
         inputs: Whether it gathers the input side, if the layer stores one.
         outputs: Whether it gathers the output side, or the diagonal.
-        rows: How many iterations of the scan along the leading stacked axis; all if ``None``.
+        rows: How many iterations of the scan along the leading stacked axis; ``None`` for all.
     """
 
     inputs: bool = True
@@ -65,18 +65,18 @@ class Statistics:
 
     Args:
         traced: The program.
-        bias: Whether inputs carry a ones column.
+        bias: Whether inputs have a column of ones.
         sharing: How dense layers and convolutions are read; embeddings are always read by
             position.
         scales: How scales and lone biases are read.
         forward: Whether output gradients count as the identity.
-        parts: What to gather of which layers; everything of all if ``None``.
+        parts: What to gather of which layers; ``None`` for everything.
         row_weights: For some layers, the weight of each use's input rows.
-        products: How Gram products are formed. Its key is for those after the backward pass:
-            inside it the taps are handed one.
+        products: How Gram products are formed. Its key is for products after the backward pass;
+            inside the pass each tap receives a key.
 
     Raises:
-        ValueError: rows are weighed, and the layer is read by example.
+        ValueError: rows have weights, and the layer is read by example.
     """
 
     traced: Traced
@@ -90,49 +90,49 @@ class Statistics:
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers gathered, their leading stacked axis cut to the rows that are."""
+        """The layers gathered; the leading stacked axis has only the rows gathered."""
         return tuple(
             layer
-            if (rows := self._part(layer).rows) is None
+            if (rows := self._pass_part(layer).rows) is None
             else dataclasses.replace(layer, stack=(rows, *layer.stack[1:]))
             for layer in self.traced.table.tapped
             if self.parts is None or layer.name in self.parts
         )
 
-    def _part(self, layer: Layer) -> PassPart:
+    def _pass_part(self, layer: Layer) -> PassPart:
         return PassPart() if self.parts is None else self.parts[layer.name]
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
         if kind_named(layer.kind).by_position:
             return False
-        whole = layer.is_elementwise and self.scales != "diagonal"
+        exact_scales = layer.is_elementwise and self.scales != "diagonal"
         sums = any(use.whole_examples for use in self.traced.uses_of(layer))
-        return whole or sums or self.sharing == "reduce"
+        return exact_scales or sums or self.sharing == "reduce"
 
     @property
     def _num_examples(self) -> int:
-        """How many examples there are on all their axes."""
+        """Number of examples over all example axes."""
         return sum(size for _, size in self.traced.example_axes)
 
     # -- slots ------------------------------------------------------------------------
 
     @property
     def entries(self) -> Entries:
-        """How the entries of slots follow their parameter."""
+        """Which entries of a slot follow the layout of their parameter."""
         kinds = {layer.kind for layer in self.layers}
         entries = {k: v for name in kinds for k, v in kind_named(name).entries.items()}
         return entries | ({"constants": {"row_weights": SlotEntry(0)}} if self.row_weights else {})
 
     def slots(self) -> dict[str, Slot]:
-        """Zeros for every layer; their cotangents are the statistics, their values unread."""
-        known: dict[Any, Array] = {}
+        """Zeros for every layer. Their cotangents are the statistics; their values are unread."""
+        zeros_by_type: dict[Any, Array] = {}
 
         def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
             """One array for all slots of its shape."""
-            if (shape, dtype) not in known:
-                known[shape, dtype] = jnp.zeros(shape, dtype)
-            return known[shape, dtype]
+            if (shape, dtype) not in zeros_by_type:
+                zeros_by_type[shape, dtype] = jnp.zeros(shape, dtype)
+            return zeros_by_type[shape, dtype]
 
         return {layer.name: self.slot(layer, zeros) for layer in self.layers}
 
@@ -151,9 +151,9 @@ class Statistics:
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             return {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
-        part = self._part(layer)
+        gathered = self._pass_part(layer)
         rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
-        gradients = part.outputs and not self.forward
+        gradients = gathered.outputs and not self.forward
         if gradients and rows:
             slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
@@ -161,7 +161,7 @@ class Statistics:
             slot["g"] = _moment(
                 layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros
             )
-        if layer.input != layer.name or not part.inputs:
+        if layer.input != layer.name or not gathered.inputs:
             return slot
         if rows and layer.name in self.row_weights:
             raise ValueError(
@@ -173,15 +173,15 @@ class Statistics:
             slot["a_numbers"] = zeros((*layer.stack, *rows), dtype)
             return slot
         if layer.name in self.row_weights:
-            if part.rows is not None:  # a window has no value of an iteration's own
+            if gathered.rows is not None:  # a window has no weights for single iterations
                 raise ValueError(
                     f"layer {layer.name!r} is used on rows that lead to different "
                     "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "
                     "at a time: leave the layer out with layers=, or take a larger budget"
                 )
             weights = self.row_weights[layer.name].astype(dtype)
-            each = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
-            slot["constants"] = {"row_weights": each}
+            stacked_weights = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
+            slot["constants"] = {"row_weights": stacked_weights}
         packed = packs(uses, "a")
         slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype, zeros)
         slot["a_count"] = zeros(layer.stack, dtype)
@@ -202,13 +202,13 @@ class Statistics:
         return frozenset(x.input for x in self.traced.table.tapped if x.bias is not None)
 
     def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
-        """How the Gram products of one layer are formed: the rows of each are drawn by itself."""
+        """How the Gram products of one layer are formed; each layer draws its own rows."""
         if key is not None:
             key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
         return self.products._replace(key=key)
 
     def _after(self, layer: Layer) -> dict[str, Any]:
-        """The same of those that are formed after the backward pass."""
+        """Options of the products that are formed after the backward pass."""
         products = self.products_of(layer.name, self.products.key)
         return {
             "products": products,
@@ -218,18 +218,18 @@ class Statistics:
     # -- in the backward pass ---------------------------------------------------------
 
     def comes_first(self, use: Use) -> bool:
-        """See ``_taps.Emitter``: so where G is large and its sum is not carried by a loop.
+        """See ``_taps.Emitter``: true if G is large and no loop carries its sum.
 
         In the body of a loop the matrix would wait for its place in the stack, beside the rest of
-        the backward pass, and cost what the cotangent costs.
+        the backward pass, and take as much memory as the cotangent does.
         """
         return self.unpacks(self.traced.table[use.layer or ""])
 
     def signature(self, site: Site, use: Use) -> Hashable:
-        """See ``_taps.Emitter``: of what is read alike, axes are known by where they recur.
+        """See ``_taps.Emitter``; axes are compared by where they recur in a use.
 
-        A loop is traced once as it is, rows are drawn for each layer by itself, and what is seen
-        through more than plain views is left alone.
+        Three kinds of uses have no signature: those in a loop, which is traced once anyway; those
+        whose rows are drawn for each layer by itself; and those seen through more than plain views.
         """
         if not self._is_plain(use) or self.row_weights or self.products.fraction < 1:
             return None
@@ -243,7 +243,7 @@ class Statistics:
 
     @functools.cached_property
     def _alike(self) -> Mapping[Hashable, int]:
-        """How many uses there are of each signature."""
+        """Number of uses of each signature."""
         uses = (use for layer in self.layers for use in self.traced.uses_of(layer))
         return collections.Counter(self._signature(use) for use in uses if self._is_plain(use))
 
@@ -252,8 +252,8 @@ class Statistics:
         numbers: dict[int, int] = {}
 
         def atoms(axis: Atoms) -> Hashable:
-            parts = table.atoms(axis)
-            return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in parts)
+            axis_atoms = table.atoms(axis)
+            return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in axis_atoms)
 
         axes = (
             use.view.remaining_axes,
@@ -274,7 +274,7 @@ class Statistics:
         )
 
     def unpacks(self, layer: Layer) -> bool:
-        """Whether a wide G is made in the backward pass itself, and is whole in its slot."""
+        """Whether a wide G is unpacked in the backward pass, so that its slot holds a matrix."""
         uses = self.traced.uses_of(layer)
         large = layer.g_dense and layer.out_features >= PANELS_FROM and packs(uses, "g")
         by_row = not (self.forward or self.by_example(layer))
@@ -294,10 +294,10 @@ class Statistics:
         kind = use.kind
         if kind.elementwise:
             dtype = next(iter(like.values())).dtype
-            whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
+            elements = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
             derivative = (constants or {}).get("derivative")
             examples = self.traced.examples
-            return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
+            return kind.elements(site, use, like, operands, elements, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.example_axes
         products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
@@ -308,9 +308,14 @@ class Statistics:
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            each, numbers = kind.outputs_of(site, use, operands, cotangent, None), like["a_numbers"]
+            outputs, numbers = (
+                kind.outputs_of(site, use, operands, cotangent, None),
+                like["a_numbers"],
+            )
             reached = kind.reached(site, use, operands)
-            out["a_numbers"] = example_counts(site, use, each, weights, reached, examples, numbers)
+            out["a_numbers"] = example_counts(
+                site, use, outputs, weights, reached, examples, numbers
+            )
         if "g" in like:
             side = kind.outputs_of(site, use, operands, cotangent, weights)
             panels = self.comes_first(use)
@@ -321,7 +326,7 @@ class Statistics:
         return out
 
     def _number_of(self, use: Use) -> int:
-        """Which of its layer's uses it is."""
+        """The position of a use among its layer's uses."""
         every = (self.traced.uses_of(x) for x in self.layers if x.name in self.row_weights)
         uses = next(uses for uses in every if any(u.eqn is use.eqn for u in uses))
         return next(k for k, u in enumerate(uses) if u.eqn is use.eqn)
@@ -332,28 +337,28 @@ class Statistics:
         """Shapes of the factors, from the layers alone."""
         a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
         for layer in self.layers:
-            part, dtype = self._part(layer), self._dtype(layer)
+            gathered, dtype = self._pass_part(layer), self._dtype(layer)
 
             def shaped(*sizes: int, of: Layer = layer, dtype: Any = dtype) -> Any:
                 return jax.ShapeDtypeStruct((*of.stack, *sizes), dtype)
 
-            if part.outputs and layer.is_diagonal:
+            if gathered.outputs and layer.is_diagonal:
                 shape = self.traced.part_shape(layer.weight)
                 diagonals[layer.name] = jax.ShapeDtypeStruct(shape, dtype)
-            elif part.outputs:
+            elif gathered.outputs:
                 n = layer.out_features
                 g_sums[layer.name] = shaped(n, n) if layer.g_dense else shaped(n)
             if layer.is_elementwise:
-                if part.outputs and not layer.is_diagonal:
+                if gathered.outputs and not layer.is_diagonal:
                     a_sums[layer.name], a_counts[layer.name] = shaped(1), shaped()
-            elif layer.input == layer.name and part.inputs:
+            elif layer.input == layer.name and gathered.inputs:
                 n = layer.in_features + self._has_ones(layer)
                 a_sums[layer.name] = shaped(n, n) if layer.a_dense else shaped(n)
                 a_counts[layer.name] = shaped()
         return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
 
     def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Sums and counts of the input sides; the same for every Fisher type."""
+        """Sums and counts of the input sides; they are equal for every Fisher type."""
         sums, counts = {}, {}
         for layer in self.layers:
             slot = emitted[layer.name]
@@ -374,7 +379,7 @@ class Statistics:
         return {
             layer.name: self.output(layer, emitted[layer.name])
             for layer in self.layers
-            if self._part(layer).outputs
+            if self._pass_part(layer).outputs
         }
 
     def output(self, layer: Layer, slot: Slot) -> Any:
@@ -398,37 +403,37 @@ class Statistics:
         terms: Float[Array, ""],
         scale: Float[Array, ""],
     ) -> Factors:
-        """``Factors`` from one backward pass and the output sides.
+        """Build ``Factors`` from one backward pass and the output sides.
 
-        The latter are multiplied by ``scale``; see ``Linearised.squares_to_sums``.
+        The output sides are multiplied by ``scale``; see ``Linearised.squares_to_sums``.
         """
         a_sums, a_counts = self.inputs(emitted)
         g_sums, diagonals = {}, {}
         for layer in self.layers:
-            if not self._part(layer).outputs:
+            if not self._pass_part(layer).outputs:
                 continue
             if self.forward:
                 mean = self._unit_output(layer, emitted[layer.name])
-                total = mean * (terms + 0 * scale).astype(mean.dtype)  # NaN where the loss is
+                total = mean * (terms + 0 * scale).astype(mean.dtype)  # NaN where the loss is NaN
             else:
                 total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
                 total = unpack_panels(total) if isinstance(total, tuple) else total
             (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
-            if layer.is_elementwise and not layer.is_diagonal:  # a dense block beside an A of one
+            if layer.is_elementwise and not layer.is_diagonal:  # a dense block; its A is one
                 count = jnp.broadcast_to(terms.astype(total.dtype), layer.stack)
                 a_sums[layer.name], a_counts[layer.name] = count[..., None], count
         return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
 
     def _unit_output(self, layer: Layer, slot: Slot) -> Array:
-        """The mean output side where gradients with respect to output rows are orthonormal."""
+        """The mean output side if gradients with respect to output rows are orthonormal."""
         if not layer.is_elementwise:
             ones = jnp.ones((*layer.stack, layer.out_features), self._dtype(layer))
             return _diagonal_matrix(ones) if layer.g_dense else ones
         if "diagonal" in slot:
             return slot["diagonal"] / jnp.maximum(slot["count"], 1)
-        there = slot["counts"] > 0
-        mean = slot["gradient"] / jnp.where(there, slot["counts"], 1)
-        diagonal = jnp.square(mean).sum(-1) / jnp.maximum(there.sum(-1), 1).astype(mean.dtype)
+        present = slot["counts"] > 0
+        mean = slot["gradient"] / jnp.where(present, slot["counts"], 1)
+        diagonal = jnp.square(mean).sum(-1) / jnp.maximum(present.sum(-1), 1).astype(mean.dtype)
         if not layer.g_dense:
             return diagonal
         weight = dataclasses.replace(layer.weight, index=())
@@ -440,7 +445,7 @@ def _diagonal_matrix(values: Float[Array, "*stack n"]) -> Float[Array, "*stack n
 
 
 def _weighed(moments: Slot, weight: Float[Array, "*stack"]) -> Slot:
-    """Sums over rows, the rows weighed."""
+    """Multiply sums over rows by the weight of these rows."""
     return jax.tree.map(
         lambda x: x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype), moments
     )
@@ -467,7 +472,7 @@ def _moment(
 
 
 def _with_ones(slot: Slot) -> Array:
-    """The sum over input rows, with the ones column last where its sum was gathered."""
+    """The sum over input rows, with the ones column last if its sum was gathered."""
     a = slot["a"]
     if "a_sum" not in slot:
         return unpack_panels(a) if isinstance(a, tuple) else a

@@ -1,13 +1,13 @@
 """Taps: operations whose backward pass emits curvature statistics.
 
 A tap computes what the original equation computes. Its forward rule never touches its slot,
-so the slot is no residual and remat policies see the original operation; its backward rule
-returns the original cotangents and, as the cotangent of the slot, the statistics. Cotangents
-of a variable add up over its readers, stack along a scanned axis, and are summed over
-devices, so the statistics do, without a line of code for it.
+so the slot is no residual and remat policies see the original operation. Its backward rule
+returns the original cotangents and, as the cotangent of the slot, the statistics. JAX adds up the
+cotangents of a variable over its readers, stacks them along a scanned axis, and sums them over
+devices. So the statistics are added, stacked and summed too, without any code for it.
 
-A slot is a dictionary of arrays. What lies under ``"constants"`` (an eigenbasis) is
-not differentiated: it is handed to whoever computes the statistics.
+A slot is a dictionary of arrays. The arrays under ``"constants"`` (an eigenbasis) are not
+differentiated; the tap passes them to the code that computes the statistics.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 
 Weights = Bool[Array, "..."] | None  # which rows exist
-Active = Bool[Array, ""] | None  # whether statistics are wanted
+Active = Bool[Array, ""] | None  # whether statistics are needed
 
 
 @runtime_checkable
@@ -51,26 +51,26 @@ class ArrayType(Protocol):
 
 @runtime_checkable
 class Emitter(Protocol):
-    """What the taps of a program emit: the slots of its layers, and what goes into them."""
+    """What the taps of a program emit: the slots of its layers, and the statistics in them."""
 
     @property
     def entries(self) -> Entries:
-        """How the entries of the slots follow their parameter."""
+        """Which entries of a slot follow the layout of their parameter."""
         ...
 
     def slots(self) -> dict[str, Slot]:
-        """``{layer: zeros}``: their cotangents are the statistics."""
+        """``{layer: zeros}``; their cotangents are the statistics."""
         ...
 
     def comes_first(self, use: Use) -> bool:
-        """Whether the statistics of a use are whole before its cotangent is propagated."""
+        """Whether the statistics of a use must be complete before its cotangent goes on."""
         ...
 
     def signature(self, site: Site, use: Use) -> Hashable:
-        """What the tap of a use depends on beside its operands.
+        """What the tap of a use depends on besides its operands.
 
-        Taps that agree in it are traced once, and lowered to one function. ``None``: this one
-        is traced by itself.
+        Taps with equal signatures are traced once and lowered to one function. A tap whose
+        signature is ``None`` is traced by itself.
         """
         ...
 
@@ -84,27 +84,26 @@ class Emitter(Protocol):
         weights: Bool[Array, "..."] | None,
         constants: Slot | None,
     ) -> Slot:
-        """The statistics of one use, in its backward pass.
+        """Compute the statistics of one use, in its backward pass.
 
         Args:
             site: The equation; it holds no tracers.
             use: The use.
             like: Shapes and dtypes of the slot.
-            operands: Operands of the equation; of an insertion, the parameter alone.
-            cotangent: Cotangent of the result; of an insertion, of the parameter as it was
-                broadcast.
+            operands: Operands of the equation; for an insertion, the parameter alone.
+            cotangent: Cotangent of the result; for an insertion, of the broadcast parameter.
             weights: Which rows exist, with the axes of ``use.rows``.
-            constants: What the slot held under ``"constants"``, and what every tap is handed.
+            constants: The slot's ``"constants"``, and those that every tap receives.
         """
         ...
 
 
 def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
-    """The handler that emits statistics.
+    """A handler that emits statistics.
 
     Args:
         emitter: What the taps emit into which slots.
-        constants: Arrays that every tap is handed, beside those in its slot.
+        constants: Arrays that every tap receives, besides those in its slot.
     """
     shared: dict[Hashable, Callable[..., Array]] = {}
 
@@ -138,16 +137,16 @@ def _tapped(
 ) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
     constants = [slot.get("constants") for slot in slots]
     slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
-    likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over nothing but types
+    likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over types only
     signatures = tuple(emitter.signature(site, use) for use in uses)
     if None in signatures:
         op = _operation(fn, emitter, site, uses, likes)
     else:
         types, tree = jax.tree.flatten(likes)
-        known = signatures, tree, tuple(types)
-        if known not in shared:
-            shared[known] = jax.jit(_operation(fn, emitter, site, uses, likes))
-        op = shared[known]
+        signature_key = signatures, tree, tuple(types)
+        if signature_key not in shared:
+            shared[signature_key] = jax.jit(_operation(fn, emitter, site, uses, likes))
+        op = shared[signature_key]
 
     def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
@@ -161,7 +160,7 @@ def _tapped(
 def _operation(
     fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Slot]
 ) -> Callable[..., Array]:
-    """``fn`` of operands, rows, active, constants and slots, with the backward rule of a tap."""
+    """``fn`` on operands, rows, active, constants and slots, with the backward rule of a tap."""
 
     @jax.custom_vjp
     def op(
@@ -202,13 +201,14 @@ def _operation(
             def nothing() -> Slot:
                 return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
-            there = active[k]
-            return emitted() if there is None else jax.lax.cond(there, emitted, nothing)
+            is_active = active[k]
+            return emitted() if is_active is None else jax.lax.cond(is_active, emitted, nothing)
 
         out = [statistics(k) for k in range(len(uses))]
         if any(map(emitter.comes_first, uses)):
-            # A scheduler puts off what frees nothing at once: these products last, and so the
-            # cotangent that they read is kept (of logits: rows x vocabulary) all the way back.
+            # A scheduler puts off what frees no memory at once. Without the barrier it would run
+            # these products last, and so keep the cotangent that they read (for logits: rows x
+            # vocabulary) alive to the end of the backward pass.
             out, cotangent = jax.lax.optimization_barrier((out, cotangent))
         cotangents = jax.vjp(fn, *operands)[1](cotangent)
         return list(cotangents), None, None, None, out
@@ -218,7 +218,7 @@ def _operation(
 
 
 def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:
-    """The shape in which a parameter is added to data, or put beside it."""
+    """The shape in which a parameter is added to data, or concatenated with it."""
     spread = site.eqn.primitive.name in ("add", "sub", "add_any")
     return site.eqn.outvars[0].aval.shape if spread else parameter.shape
 
@@ -227,11 +227,11 @@ def _broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return lambda x: jnp.broadcast_to(x, shape) if x.shape != shape else x
 
 
-# ---------------- statistics of whole examples: rows summed over the positions of each
-# (``sharing="reduce"``)
+# ---------------- statistics by example (``sharing="reduce"``)
 #
-# Cotangents of a slot add up over the uses of a parameter and the iterations of a scan, so what
-# arrives is each example's sum over all of them; outer products and squares are formed after.
+# Rows are summed over the positions of each example. Cotangents of a slot add up over the uses of
+# a parameter and the iterations of a scan, so the slot holds each example's sum over all of them;
+# outer products and squares are formed afterwards, because they are not linear.
 
 
 ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
@@ -258,14 +258,14 @@ def example_counts(
 ) -> Float[Array, "*stack examples"]:
     """The number of positions of each example, ``(stack..., examples)``.
 
-    ``reached`` says which of them each entry of a stack reads, ``None`` that it reads all.
+    ``reached`` says which positions each entry of a stack reads; ``None`` means all.
     """
     if reached is not None:
-        there = reached if weights is None else reached & weights
-        every = Rows(there, tuple(range(1, there.ndim)), (0,), ())
+        present = reached if weights is None else reached & weights
+        every = Rows(present, tuple(range(1, present.ndim)), (0,), ())
         counts = _sums(site, use, every, use.rows, examples, like.dtype).T
-        rest = (1,) * (len(like.shape) - 2)
-        return jnp.broadcast_to(counts.reshape(len(counts), *rest, -1), like.shape)
+        ones = (1,) * (len(like.shape) - 2)
+        return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
     if weights is None and len(examples) > 1:
         axes = range(len(use.rows))
         weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
@@ -279,20 +279,20 @@ def example_counts(
 def _sums(
     site: Site, use: Use, side: Rows, axes: Sequence[Atoms], examples: ExampleAxes, dtype: Any
 ) -> Float[Array, "examples ..."]:
-    """Rows summed over positions, the examples of all axes one after the other.
+    """Sum rows over positions; the examples of all example axes follow one another.
 
-    A use has rows for the examples of one axis; those of the others are zero.
+    A use has rows for the examples of one axis; the sums of all other examples are zero.
     """
     table = site.table
     mine = {a for axis in axes for a in table.atoms(axis)}
-    found = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
-    if len(found) > 1:
+    axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
+    if len(axis_numbers) > 1:
         raise LostRowsError(
             f"layer {use.view.path!r}: its rows run over pairs of examples of two "
             "jk.mark_outputs, and statistics of whole examples were asked for: take "
             'sharing="expand" and scales="diagonal", or leave the layer out with layers='
         )
-    chosen = found[0] if found else 0
+    chosen = axis_numbers[0] if axis_numbers else 0
     x = by_example(site, side, axes, examples[chosen][0], path=use.view.path)
     total = x.sum(1, dtype=dtype)
     if len(examples) == 1:
@@ -312,12 +312,12 @@ def input_means(
     precision: Any,
 ) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
     """Sum of outer products of each example's mean input row, and the number of examples."""
-    there = a_numbers > 0
-    mean = a_rows / jnp.where(there, a_numbers, 1)[..., None]
+    present = a_numbers > 0
+    mean = a_rows / jnp.where(present, a_numbers, 1)[..., None]
     if ones:
-        mean = jnp.concatenate([mean, there[..., None].astype(mean.dtype)], -1)
+        mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)
     sums = outer_products(mean, dense=dense, products=products, precision=precision)
-    return sums, there.sum(-1, dtype=mean.dtype)
+    return sums, present.sum(-1, dtype=mean.dtype)
 
 
 def outer_products(

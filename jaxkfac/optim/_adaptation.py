@@ -32,41 +32,41 @@ from jaxkfac.optim._trees import (
     all_finite,
     checked_value,
     descend,
+    gathered,
     is_concrete,
     scaled,
     sharded_like,
     sum_dtype,
     where,
-    whole,
 )
 
 PyTree = Any
 Scalar = Float[Array, ""]
-_EVERY = 5  # updates from one trial to the next where the damping is given
+_EVERY = 5  # updates between two trials if the damping is given
 
 
 class AdaptationState(NamedTuple):
-    r"""What :func:`jaxkfac.kfac` adapts, and how the last trial went.
+    r"""The numbers that :func:`jaxkfac.kfac` adapts, and the result of the last trial.
 
-    Numbers are in float32, or in float64 where a parameter is.
+    Numbers are in float32, or in float64 if any parameter is.
 
     Attributes:
-        damping: $\lambda$ of the next update; where ``optax.inject_hyperparams`` gives it, of the
-            last.
-        ratio: $\rho$ of the last trial, the loss's actual change over the model's. 1 before the
-            first, and where the model predicts no change.
-        factor_damping: $\gamma^2$, by which the factors are damped, weight decay included; that of
-            the model where there is none of its own.
-        learning_rate: Of the last update.
-        momentum: Of the last update.
+        damping: $\lambda$ of the next update; if ``optax.inject_hyperparams`` gives it, of the
+            last one.
+        ratio: $\rho$ of the last trial, the actual change of the loss over the model's. 1 before
+            the first trial, and if the model predicts no change.
+        factor_damping: $\gamma^2$, the damping of the factors, weight decay included; the model's
+            damping if the factors have none of their own.
+        learning_rate: That of the last update.
+        momentum: That of the last update.
         rejected: Updates not made because the model or the trial was not finite, int32.
-        burned_in: Updates that averaged the factors alone, int32.
-        displaced: Updates that did not find the parameters where the last one should have left
-            them, int32: something after ``kfac`` changes its updates. Seen along what is kept as
-            momentum alone, so that what is orthogonal to it, or a small part of it, is not.
-        position: Inner product of what is kept as momentum with the parameters after the last
-            update.
-        travelled: And with that update: how far it went in that direction.
+        burned_in: Updates that only averaged the factors, int32.
+        displaced: Updates that found the parameters elsewhere than the last one should have left
+            them, int32: something after ``kfac`` changes its updates. Only the component along the
+            stored momentum is checked, so changes that are orthogonal to it, or small along it, go
+            unnoticed.
+        position: Inner product of the stored momentum with the parameters after the last update.
+        travelled: Inner product of the stored momentum with that update.
     """
 
     damping: Scalar
@@ -82,23 +82,23 @@ class AdaptationState(NamedTuple):
 
 
 class BatchLoss(NamedTuple):
-    """The loss of an update's batch: at the parameters, as a function of them, its curvature."""
+    """The loss of an update's batch: its value, the loss as a function, and its curvature."""
 
     value: Any
     value_fn: Callable[[PyTree], Any]
     curvature: Operator
 
     def of_whole(self, params: PyTree) -> "BatchLoss":
-        """The same of parameters that are whole on every device, where ``params`` are sharded."""
+        """The same loss for parameters gathered on every device, if ``params`` are sharded."""
         return BatchLoss(
-            whole(self.value),
-            lambda moved: whole(self.value_fn(sharded_like(moved, params))),
+            gathered(self.value),
+            lambda moved: gathered(self.value_fn(sharded_like(moved, params))),
             GatheredOperator(self.curvature, params),
         )
 
 
 class Numbers(NamedTuple):
-    """Those of an update; what the model chooses is ``None``."""
+    """The numbers of an update; ``None`` for those that the model chooses."""
 
     rate: Any
     momentum: Any
@@ -107,12 +107,12 @@ class Numbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptation:
-    """Which of the three are adapted, and how.
+    """Which of rate, momentum and damping are adapted, and how.
 
     Attributes:
         rate: Whether the model chooses the learning rate.
         momentum: Whether the model chooses the momentum.
-        rule: That of the damping, or ``None`` where it is given.
+        rule: The rule of the damping, or ``None`` if the damping is given.
     """
 
     rate: bool
@@ -123,14 +123,15 @@ class Adaptation:
     def of(
         learning_rate: Any, momentum: Any, damping: Any, norm_constraint: Any
     ) -> "Adaptation | None":
-        """What the arguments of ``kfac`` ask for; ``None`` if all three are given.
+        """The adaptation that the arguments of ``kfac`` request; ``None`` if all are given.
 
         Raises:
-            ValueError: another word than ``"quadratic"``, or what does not go with it.
+            ValueError: a string other than ``"quadratic"``, or an argument that does not go with
+                it.
         """
-        for name, given in (("learning_rate", learning_rate), ("momentum", momentum)):
-            if isinstance(given, str) and given != "quadratic":
-                raise ValueError(f'{name}={given!r}: expected a number or "quadratic"')
+        for name, choice in (("learning_rate", learning_rate), ("momentum", momentum)):
+            if isinstance(choice, str) and choice != "quadratic":
+                raise ValueError(f'{name}={choice!r}: expected a number or "quadratic"')
         rule = damping if isinstance(damping, LevenbergMarquardt) else None
         out = Adaptation(isinstance(learning_rate, str), isinstance(momentum, str), rule)
         if out.by_model and isinstance(damping, tuple):
@@ -147,12 +148,12 @@ class Adaptation:
 
     @property
     def by_model(self) -> bool:
-        """Whether the model holds the weight decay, and the last update is kept as momentum."""
+        """Whether the model includes the weight decay, and momentum is the last update."""
         return self.rate or self.momentum
 
     @property
     def burn_in(self) -> int:
-        """Updates that average the factors alone."""
+        """Number of updates that only average the factors."""
         return 0 if self.rule is None else self.rule.burn_in
 
     @property
@@ -161,10 +162,10 @@ class Adaptation:
         return self.by_model and self.rule is not None and self.rule.factor_every > 0
 
     def initial(self, params: PyTree, damping: Any, decay: Any) -> AdaptationState:
-        """Before the first update; ``decay`` is the weight decay."""
+        """The state before the first update; ``decay`` is the weight decay."""
         dtype = sum_dtype(params)
 
-        def number(value: Any) -> Scalar:  # a buffer for each: a state may be donated
+        def number(value: Any) -> Scalar:  # a buffer for each number: a state may be donated
             return jnp.array(value, dtype)
 
         def count() -> Int[Array, ""]:
@@ -184,14 +185,14 @@ class Adaptation:
         )
 
     def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
-        """The loss of a batch.
+        """Check the arguments that describe the loss of a batch, and collect them.
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: one that is missing.
+            ValueError: an argument is missing.
         """
-        given = {"params": params, "value": value, "value_fn": value_fn, "curvature": curvature}
-        absent = [name for name, x in given.items() if x is None]
+        arguments = {"params": params, "value": value, "value_fn": value_fn, "curvature": curvature}
+        absent = [name for name, x in arguments.items() if x is None]
         if absent:
             raise ValueError(
                 f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
@@ -209,16 +210,16 @@ class Adaptation:
         return BatchLoss(value, value_fn, curvature)
 
     def check(self, state: Any, params: PyTree, terms: Any, loss: BatchLoss) -> None:
-        """Refuse what can be seen to be wrong where values are known: outside of ``jit``.
+        """Refuse what concrete values show to be wrong, outside ``jit``.
 
         Args:
-            state: Of ``kfac``.
-            params: That the update is of.
+            state: State of ``kfac``.
+            params: The parameters of the update.
             terms: Loss terms of the gradient's batch, or ``None``.
-            loss: Of the batch.
+            loss: Loss of the batch.
 
         Raises:
-            ValueError: the curvature is of another batch, or the parameters are not where the
+            ValueError: the curvature belongs to another batch, or the parameters are not where the
                 last update should have left them.
         """
         check_batch(loss.curvature, terms)
@@ -231,22 +232,22 @@ class Adaptation:
                 "again with tx.init(params)"
             )
 
-    def given(self, rate: Any, momentum: Any, decay: Any) -> Numbers:
-        """The numbers of an update, without those that the model chooses."""
+    def numbers_of(self, rate: Any, momentum: Any, decay: Any) -> Numbers:
+        """The numbers of an update, except those that the model chooses."""
         rate, momentum = None if self.rate else rate, None if self.momentum else momentum
         return Numbers(rate, momentum, decay)
 
-    def damping_of(self, state: Any, given: Any, decay: Any) -> Any:
-        r"""$\lambda$ of an update, and $w$ with it where the model holds the weight decay."""
-        damping = given if self.rule is None else state.adaptation.damping
+    def damping_of(self, state: Any, numbers_of: Any, decay: Any) -> Any:
+        r"""$\lambda$ of an update, plus $w$ if the model includes the weight decay."""
+        damping = numbers_of if self.rule is None else state.adaptation.damping
         return damping + decay if self.by_model else damping
 
     def factor_damping_of(self, state: Any, damping: Any) -> Any:
-        """What the factors are damped by, beside the model's ``damping``, before any trial."""
+        """The damping of the factors before any trial; the model's ``damping`` without its own."""
         return state.adaptation.factor_damping if self.two_dampings else damping
 
     def is_trial_due(self, step: Any, refresh_every: Any) -> Any:
-        """Whether the factors' damping is tried at an update, if that is one with a refresh."""
+        """Whether the factors' damping is tried at an update, provided that it refreshes."""
         assert self.rule is not None
         periods = jnp.maximum(1, jnp.round(self.rule.factor_every / jnp.asarray(refresh_every)))
         return (step % (refresh_every * periods.astype(jnp.int32)) == 0) & (step > 0)
@@ -262,21 +263,21 @@ class Adaptation:
         *,
         due: Any,
     ) -> Scalar:
-        """The factors' damping after a trial, where one is due.
+        """The factors' damping after a trial, if one is due.
 
         Args:
-            state: Of ``kfac``.
-            gradient: As :meth:`gradient_of` makes it.
-            direction: From a damping of the factors to the preconditioned gradient, like it.
-            damping: As :meth:`damping_of` makes it.
-            loss: Of the batch.
-            numbers: Those that are given.
+            state: State of ``kfac``.
+            gradient: From :meth:`gradient_of`.
+            direction: Maps a damping of the factors to the preconditioned gradient.
+            damping: From :meth:`damping_of`.
+            loss: Loss of the batch.
+            numbers: The numbers that the model does not choose.
             due: Whether there is a trial.
         """
         assert self.rule is not None
-        held: AdaptationState = state.adaptation
-        dampings = self.rule.factor_dampings(held.factor_damping)
-        dtype, last = held.damping.dtype, leaves_by_path(state.momentum)
+        adapted: AdaptationState = state.adaptation
+        dampings = self.rule.factor_dampings(adapted.factor_damping)
+        dtype, last = adapted.damping.dtype, leaves_by_path(state.momentum)
 
         def change(factor_damping: Scalar) -> Scalar:
             steps = _at(direction(factor_damping), last)
@@ -284,14 +285,14 @@ class Adaptation:
             return self._minimum(model, steps, last, numbers).change
 
         def trial() -> Scalar:
-            # One after the other in a loop, which compiles one of them.
+            # One after the other in a loop, which compiles only one of them.
             changes = jax.lax.map(change, dampings)
             return dampings[jnp.argmin(jnp.where(jnp.isfinite(changes), changes, jnp.inf))]
 
-        return jax.lax.cond(due, fast_convolutions(trial), lambda: held.factor_damping)
+        return jax.lax.cond(due, fast_convolutions(trial), lambda: adapted.factor_damping)
 
     def gradient_of(self, grads: PyTree, params: PyTree, moving: PyTree, decay: Any) -> PyTree:
-        """The gradient of what the model is of: with that of the weight decay where it holds it."""
+        """The gradient of the model's objective, with weight decay if the model includes it."""
         if not (self.by_model and may_be_positive(decay)):
             return grads
         leaves = leaves_by_path(grads)
@@ -305,18 +306,19 @@ class Adaptation:
     def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
 
-        Seen along the momentum alone: by a hundredth of the way, and more than rounding. In other
-        directions rounding hides more: a sum of n parameters of size a with signs may change by
-        n a eps, since a program may round each of them otherwise, and an update of size u
-        of each changes it by sqrt(n) u. In bfloat16, 10^4 parameters of 0.1 hide updates of 0.08.
+        Only the component along the momentum is compared: it must be off by a hundredth of the
+        way, and by more than rounding. In other directions rounding hides more. A sum of n
+        parameters of size a with signs may change by n a eps, because a program may round each of
+        them differently, while an update of size u changes it by sqrt(n) u. In bfloat16, 10^4
+        parameters of 0.1 hide updates of 0.08.
         """
-        found: AdaptationState = state.adaptation
-        along, dtype = leaves_by_path(state.momentum), found.position.dtype
+        adapted: AdaptationState = state.adaptation
+        along, dtype = leaves_by_path(state.momentum), adapted.position.dtype
         at = _at(params, along)
         length, size = (dot(x, x, dtype) for x in (along, at))
         eps = max([float(jnp.finfo(x.dtype).eps) for x in at.values()], default=0.0)
-        off = jnp.abs(dot(at, along, dtype) - found.position)
-        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * jnp.sqrt(size * length)
+        off = jnp.abs(dot(at, along, dtype) - adapted.position)
+        return off > 0.01 * jnp.abs(adapted.travelled) + 16 * eps * jnp.sqrt(size * length)
 
     def advance(
         self,
@@ -330,23 +332,23 @@ class Adaptation:
         *,
         factor_damping: Any,
         upcoming: Any,
-        taken: Int[Array, ""],
-        made: Bool[Array, ""],
+        num_updates: Int[Array, ""],
+        is_made: Bool[Array, ""],
     ) -> tuple[PyTree, PyTree, AdaptationState]:
-        """The update, what is kept as momentum, and what was adapted.
+        """Compute the update, the new momentum, and the adapted numbers.
 
         Args:
-            state: Of ``kfac``, before the update.
-            params: Before the update.
-            gradient: As :meth:`gradient_of` makes it.
-            steps: The same, preconditioned.
-            numbers: Those that are given.
-            damping: As :meth:`damping_of` makes it.
-            loss: Of the batch.
-            factor_damping: That of the update's factors.
-            upcoming: The damping of the next update, where it is given.
-            taken: Updates so far, with this one.
-            made: Whether there is an update to make.
+            state: State of ``kfac``, before the update.
+            params: The parameters before the update.
+            gradient: From :meth:`gradient_of`.
+            steps: The preconditioned gradient.
+            numbers: The numbers that the model does not choose.
+            damping: From :meth:`damping_of`.
+            loss: Loss of the batch.
+            factor_damping: Damping of the factors at this update.
+            upcoming: Damping of the next update, if it is given.
+            num_updates: Updates so far, including this one.
+            is_made: Whether there is an update to make.
         """
         before: AdaptationState = state.adaptation
         dtype, last = before.damping.dtype, leaves_by_path(state.momentum)
@@ -354,15 +356,15 @@ class Adaptation:
         ours, down = _at(gradient, last), _at(steps, last)
         model = QuadraticModel(ours, loss.curvature, jnp.asarray(damping, dtype))
         if self.by_model:
-            update, found = self._least(model, down, last, numbers)
-            kept, decay, used = update, numbers.decay, found
+            update, least = self._least(model, down, last, numbers)
+            velocity, decay, used = update, numbers.decay, least
 
             def change() -> Scalar:
-                return found.change
+                return least.change
 
         else:
-            kept, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
-            update = descend(kept, ours, moving, numbers.rate, numbers.decay)
+            velocity, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
+            update = descend(velocity, ours, moving, numbers.rate, numbers.decay)
 
             def change() -> Scalar:
                 second, first = model.along(update)
@@ -370,13 +372,13 @@ class Adaptation:
 
         displaced = self._displaced(state, params)
         after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
-        position, travelled = dot(after, kept, dtype), dot(update, kept, dtype)
-        stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
-        # XLA writes the parameters and the momentum in place only after all that reads them, so
-        # what else is read of them goes before, by what no number is.
+        position, travelled = dot(after, velocity, dtype), dot(update, velocity, dtype)
+        stands, new = self._tried(before, params, update, change, loss, decay, num_updates, is_made)
+        # XLA updates parameters and momentum in place only after everything that reads them. So
+        # the remaining reads are forced to come first, through a test that is never true.
         read = position + travelled + displaced.astype(dtype)
         stands &= ~(jnp.isnan(read) & (read > 0))
-        if self.rule is None:  # a copy: the state may be donated
+        if self.rule is None:  # a copy, because the state may be donated
             new = new._replace(damping=jnp.array(upcoming, dtype))
         new = new._replace(
             learning_rate=jnp.where(stands, jnp.asarray(used.rate, dtype), new.learning_rate),
@@ -389,25 +391,25 @@ class Adaptation:
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
         return (
             with_leaves(gradient, {p: x.astype(ours[p].dtype) for p, x in update.items()}),
-            with_leaves(state.momentum, where(stands, kept, last)),
+            with_leaves(state.momentum, where(stands, velocity, last)),
             new,
         )
 
     def _least(
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
     ) -> tuple[Leaves, Minimum]:
-        """The update where the model is least, over the step and the last update."""
-        found = self._minimum(model, steps, last, numbers)
+        """The update that minimizes the model over the step and the last update."""
+        least = self._minimum(model, steps, last, numbers)
         update = {
-            path: scaled(-found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
+            path: scaled(-least.rate, x.astype(old.dtype)) + scaled(least.momentum, old)
             for (path, x), old in zip(steps.items(), last.values(), strict=True)
         }
-        return update, found
+        return update, least
 
     def _minimum(
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
     ) -> Minimum:
-        """Where the model is least over the step and the last update."""
+        """Coefficients that minimize the model over the step and the last update."""
         dtype = model.damping.dtype
         rate, momentum = (
             None if number is None else jnp.asarray(number, dtype)
@@ -415,7 +417,7 @@ class Adaptation:
         )
         alone = isinstance(numbers.momentum, float | int) and numbers.momentum == 0
         second, first = model.along(*((steps,) if alone else (steps, last)))
-        # The step is taken downwards: by its sign in numbers, not in a tree.
+        # The step goes downhill: its sign is applied to coefficients, not to a tree.
         signs = jnp.asarray([-1, 1][: len(first)], dtype)
         return minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
 
@@ -427,20 +429,20 @@ class Adaptation:
         change: Callable[[], Scalar],
         loss: BatchLoss,
         decay: Any,
-        taken: Int[Array, ""],
-        made: Bool[Array, ""],
+        num_updates: Int[Array, ""],
+        is_made: Bool[Array, ""],
     ) -> tuple[Bool[Array, ""], AdaptationState]:
-        """Whether the update is made after all, and the state with what a trial says, where due.
+        """Whether the update is made after all, and the state after a trial, if one is due.
 
-        ``change()`` is the model's, and ``decay`` that which the model holds.
+        ``change()`` is the model's change, and ``decay`` the weight decay in the model.
         """
         dtype, at = state.damping.dtype, _at(params, update)
-        due = made & (taken % (_EVERY if self.rule is None else self.rule.every) == 0)
+        due = is_made & (num_updates % (_EVERY if self.rule is None else self.rule.every) == 0)
 
         def trial() -> tuple[Scalar, Scalar]:
-            there = loss.value_fn(with_leaves(params, _moved(at, update)))
-            scalar("value_fn", there, "a function that returns the loss alone, one number")
-            actual = jnp.asarray(there, dtype) - jnp.asarray(loss.value, dtype)
+            moved_value = loss.value_fn(with_leaves(params, _moved(at, update)))
+            scalar("value_fn", moved_value, "a function that returns the loss alone, one number")
+            actual = jnp.asarray(moved_value, dtype) - jnp.asarray(loss.value, dtype)
             if may_be_positive(decay):
                 decayed = dot(at, update, dtype) + dot(update, update, dtype) / 2
                 actual += jnp.asarray(decay, dtype) * decayed
@@ -455,50 +457,50 @@ class Adaptation:
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
         damping = state.damping
         if self.rule is not None:
-            rejected = made & ~fine
+            rejected = is_made & ~fine
             damping = self.rule.adapted(damping, ratio, predicted, tried=due, rejected=rejected)
-        return made & fine, state._replace(
+        return is_made & fine, state._replace(
             damping=damping,
             ratio=jnp.where(due & fine, ratio, state.ratio),
-            rejected=state.rejected + (made & ~fine).astype(jnp.int32),
+            rejected=state.rejected + (is_made & ~fine).astype(jnp.int32),
         )
 
 
 def as_operator(curvature: Any) -> Any:
-    """The operator that ``stats.adaptation`` asks for; another one as it is."""
+    """Build the operator of a ``BatchCurvature``; return any other operator unchanged."""
     if not isinstance(curvature, BatchCurvature):
         return curvature
-    parts = curvature.loss, curvature.params, curvature.batch
-    return ggn(*parts, key=curvature.key, state=curvature.state)
+    problem = curvature.loss, curvature.params, curvature.batch
+    return ggn(*problem, key=curvature.key, state=curvature.state)
 
 
 def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
-    """Refuse curvature of another batch than the gradient's, where both are known.
+    """Refuse curvature of another batch than the gradient's, if both counts are concrete.
 
     Args:
         curvature: An operator.
         terms: Loss terms of the gradient's batch, or ``None``.
-        left_out: Micro-batches that were left out so far: the operator may have their terms too.
+        left_out: Micro-batches left out so far; the operator may include their terms.
 
     Raises:
-        ValueError: the operator's batch has another number of them.
+        ValueError: the operator's batch has a different number of terms.
     """
-    found: Any = getattr(curvature, "loss_terms", None) if is_concrete(terms) else None
-    if not is_concrete(found):
+    theirs: Any = getattr(curvature, "loss_terms", None) if is_concrete(terms) else None
+    if not is_concrete(theirs):
         return
-    # Numbers of Python's: of an array with values, lax.cond traces the comparison.
-    found, terms = float(found), float(terms)
-    if terms > 0 and (found < terms or (found > terms and not left_out)):
+    # Python numbers, because lax.cond would trace the comparison of concrete arrays.
+    theirs, terms = float(theirs), float(terms)
+    if terms > 0 and (theirs < terms or (theirs > terms and not left_out)):
         raise ValueError(
-            f"curvature: the operator is of a batch of {found:g} loss terms, and the gradient is "
+            f"curvature: the operator is of a batch of {theirs:g} loss terms, and the gradient is "
             f"of {terms:g}: build it of the same batch; under jk.multi_steps, as value= and "
             "value_fn=, of the whole group's"
         )
 
 
 def _at(tree: PyTree, paths: Leaves) -> Leaves:
-    found = leaves_by_path(tree)
-    return {path: found[path] for path in paths}
+    by_path = leaves_by_path(tree)
+    return {path: by_path[path] for path in paths}
 
 
 def _moved(params: Leaves, update: Leaves) -> Leaves:

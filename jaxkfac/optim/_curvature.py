@@ -1,4 +1,4 @@
-"""Average, refresh and precondition: what an optimizer keeps of the curvature."""
+"""The curvature inside an optimizer: average, refresh and precondition."""
 
 import dataclasses
 import functools
@@ -36,10 +36,10 @@ PyTree = Any
 
 
 def shapes_of(like: Factors) -> Factors:
-    """Shapes of the factors by which parameters are preconditioned.
+    """Shapes of the factors that precondition parameters.
 
     Raises:
-        TypeError: ``like`` are no factors.
+        TypeError: ``like`` is not factors.
     """
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
@@ -48,19 +48,19 @@ def shapes_of(like: Factors) -> Factors:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curvature:
-    """The average of the factors, when it is decomposed, and how gradients are preconditioned.
+    """The average of the factors, its decomposition, and the preconditioning of gradients.
 
-    Its state is two fields of the optimizer's, ``stacked_average`` and ``stacked_bases``; the
-    refresh reads ``step`` as well.
+    Its state is two fields of the optimizer's state, ``stacked_average`` and ``stacked_bases``; the
+    refresh also reads ``step``.
 
     Attributes:
         like: Shapes of the factors.
-        stacks: Which layers are one stacked layer in the state.
-        method: What is kept of a refresh.
-        decay: Of the average.
+        stacks: Which layers form one stacked layer in the state.
+        method: What is computed at a refresh and stored.
+        decay: Decay of the average.
         refresh_every: Steps from one refresh to the next.
         stagger: Whether a refresh is spread over these steps.
-        clipping: Settings of eigenvalue clipping; ``None`` where they are traced.
+        clipping: Settings of eigenvalue clipping; ``None`` if they are traced.
     """
 
     like: Factors
@@ -94,22 +94,22 @@ class Curvature:
 
     @functools.cached_property
     def refresh(self) -> RefreshInGraph:
-        """When, and of which layers."""
+        """The schedule of refreshes, and the layers of each."""
         like = without_corrections(self.stacked_like)
         return RefreshInGraph(self.method, like, self.refresh_every, stagger=self.stagger)
 
     def initial(self, damping: Damping) -> tuple[Factors, Any]:
-        """The average of nothing, and bases or inverses of factors that are the identity."""
+        """An empty average, and bases or inverses of identity factors."""
         bare = without_corrections(self.stacked_like)
         bases = self.method.initial(bare, damping, clipping_of_init(self.clipping))
         return zeros_like(bare), self.method.with_corrections(bases, self.stacked_like.corrections)
 
     def checked(self, factors: Any) -> Factors:
-        """The factors of an update, once they are of these layers.
+        """Check the factors of an update, and return those of its layers.
 
         Raises:
-            TypeError: they are none.
-            ValueError: they are of other layers, or hold measured eigenvalues that are of no use.
+            TypeError: they are not factors.
+            ValueError: they have other layers, or measured eigenvalues that cannot be used.
         """
         if isinstance(factors, Factors):
             factors = of_parameters(without_loss_terms(factors))
@@ -123,15 +123,15 @@ class Curvature:
     def stacked(self, factors: Factors | None) -> Factors | None:
         """The factors of the stacked model.
 
-        Unfused from what made them: XLA would write a matrix and its finiteness side by side, and
-        copy what a panel is written into.
+        The barrier keeps XLA from fusing this with what computed the factors: it would write a
+        matrix and its finiteness side by side, and copy the buffer that a panel is written into.
         """
         if factors is None:
             return None
         return jax.lax.optimization_barrier(self.stacks.factors(factors))
 
     def averaged(self, state: Any, new: Factors | None) -> tuple[Factors, Int[Array, ""]]:
-        """The average with a step's factors, and how many of its matrices began anew."""
+        """The average after a step's factors, and how many of its matrices restarted."""
         if new is None:
             return state.stacked_average, jnp.zeros((), jnp.int32)
         new = without_corrections(new)
@@ -147,29 +147,29 @@ class Curvature:
         axis: MeshAxis | None = None,
         from_host: Any = None,
     ) -> tuple[Any, Int[Array, ""]]:
-        """What gradients are preconditioned with at a step, and how many decompositions failed."""
-        held, measured = self.method.advanced(state.stacked_bases, new, self.decay)
+        """The bases or inverses for a step, and how many decompositions failed."""
+        bare_bases, measured = self.method.advanced(state.stacked_bases, new, self.decay)
         if self.method.on_host:
-            bases = held if from_host is None else from_host
-            kept, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
+            bases = bare_bases if from_host is None else from_host
+            num_failed, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
         else:
             clipping = clipping_of(state.stacked_bases, self.clipping)
-            bases, kept = self.refresh(state, held, average, damping, clipping, axis)
+            bases, num_failed = self.refresh(state, bare_bases, average, damping, clipping, axis)
             due = self.refresh.is_due(state) & (average.terms > 0)
-        return self.method.measured_since(bases, measured, due), kept
+        return self.method.measured_since(bases, measured, due), num_failed
 
     def fresh(self, state: Any, average: Factors, damping: Damping) -> Any:
-        """What a refresh makes of an average, by every device for itself."""
+        """The result of a refresh with this average; every device computes all of it."""
         clipping = clipping_of(state.stacked_bases, self.clipping)
         return self.method.fresh(average, damping, clipping, None)
 
     def unchanged(self, state: Any, new: Factors | None) -> Any:
-        """The bases of a step that is skipped, in the structure that one with factors has."""
+        """The bases of a skipped step, in the structure of a step with factors."""
         bases, measured = self.method.advanced(state.stacked_bases, new, None)
         return self.method.measured_since(bases, measured, jnp.asarray(False))
 
     def from_host(self, state: Any, factors: Factors | None) -> Any:
-        """What the host makes of the average where a refresh is due; else ``None``."""
+        """The host's bases of the average if a refresh is due, otherwise ``None``."""
         new = None if factors is None else self.stacks.factors(factors)
         average, _ = self.averaged(state, new)
         if not (self.refresh.is_due(state) and average.terms > 0):
@@ -178,7 +178,7 @@ class Curvature:
         return self.method.fresh(average, 0.0, clipping, None)
 
     def as_kept(self, factors: Factors, state: Any) -> Factors:
-        """With the origin of the average: the state keeps its structure, whatever comes."""
+        """The factors with the origin of the average, so that the state keeps its structure."""
         return with_origin(factors, state.stacked_average.origin)
 
 
@@ -187,8 +187,8 @@ class Others:
     """The transformation of the parameters that no factor covers, or none.
 
     Attributes:
-        tx: The transformation, masked; ``None`` if these go the way of the rest.
-        covered: Paths of the parameters that are not its business.
+        tx: The transformation, masked; ``None`` if these parameters follow gradient descent.
+        covered: Paths of the parameters that it does not handle.
     """
 
     tx: Any
@@ -196,7 +196,7 @@ class Others:
 
     @classmethod
     def of(cls, others: optax.GradientTransformation | None, covered: Collection[str]) -> "Others":
-        """Of an optax transformation for everything but the covered parameters."""
+        """Mask an optax transformation to everything but the covered parameters."""
         if others is None:
             return cls(None, covered)
 
@@ -209,15 +209,17 @@ class Others:
         """Its state."""
         return () if self.tx is None else self.tx.init(params)
 
-    def extra(self, **given: Any) -> dict[str, Any]:
-        """What is handed on to it of the arguments that are also ours."""
+    def extra(self, **arguments: Any) -> dict[str, Any]:
+        """The arguments passed on to it, of those that ``kfac`` reads too."""
         if self.tx is None:
             return {}
-        return {name: x for name, x in given.items() if x is not None}
+        return {name: x for name, x in arguments.items() if x is not None}
 
-    def joined(self, updates: PyTree, rest: Any) -> PyTree:
-        """The covered leaves of ``updates``, and its own of ``rest``."""
+    def joined(self, updates: PyTree, own_updates: Any) -> PyTree:
+        """The covered leaves of ``updates``, and all other leaves of its own updates."""
         if self.tx is None:
             return updates
         ours = covered_leaves(updates, self.covered)
-        return jax.tree.map(lambda mine, x, y: x if mine else y, ours, updates, cast(Any, rest))
+        return jax.tree.map(
+            lambda mine, x, y: x if mine else y, ours, updates, cast(Any, own_updates)
+        )

@@ -1,4 +1,4 @@
-"""State of K-FAC: what it holds, and whether it is that of the model at hand."""
+"""The state of K-FAC, and whether it belongs to the given model."""
 
 import dataclasses
 import warnings
@@ -21,7 +21,7 @@ PyTree = Any
 class KfacState(NamedTuple):
     """State of :func:`kfac`.
 
-    Layers of one shape are kept stacked; ``average`` and ``bases`` read as those of the model.
+    Layers of one shape are stored stacked; ``average`` and ``bases`` return those of the model.
 
     Attributes:
         step: Updates made so far, int32; skipped ones do not count. Schedules and the
@@ -30,18 +30,18 @@ class KfacState(NamedTuple):
             counts.
         stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
             damped factors.
-        momentum: Like the parameters, without those that ``others`` looks after; the last update
-            where the quadratic model chooses a rate.
+        momentum: Like the parameters, without those that ``others`` handles; the last update
+            if the quadratic model chooses a number.
         others: State of the ``others`` transformation.
         skipped: Updates left out because a gradient or a factor was not finite, or a factor was
             too large to be averaged (``watch.outsized``), int32.
-        kept: Decompositions that were not finite and left what was before them in
-            place, int32.
+        kept: Decompositions that were not finite, so that the previous result stayed in place,
+            int32.
         missed: Refreshes that were due before any factor had come, int32: the first, and each
             ``refresh_every`` steps later. Above 1, collection and accumulation do not meet.
         stacks: Which layers are stacked; it holds no arrays.
         watch: Counters that :func:`check_state` reads; ``diverged`` is one of them.
-        adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
+        adaptation: Damping, rates and the last trial if ``kfac`` adapts them; else ``()``.
     """
 
     step: Int[Array, ""]
@@ -68,7 +68,7 @@ class KfacState(NamedTuple):
 
     @property
     def statistics(self) -> Factors:
-        """The average, and of measured eigenvalues those since the last refresh."""
+        """The average, with the eigenvalues measured since the last refresh, if any."""
         corrections = None
         if isinstance(self.stacked_bases, Eigenbases):
             corrections = self.stacked_bases.corrections
@@ -80,7 +80,7 @@ class KfacState(NamedTuple):
         """Eigenbases of the average at the last refresh.
 
         Raises:
-            ValueError: the state keeps inverses.
+            ValueError: the state holds inverses.
         """
         if isinstance(self.stacked_bases, Inverses):
             raise ValueError(
@@ -91,25 +91,25 @@ class KfacState(NamedTuple):
 
 
 def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
-    """``function(stacked)``, also of shapes."""
+    """``function(stacked)``; if ``stacked`` holds shapes, the shapes of the result."""
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
     return jax.eval_shape(function, stacked) if shapes else function(stacked)
 
 
 def state_sharded_like(new: KfacState, old: KfacState) -> KfacState:
-    """Sharded as it was. Measured eigenvalues that it gains are whole on every device."""
-    held, before = new.stacked_bases, old.stacked_bases
-    if not (_measures(held) and not _measures(before)):
+    """Shard a new state like the old one; newly measured eigenvalues are replicated."""
+    new_bases, before = new.stacked_bases, old.stacked_bases
+    if not (_measures(new_bases) and not _measures(before)):
         return sharded_like(new, old)
-    assert isinstance(held, Eigenbases)
-    bare = dataclasses.replace(held, corrections=None)
-    same = sharded_like(new._replace(stacked_bases=bare), old)
-    both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
-    return same._replace(stacked_bases=both)
+    assert isinstance(new_bases, Eigenbases)
+    bare = dataclasses.replace(new_bases, corrections=None)
+    resharded = sharded_like(new._replace(stacked_bases=bare), old)
+    both = dataclasses.replace(resharded.stacked_bases, corrections=new_bases.corrections)
+    return resharded._replace(stacked_bases=both)
 
 
 def warn_of_growth(state: KfacState, factors: Factors, *, stacklevel: int) -> None:
-    """Say what ``lax.scan`` is going to refuse, in words that name the remedy."""
+    """Warn that ``lax.scan`` is going to refuse the state, and name the remedy."""
     if factors.corrections is not None and not _measures(state.stacked_bases):
         warnings.warn(
             "kfac: the factors hold eigenvalues measured in eigenbases (bases=), and like= has "
@@ -121,11 +121,11 @@ def warn_of_growth(state: KfacState, factors: Factors, *, stacklevel: int) -> No
         )
 
 
-def _measures(held: Eigenbases | Inverses) -> bool:
-    return isinstance(held, Eigenbases) and held.corrections is not None
+def _measures(bases: Eigenbases | Inverses) -> bool:
+    return isinstance(bases, Eigenbases) and bases.corrections is not None
 
 
-def check_kept(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) -> None:
+def check_same_model(state: KfacState, stacks: Stacks, bases_type: type, *, adapts: bool) -> None:
     """Refuse a state of another model, or with another preconditioner."""
     if not isinstance(state.stacks, Stacks):
         raise ValueError(
@@ -136,10 +136,10 @@ def check_kept(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) ->
         raise ValueError(
             "kfac: the state is of another model than like=: make one with tx.init(params)"
         )
-    if not isinstance(state.stacked_bases, kept):
+    if not isinstance(state.stacked_bases, bases_type):
         raise ValueError(
             f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
-            f"and damping_mode= expected {kept.__name__}: make a new one with tx.init(params)"
+            f"and damping_mode= expected {bases_type.__name__}: make a new one with tx.init(params)"
         )
     if isinstance(state.adaptation, AdaptationState) is not adapts:
         raise ValueError(

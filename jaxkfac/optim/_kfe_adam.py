@@ -34,6 +34,7 @@ from jaxkfac.optim._trees import (
     check_state,
     checked_value,
     descend,
+    gathered,
     gradients_only,
     is_sharded,
     on_mesh_of,
@@ -42,7 +43,6 @@ from jaxkfac.optim._trees import (
     sharded_like,
     taken_where,
     where,
-    whole,
     with_constants,
     zero_momentum,
 )
@@ -59,8 +59,8 @@ class FactorShapes:
     """Which factors an optimizer takes. A pytree without arrays.
 
     Attributes:
-        leaves: Their shapes and dtypes, static.
-        tree: Their structure, static.
+        leaves: Shapes and dtypes of the factors, static.
+        tree: Structure of the factors, static.
     """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
@@ -68,33 +68,33 @@ class FactorShapes:
 
     @classmethod
     def of(cls, like: Factors) -> "FactorShapes":
-        """Of shapes."""
+        """The factor shapes of ``like``."""
         leaves, tree = jax.tree.flatten(like)
         return cls(tuple(leaves), tree)
 
     @property
     def like(self) -> Factors:
-        """The shapes."""
+        """The factors, as shapes."""
         return jax.tree.unflatten(self.tree, self.leaves)
 
 
 class KfeAdamState(NamedTuple):
     """State of :func:`kfe_adam`.
 
-    Layers of one shape are kept stacked.
+    Layers of one shape are stored stacked.
 
     Attributes:
         step: Updates made so far, int32; skipped ones do not count.
-        stacked_average: Exponential average of the covariances that are decomposed: of the
-            factors, and of the gradient for the sides that these leave diagonal.
+        stacked_average: Exponential average of the covariances that are decomposed: those of the
+            factors, and those of the gradient for sides that factors store as diagonals.
         stacked_bases: Eigenbases of that average at the last refresh.
         first: First moments, like the parameters, not rotated.
         second: Second moments of the rotated gradient, ``{layer: (stack..., in[+1], out)}`` of the
-            stacked model, and of plain Adam's ``{parameter: leaf}``.
+            stacked model, and those of plain Adam, ``{parameter: leaf}``.
         others: State of the ``others`` transformation.
         skipped: Updates left out because a gradient or a factor was not finite, or a factor was
             too large to be averaged (``watch.outsized``), int32.
-        kept: Decompositions that were not finite and left what was before them in place, int32.
+        kept: Decompositions that were not finite, so that the previous result stayed, int32.
         missed: Refreshes that were due before any factor had come, int32.
         stacks: Which layers are stacked; it holds no arrays.
         shapes: Which factors it takes; it holds no arrays.
@@ -140,7 +140,7 @@ def kfe_adam(
     covariance: Covariance = "factors",
     others: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam whose second moments are those of the gradient in K-FAC's eigenvectors.
+    r"""Adam with second moments of the gradient in K-FAC's eigenvectors.
 
     With $Q_A, Q_G$ the eigenvectors of the averaged factors of a layer, $\nabla$ its gradient as
     a matrix ``(in[+1], out)`` and $m, v$ Adam's moments,
@@ -150,15 +150,15 @@ def kfe_adam(
        \Delta = -\eta \Bigl(Q_A \frac{Q_A^\top \hat m\, Q_G}{\sqrt{\hat v} + \epsilon} Q_G^\top
        + w\,\theta\Bigr), $$
 
-    with $\hat m, \hat v$ debiased. There is no damping to choose: a learning rate for Adam, or a
-    few times that, is one for this. A refresh changes $Q$ and keeps $v$.
+    with $\hat m, \hat v$ debiased. There is no damping to choose: use a learning rate for Adam, or
+    a few times that. A refresh changes $Q$ and keeps $v$.
 
     Parameters without two factors (scales, lone biases), and parts of parameters that no layer
-    covers, follow plain Adam. A side that factors keep as a diagonal (the vocabulary of an
-    embedding) takes the average of the gradient's own covariance, $\nabla \nabla^\top$ or
-    $\nabla^\top \nabla$, up to ``max_side``; above it, that side is not rotated. With
-    ``covariance="gradient"`` every side does so, in SOAP's order (the first gradient only fills the
-    covariances, and a refresh comes before the step's own gradient): then this is SOAP.
+    covers, follow plain Adam. A side that factors store as a diagonal (the vocabulary of an
+    embedding) uses the average of the gradient's own covariance, $\nabla \nabla^\top$ or
+    $\nabla^\top \nabla$, up to ``max_side``; a larger side is not rotated. With
+    ``covariance="gradient"`` every side uses it, in SOAP's order (the first gradient only fills the
+    covariances, and a refresh comes before the step's own gradient). That is SOAP.
 
     Args:
         learning_rate: $\eta$, a number or a schedule of the step.
@@ -167,31 +167,31 @@ def kfe_adam(
         b2: $\beta_2 \in [0, 1)$.
         eps: $\epsilon > 0$, in units of the gradient.
         weight_decay: $w \ge 0$, decoupled; with ``others`` only for the parameters covered.
-        decay: Of the average of the factors, in $[0, 1)$.
+        decay: Decay of the average of the factors, in $[0, 1)$.
         refresh_every: Steps between refreshes, at least 1. The first step that has factors always
             decomposes.
         refresh: ``"eigh"``: eigendecompositions. ``"qr"``: after the first of these, one step of
             orthogonal iteration, which takes 0.6 of the time.
         max_side: Largest side of a gradient's covariance.
-        covariance: What sides are rotated by: ``"factors"``, or the ``"gradient"``'s own
-            covariance.
+        covariance: What defines the rotation of the sides: ``"factors"``, or the ``"gradient"``'s
+            own covariance.
         others: An optax transformation for the parameters that no factor covers, complete with
             its own learning rate and sign.
 
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``, inside
-        ``jit``, ``lax.scan`` and :func:`multi_steps`. ``factors`` are required; ``None`` says that
-        none come with this step. It takes optax's ``value=`` too, for ``state.diverged``. A call
+        ``jit``, ``lax.scan`` and :func:`multi_steps`. ``factors`` are required; ``None`` means that
+        none come with this step. It also takes optax's ``value=``, for ``state.diverged``. A call
         with a non-finite gradient or factor, or one above the square root of the largest number,
-        returns zeros and changes nothing but ``state.skipped`` and ``state.watch``.
+        returns zeros and changes only ``state.skipped`` and ``state.watch``.
 
     Raises:
         ValueError: when built, naming the argument out of range; in ``update``, if ``factors`` or
-            the state are of another model, or ``weight_decay`` has no parameters.
+            the state belong to another model, or ``weight_decay`` has no parameters.
         TypeError: in ``update``, ``factors`` are left out.
 
     Memory:
-        First and second moments, as Adam; for each side of size ``n``, ``n**2`` for its average
+        First and second moments, as in Adam; for each side of size ``n``, ``n**2`` for its average
         and ``n**2 + n`` for its eigenvectors.
 
     Example:
@@ -228,13 +228,13 @@ def kfe_adam(
     stacks = Stacks.of(shapes)
     method = preconditioner_of(refresh, 0.0, "exact", measures=False)
     options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
-    given = Curvature(shapes, stacks, method, *options)
-    sides = Covariances.of(given.stacked_like, covariance, max_side)
+    collected = Curvature(shapes, stacks, method, *options)
+    sides = Covariances.of(collected.stacked_like, covariance, max_side)
     tx = _KfeAdam(
-        given=given,
+        collected=collected,
         sides=sides,
         curvature=Curvature(sides.like, Stacks.of_one(sides.like), method, *options),
-        others=Others.of(others, given.covered),
+        others=Others.of(others, collected.covered),
         rate=learning_rate,
         b1=b1,
         b2=b2,
@@ -248,9 +248,9 @@ class Block(NamedTuple):
     """The parameters of a layer as one matrix, or as two.
 
     Attributes:
-        layer: The layer, with the sides that are rotated as dense ones.
-        weight: Whether it answers for its weight.
-        bias: Whether it answers for its bias.
+        layer: The layer; sides that are rotated are dense in it.
+        weight: Whether it owns its weight.
+        bias: Whether it owns its bias.
         joint: Whether the bias is the last row of the weight's matrix.
     """
 
@@ -260,7 +260,7 @@ class Block(NamedTuple):
     joint: bool
 
     def read(self, leaves: dict[str, Array], dtype: Any) -> dict[str, Array]:
-        """``{name of its second moment: (stack..., in[+1], out)}``, of what is in the tree."""
+        """``{name of second moment: (stack..., in[+1], out)}``, for the leaves in the tree."""
         layer = self.layer
         shapes = (layer.in_features, layer.out_features), (1, layer.out_features)
         weight, row = (
@@ -282,37 +282,37 @@ class Block(NamedTuple):
         return {name: x for name, x in both.items() if x is not None}
 
     def write(self, leaves: dict[str, Array], steps: dict[str, Array]) -> None:
-        """The inverse of :meth:`read`, over the parts of ``leaves`` that it answers for."""
+        """The inverse of :meth:`read`, into the parts of ``leaves`` that it owns."""
         layer, weight = self.layer, steps.get(self.layer.name)
         row = steps.get(self.name_of_bias)
         if self.joint and weight is not None:
             weight, row = weight[..., :-1, :], weight[..., -1:, :]
-        parts = (layer.weight, weight, self.weight), (layer.bias, row, self.bias)
-        for matrix, part, mine in parts:
-            if mine and matrix is not None and part is not None and matrix.path in leaves:
-                leaves[matrix.path] = matrix.write(leaves[matrix.path], part)
+        targets = (layer.weight, weight, self.weight), (layer.bias, row, self.bias)
+        for matrix, value, mine in targets:
+            if mine and matrix is not None and value is not None and matrix.path in leaves:
+                leaves[matrix.path] = matrix.write(leaves[matrix.path], value)
 
     @property
     def name_of_bias(self) -> str:
-        """What the second moment of a bias with a matrix of its own is called."""
+        """The name of the second moment of a bias with its own matrix."""
         return f"{self.layer.name} (bias)"
 
     def vectors(self, bases: Eigenbases, name: str) -> tuple[Array | None, Array | None]:
-        """Eigenvectors of both sides of one of its matrices; ``None`` is the identity."""
+        """Eigenvectors of both sides of one of its matrices; ``None`` for the identity."""
         a, g = bases.spectra(self.layer)
         return a.vectors if name == self.layer.name else None, g.vectors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Covariances:
-    """What is averaged and decomposed: the factors, some of their sides replaced by the gradient's.
+    """The averaged covariances: the factors, with some sides replaced by those of the gradient.
 
     Attributes:
         like: Shapes.
-        blocks: What is rotated.
+        blocks: The parameters that are rotated.
         a: Names of the layers whose input side is the gradient's covariance.
-        g: Names of those whose output side is.
-        alone: Whether all sides are, so that no factors have to come.
+        g: Names of the layers whose output side is the gradient's covariance.
+        alone: Whether all sides are, so that no factors are needed.
     """
 
     like: Factors
@@ -323,13 +323,13 @@ class Covariances:
 
     @classmethod
     def of(cls, stacked: Factors, covariance: Covariance, max_side: int) -> "Covariances":
-        """Of the shapes of the factors of a stacked model."""
+        """Choose the sides, from the shapes of the factors of a stacked model."""
         alone = covariance == "gradient"
         owned = {owner.layer.name: owner for owner in owners(stacked.layers)}
         paths = [(layer.weight.path, layer.weight.index) for layer in stacked.layers]
 
         def may_be_rotated(layer: Layer) -> bool:
-            # Another reading of the parameter has factors of its own, from which both are made.
+            # Another reading of the parameter has its own factors, which both would change.
             single = paths.count((layer.weight.path, layer.weight.index)) == 1
             return layer.name in owned and owned[layer.name].writes_weight and (single or alone)
 
@@ -353,16 +353,16 @@ class Covariances:
             layers.append(rotated)
             if owner is not None:
                 blocks.append(Block(rotated, owner.writes_weight, owner.writes_bias, joint))
-        parts = frozenset(a), frozenset(g)
-        like = _with_sides(stacked, tuple(layers), *parts, alone=alone)
-        return cls(like, tuple(blocks), *parts, alone)
+        gradient_sides = frozenset(a), frozenset(g)
+        like = _with_sides(stacked, tuple(layers), *gradient_sides, alone=alone)
+        return cls(like, tuple(blocks), *gradient_sides, alone)
 
     def of_gradient(self, grads: dict[str, Array], factors: Factors | None) -> Factors | None:
-        """What a step adds to the average.
+        """The contribution of a step to the average.
 
         Args:
             grads: Leaves of the gradient of the stacked model.
-            factors: Of the stacked model, or ``None`` where none come.
+            factors: Factors of the stacked model, or ``None`` if none come.
         """
         if factors is None and not self.alone:
             return None
@@ -380,14 +380,16 @@ class Covariances:
             if name in self.g and matrix is not None:
                 product = jnp.matmul(matrix.mT, matrix, precision=jax.lax.Precision.HIGHEST)
                 tables["g_sums"][name] = terms * product
-        found = {}
+        merged = {}
         for table, new in tables.items():
-            held = {} if factors is None else getattr(factors, table)
-            found[table] = {
-                key: new[key] if key in new else held.get(key, jnp.zeros(x.shape, x.dtype))
+            table_of_factors = {} if factors is None else getattr(factors, table)
+            merged[table] = {
+                key: new[key]
+                if key in new
+                else table_of_factors.get(key, jnp.zeros(x.shape, x.dtype))
                 for key, x in getattr(like, table).items()
             }
-        return dataclasses.replace(like, terms=terms, **found)
+        return dataclasses.replace(like, terms=terms, **merged)
 
 
 def _with_sides(
@@ -398,7 +400,7 @@ def _with_sides(
     *,
     alone: bool,
 ) -> Factors:
-    """Shapes of the factors of some layers, dense where the gradient gives a side."""
+    """Shapes of the factors of some layers; sides from the gradient are dense."""
     dtype = stacked.terms.dtype
 
     def side(layer: Layer, size: int, *, dense: bool) -> jax.ShapeDtypeStruct:
@@ -409,8 +411,8 @@ def _with_sides(
         size = layer.in_features + stacked.wants_ones(layer)
         own_a = side(layer, size, dense=layer.a_dense)
         own_g = side(layer, layer.out_features, dense=layer.g_dense)
-        known = layer.input in stacked.a_sums and layer.name not in a and not alone
-        a_sums[layer.input] = stacked.a_sums[layer.input] if known else own_a
+        from_factors = layer.input in stacked.a_sums and layer.name not in a and not alone
+        a_sums[layer.input] = stacked.a_sums[layer.input] if from_factors else own_a
         a_counts[layer.input] = jax.ShapeDtypeStruct(layer.stack, dtype)
         g_sums[layer.name] = own_g if alone or layer.name in g else stacked.g_sums[layer.name]
     return dataclasses.replace(
@@ -423,18 +425,18 @@ class _KfeAdam:
     """The parts of an update.
 
     Attributes:
-        given: The factors that come: which layers they are of, and which of these are stacked.
-        sides: What is averaged of them and of the gradient.
-        curvature: The average and the refresh of that.
-        others: Looks after the parameters that no factor covers.
+        collected: The factors that come: their layers, and which of these are stacked.
+        sides: What is averaged of the factors and of the gradient.
+        curvature: The average and the refresh of these.
+        others: Transforms the parameters that no factor covers.
         rate: Number or schedule.
         b1: Decay of the first moments.
         b2: Decay of the second moments.
-        eps: What is added to their root.
+        eps: Added to the square root of the second moments.
         weight_decay: Number.
     """
 
-    given: Curvature
+    collected: Curvature
     sides: Covariances
     curvature: Curvature
     others: Others
@@ -446,10 +448,10 @@ class _KfeAdam:
 
     def init(self, params: PyTree) -> KfeAdamState:
         """The state before the first update."""
-        check_some_covered("params", params, self.given.covered, "like=")
+        check_some_covered("params", params, self.collected.covered, "like=")
         average, bases = self.curvature.initial(0.0)
-        first = zero_momentum(params, self.given.covered, everywhere=self.others.tx is None)
-        leaves, dtype = self.given.stacks.tree(first), average.terms.dtype
+        first = zero_momentum(params, self.collected.covered, everywhere=self.others.tx is None)
+        leaves, dtype = self.collected.stacks.tree(first), average.terms.dtype
         second = {}
         for block in self.sides.blocks:
             second |= block.read(leaves, dtype)
@@ -464,14 +466,14 @@ class _KfeAdam:
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
             missed=jnp.zeros((), jnp.int32),
-            stacks=self.given.stacks,
-            shapes=FactorShapes.of(self.given.like),
+            stacks=self.collected.stacks,
+            shapes=FactorShapes.of(self.collected.like),
             watch=StateWatch.initial(params),
         )
         return on_mesh_of(params, state)
 
     def _plain(self, leaves: dict[str, Any]) -> tuple[str, ...]:
-        """Paths of the leaves of which a part is in no block."""
+        """Paths of the leaves that blocks do not cover completely."""
         layers = [block.layer for block in self.sides.blocks]
         return parameters_outside(layers, {path: x.shape for path, x in leaves.items()})
 
@@ -486,12 +488,12 @@ class _KfeAdam:
         curvature: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, KfeAdamState]:
-        """Check what comes, and advance; ``value_fn`` and ``curvature`` are not read."""
+        """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
         grads, factors = updates, required_factors("kfe_adam", extra)
         if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_state("kfe_adam", state, KfeAdamState)
-        if state.stacks != self.given.stacks:
+        if state.stacks != self.collected.stacks:
             raise ValueError(
                 "kfe_adam: the state is of another model than like=: make one with tx.init(params)"
             )
@@ -501,20 +503,20 @@ class _KfeAdam:
                 "one with tx.init(params)"
             )
         if factors is not None:
-            factors = self.given.checked(factors)
+            factors = self.collected.checked(factors)
         check_like_momentum(grads, state.first)
         if params is not None:
-            check_some_covered("params", params, self.given.covered, "like=")
+            check_some_covered("params", params, self.collected.covered, "like=")
         extra |= self.others.extra(value=value, value_fn=value_fn)
         if value is not None:
             value = jnp.asarray(checked_value(value))
         rate = at_step(self.rate, state.step)
-        given: tuple[Any, ...] = (grads, state, params, factors, rate, value, extra)
-        if is_sharded(given):
-            out, new = self.advance(*cast(Any, whole(given)))
+        collected: tuple[Any, ...] = (grads, state, params, factors, rate, value, extra)
+        if is_sharded(collected):
+            out, new = self.advance(*cast(Any, gathered(collected)))
             out, new = sharded_like(out, grads), sharded_like(new, state)
         else:
-            out, new = self.advance(*given)
+            out, new = self.advance(*collected)
         warn_if_diverged(new, stacklevel=3)
         return out, new
 
@@ -528,19 +530,19 @@ class _KfeAdam:
         value: Any,
         extra: dict[str, Any],
     ) -> tuple[PyTree, KfeAdamState]:
-        """One update: average, refresh, moments, rotated step; skipped where not finite."""
-        curvature, others, own = self.curvature, self.others, gradients_only(grads)
-        stacks = self.given.stacks
-        stacked = stacks.tree(own)
-        new = self.sides.of_gradient(stacked, self.given.stacked(factors))
+        """One update: average, refresh, moments, rotated step; skipped if not finite."""
+        curvature, others, gradient = self.curvature, self.others, gradients_only(grads)
+        stacks = self.collected.stacks
+        stacked = stacks.tree(gradient)
+        new = self.sides.of_gradient(stacked, self.collected.stacked(factors))
         finite = all_finite(stacked, new)
         sound = finite & is_in_range(new)
 
         def step() -> Any:
             average, restarted = curvature.averaged(state, new)
             decomposed = state.stacked_average if self.sides.alone else average
-            bases, kept = curvature.refreshed(state, decomposed, new, 0.0)
-            taken = jnp.asarray(optax.safe_increment(state.step))
+            bases, num_failed = curvature.refreshed(state, decomposed, new, 0.0)
+            num_updates = jnp.asarray(optax.safe_increment(state.step))
             first = jax.tree.map(
                 lambda m, g: (
                     m
@@ -548,10 +550,12 @@ class _KfeAdam:
                     else scaled(self.b1, m) + scaled(1 - self.b1, g.astype(m.dtype))
                 ),
                 state.first,
-                own,
+                gradient,
                 is_leaf=lambda x: isinstance(x, optax.MaskedNode),
             )
-            steps, second = self._moved(stacked, stacks.tree(first), state.second, bases, taken)
+            steps, second = self._moved(
+                stacked, stacks.tree(first), state.second, bases, num_updates
+            )
             out = ((), state.others)
             if others.tx is not None:
                 out = others.tx.update(grads, state.others, params, **extra)
@@ -563,49 +567,49 @@ class _KfeAdam:
                 first,
                 second,
                 out,
-                taken,
+                num_updates,
                 state.skipped,
-                state.kept + kept,
+                state.kept + num_failed,
                 restarted,
             )
 
         def skip() -> Any:
             steps = {path: stacked[path] for path in stacks.tree(state.first)}
-            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
+            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, gradient)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
-            held = state.stacked_average, curvature.unchanged(state, new), state.first
+            unchanged = state.stacked_average, curvature.unchanged(state, new), state.first
             counts = state.step, skipped, state.kept, jnp.zeros((), jnp.int32)
-            return steps, *held, state.second, (out, state.others), *counts
+            return steps, *unchanged, state.second, (out, state.others), *counts
 
         def average_alone() -> Any:
-            steps, _, *held, _, kept, _ = skip()
+            steps, _, *unchanged, _, num_failed, _ = skip()
             average, restarted = curvature.averaged(state, new)
-            return steps, average, *held, state.skipped, kept, restarted
+            return steps, average, *unchanged, state.skipped, num_failed, restarted
 
-        # SOAP's own order: the first gradient fills the covariances, a later one comes after the
-        # refresh.
+        # SOAP's order: the first gradient only fills the covariances, and later ones are added
+        # after the refresh.
         filling = state.stacked_average.terms == 0 if self.sides.alone else None
         results = taken_where(sound, filling, step, skip, average_alone)
         steps, average, bases, first, second, (rest_out, rest_state), *counts = results
-        taken, skipped, kept, restarted = counts
-        done, down = taken != state.step, stacks.unstacked_tree(steps, own)
+        num_updates, skipped, num_failed, restarted = counts
+        done, down = num_updates != state.step, stacks.unstacked_tree(steps, gradient)
         came = jnp.asarray(False) if new is None else sound & (new.terms > 0)
         due = done & curvature.refresh.is_due(state)
         missed = done & curvature.refresh.is_missed(state, average)
         watch = state.watch.after(value, came=came, due=due, begun=average.terms > 0)
         watch = watch.counting(outsized=finite & ~sound, restarted=restarted)
-        out = descend(down, own, params, rate, self.weight_decay)
+        out = descend(down, gradient, params, rate, self.weight_decay)
         out = others.joined(out, rest_out)
         out = where(done, out, jax.tree.map(jnp.zeros_like, out))
         return with_constants(grads, out), KfeAdamState(
-            step=taken,
+            step=num_updates,
             stacked_average=average,
             stacked_bases=bases,
             first=first,
             second=second,
             others=rest_state,
             skipped=skipped,
-            kept=kept,
+            kept=num_failed,
             missed=state.missed + missed.astype(jnp.int32),
             stacks=stacks,
             shapes=state.shapes,
@@ -618,11 +622,11 @@ class _KfeAdam:
         first: dict[str, Array],
         second: dict[str, Array],
         bases: Eigenbases,
-        taken: Int[Array, ""],
+        num_updates: Int[Array, ""],
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Adam's steps, before the learning rate, and the new second moments."""
         dtype, steps, moments = self.curvature.like.terms.dtype, dict(first), {}
-        count = taken.astype(dtype)
+        count = num_updates.astype(dtype)
         debias_first, debias_second = 1 - self.b1**count, 1 - self.b2**count
 
         def adam(name: str, g: Array, m: Array) -> Array:
@@ -633,10 +637,10 @@ class _KfeAdam:
             down = adam(path, grads[path].astype(dtype), first[path].astype(dtype))
             steps[path] = down.astype(first[path].dtype)
         for block in self.sides.blocks:
-            slopes, found = block.read(grads, dtype), {}
+            slopes, steps_of_block = block.read(grads, dtype), {}
             for name, m in block.read(first, dtype).items():
                 vectors = block.vectors(bases, name)
                 rotated = (into_eigenbasis(x, *vectors) for x in (slopes[name], m))
-                found[name] = out_of_eigenbasis(adam(name, *rotated), *vectors)
-            block.write(steps, found)
+                steps_of_block[name] = out_of_eigenbasis(adam(name, *rotated), *vectors)
+            block.write(steps, steps_of_block)
         return steps, moments

@@ -1,4 +1,4 @@
-"""The quadratic model of the loss, and damping by how well it predicts the loss."""
+"""The quadratic model of the loss, and a damping that adapts to the model's predictions."""
 
 import dataclasses
 import math
@@ -12,16 +12,16 @@ from jaxkfac._errors import at_least_one, scalar
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.linalg import inner_product
 
-# ---------------- the quadratic model of the loss around the parameters, and where it is least
+# ---------------- the quadratic model and its minimum
 
 
 Leaves = dict[str, Array]
 Scalar = Float[Array, ""]
 
 
-def dot(left: Leaves, right: Leaves, dtype: Any) -> Scalar:
-    """The inner product of two trees of the same paths."""
-    return inner_product(list(left.values()), [right[path] for path in left], dtype)
+def dot(x_leaves: Leaves, y_leaves: Leaves, dtype: Any) -> Scalar:
+    """The inner product of two trees with the same paths."""
+    return inner_product(list(x_leaves.values()), [y_leaves[path] for path in x_leaves], dtype)
 
 
 class QuadraticModel(NamedTuple):
@@ -29,8 +29,8 @@ class QuadraticModel(NamedTuple):
 
     Attributes:
         gradient: $\nabla h$ of the leaves that move, by path.
-        curvature: $F$, of those and any others.
-        damping: $\lambda$, with the weight decay where $h$ holds it.
+        curvature: $F$ of these leaves, and perhaps of others.
+        damping: $\lambda$, plus the weight decay if $h$ includes it.
     """
 
     gradient: Leaves
@@ -38,10 +38,10 @@ class QuadraticModel(NamedTuple):
     damping: Scalar
 
     def along(self, *directions: Leaves) -> tuple[Float[Array, "k k"], Float[Array, " k"]]:
-        """The model's second and first derivatives in the coefficients of directions.
+        """The model's second and first derivatives in the coefficients of some directions.
 
         Raises:
-            ValueError: the curvature lacks a leaf of theirs.
+            ValueError: the curvature lacks a leaf of the directions.
         """
         dtype = self.damping.dtype
         curved = self.curvature.inner_products([self._vector(d) for d in directions])
@@ -50,7 +50,7 @@ class QuadraticModel(NamedTuple):
         return curved.astype(dtype) + self.damping * jnp.stack(norms), slopes
 
     def _vector(self, direction: Leaves) -> Leaves:
-        """A direction as the operator takes it, zero where nothing moves."""
+        """A direction in the operator's form, zero on leaves that do not move."""
         if self.curvature.like is None:
             return direction
         shapes = self.curvature.leaves
@@ -67,7 +67,7 @@ class QuadraticModel(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """Coefficients of the step and of the last update, and the model there."""
+    """Coefficients of the step and of the last update, and the model's change there."""
 
     rate: Scalar
     momentum: Scalar
@@ -80,30 +80,30 @@ def minimum(
     rate: Scalar | None,
     momentum: Scalar | None,
 ) -> Minimum:
-    """Where the model is least over the step and, as second direction, the last update.
+    """Minimize the model over the step and, as second direction, the last update.
 
     Args:
         second: Second derivatives of the model in the coefficients.
         first: First derivatives.
-        rate: The step's coefficient, where it is given.
-        momentum: The last update's, where it is given.
+        rate: The step's coefficient, if it is given.
+        momentum: The last update's coefficient, if it is given.
 
     Returns:
-        Zero for a direction that is zero, as the last update is before the first step, and for a
-        last update that points along the step.
+        The coefficients; zero for a direction that is zero, as the last update is before the first
+        step, and for a last update that is parallel to the step.
     """
     if len(first) == 1:
         second, first = jnp.pad(second, (0, 1)), jnp.pad(first, (0, 1))
     (a, b), c = second[0], second[1, 1]
     p, q = first
-    # Not ``> 0``: what is not finite stays so, and the update is rejected.
+    # Not ``> 0``: NaN has to propagate, so that the update is rejected.
     some, last = ~(a == 0), ~(c == 0)
     if rate is not None:
         along, more = rate, jnp.where(last, -(q + rate * b) / jnp.where(last, c, 1), 0)
     elif momentum is not None:
         along, more = jnp.where(some, -(p + momentum * b) / jnp.where(some, a, 1), 0), momentum
     else:
-        # Of unit directions: the last update may be shorter by many orders.
+        # In unit directions, because the last update may be shorter by many orders.
         u, v = jnp.sqrt(jnp.where(some, a, 1)), jnp.sqrt(jnp.where(last, c, 1))
         cosine, p_u, q_v = b / (u * v), p / u, q / v
         independent = 1 - cosine * cosine
@@ -116,8 +116,7 @@ def minimum(
     return Minimum(along, more, (at * first).sum() + curved / 2)
 
 
-# ---------------- levenberg and Marquardt's rule: damping by how well the quadratic model predicts
-# the loss
+# ---------------- the damping rule of Levenberg and Marquardt
 
 
 _GOOD, _BAD = 0.75, 0.25
@@ -127,8 +126,8 @@ _GOOD, _BAD = 0.75, 0.25
 class LevenbergMarquardt:
     r"""Damping that :func:`jaxkfac.kfac` adapts to the quadratic model's predictions.
 
-    At every ``every``-th update of a step $d$ from $\theta$, with $M$ the model's change of the
-    loss $h$,
+    At every ``every``-th update, with $d$ the update from $\theta$ and $M$ the model's change of
+    the loss $h$,
 
     $$ \rho = \frac{h(\theta + d) - h(\theta)}{M(d)}, \qquad
        \lambda \leftarrow \begin{cases}
@@ -136,7 +135,7 @@ class LevenbergMarquardt:
          \omega^{-T} \lambda & \rho < \tfrac14,
        \end{cases} $$
 
-    with $\omega$ the ``factor`` and $T$ = ``every``. A step whose trial is not finite is not
+    where $\omega$ is the ``factor`` and $T$ is ``every``. A step whose trial is not finite is not
     made, and counts as $\rho < \tfrac14$.
 
     Attributes:
@@ -145,15 +144,16 @@ class LevenbergMarquardt:
             evaluation of the loss.
         factor: $\omega \in (0, 1)$.
         minimum: $\lambda$ never falls below it.
-        maximum: Nor rises above it.
-        factor_every: Updates from one trial of the factors' own damping $\gamma^2$ to the next,
-            rounded to refreshes: it begins at $\lambda + w$, and of $\gamma^2$, $\omega^{T'}
-            \gamma^2$ and $\omega^{-T'} \gamma^2$ the one is kept whose step has the least model
-            value. 0: the factors are damped by $\lambda + w$.
-        burn_in: Updates at the beginning that average the factors, and move nothing.
+        maximum: $\lambda$ never rises above it.
+        factor_every: Updates between two trials of the factors' own damping $\gamma^2$, rounded to
+            refreshes. It begins at $\lambda + w$. A trial compares the steps with $\gamma^2$,
+            $\omega^{T'} \gamma^2$ and $\omega^{-T'} \gamma^2$ ($T'$ is ``factor_every``), and keeps
+            the damping whose step has the least model value. 0: the factors are damped by
+            $\lambda + w$.
+        burn_in: Updates at the beginning that average the factors and move nothing.
 
     Raises:
-        TypeError: what is no number.
+        TypeError: an argument is not a number.
         ValueError: a number out of its range, bounds that cross, or ``initial`` outside of them.
 
     Example:
@@ -201,7 +201,7 @@ class LevenbergMarquardt:
                 raise ValueError(f"{name}={number}: expected a number of updates, 0 for none")
 
     def factor_dampings(self, damping: Float[Array, ""]) -> Float[Array, " 3"]:
-        """The factors' damping and its neighbours, which a trial compares."""
+        """The factors' damping and its two neighbors, which a trial compares."""
         step = self.factor**self.factor_every
         return jnp.clip(damping * jnp.asarray([1, step, 1 / step], damping.dtype), self.minimum)
 
@@ -217,9 +217,9 @@ class LevenbergMarquardt:
         """The damping after an update.
 
         Args:
-            damping: That of the update.
-            ratio: Of the trial.
-            change: The model's, by which a step that the model itself finds uphill is bad.
+            damping: The damping of the update.
+            ratio: The ratio of the trial.
+            change: The model's change; a step that the model itself finds uphill is bad.
             tried: Whether there was a trial.
             rejected: Whether the step was not made.
         """
@@ -231,5 +231,5 @@ class LevenbergMarquardt:
 
 
 def initial_damping(damping: Any) -> Any:
-    """The damping at the first step, of a rule or as it is."""
+    """The damping at the first step: that of a rule, or the number itself."""
     return damping.initial if isinstance(damping, LevenbergMarquardt) else damping

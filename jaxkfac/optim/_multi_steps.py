@@ -1,4 +1,4 @@
-"""Accumulation of gradients, factor statistics and counts over micro-batches."""
+"""Accumulation of gradients, factors and counts over micro-batches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -57,10 +57,10 @@ class MultiStepsState(NamedTuple):
             ``{"grads": count * gradient, "factors": Factors or None, "terms": count}``,
             all sums, and whose ``mini_step`` and ``gradient_step`` count micro-steps in
             the group and groups. With a narrower ``accumulator_dtype``, gradients and
-            diagonals are means so far, and a dense factor is the rectangle that holds one
-            triangle of its sum, in twice the width. With ``"pinned_host"``, all but the
-            counts are arrays in that memory; a restored state goes back there at its next
-            update, or is put there by the shardings of ``tx.init(params)``.
+            diagonals are means so far, and a dense factor is a rectangle that holds one
+            triangle of its sum, in twice the width. With ``"pinned_host"``, all arrays except the
+            counts are in that memory; a restored state returns there at its next
+            update, or is placed there by the shardings of ``tx.init(params)``.
         inner: State of the inner transformation.
         skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
             too large, int32.
@@ -88,17 +88,17 @@ def multi_steps(
     accumulator_dtype: DTypeLike | None = None,
     accumulator_memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Make every ``k`` micro-batches one step of ``tx``, equal to one batch of them all.
+    r"""Combine every ``k`` micro-batches into one step of ``tx``, equal to one batch of them all.
 
-    With $R_i$ the loss terms of micro-batch $i$ and $\nabla_i$ its mean gradient, the sums
-    $\sum R_i \nabla_i$, the factors' sums and all counts are what ``optax.MultiSteps``
-    accumulates around ``optax.identity()``; the pooled mean is
-    $\sum R_i \nabla_i / \sum R_i$. So micro-batches of unequal masks weigh as they do in
-    one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
+    With $R_i$ the loss terms of micro-batch $i$ and $\nabla_i$ its mean gradient,
+    ``optax.MultiSteps`` around ``optax.identity()`` accumulates the sums $\sum R_i \nabla_i$, the
+    factors' sums and all counts. The pooled mean is
+    $\sum R_i \nabla_i / \sum R_i$, so micro-batches with unequal masks have the weights that they
+    have in one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
 
     A micro-batch with a non-finite gradient or factor, or a factor above the square root of the
-    largest number (1.8e19 in float32), is left out with its count, and
-    counted in ``state.skipped``; it still is one of the ``k``. One without a loss term
+    largest number (1.8e19 in float32), is left out with its count, and counted in
+    ``state.skipped``; it is still one of the ``k``. A micro-batch without a loss term
     (count 0) adds no gradient and no output statistics, even if its gradient is the NaN
     of 0/0; its input rows exist and stay in A. A group without any loss term makes no
     update.
@@ -109,44 +109,44 @@ def multi_steps(
         every_k_schedule: ``k``, at least 1, or a function of the number of groups so far,
             as in ``optax.MultiSteps``.
         like: ``stats.factor_shapes(params, batch)``, for a ``tx`` that takes ``factors=``
-            and keeps none in its state.
-        accumulator_dtype: ``bfloat16``, ``float32`` or ``float64``, in which sums are kept
-            between micro-steps; ``None`` is as wide as they are added. They are added in
-            float32 at least, and counts are kept so. In bfloat16 the mean gradient of 16
-            unequal micro-batches is 0.4 % off, where rounding it once would be 0.17 %; of 1024,
+            and has none in its state.
+        accumulator_dtype: ``bfloat16``, ``float32`` or ``float64``, the dtype of sums
+            between micro-steps; ``None`` for the dtype in which they are added. They are added in
+            at least float32, and counts are kept in that dtype. In bfloat16 the mean gradient of 16
+            unequal micro-batches is 0.4 % off, where rounding it once would give 0.17 %; for 1024,
             3 % (``pytest jaxkfac/optim/_accumulators_test.py -k bfloat16``). Dense factors lose
-            nothing: one triangle in float32 takes the bytes of the whole in bfloat16.
+            nothing: one triangle in float32 takes the bytes of the full matrix in bfloat16.
         accumulator_memory_kind: ``"device"``, or ``"pinned_host"`` to keep sums in main memory
             between micro-steps: each update copies them to the device and back. The sums are
-            the same bit for bit. On the CPU it is a label.
+            equal bit by bit. On the CPU it has no effect.
 
     Returns:
         A transformation used on every micro-step as ``tx.update(grads, state, params,
-        factors=factors)`` or, where there are no factors or none at this micro-step,
-        ``tx.update(grads, state, params, terms=count)``. ``grads`` are of the micro-batch's mean
-        loss, and ``terms`` is the number of loss terms in that mean, by default
-        ``factors.loss_terms`` where factors are collected at some steps only (``every=``), else
-        ``factors.terms``. Updates are zero but on the
-        last micro-step of a group. Further keyword arguments (``bases=``) are not
-        accumulated: ``tx`` gets those of the last micro-step.
+        factors=factors)`` or, if there are no factors, or none at this micro-step,
+        ``tx.update(grads, state, params, terms=count)``. ``grads`` belong to the micro-batch's mean
+        loss, and ``terms`` is the number of loss terms in that mean. Its default is
+        ``factors.loss_terms`` if factors are collected at some steps only (``every=``), else
+        ``factors.terms``. Updates are zero except on the last micro-step of a group. Further
+        keyword arguments (``bases=``) are not accumulated: ``tx`` gets those of the last
+        micro-step.
 
     Raises:
         ValueError: when built, ``every_k_schedule < 1``, or an ``accumulator_dtype`` or memory
-            that is none of the above; in ``init``, if ``tx`` holds different factors, has a
+            other than the above; in ``init``, if ``tx`` holds different factors, has a
             ``multi_steps`` or ``optax.MultiSteps`` inside, or the device lacks the memory; in
             ``update``, if neither ``factors`` nor ``terms`` is given, if there is no accumulator
-            for ``factors``, or if :func:`kfac` inside has got none by its second refresh (seen
-            outside of ``jit``; inside see its ``state.missed``).
+            for ``factors``, or if :func:`kfac` inside has received none by its second refresh
+            (checked outside ``jit``; inside, see its ``state.missed``).
 
     Memory:
-        One copy of gradients and factors, in float32, or in float64 where any of them is;
+        One copy of gradients and factors, in float32, or in float64 if any of them is;
         half of that with the next narrower ``accumulator_dtype``. With ``"pinned_host"`` none
         of it is on the device while a gradient is computed; in ``update`` the arrays pass
-        through it, as temporaries.
+        through it as temporaries.
 
     Warning:
-        ``optax.MultiSteps`` cannot take its place, neither around :func:`kfac` nor around this:
-        it hands on the last micro-batch's factors alone, and nothing inside can see it.
+        ``optax.MultiSteps`` cannot replace it, neither around :func:`kfac` nor around this:
+        it passes on only the last micro-batch's factors, and nothing inside can detect that.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -175,7 +175,7 @@ def multi_steps(
     if like is not None:
         check_like(like)
         like = without_loss_terms(like)
-    kept = checked_accumulator_dtype(accumulator_dtype)
+    storage_dtype = checked_accumulator_dtype(accumulator_dtype)
     check_memory_kind(accumulator_memory_kind)
     inner = optax.with_extra_args_support(tx)
 
@@ -185,7 +185,9 @@ def multi_steps(
         )
 
     def accumulators(wide: Any) -> Accumulators:
-        return Accumulators(wide, wide if kept is None else kept, accumulator_memory_kind)
+        return Accumulators(
+            wide, wide if storage_dtype is None else storage_dtype, accumulator_memory_kind
+        )
 
     def init(params: PyTree) -> MultiStepsState:
         check_memory(accumulator_memory_kind, params)
@@ -193,8 +195,8 @@ def multi_steps(
         _check_not_nested(inner_state)
         shapes = like if like is not None else _factors_in(inner_state)
         wide = sum_dtype(params, shapes)
-        if kept is not None:
-            wide = max(wide, kept, key=lambda dtype: dtype.itemsize)
+        if storage_dtype is not None:
+            wide = max(wide, storage_dtype, key=lambda dtype: dtype.itemsize)
         zeros = accumulators(wide).zeros(gradients_only(params), shapes)
         return MultiStepsState(
             accumulation=multi(wide).init({})._replace(acc_grads=zeros),
@@ -212,39 +214,43 @@ def multi_steps(
         terms: ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[PyTree, MultiStepsState]:
-        grads = updates  # optax's word for what comes in as well as for what goes out
+        grads = updates  # optax uses one word for inputs and outputs
         check_state("multi_steps", state, MultiStepsState)
-        held = state.accumulation.acc_grads
-        check_like_momentum(grads, held["grads"])
-        kept_layers = () if held["factors"] is None else held["factors"].layers
+        stored = state.accumulation.acc_grads
+        check_like_momentum(grads, stored["grads"])
+        kept_layers = () if stored["factors"] is None else stored["factors"].layers
         if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
-            factors = of_parameters(factors)  # as the inner transformation keeps them
-        _check_statistics(factors, terms, held["factors"])
-        if factors is None or factors.loss_terms is not None:  # those of some micro-batches
+            factors = of_parameters(factors)  # the form that the inner transformation keeps
+        _check_statistics(factors, terms, stored["factors"])
+        if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
             for node in _kfac_states(state.inner):
-                check_factors_have_come(node.missed, node.stacked_average, held["factors"], factors)
-        wide = held["terms"].dtype
-        own = accumulators(wide)
+                check_factors_have_come(
+                    node.missed, node.stacked_average, stored["factors"], factors
+                )
+        wide = stored["terms"].dtype
+        accumulator = accumulators(wide)
         if factors is not None:
-            own_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
-            terms = own_terms if terms is None else terms
-            factors = with_origin(without_loss_terms(factors), held["factors"].origin)
-        elif held["factors"] is not None:  # they are collected at other micro-steps
-            whole = jax.eval_shape(lambda kept: own.unfolded(own.load(kept)), held)
-            factors = zeros_like(whole["factors"])
+            num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
+            terms = num_terms if terms is None else terms
+            factors = with_origin(without_loss_terms(factors), stored["factors"].origin)
+        elif stored["factors"] is not None:  # they are collected at other micro-steps
+            shapes = jax.eval_shape(
+                lambda storage_dtype: accumulator.unfolded(accumulator.load(storage_dtype)), stored
+            )
+            factors = zeros_like(shapes["factors"])
         count = jnp.asarray(terms, wide)
         sums, ok = _sums(gradients_only(grads), factors, count, wide)
-        accumulation = state.accumulation._replace(acc_grads=own.load(held))
+        accumulation = state.accumulation._replace(acc_grads=accumulator.load(stored))
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
-            found, accumulation = multi(wide).update(own.folded(sums), accumulation)
-        total: Any = found
-        accumulation = accumulation._replace(acc_grads=own.save(accumulation.acc_grads))
+            pooled_sums, accumulation = multi(wide).update(accumulator.folded(sums), accumulation)
+        total: Any = pooled_sums
+        accumulation = accumulation._replace(acc_grads=accumulator.save(accumulation.acc_grads))
         ended = jnp.asarray(multi(wide).has_updated(accumulation))
         some = total["terms"] > 0
         if is_concrete(ended) and ended:
             left_out = state.skipped + (~ok).astype(jnp.int32)
             check_batch(as_operator(extra.get("curvature")), total["terms"], left_out)
-        # Ahead of the cond, whose operands are arrays: a sum in full width never becomes one.
+        # Before the cond, whose operands are arrays: a sum in full width never becomes one.
         divisor = jnp.where(some, total["terms"], 1)
         mean = jax.tree.map(
             lambda g, t: g if isinstance(t, optax.MaskedNode) else (t / divisor).astype(g.dtype),
@@ -256,7 +262,7 @@ def multi_steps(
             pooled = {}
             if factors is not None:
                 pooled["factors"] = jax.tree.map(
-                    lambda f, t: t.astype(f.dtype), factors, own.unfolded(total)["factors"]
+                    lambda f, t: t.astype(f.dtype), factors, accumulator.unfolded(total)["factors"]
                 )
             updates, inner_state = inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
@@ -278,14 +284,14 @@ def multi_steps(
 def _sums(
     grads: PyTree, factors: Factors | None, count: Array, dtype: Any
 ) -> tuple[dict[str, Any], Bool[Array, ""]]:
-    """What a micro-batch adds, all zero if it is left out, and whether it counts."""
+    """The contribution of a micro-batch, zero if it is left out; and whether it counts."""
     some = count > 0
     grads = jax.tree.map(lambda g: jnp.where(some, g, jnp.zeros_like(g)), grads)
     if factors is not None:
-        # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
-        seen = factors.terms > 0
+        # Without a loss term, output statistics are empty sums, whatever 0/0 made of them.
+        has_terms = factors.terms > 0
         g_sums, diagonals, corrections = jax.tree.map(
-            lambda f: jnp.where(seen, f, jnp.zeros_like(f)),
+            lambda f: jnp.where(has_terms, f, jnp.zeros_like(f)),
             (factors.g_sums, factors.diagonals, factors.corrections),
         )
         factors = dataclasses.replace(
@@ -296,17 +302,18 @@ def _sums(
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
     ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
-    found = (grads, factors, count)
-    # A cond, not a select of every leaf: see kfac. Of what came, which may be narrower than sums.
+    contribution = (grads, factors, count)
+    # A cond, not a select of every leaf; see ``taken_where``. It selects the inputs, which may
+    # be narrower than sums.
     grads, factors, count = jax.lax.cond(
-        ok, lambda: found, lambda: jax.tree.map(jnp.zeros_like, found)
+        ok, lambda: contribution, lambda: jax.tree.map(jnp.zeros_like, contribution)
     )
     factors = jax.tree.map(lambda f: f.astype(dtype), factors)
     return {"grads": weighted(grads), "factors": factors, "terms": count}, ok
 
 
 def _check_not_nested(state: Any) -> None:
-    """Refuse an inner transformation that accumulates: it would see the groups as micro-batches."""
+    """Refuse an inner transformation that accumulates: groups would look like micro-batches."""
     names = {MultiStepsState: "jk.multi_steps", optax.MultiStepsState: "optax.MultiSteps"}
     for node in jax.tree.leaves(state, is_leaf=lambda x: type(x) in names):
         if type(node) in names:
@@ -323,18 +330,18 @@ def _kfac_states(state: Any) -> list[KfacState]:
 
 
 def _factors_in(state: Any) -> Factors | None:
-    """The factors that an inner transformation keeps an average of, if any."""
+    """The factors that an inner transformation averages, if any."""
     ours = KfacState, KfeAdamState
-    kept = (Factors, *ours)
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
+    types = (Factors, *ours)
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, types))
     nodes = [node.statistics if isinstance(node, ours) else node for node in nodes]
-    found = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
-    for other in found[1:]:
-        check_same_layers(other, found[0])
-    return found[0] if found else None
+    all_factors = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
+    for more in all_factors[1:]:
+        check_same_layers(more, all_factors[0])
+    return all_factors[0] if all_factors else None
 
 
-def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
+def _check_statistics(factors: Any, terms: Any, stored: Factors | None) -> None:
     if factors is None and terms is None:
         raise ValueError(
             "multi_steps weighs micro-batches by their number of loss terms: pass factors=, or "
@@ -343,14 +350,14 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
     if terms is not None:
         scalar("terms", terms, "the number of loss terms of this micro-batch, as mask.sum()")
     if factors is not None:
-        if held is None:
+        if stored is None:
             raise ValueError(
                 "there is no accumulator for factors=: the inner transformation keeps none in "
                 "its state; pass like=stats.factor_shapes(params, batch) to multi_steps, or "
                 "terms= if it needs no factors"
             )
-        check_factors(factors, held)
-        if (factors.corrections is None) != (held.corrections is None):
+        check_factors(factors, stored)
+        if (factors.corrections is None) != (stored.corrections is None):
             raise ValueError(
                 "eigenvalues measured in eigenbases (bases=) are accumulated from the first "
                 "micro-step on or never: build jk.kfac with like=stats.factor_shapes(params, "

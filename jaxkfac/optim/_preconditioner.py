@@ -1,4 +1,4 @@
-"""How K-FAC keeps what it preconditions with: eigenvectors, or inverses of damped factors."""
+"""What K-FAC preconditions with: eigenvectors, or inverses of damped factors."""
 
 import abc
 import dataclasses
@@ -33,13 +33,13 @@ InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]
 
 
 class Preconditioner(abc.ABC):
-    """Made of a factor average at a refresh, kept in the state, applied at every step.
+    """Computed from a factor average at a refresh, stored in the state, applied at every step.
 
     Args:
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
     """
 
-    kept: type
+    stored_type: type
     on_host = False
     damps_at_refresh = False
 
@@ -48,35 +48,35 @@ class Preconditioner(abc.ABC):
 
     @abc.abstractmethod
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Any:
-        """Of factors that are the identity."""
+        """Bases or inverses of identity factors."""
 
     @abc.abstractmethod
     def fresh(
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
     ) -> Any:
-        """Of an average, made by the devices of a mesh axis where there is one."""
+        """Compute bases or inverses from an average, on the devices of a mesh axis, if given."""
 
     def renewed(
         self,
-        held: Any,
+        current: Any,
         first: Bool[Array, ""],
         average: Factors,
         damping: Damping,
         clipping: Clipping,
         axis: MeshAxis | None,
     ) -> Any:
-        """Of an average, with what was held before; ``first`` says that it was of no factors."""
+        """Refresh from an average and the current value; ``first`` if that saw no factors."""
         return self.fresh(average, damping, clipping, axis)
 
-    def with_corrections(self, held: Any, like: Corrections | None) -> Any:
-        """With measured eigenvalues of nothing, where ``like`` has their shapes."""
-        return held
+    def with_corrections(self, current: Any, like: Corrections | None) -> Any:
+        """Add empty measured eigenvalues, if ``like`` has their shapes."""
+        return current
 
     def check_stagger(self, *, stagger: bool, measures: bool) -> None:
-        """Refuse a staggered refresh where there is only a whole one.
+        """Refuse a staggered refresh where only a complete one works.
 
         Raises:
-            ValueError: with the remedy.
+            ValueError: names the remedy.
         """
         if stagger and self.on_host:
             raise ValueError("stagger=True is for a refresh in graph, not for inverse='host'")
@@ -87,10 +87,10 @@ class Preconditioner(abc.ABC):
             )
 
     def check_measured(self, factors: Factors) -> None:
-        """Refuse measured eigenvalues where none can be used.
+        """Refuse measured eigenvalues if they cannot be used.
 
         Raises:
-            ValueError: with the remedy.
+            ValueError: names the remedy.
         """
         if factors.corrections is not None:
             raise ValueError(
@@ -99,29 +99,29 @@ class Preconditioner(abc.ABC):
             )
 
     def advanced(
-        self, held: Any, factors: Factors | None, decay: ArrayLike | None
+        self, current: Any, factors: Factors | None, decay: ArrayLike | None
     ) -> tuple[Any, Corrections | None]:
-        """What is held without its measured eigenvalues, and those, advanced by a step.
+        """Split off the measured eigenvalues, and add a step's to them.
 
-        Without a ``decay`` they stay.
+        Without a ``decay`` they stay unchanged.
         """
-        return held, None
+        return current, None
 
     def measured_since(
-        self, held: Any, corrections: Corrections | None, renewed: Bool[Array, ""]
+        self, current: Any, corrections: Corrections | None, renewed: Bool[Array, ""]
     ) -> Any:
-        """With measured eigenvalues, or those of nothing where the eigenvectors are new."""
-        return held
+        """Put measured eigenvalues back; they restart from zero if the eigenvectors are new."""
+        return current
 
     @abc.abstractmethod
-    def apply(self, grads: PyTree, held: Any, damping: Damping) -> PyTree:
-        """Preconditioned gradients; those that no layer covers as they are."""
+    def apply(self, grads: PyTree, current: Any, damping: Damping) -> PyTree:
+        """Precondition gradients; leaves that no layer covers stay unchanged."""
 
 
 class _Eigenvectors(Preconditioner):
-    """Four products a layer, at the damping of the step."""
+    """Eigenvectors: four products for each layer, with the damping of the step."""
 
-    kept = Eigenbases
+    stored_type = Eigenbases
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Eigenbases:
         return identity_bases(like, **clipping)
@@ -132,52 +132,52 @@ class _Eigenvectors(Preconditioner):
         placement: Placement = "host" if self.on_host else "device"
         return eigendecompose(average, placement=placement, distribute=axis, **clipping)
 
-    def apply(self, grads: PyTree, held: Eigenbases, damping: Damping) -> PyTree:
+    def apply(self, grads: PyTree, bases: Eigenbases, damping: Damping) -> PyTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
-        return natural_gradient(grads, held, damping=damping, **options)
+        return natural_gradient(grads, bases, damping=damping, **options)
 
-    def with_corrections(self, held: Eigenbases, like: Corrections | None) -> Eigenbases:
+    def with_corrections(self, current: Eigenbases, like: Corrections | None) -> Eigenbases:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return dataclasses.replace(held, corrections=zeros)
+        return dataclasses.replace(current, corrections=zeros)
 
     def check_measured(self, factors: Factors) -> None:
         return
 
     def advanced(
-        self, held: Eigenbases, factors: Factors | None, decay: ArrayLike | None
+        self, current: Eigenbases, factors: Factors | None, decay: ArrayLike | None
     ) -> tuple[Eigenbases, Corrections | None]:
-        old, new = held.corrections, None if factors is None else factors.corrections
-        held = dataclasses.replace(held, corrections=None)
+        old, new = current.corrections, None if factors is None else factors.corrections
+        current = dataclasses.replace(current, corrections=None)
         if new is None:
-            return held, old
+            return current, old
         if old is None:
             old = jax.tree.map(jnp.zeros_like, new)
         if decay is None:
-            return held, old
-        kept = jnp.where(new.terms > 0, decay, 1.0)
-        return held, old.decayed(kept, new)
+            return current, old
+        stored_type = jnp.where(new.terms > 0, decay, 1.0)
+        return current, old.decayed(stored_type, new)
 
     def measured_since(
-        self, held: Eigenbases, corrections: Corrections | None, renewed: Bool[Array, ""]
+        self, current: Eigenbases, corrections: Corrections | None, renewed: Bool[Array, ""]
     ) -> Eigenbases:
         if corrections is not None:
             zeros = jax.tree.map(jnp.zeros_like, corrections)
             corrections = jax.lax.cond(renewed, lambda: zeros, lambda: corrections)
-        return dataclasses.replace(held, corrections=corrections)
+        return dataclasses.replace(current, corrections=corrections)
 
 
 class _HostEigenvectors(_Eigenvectors):
-    """The same, decomposed by the host in float64, and so outside of ``jit``."""
+    """Eigenvectors computed by the host in float64, and therefore outside ``jit``."""
 
     on_host = True
 
 
 class _IteratedEigenvectors(_Eigenvectors):
-    """The same, tracked by one step of orthogonal iteration a refresh after the first."""
+    """Eigenvectors updated at each refresh after the first by a step of orthogonal iteration."""
 
     def renewed(
         self,
-        held: Eigenbases,
+        current: Eigenbases,
         first: Bool[Array, ""],
         average: Factors,
         damping: Damping,
@@ -192,14 +192,14 @@ class _IteratedEigenvectors(_Eigenvectors):
         return jax.lax.cond(
             first,
             lambda: self.fresh(average, damping, clipping, None),
-            lambda: iterate_eigenbases(average, held),
+            lambda: iterate_eigenbases(average, current),
         )
 
 
 class _CholeskyInverses(Preconditioner):
-    """Two products a layer, at the damping of the refresh."""
+    """Inverses: two products for each layer, with the damping of the refresh."""
 
-    kept = Inverses
+    stored_type = Inverses
     damps_at_refresh = True
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
@@ -211,8 +211,8 @@ class _CholeskyInverses(Preconditioner):
         how: Any = {"damping": damping, "damping_mode": self._mode, "distribute": axis}
         return invert(average, **how, **clipping)
 
-    def apply(self, grads: PyTree, held: Inverses, damping: Damping) -> PyTree:
-        return precondition(grads, held)
+    def apply(self, grads: PyTree, inverses: Inverses, damping: Damping) -> PyTree:
+        return precondition(grads, inverses)
 
 
 METHODS: dict[str, type[Preconditioner]] = {
@@ -226,16 +226,16 @@ METHODS: dict[str, type[Preconditioner]] = {
 def preconditioner_of(
     inverse: InverseMethod, damping: Any, damping_mode: DampingMode, *, measures: bool
 ) -> Preconditioner:
-    """The one that ``inverse=`` names.
+    """The preconditioner that ``inverse=`` names.
 
     Args:
         inverse: Its name.
-        damping: Whether it is a pair is all that is read.
+        damping: Only whether it is a pair is read.
         damping_mode: As in :func:`jaxkfac.kfac`.
-        measures: Whether eigenvalues are measured, which takes eigenvectors.
+        measures: Whether eigenvalues are measured, which needs eigenvectors.
 
     Raises:
-        ValueError: an unknown name, or inverses that there are none of.
+        ValueError: an unknown name, or inverses where they cannot be used.
     """
     one_of("inverse", inverse, ("auto", *METHODS))
     if inverse == "auto":
@@ -252,7 +252,7 @@ def preconditioner_of(
 
 
 def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
-    """``new``, with each factor that failed to decompose taken from ``old``, and their number.
+    """Replace each factor of ``new`` that failed to decompose by ``old``; count them.
 
     A solver that does not converge on an accelerator returns NaN and raises nothing.
     """
@@ -268,7 +268,7 @@ def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
         return jnp.where(_counted(jnp.isfinite(fresh).all(), failed), fresh, stale)  # a diagonal
 
     def pick_matrix(fresh: Array, stale: Array) -> Array:
-        # One entry of an inverse that failed is as NaN as all of them: no pass over the matrix.
+        # If an inverse failed, all its entries are NaN, so one entry is enough to check.
         return jnp.where(_counted(jnp.isfinite(fresh[..., :1, :1]), failed), fresh, stale)
 
     if isinstance(new, Inverses):

@@ -1,4 +1,4 @@
-"""When what K-FAC preconditions with is made anew, and of which layers."""
+"""When bases or inverses are refreshed, and of which layers."""
 
 import dataclasses
 import functools
@@ -24,23 +24,23 @@ _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
 class RefreshInGraph:
-    """A refresh of all layers at once, or of one part of them after the other.
+    """Refreshes of all layers at once, or of groups of layers in turn.
 
     Args:
-        method: What is made of an average.
+        method: What is computed from an average.
         like: Shapes of the factors.
         every: Steps from one refresh of a layer to the next.
-        stagger: Whether there are parts.
+        stagger: Whether layers are divided into groups.
 
     Raises:
-        TypeError: ``every`` is traced, and ``stagger`` counts by it.
+        TypeError: ``every`` is traced, and ``stagger`` divides by it.
     """
 
     def __init__(
         self, method: Preconditioner, like: Factors, every: ArrayLike, *, stagger: bool
     ) -> None:
         self._method, self._every = method, every
-        self._parts: list[tuple[Any, tuple[Layer, ...]]] = [(0, like.layers)]
+        self._groups: list[tuple[Any, tuple[Layer, ...]]] = [(0, like.layers)]
         if not stagger:
             return
         if isinstance(every, Tracer):
@@ -49,23 +49,23 @@ class RefreshInGraph:
                 "optax.inject_hyperparams(jk.kfac, static_args=('refresh_every', 'stagger', ...))"
             )
         number = int(cast(int, every))
-        parts = _parts(like.layers, number)
-        self._parts = [(i * number // len(parts), part) for i, part in enumerate(parts)]
+        groups = _balanced_groups(like.layers, number)
+        self._groups = [(i * number // len(groups), group) for i, group in enumerate(groups)]
 
     def is_due(self, state: Any) -> Any:
-        """Whether everything is: on the first step that has factors, and then by the step."""
+        """Whether all layers are due: at the first step with factors, and then by the step."""
         return self._due(state, 0)
 
     def is_missed(self, state: Any, average: Factors) -> Any:
-        """Whether the period asks for a refresh, and there is nothing to make it of."""
+        """Whether a refresh is due but there are no factors to compute it from."""
         return (state.step % self._every == 0) & (average.terms == 0)
 
     def _due(self, state: Any, offset: int) -> Any:
         return self._is_first(state) | (state.step % self._every == offset)
 
     def _is_first(self, state: Any) -> Any:
-        # Factors may be collected at some steps only, and the first of them later than step 0.
-        # After a burn-in the average is not empty at step 0.
+        # Factors may be collected at some steps only, the first later than step 0. After a burn-in
+        # the average is not empty at step 0.
         return (state.stacked_average.terms == 0) | (state.step == 0)
 
     def __call__(
@@ -77,53 +77,53 @@ class RefreshInGraph:
         clipping: Clipping,
         axis: MeshAxis | None,
     ) -> tuple[Any, Int[Array, ""]]:
-        """What holds after this step in place of ``bases``, and how many decompositions failed."""
+        """The bases or inverses after this step, and how many decompositions failed."""
         failed, first = jnp.zeros((), jnp.int32), self._is_first(state)
-        for offset, layers in self._parts:
-            part = _part_of(average, layers)
+        for offset, layers in self._groups:
+            subset = _part_of(average, layers)
 
-            # One after the other: each part waits for the number of those that failed before it.
-            def renewed(carry: tuple[Any, Array], part: Factors = part) -> tuple[Any, Array]:
-                held, failed = carry
-                new = self._method.renewed(held, first, part, damping, clipping, axis)
-                new, more = keep_where_not_finite(new, _like(held, new))
-                return _written(held, new), failed + more
+            # In turn: each group waits for the failure count of the groups before it.
+            def renewed(carry: tuple[Any, Array], subset: Factors = subset) -> tuple[Any, Array]:
+                current, failed = carry
+                new = self._method.renewed(current, first, subset, damping, clipping, axis)
+                new, more = keep_where_not_finite(new, _like(current, new))
+                return _written(current, new), failed + more
 
             due = self._due(state, offset) & (average.terms > 0)
             bases, failed = _where_due(due, renewed, (bases, failed))
         return bases, failed
 
 
-def _where_due(due: Any, renewed: Callable[[Any], Any], held: Any) -> Any:
-    """``renewed(held)`` where it is due, else ``held``.
+def _where_due(due: Any, renewed: Callable[[Any], Any], bases: Any) -> Any:
+    """``renewed(bases)`` if it is due, else ``bases``.
 
-    By a loop of one round or none, which writes what it carries in place. Of what one branch of a
-    ``cond`` reads and the other passes on, XLA makes two copies at every step, due or not: 52 MB
-    for the inverses of the autoencoder in ``benchmarks.optimizer_steps``. A loop has no derivative
-    in reverse mode, so that of the ``cond`` is taken.
+    This is a loop of one iteration or none, because a loop updates its carry in place. If one
+    branch of a ``cond`` reads what the other passes on, XLA makes two copies at every step, due or
+    not: 52 MB for the inverses of the autoencoder in ``benchmarks.optimizer_steps``. A loop has no
+    reverse-mode derivative, so the derivative of the ``cond`` is used.
     """
-    renewed, closed_over = jax.closure_convert(renewed, held)
+    renewed, closed_over = jax.closure_convert(renewed, bases)
 
     @jax.custom_jvp
-    def loop(due: Any, held: Any, *closed_over: Any) -> Any:
-        def once(carry: Any) -> Any:
-            again, held = carry
-            return again & False, renewed(held, *closed_over)
+    def loop(due: Any, bases: Any, *closed_over: Any) -> Any:
+        def body(carry: Any) -> Any:
+            again, bases = carry
+            return again & False, renewed(bases, *closed_over)
 
-        return jax.lax.while_loop(lambda carry: carry[0], once, (due, held))[1]
+        return jax.lax.while_loop(lambda carry: carry[0], body, (due, bases))[1]
 
-    def branches(due: Any, held: Any, *closed_over: Any) -> Any:
-        return jax.lax.cond(due, renewed, lambda held, *_: held, held, *closed_over)
+    def branches(due: Any, bases: Any, *closed_over: Any) -> Any:
+        return jax.lax.cond(due, renewed, lambda bases, *_: bases, bases, *closed_over)
 
     loop.defjvp(functools.partial(jax.jvp, branches))
-    return loop(due, held, *closed_over)
+    return loop(due, bases, *closed_over)
 
 
-def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
-    """At most ``number`` parts of about equal work.
+def _balanced_groups(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
+    """At most ``number`` groups of about equal work.
 
-    The readers of one input stay together, and so do all readings of a parameter: which of them
-    answers for it shows only among all.
+    The readers of one input stay together, and so do all readings of a parameter, because the
+    reading that owns the parameter is chosen among all of them.
     """
     joined: dict[Hashable, Hashable] = {}
 
@@ -137,17 +137,17 @@ def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
     readers: dict[Hashable, list[Layer]] = defaultdict(list)
     for layer in layers:
         readers[root(layer.input)].append(layer)
-    parts: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
-    loads = [0.0] * len(parts)
+    groups: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
+    loads = [0.0] * len(groups)
     for group in sorted(readers.values(), key=_work, reverse=True):
         least = loads.index(min(loads))
-        parts[least] += group
+        groups[least] += group
         loads[least] += max(_work(group), 1.0)
-    return [tuple(part) for part in parts if part]
+    return [tuple(group) for group in groups if group]
 
 
 def _work(group: list[Layer]) -> float:
-    """Of decomposing the factors, in cubes of their sizes."""
+    """The work of decomposing the factors, in cubes of their sizes."""
     inputs = {layer.input: layer for layer in reversed(group)}.values()
     work = sum(math.prod(x.stack) * x.in_features**3 for x in inputs if x.a_dense)
     work += sum(math.prod(x.stack) * x.out_features**3 for x in group if x.g_dense)
@@ -155,7 +155,7 @@ def _work(group: list[Layer]) -> float:
 
 
 def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:
-    """The factors of some layers, with all readers of their inputs."""
+    """The factors of some layers; all readers of their inputs must be among them."""
     if layers == factors.layers:
         return factors
     names = {layer.name for layer in layers}
@@ -166,19 +166,20 @@ def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:
     return dataclasses.replace(factors, layers=layers, **tables)
 
 
-def _tables(held: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(held) if isinstance(getattr(held, f.name), dict)]
+def _tables(bases: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(bases) if isinstance(getattr(bases, f.name), dict)]
 
 
-def _like(held: Any, part: Any) -> Any:
-    """What is held of the layers of a part."""
+def _like(bases: Any, group: Any) -> Any:
+    """Select the layers of ``group`` from ``bases``."""
     tables = {
-        table: {k: getattr(held, table)[k] for k in getattr(part, table)} for table in _tables(part)
+        table: {k: getattr(bases, table)[k] for k in getattr(group, table)}
+        for table in _tables(group)
     }
-    return dataclasses.replace(part, **tables)
+    return dataclasses.replace(group, **tables)
 
 
-def _written(held: Any, part: Any) -> Any:
-    """What is held, with that of a part in place of its own."""
-    tables = {table: getattr(held, table) | getattr(part, table) for table in _tables(part)}
-    return dataclasses.replace(held, **tables)
+def _written(bases: Any, group: Any) -> Any:
+    """``bases`` with the layers of ``group`` replaced."""
+    tables = {table: getattr(bases, table) | getattr(group, table) for table in _tables(group)}
+    return dataclasses.replace(bases, **tables)

@@ -1,4 +1,4 @@
-"""Preconditioning with eigenbases that are handed in at every step."""
+"""Preconditioning with eigenbases that are passed in at every step."""
 
 from typing import Any, NamedTuple, get_args
 
@@ -34,20 +34,20 @@ def scale_by_bases(
     r"""Scale gradients by $(F + \delta)^{-1}$, with $F$ given by eigenbases at every step.
 
     The bases come from :func:`jaxkfac.curvature.eigendecompose` or from a
-    ``HostCurvature``. The sign is kept: chain a learning rate behind it.
+    ``HostCurvature``. The sign is kept, so chain a learning rate behind it.
 
     Args:
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
             ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
-        missing: What becomes of parameters that no layer covers: ``"identity"`` keeps
+        missing: What to do with parameters that no layer covers: ``"identity"`` keeps
             their gradient, ``"zero"`` freezes them, ``"raise"`` names them.
 
     Returns:
         A transformation used as ``tx.update(grads, state, params, bases=bases)``. Bases
-        or gradients that are not finite show in the updates; wrap what follows in
-        ``optax.apply_if_finite`` to leave such steps out and count them (around the whole
-        chain it would look at the gradients only).
+        or gradients that are not finite propagate to the updates. Wrap what follows in
+        ``optax.apply_if_finite`` to leave such steps out and count them; around the full
+        chain it would check only the gradients.
 
     Raises:
         ValueError: when built, for a negative damping or an unknown option; in

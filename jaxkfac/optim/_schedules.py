@@ -1,4 +1,4 @@
-"""Numbers of an optimizer that may be schedules, or traced values."""
+"""The numbers of an optimizer, which may be schedules or traced values."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from jaxkfac._errors import scalar
 from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.linalg import check_clipping, check_damping
 
-# ---------------- numbers that may be schedules: checked when built where known, read at a step
+# ---------------- schedules
 
 
 Schedule = Callable[[Any], Any]
 
 
 def check_learning_rate(learning_rate: Any) -> None:
-    """Refuse a negative learning rate, or one that is not finite, where its value is known."""
+    """Refuse a negative learning rate, or one that is not finite, if its value is concrete."""
     if callable(learning_rate) or isinstance(learning_rate, Tracer):
         return
     scalar("learning_rate", learning_rate, "a number or a schedule")
@@ -27,29 +27,29 @@ def check_learning_rate(learning_rate: Any) -> None:
 
 
 def check_scheduled_damping(damping: Any, mode: str) -> None:
-    """Refuse an unknown mode, and a negative damping where it is no schedule."""
+    """Refuse an unknown mode, and a negative damping unless it is a schedule."""
     if callable(damping):
         damping = 0.0
     elif isinstance(damping, tuple):
-        damping = tuple(0.0 if callable(part) else part for part in damping)
-    for part in damping if isinstance(damping, tuple) else (damping,):
-        scalar("damping", part, "a number or a schedule, 0.0 for no damping, or a pair of them")
+        damping = tuple(0.0 if callable(number) else number for number in damping)
+    for number in damping if isinstance(damping, tuple) else (damping,):
+        scalar("damping", number, "a number or a schedule, 0.0 for no damping, or a pair of them")
     check_damping(damping, mode)
 
 
 def at_step(value: Any, step: Array) -> Any:
-    """The value of a schedule, or of each of a pair, at ``step``; numbers as they are."""
+    """The value at ``step`` of a schedule, or of each entry of a pair; numbers are unchanged."""
     if isinstance(value, tuple):
-        return tuple(at_step(part, step) for part in value)
+        return tuple(at_step(entry, step) for entry in value)
     return value(step) if callable(value) else value
 
 
 def has_schedule(value: Any) -> bool:
-    """Whether the value, or one of a pair, changes with the step."""
+    """Whether the value, or one of a pair, is a schedule."""
     return any(map(callable, value if isinstance(value, tuple) else (value,)))
 
 
-# ---------------- numbers that may be traced, as ``optax.inject_hyperparams`` hands them over
+# ---------------- traced numbers, as ``optax.inject_hyperparams`` passes them
 
 
 Clipping = dict[str, Any]
@@ -58,7 +58,7 @@ Clipping = dict[str, Any]
 def check_numbers(
     *, refresh_every: Any, momentum: Any, norm_constraint: Any, weight_decay: Any
 ) -> None:
-    """Refuse what is no number, and numbers out of range where their values are known."""
+    """Refuse what is no number, and numbers out of range if their values are concrete."""
     _number("refresh_every", refresh_every, "a number of steps, at least 1")
     _number("momentum", momentum, "a number in [0, 1), 0.0 for no momentum")
     if norm_constraint is not None:
@@ -67,14 +67,14 @@ def check_numbers(
         raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
     if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    known = not isinstance(norm_constraint, Tracer)
-    if known and norm_constraint is not None and not norm_constraint > 0:
+    is_concrete = not isinstance(norm_constraint, Tracer)
+    if is_concrete and norm_constraint is not None and not norm_constraint > 0:
         raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
     check_weight_decay(weight_decay)
 
 
 def check_weight_decay(weight_decay: Any) -> None:
-    """Refuse what is no number, and a negative one where its value is known."""
+    """Refuse what is no number, and a negative number if its value is concrete."""
     _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
     if not isinstance(weight_decay, Tracer) and not weight_decay >= 0:
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
@@ -90,26 +90,26 @@ def _number(name: str, value: Any, expected: str) -> None:
 
 
 def may_be_positive(number: Any) -> bool:
-    """Whether a number is not known to be zero."""
+    """Whether a number may be positive: it is traced, or not zero."""
     return isinstance(number, Tracer) or bool(number)
 
 
 def known_clipping(max_condition: Any, floor: Any) -> Clipping | None:
-    """The settings of clipping as bases keep them; ``None`` where they are traced."""
+    """The settings of clipping in the form that bases store; ``None`` if they are traced."""
     if isinstance(max_condition, Tracer) or isinstance(floor, Tracer):
         return None
     scalar("max_condition", max_condition, "a number, at least 1")
     scalar("floor", floor, "a number, 0.0 for no floor")
-    known = {"max_condition": float(max_condition), "floor": float(floor)}
-    check_clipping(**known)
-    return known
+    settings = {"max_condition": float(max_condition), "floor": float(floor)}
+    check_clipping(**settings)
+    return settings
 
 
 def clipping_of_init(clipping: Clipping | None) -> Clipping:
-    """The settings, which the first bases keep.
+    """The settings of clipping that the first bases store.
 
     Raises:
-        TypeError: they are traced: ``init`` was called inside ``jit``.
+        TypeError: they are traced, because ``init`` was called inside ``jit``.
     """
     if clipping is None:
         raise TypeError(
@@ -121,18 +121,18 @@ def clipping_of_init(clipping: Clipping | None) -> Clipping:
 
 
 def clipping_of(bases: Eigenbases | Inverses, clipping: Clipping | None) -> Clipping:
-    """The settings of a state's bases, once they are those of the transformation.
+    """The settings of a state's bases, checked against the transformation's.
 
     Raises:
-        ValueError: the state was made with others.
+        ValueError: the state was made with other settings.
     """
-    held = {"max_condition": bases.max_condition, "floor": bases.floor}
-    if clipping is not None and clipping != held:
+    stored = {"max_condition": bases.max_condition, "floor": bases.floor}
+    if clipping is not None and clipping != stored:
         raise ValueError(
-            f"kfac: the state was made with {_text(held)}, and this transformation has "
+            f"kfac: the state was made with {_text(stored)}, and this transformation has "
             f"{_text(clipping)}: make a new state with tx.init(params)"
         )
-    return held
+    return stored
 
 
 def _text(clipping: Clipping) -> str:

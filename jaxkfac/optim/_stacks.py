@@ -1,4 +1,4 @@
-"""A model in which layers of one shape are one stacked layer, as if they had been scanned."""
+"""A model whose layers of equal shape form one stacked layer, as if they had been scanned."""
 
 import dataclasses
 import functools
@@ -17,18 +17,19 @@ from jaxkfac.linalg import Spectrum
 
 PyTree = Any
 
-# A stack of gradients is a copy of them, and a product of this size costs far more than a copy.
-# Larger layers are few, or the copy of all at once is what a large model cannot afford.
+# Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
+# it are few, or so large that a big model cannot afford to copy all of them at once.
 LARGEST_SIDE = 512
 
 
 class SameShape(NamedTuple):
-    """Layers that differ in their names alone.
+    """Layers that differ only in their names.
 
     Attributes:
-        layer: The stacked layer, its leading stacked axis over the members; of one member, that.
+        layer: The stacked layer; its leading stacked axis runs over the members. With one member,
+            that member.
         members: The layers, in the order of the program.
-        diagonal_axes: How many axes the diagonal of a member has, where it is one.
+        diagonal_axes: Number of axes of a member's diagonal, if it is one.
     """
 
     layer: Layer
@@ -37,9 +38,9 @@ class SameShape(NamedTuple):
 
     def matrices(self) -> Iterator[tuple[ParameterMatrix, list[ParameterMatrix]]]:
         """The stacked weight and bias, each with those of the members."""
-        for part in ("weight", "bias"):
-            if (stacked := getattr(self.layer, part)) is not None:
-                yield stacked, [getattr(member, part) for member in self.members]
+        for field in ("weight", "bias"):
+            if (stacked := getattr(self.layer, field)) is not None:
+                yield stacked, [getattr(member, field) for member in self.members]
 
 
 @serializable
@@ -48,15 +49,15 @@ class SameShape(NamedTuple):
 class Stacks:
     """Which layers of a model are stacked. A pytree without arrays.
 
-    An unrolled model costs equations for each layer and whatever is done with it, and XLA compiles
-    each of them: 48 equal layers as one stack compile like a scanned model. Layers are stacked
-    where they agree in everything but their names, together with all other readers of their
+    In an unrolled model each layer, and each operation on it, adds equations, and XLA compiles all
+    of them; 48 equal layers in one stack compile like a scanned model. Layers are stacked if they
+    agree in everything but their names, together with all other readers of their
     inputs (queries, keys and values). Slices of a parameter, and parameters that several blocks
-    cover, stay by themselves.
+    cover, are not stacked.
 
     Attributes:
         layers: The layers of the model, static.
-        groups: The stacks, and as stacks of one the layers that nothing is like; static.
+        groups: The stacks; a layer with no equal is a stack of one; static.
     """
 
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
@@ -64,13 +65,13 @@ class Stacks:
 
     @classmethod
     def of(cls, like: Factors) -> "Stacks":
-        """The stacks of a model, of whose factors ``like`` has the shapes."""
+        """The stacks of a model with the factor shapes ``like``."""
         axes = {name: len(x.shape) for name, x in like.diagonals.items()}
         alike: dict[Hashable, list[list[Layer]]] = defaultdict(list)
         for readers in _readers(like.layers):
-            same = tuple((_anonymous(x), axes.get(x.name, 0)) for x in readers)
+            signature = tuple((_anonymous(x), axes.get(x.name, 0)) for x in readers)
             alone = not all(map(_is_plain(like.layers), readers))
-            alike[(readers[0].name if alone else ""), same].append(readers)
+            alike[(readers[0].name if alone else ""), signature].append(readers)
         groups = []
         for several in alike.values():
             names = [_joined(column, "name") for column in zip(*several, strict=True)]
@@ -84,7 +85,7 @@ class Stacks:
 
     @classmethod
     def of_one(cls, like: Factors) -> "Stacks":
-        """Every layer by itself."""
+        """Every layer as a stack of one."""
         axes = {name: len(x.shape) for name, x in like.diagonals.items()}
         alone = (SameShape(layer, (layer,), axes.get(layer.name, 0)) for layer in like.layers)
         return cls(like.layers, tuple(alone))
@@ -96,15 +97,15 @@ class Stacks:
     # -- trees like the parameters ------------------------------------------------------
 
     def tree(self, tree: PyTree) -> dict[str, Any]:
-        """``{path: leaf}``, with the leaves of each stack as one; zeros for those that lack.
+        """``{path: leaf}`` with the leaves of each stack joined; a missing leaf counts as zeros.
 
-        Mixed dtypes of one stack are promoted. A stack of which nothing is there is left out.
+        Mixed dtypes in one stack are promoted. A stack without any leaf is left out.
         """
         leaves = leaves_by_path(tree)
         for group in self._several:
             for stacked, members in group.matrices():
-                parts = [leaves.pop(member.path, None) for member in members]
-                dtypes = [x.dtype for x in parts if x is not None]
+                member_leaves = [leaves.pop(member.path, None) for member in members]
+                dtypes = [x.dtype for x in member_leaves if x is not None]
                 if not dtypes:
                     continue
                 with jax.numpy_dtype_promotion("standard"):
@@ -112,7 +113,7 @@ class Stacks:
                 leaves[stacked.path] = jnp.stack(
                     [
                         jnp.zeros(m.atoms, dtype) if x is None else x.reshape(m.atoms).astype(dtype)
-                        for m, x in zip(members, parts, strict=True)
+                        for m, x in zip(members, member_leaves, strict=True)
                     ]
                 )
         return leaves
@@ -124,10 +125,10 @@ class Stacks:
             for matrix, members in group.matrices():
                 if matrix.path not in leaves:
                     continue
-                parts = _unstacked(leaves.pop(matrix.path), len(matrix.atoms))
-                for member, part in zip(members, parts, strict=True):
+                member_leaves = _unstacked(leaves.pop(matrix.path), len(matrix.atoms))
+                for member, member_leaf in zip(members, member_leaves, strict=True):
                     if (leaf := shapes.get(member.path)) is not None:
-                        leaves[member.path] = part.reshape(leaf.shape).astype(leaf.dtype)
+                        leaves[member.path] = member_leaf.reshape(leaf.shape).astype(leaf.dtype)
         return with_leaves(like, leaves)
 
     # -- factors and bases ------------------------------------------------------------------
@@ -151,29 +152,29 @@ class Stacks:
         out = {}
         for layer, members, _ in self.groups:
             if members[0].name in table:
-                each = [table[member.name] for member in members]
-                out[layer.name] = jnp.stack(each) if len(each) > 1 else each[0]
+                arrays = [table[member.name] for member in members]
+                out[layer.name] = jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
         return out
 
     def unstacked_factors(self, stacked: Factors) -> Factors:
         """The inverse of :meth:`factors`."""
         return dataclasses.replace(
             stacked,
-            a_sums=self._each(stacked.a_sums, lambda layer: 1 + layer.a_dense),
-            a_counts=self._each(stacked.a_counts, lambda layer: 0),
-            g_sums=self._each(stacked.g_sums, lambda layer: 1 + layer.g_dense),
+            a_sums=self._unstack_table(stacked.a_sums, lambda layer: 1 + layer.a_dense),
+            a_counts=self._unstack_table(stacked.a_counts, lambda layer: 0),
+            g_sums=self._unstack_table(stacked.g_sums, lambda layer: 1 + layer.g_dense),
             diagonals=self._each_diagonal(stacked.diagonals),
             layers=self.layers,
             corrections=self._unstacked_corrections(stacked.corrections),
         )
 
     def unstacked_bases(self, stacked: Eigenbases) -> Eigenbases:
-        """Bases of the layers of the model, of those of the stacked one."""
+        """Bases of the model's layers, from those of the stacked model."""
 
         def sides(table: dict[str, Spectrum]) -> dict[str, Spectrum]:
-            values = self._each({k: x.values for k, x in table.items()}, lambda layer: 1)
+            values = self._unstack_table({k: x.values for k, x in table.items()}, lambda layer: 1)
             vectors = {k: x.vectors for k, x in table.items() if x.vectors is not None}
-            vectors = self._each(vectors, lambda layer: 2)
+            vectors = self._unstack_table(vectors, lambda layer: 2)
             return {k: Spectrum(x, vectors.get(k)) for k, x in values.items()}
 
         return dataclasses.replace(
@@ -193,24 +194,24 @@ class Stacks:
         diagonals = {k: x for k, x in more.sums.items() if k in flat}
         blocks = {k: x for k, x in more.sums.items() if k not in flat}
         return more._replace(
-            sums=self._each_diagonal(diagonals) | self._each(blocks, lambda layer: 2),
-            bias_sums=self._each(more.bias_sums, lambda layer: 1),
+            sums=self._each_diagonal(diagonals) | self._unstack_table(blocks, lambda layer: 2),
+            bias_sums=self._unstack_table(more.bias_sums, lambda layer: 1),
         )
 
-    def _each(self, table: dict[str, Any], axes: Callable[[Layer], int]) -> dict[str, Any]:
-        """``{layer: array}``; ``axes`` says how many axes come after those of a stack."""
+    def _unstack_table(self, table: dict[str, Any], axes: Callable[[Layer], int]) -> dict[str, Any]:
+        """``{layer: array}``; ``axes`` is the number of axes after those of a stack."""
         out = {}
         for layer, members, _ in self.groups:
             if layer.name in table:
-                parts = [table[layer.name]]
+                arrays = [table[layer.name]]
                 if len(members) > 1:
-                    parts = _unstacked(parts[0], len(layer.stack) + axes(layer))
-                out |= zip((member.name for member in members), parts, strict=True)
+                    arrays = _unstacked(arrays[0], len(layer.stack) + axes(layer))
+                out |= zip((member.name for member in members), arrays, strict=True)
         return out
 
     def _each_diagonal(self, table: dict[str, Any]) -> dict[str, Any]:
         axes = {group.layer.name: group.diagonal_axes for group in self.groups}
-        return self._each(table, lambda layer: 1 + axes[layer.name] - len(layer.stack))
+        return self._unstack_table(table, lambda layer: 1 + axes[layer.name] - len(layer.stack))
 
 
 def _readers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
@@ -222,14 +223,14 @@ def _readers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
 
 
 def _is_plain(layers: tuple[Layer, ...]) -> Callable[[Layer], bool]:
-    """Whether a layer is small, and all of its parameters and alone in covering them."""
+    """Whether a layer is small, covers its parameters completely, and is alone in covering them."""
     matrices = [m for layer in layers for m in (layer.weight, layer.bias) if m is not None]
     blocks = Counter(matrix.path for matrix in matrices)
 
     def is_plain(layer: Layer) -> bool:
-        own = [m for m in (layer.weight, layer.bias) if m is not None]
+        matrices_of_layer = [m for m in (layer.weight, layer.bias) if m is not None]
         small = layer.is_diagonal or max(layer.in_features, layer.out_features) <= LARGEST_SIDE
-        return small and all(not m.index and blocks[m.path] == 1 for m in own)
+        return small and all(not m.index and blocks[m.path] == 1 for m in matrices_of_layer)
 
     return is_plain
 
@@ -247,18 +248,18 @@ def _stacked_layer(members: tuple[Layer, ...], name: str, owner: str) -> Layer:
     if len(members) == 1:
         return first
 
-    def stacked(part: str) -> ParameterMatrix | None:
-        matrices = [getattr(member, part) for member in members]
+    def stacked(field: str) -> ParameterMatrix | None:
+        matrices = [getattr(member, field) for member in members]
         if matrices[0] is None:
             return None
-        own = matrices[0]
+        template = matrices[0]
         return ParameterMatrix(
             path=_joined(matrices, "path"),
             index=(),
-            atoms=(len(members), *own.atoms),
-            stack=(0, *(p + 1 for p in own.stack)),
-            inputs=tuple(p + 1 for p in own.inputs),
-            outputs=tuple(p + 1 for p in own.outputs),
+            atoms=(len(members), *template.atoms),
+            stack=(0, *(p + 1 for p in template.stack)),
+            inputs=tuple(p + 1 for p in template.inputs),
+            outputs=tuple(p + 1 for p in template.outputs),
         )
 
     weight = stacked("weight")
@@ -270,12 +271,12 @@ def _stacked_layer(members: tuple[Layer, ...], name: str, owner: str) -> Layer:
 
 
 def _joined(members: Any, field: str) -> str:
-    """One name for several."""
+    """One name for several layers."""
     first, *more = (getattr(member, field) for member in members)
     return f"{first} and {len(more)} more" if more else first
 
 
 def _unstacked(x: Any, axes: int) -> list[Any]:
-    """The members of a stack. Its axis is counted from the end: ``vmap`` puts others before it."""
+    """The members of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
     axis = x.ndim - axes
     return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]

@@ -1,4 +1,4 @@
-"""Trees of gradients: finiteness, choice, sharding, and the steps of one update."""
+"""Operations on trees of gradients, and the steps of one update."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import inner_product, is_all_finite
 from jaxkfac.optim._schedules import may_be_positive
 
-# ---------------- trees of gradients: finiteness, choice, and what factors cover
+# ---------------- trees of gradients
 
 
 PyTree = Any
@@ -30,12 +30,12 @@ def all_finite(*trees: PyTree) -> Bool[Array, ""]:
 
 
 def gradients_only(tree: PyTree) -> PyTree:
-    """``tree`` with the leaves that are no gradients (integers, keys, float0) taken out."""
+    """``tree`` without the leaves that are not gradients (integers, keys, float0)."""
     return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
 
 
 def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
-    """``updates`` in the dtypes of ``grads``, without the leaves that are no gradients."""
+    """``updates`` in the dtypes of ``grads``, without the leaves that are not gradients."""
     return jax.tree.map(
         lambda g, u: u.astype(g.dtype) if is_differentiable(g) else optax.MaskedNode(),
         grads,
@@ -44,7 +44,7 @@ def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
 
 
 def with_constants(grads: PyTree, updates: PyTree) -> PyTree:
-    """``updates`` with the leaves that are no gradients put back, as they came."""
+    """``updates`` with the leaves that are not gradients put back unchanged."""
     return jax.tree.map(lambda g, u: g if isinstance(u, optax.MaskedNode) else u, grads, updates)
 
 
@@ -54,7 +54,7 @@ def scaled(factor: ArrayLike, leaf: Array) -> Array:
 
 
 def sum_dtype(*trees: PyTree) -> Any:
-    """float64 if any leaf is, else float32: sums never run in half precision."""
+    """float64 if any leaf is float64, else float32: sums never run in half precision."""
     dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
@@ -67,10 +67,10 @@ def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
 def check_some_covered(what: str, tree: PyTree, covered: Collection[str], of: str) -> None:
     """Refuse parameters or gradients of another model than the factors or bases.
 
-    ``optax.masked`` hands over some of them, so some are enough.
+    ``optax.masked`` passes only some of them, so one match is enough.
 
     Raises:
-        TypeError: a leaf is no array.
+        TypeError: a leaf is not an array.
         ValueError: no layer has its parameter among them.
     """
     check_arrays(what, tree)
@@ -89,9 +89,9 @@ def check_state(what: str, state: Any, kind: type) -> None:
 
 
 def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
-    """Refuse gradients that are not like the parameters that the state was made for."""
-    own = leaves_by_path(grads)
-    absent = [path for path in leaves_by_path(momentum) if path not in own]
+    """Refuse gradients that do not match the parameters for which the state was made."""
+    by_path = leaves_by_path(grads)
+    absent = [path for path in leaves_by_path(momentum) if path not in by_path]
     if absent:
         raise ValueError(
             f"grads: expected a tree like the parameters of tx.init, got {named(grads)}, which "
@@ -101,52 +101,54 @@ def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether ``x`` is an array with values: not traced, not a float0, not a number of Python's."""
+    """Whether ``x`` is an array with values: not traced, not a float0, not a Python number."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def required_factors(what: str, given: dict[str, Any]) -> Any:
-    """``factors=`` of an update, taken out of its keyword arguments.
+def required_factors(what: str, arguments: dict[str, Any]) -> Any:
+    """Pop ``factors=`` from the keyword arguments of an update.
 
     Raises:
-        TypeError: it was left out, which would be plain gradient descent without a word.
+        TypeError: it was left out; the update would silently be plain gradient descent.
     """
-    if "factors" not in given:
+    if "factors" not in arguments:
         raise TypeError(
             f"{what}: update needs factors=, as in value, grads, factors = stats(params, batch, "
             "key) and tx.update(grads, state, params, factors=factors); factors=None says that "
             "none come with this step"
         )
-    return given.pop("factors")
+    return arguments.pop("factors")
 
 
 def checked_value(value: Any) -> Any:
-    """``value=`` of an update.
+    """Check ``value=`` of an update.
 
     Raises:
-        TypeError: it is not one number.
+        TypeError: it is not a single number.
     """
     scalar("value", value, "the loss of this batch, a number")
     return value
 
 
-# ---------------- the steps of one K-FAC update, each on its own
+# ---------------- the steps of a K-FAC update
 
 
 def norm_scale(
     steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
 ) -> Float[Array, ""]:
-    r"""The factor at most 1 by which $\eta^2 \langle p, \nabla \rangle$ is at most ``limit``.
+    r"""The factor of at most 1 that makes $\eta^2 \langle p, \nabla \rangle$ at most ``limit``.
 
-    Only the leaves at the covered paths count.
+    Only leaves at the covered paths count.
     """
-    taken, given = leaves_by_path(steps), leaves_by_path(grads)
-    ours = [path for path in given if path in covered]
+    step_leaves, grad_leaves = leaves_by_path(steps), leaves_by_path(grads)
+    ours = [path for path in grad_leaves if path in covered]
     dtype = sum_dtype(steps, grads)
-    product = inner_product([taken[path] for path in ours], [given[path] for path in ours], dtype)
+    product = inner_product(
+        [step_leaves[path] for path in ours], [grad_leaves[path] for path in ours], dtype
+    )
     squared = jnp.square(jnp.asarray(rate, dtype)) * product
     limit = jnp.asarray(limit, dtype)
-    beyond = squared > limit  # of NaN it is not
+    beyond = squared > limit  # False for NaN
     return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
 
 
@@ -157,7 +159,7 @@ def scale_covered(factor: Array, steps: PyTree, covered: Collection[str]) -> PyT
 
 
 def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool) -> PyTree:
-    """Zeros like the parameters at the covered paths, or like all that have a gradient."""
+    """Zeros like the parameters at the covered paths, or like all parameters with a gradient."""
     return jax.tree.map(
         lambda mine, x: (
             jnp.zeros_like(x)
@@ -170,7 +172,7 @@ def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool)
 
 
 def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTree:
-    r"""$m \leftarrow \mu m + p$ where there is a momentum, in its dtype."""
+    r"""$m \leftarrow \mu m + p$ for leaves with a momentum, in its dtype."""
     return jax.tree.map(
         lambda p, m: m if isinstance(m, optax.MaskedNode) else scaled(decay, m) + p.astype(m.dtype),
         steps,
@@ -181,7 +183,7 @@ def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTre
 def descend(
     momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: ArrayLike
 ) -> PyTree:
-    r"""$-\eta (m + w \theta)$ where there is a momentum, the gradient elsewhere.
+    r"""$-\eta (m + w \theta)$ for leaves with a momentum, and the gradient for all others.
 
     ``params`` may have more leaves than ``grads``: those without a gradient.
     """
@@ -206,10 +208,10 @@ def taken_where(
     skip: Callable[[], Any],
     average_alone: Callable[[], Any],
 ) -> Any:
-    """``step()`` where what came is finite, else ``skip()``; ``average_alone()`` in a burn-in.
+    """``step()`` if everything is finite, else ``skip()``; ``average_alone()`` in a burn-in.
 
-    By a cond, not a select of every leaf: XLA copies the reduction over all leaves into each
-    select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
+    This is a cond, not a select of every leaf: XLA would copy the reduction over all leaves into
+    each select, and compile them for minutes (48 layers: 35 s of CPU against 10).
     """
     if burning is None:
         return jax.lax.cond(finite, step, skip)
@@ -222,20 +224,19 @@ def where(done: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(done, x, y), new, old)
 
 
-# ---------------- arrays sharded over explicit mesh axes: gathered for the arithmetic, sharded
-# again after
+# ---------------- explicit sharding
 
 
 def is_sharded(tree: PyTree) -> bool:
-    """Whether the type of any array says that it is sharded; over automatic axes none does."""
+    """Whether the type of any array is sharded; automatic axes do not appear in types."""
     return any(any(spec) for x in jax.tree.leaves(tree) if (spec := _spec(x)) is not None)
 
 
-def whole(tree: PyTree) -> PyTree:
-    """Every array on every device.
+def gathered(tree: PyTree) -> PyTree:
+    """Replicate every array on every device.
 
-    Products of sharded arrays would each have to say how their results are. XLA gathers an array
-    where it is used, and frees it after.
+    Otherwise each product of sharded arrays would have to state the sharding of its result. XLA
+    gathers an array where it is used, and frees it afterwards.
     """
     return jax.tree.map(
         lambda x: x if not any(_spec(x) or ()) else jax.sharding.reshard(x, PartitionSpec()), tree
@@ -243,7 +244,7 @@ def whole(tree: PyTree) -> PyTree:
 
 
 def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
-    """The arrays of ``tree`` sharded as those of ``like``."""
+    """Shard the arrays of ``tree`` like those of ``like``."""
 
     def sharded(x: Any, like: Any) -> Any:
         spec = _spec(like)
@@ -254,11 +255,11 @@ def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredOperator(Operator):
-    """An operator whose vectors and products are whole on every device.
+    """An operator whose vectors and products are replicated on every device.
 
     Attributes:
-        operator: Of sharded parameters.
-        params: These, whose shardings its vectors must have.
+        operator: The operator of sharded parameters.
+        params: These parameters; the operator's vectors need their shardings.
     """
 
     operator: Operator
@@ -269,22 +270,22 @@ class GatheredOperator(Operator):
         return self.operator.like
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
-        return whole(self.operator.product(self._sharded(leaves)))
+        return gathered(self.operator.product(self._sharded(leaves)))
 
     def forms(self, vectors: Sequence[dict[str, Array]]) -> Float[Array, "k k"]:
-        return whole(self.operator.forms([self._sharded(vector) for vector in vectors]))
+        return gathered(self.operator.forms([self._sharded(vector) for vector in vectors]))
 
     def _sharded(self, leaves: dict[str, Array]) -> dict[str, Array]:
-        known = leaves_by_path(self.params)
-        return {path: sharded_like(x, known.get(path)) for path, x in leaves.items()}
+        param_leaves = leaves_by_path(self.params)
+        return {path: sharded_like(x, param_leaves.get(path)) for path, x in leaves.items()}
 
 
 def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
-    """``tree`` on the explicit mesh that ``like`` lies on, if it does, as a step returns it.
+    """Put ``tree`` on the explicit mesh of ``like``, if it has one, like the result of a step.
 
-    What is not sharded is whole on every device. Results of a step have a spec with an entry for
-    each axis, and ``jit`` takes ``P()`` and ``P(None, None)`` for two: from zeros like parameters
-    that were placed with ``P()``, or that were made off the mesh, it would compile the step twice.
+    Arrays that are not sharded are replicated. Results of a step have a spec with an entry for
+    each axis, and ``jit`` distinguishes ``P()`` from ``P(None, None)``. So with zeros like
+    parameters that were placed with ``P()``, or made off the mesh, it would compile the step twice.
     """
     arrays = [x for x in jax.tree.leaves(like) if isinstance(x, Array)]
     placed = next((x for x in arrays if jax.typeof(x).sharding.mesh.explicit_axes), None)

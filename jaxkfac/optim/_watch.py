@@ -1,4 +1,4 @@
-"""Whether a training goes as it should: counters in the state, and what to do about them."""
+"""Counters that show whether a training goes well, and the warnings that follow from them."""
 
 import dataclasses
 import math
@@ -16,18 +16,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac.factors import Factors
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 
-# ---------------- whether factors come at the steps at which K-FAC asks for them
+# ---------------- whether factors come when they are needed
 
 
 def check_factors_have_come(missed: Any, *seen: Factors | None) -> None:
-    """Refuse to go on as gradient descent where factors are collected and never arrive.
+    """Refuse to continue as gradient descent if factors are collected and never arrive.
 
     Args:
-        missed: Refreshes that were due without any; of a traced number nothing is known.
-        seen: Where there may be some: the average, and what comes with this call.
+        missed: Refreshes that were due without any factors; ignored if traced.
+        seen: Where factors may be: the average, and the factors of this call.
 
     Raises:
-        ValueError: two were, and there is still no factor, with the remedy.
+        ValueError: two refreshes were missed and there is still no factor; names the remedy.
     """
     counts = [factors.terms for factors in seen if factors is not None]
     if not all(is_concrete(x) for x in (missed, *counts)):
@@ -45,7 +45,7 @@ def check_measured_between(every: Any, *, measures: bool) -> None:
     """Refuse eigenvalues measured in eigenvectors that no step uses again.
 
     Raises:
-        ValueError: every step is a refresh, with the remedy.
+        ValueError: every step is a refresh; names the remedy.
     """
     if measures and not isinstance(every, Tracer) and every == 1:
         raise ValueError(
@@ -55,20 +55,19 @@ def check_measured_between(every: Any, *, measures: bool) -> None:
         )
 
 
-# ---------------- averages that overflow: factors too large to be averaged, and averages that
-# begin anew
+# ---------------- averages that overflow
 
 
 def is_in_range(factors: Factors | None) -> Bool[Array, ""]:
     """Whether no sum is above the square root of the largest number, 1.8e19 in float32.
 
-    The product of two such sums is finite, as preconditioning takes it, and so is an average of
-    1e19 of them. No entry of a second moment is above the largest one of its diagonal, so that
-    diagonals alone are read. NaN is not in range.
+    Preconditioning multiplies two such sums, and their product is finite; so is an average of 1e19
+    of them. No entry of a second moment exceeds the largest entry of its diagonal, so only
+    diagonals are read. NaN is out of range.
     """
     flags = []
     for x in () if factors is None else _diagonals(jax.lax.stop_gradient(factors)):
-        # float16, in which nobody sums, would have a bound of 256.
+        # float16 would have a bound of 256; but sums never run in float16.
         dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
         bound = math.sqrt(float(jnp.finfo(dtype).max))
         flags.append((x.astype(dtype) <= bound).all())
@@ -76,19 +75,19 @@ def is_in_range(factors: Factors | None) -> Bool[Array, ""]:
 
 
 def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]:
-    """An average with a step's factors in place of what is not finite of it, and how many were not.
+    """Replace averages that are not finite by a step's factors; also return how many there were.
 
-    Infinity stays infinity whatever is added, and its layer would never be decomposed again. A
-    matrix of A begins with the sums and counts of ``new``. G shares its count with other layers, so
-    that it begins with the mean of ``new`` times this count. Where ``new`` has no rows or
-    terms, the average stays until some come.
+    Infinity stays infinite whatever is added, and its layer would never be decomposed again. An
+    A restarts with the sums and counts of ``new``. A G shares its count with other layers, so it
+    restarts with the mean of ``new`` multiplied by this count. If ``new`` has no rows or terms, the
+    average stays until some come.
     """
     dense_a = {layer.input for layer in average.layers if layer.a_dense}
     dense_g = {layer.name for layer in average.layers if layer.g_dense}
-    restarted, seen = [jnp.zeros((), jnp.int32)], new.terms > 0
-    weight = average.terms / jnp.where(seen, new.terms.astype(average.terms.dtype), 1)
+    restarted, has_terms = [jnp.zeros((), jnp.int32)], new.terms > 0
+    weight = average.terms / jnp.where(has_terms, new.terms.astype(average.terms.dtype), 1)
 
-    def lost(x: Array, *, dense: bool, comes: Array) -> Array:
+    def is_lost(x: Array, *, dense: bool, comes: Array) -> Array:
         x = jax.lax.stop_gradient(_diagonal(x) if dense else x)
         bad = ~jnp.isfinite(x).all(-1) & comes
         restarted.append(bad.sum(dtype=jnp.int32))
@@ -96,18 +95,18 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
 
     a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
     for name, x in average.a_sums.items():
-        bad = lost(x, dense=name in dense_a, comes=new.a_counts[name] > 0)
+        bad = is_lost(x, dense=name in dense_a, comes=new.a_counts[name] > 0)
         over = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
         a_sums[name] = jnp.where(over, new.a_sums[name].astype(x.dtype), x)
         count = average.a_counts[name]
         a_counts[name] = jnp.where(bad, new.a_counts[name].astype(count.dtype), count)
     for name, x in average.g_sums.items():
-        bad = lost(x, dense=name in dense_g, comes=seen)
+        bad = is_lost(x, dense=name in dense_g, comes=has_terms)
         over = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
         fresh = new.g_sums[name].astype(x.dtype) * weight.astype(x.dtype)
         g_sums[name] = jnp.where(over, fresh, x)
     for name, x in average.diagonals.items():
-        bad = ~jnp.isfinite(jax.lax.stop_gradient(x)) & seen
+        bad = ~jnp.isfinite(jax.lax.stop_gradient(x)) & has_terms
         restarted.append(bad.any().astype(jnp.int32))
         fresh = new.diagonals[name].astype(x.dtype) * weight.astype(x.dtype)
         diagonals[name] = jnp.where(bad, fresh, x)
@@ -118,7 +117,7 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
 
 
 def _diagonals(factors: Factors) -> Iterator[Array]:
-    """Diagonals of dense factors, and everything else whole."""
+    """The diagonals of dense factors, and all other sums unchanged."""
     dense_a = {layer.input for layer in factors.layers if layer.a_dense}
     dense_g = {layer.name for layer in factors.layers if layer.g_dense}
     for name, x in factors.a_sums.items():
@@ -135,27 +134,27 @@ def _diagonal(matrix: Array) -> Array:
     return jnp.diagonal(matrix, axis1=-2, axis2=-1)
 
 
-# ----------------
+# ---------------- the watch over losses and factors
 
 
 PyTree = Any
 
-PATIENCE = 10  # steps in a row with a loss out of bounds, before anything is said
+PATIENCE = 10  # steps in a row with a loss out of bounds before a warning
 
 
 class StateWatch(NamedTuple):
-    """What is counted of losses and factors.
+    """Counters of losses and factors.
 
     Attributes:
-        first_value: The first finite ``value=`` of an update; infinite before.
+        first_value: The first finite ``value=`` of an update; infinite before it.
         diverged: Updates in a row whose ``value=`` was not finite, or above ``first_value + 10 *
             max(abs(first_value), 1)``, int32.
-        stale: Refreshes in a row that were due and found no new factors since the one before,
+        stale: Refreshes in a row that were due and found no new factors since the previous one,
             int32.
         fresh: Whether factors have come since the last refresh.
         outsized: Updates among ``skipped`` whose gradient and factors were finite, but had a sum
             above the square root of the dtype's largest number (1.8e19 in float32), int32.
-        restarted: Averages of one factor that were not finite and began anew, int32.
+        restarted: Averages of one factor that were not finite and restarted, int32.
     """
 
     first_value: Float[Array, ""]
@@ -178,13 +177,13 @@ class StateWatch(NamedTuple):
         )
 
     def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "StateWatch":
-        """After an update.
+        """The counters after an update.
 
         Args:
-            value: The loss of its batch, where that is known.
+            value: The loss of its batch, if known.
             came: Whether there were factors.
-            due: Whether a refresh was.
-            begun: Whether any factors have come at all.
+            due: Whether a refresh was due.
+            begun: Whether any factors have come so far.
         """
         fresh = self.fresh | came
         stale = jnp.where(due & begun & ~fresh, self.stale + 1, jnp.where(came, 0, self.stale))
@@ -201,7 +200,7 @@ class StateWatch(NamedTuple):
         return new._replace(first_value=first, diverged=diverged)
 
     def counting(self, *, outsized: Any, restarted: Any) -> "StateWatch":
-        """With an update whose factors were too large, and the averages that began anew in it."""
+        """Count an update with factors that were too large, and the averages that restarted."""
         return self._replace(
             outsized=self.outsized + outsized.astype(jnp.int32),
             restarted=self.restarted + restarted,
@@ -210,7 +209,7 @@ class StateWatch(NamedTuple):
 
 @runtime_checkable
 class Watched(Protocol):
-    """The state of an optimizer of ours."""
+    """The state of one of this library's optimizers."""
 
     @property
     def skipped(self) -> Any: ...
@@ -239,7 +238,7 @@ _CAUTIOUS = "jk.LevenbergMarquardt with a larger initial="
 
 
 def warn_if_diverged(state: Watched, *, stacklevel: int) -> None:
-    """Warn at the tenth loss in a row that is out of bounds, where values are known."""
+    """Warn at the tenth loss in a row that is out of bounds, if values are concrete."""
     diverged = state.watch.diverged
     tenth = diverged == PATIENCE  # traced inside shard_map, where the state may be concrete
     if is_concrete(tenth) and tenth:
@@ -255,17 +254,18 @@ def _diverged(state: Any) -> str:
 
 
 def check_state(state: PyTree) -> None:
-    """Warn, with the remedy, if training goes on and something in the optimizer's state is wrong.
+    """Warn, with the remedy, if something in the optimizer's state is wrong.
 
-    Call it after a logging interval, outside of ``jit``: it waits for the state's counters, a few
-    numbers. Python shows a warning once for each line that calls it.
+    Call it after a logging interval, outside ``jit``; it waits for the state's counters, a few
+    numbers. Python shows each warning once for each line that calls it.
 
     Args:
-        state: Of :func:`kfac` or :func:`kfe_adam`, or anything with such states inside:
-            ``optax.chain``'s, :func:`multi_steps`', a ``TrainState``, an ``nnx.Optimizer``'s.
+        state: State of :func:`kfac` or :func:`kfe_adam`, or anything that contains such states:
+            a state of ``optax.chain`` or :func:`multi_steps`, a ``TrainState``, an
+            ``nnx.Optimizer``.
 
     Raises:
-        ValueError: there is no such state in it, or it is traced.
+        ValueError: it contains no such state, or it is traced.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -276,8 +276,8 @@ def check_state(state: PyTree) -> None:
         >>> jk.check_state(state)
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_watched)
-    found = [node for node in nodes if _is_watched(node)]
-    if not found:
+    watched = [node for node in nodes if _is_watched(node)]
+    if not watched:
         raise ValueError(
             "state: there is no state of jk.kfac or jk.kfe_adam in it, expected what "
             "tx.init(params) or tx.update(...) returned"
@@ -286,7 +286,7 @@ def check_state(state: PyTree) -> None:
     left_out = [_number(node.skipped) for node in groups]
     if any(x > 0 for x in left_out):
         warnings.warn(_LEFT_OUT, stacklevel=2)
-    for node in found:
+    for node in watched:
         for message in _complaints(node):
             warnings.warn(message, stacklevel=2)
 
@@ -296,12 +296,12 @@ def _is_watched(node: Any) -> bool:
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether it is the state of ``multi_steps``, which counts what it leaves out by itself."""
+    """Whether it is the state of ``multi_steps``, which counts left-out batches itself."""
     return isinstance(getattr(node, "accumulation", None), optax.MultiStepsState)
 
 
 def _number(counter: Any) -> Array:
-    """A counter's value, in ``nnx.Optimizer`` that of a variable.
+    """A counter's value; in ``nnx.Optimizer`` the counter is a variable.
 
     Raises:
         ValueError: it is traced.

@@ -1,4 +1,4 @@
-"""A trial of one's own model: do its examples meet, and are gradient and factors those of it?"""
+"""Tests on a user's model: whether examples meet, and whether gradient and factors are right."""
 
 import dataclasses
 import functools
@@ -31,26 +31,27 @@ from jaxkfac.interception import (
     with_leaves,
 )
 
-DRAWS = 2  # of the parameters at which examples are replaced
-_STEP = 0.1  # of a parameter's size, from one draw to the next
+DRAWS = 2  # number of parameter draws at which examples are replaced
+_STEP = 0.1  # distance of a draw, relative to a parameter's size
 
 
 @dataclasses.dataclass(frozen=True)
 class CoverageCheck:
-    """What :func:`check_coverage` compared, and what came of it. ``print`` it.
+    """The comparisons of :func:`check_coverage` and their results. ``print`` it.
 
     Attributes:
         value: Whether examples meet in values, as the program proves it.
         derivative: Whether they meet in derivatives, as the program proves it.
-        seen: ``(replaced example, example whose output changed, relative change)`` of each pair
-            that was seen to meet; the other examples' largest change.
-        pulled: ``(example, another one, relative size)`` of each pair of which the one's output was
-            seen to have a derivative in the other's inputs.
-        tried: How many examples were replaced, over all draws. 0 where none could be.
-        gradient: Largest error of the gradient beside plain JAX's, relative to its largest entry.
-        factors: By layer, the same of the batch's factors beside the sum of single examples'.
-        products: By layer, the same of the diagonal of the Fisher in its eigenbasis beside
-            explicit gradients of single examples.
+        seen: ``(replaced example, example whose output changed, relative change)`` for each pair
+            that was seen to meet; the changed example is the one that changed most.
+        pulled: ``(example, another one, relative size)`` for each pair in which the output of the
+            first was seen to have a derivative in the inputs of the second.
+        tried: How many examples were replaced, over all draws; 0 if none could be.
+        gradient: Largest error of the gradient against plain JAX, relative to its largest entry.
+        factors: By layer, the largest relative error of the batch's factors against the sum of
+            single examples' factors.
+        products: By layer, the largest relative error of the diagonal of the Fisher in its
+            eigenbasis against explicit gradients of single examples.
         remarks: What was not compared, and why.
     """
 
@@ -75,14 +76,14 @@ class CoverageCheck:
             self._examples(),
             f"gradient beside plain JAX: {_digits(self.gradient)}",
         ]
-        for what, found in (
+        for what, errors in (
             ("factors beside the sum of single examples'", self.factors),
             ("Fisher's diagonal beside explicit gradients of examples", self.products),
         ):
-            if found:
-                worst = max(found, key=lambda name: _rank(found[name]))
+            if errors:
+                worst = max(errors, key=lambda name: _rank(errors[name]))
                 lines.append(
-                    f"{what}: {len(found)} layers, worst {worst!r}, {_digits(found[worst])}"
+                    f"{what}: {len(errors)} layers, worst {worst!r}, {_digits(errors[worst])}"
                 )
         return "\n".join([*lines, *(f"not compared: {remark}" for remark in self.remarks)])
 
@@ -94,10 +95,10 @@ class CoverageCheck:
                 f"batch, the output of example {changed} changed by {by:.1e} of its size"
             )
         if self.pulled:
-            one, other, by = max(self.pulled, key=lambda pair: pair[2])
+            one, second, by = max(self.pulled, key=lambda pair: pair[2])
             return (
                 f"examples: they meet in derivatives. The output of example {one} has one in the "
-                f"inputs of example {other}, {by:.1e} of the size of that in its own"
+                f"inputs of example {second}, {by:.1e} of the size of that in its own"
             )
         if not self.tried:
             return "examples: not tried"
@@ -119,27 +120,28 @@ def check_coverage(
     max_examples: int = 8,
     loss_terms: int | None = None,
 ) -> CoverageCheck:
-    """Try on your own model what this library says of it. Run it once, on a small batch.
+    """Check this library's analysis on your own model. Run it once, on a small batch.
 
-    It replaces each of some examples by another one of the batch, at two draws of the parameters,
-    and looks at the other examples' outputs; and it takes the derivative of each one's outputs in
-    the inputs of the others, where inputs are floating. It compares the gradient with plain JAX's,
-    the factors with the sum of those of single examples, and the diagonal of the Fisher in the
-    factors' eigenbasis (EKFAC) with explicit gradients of single examples. The factors are those of
-    the given targets (``fisher="empirical"``) of the first ``max_examples`` examples.
+    It replaces some examples by others of the batch, one at a time, at two draws of the parameters,
+    and compares the outputs of all other examples. If inputs are floating, it also takes the
+    derivative of each example's outputs in the inputs of the others. It compares the gradient with
+    plain JAX's, the factors with the sum of those of single examples, and the diagonal of the
+    Fisher in the factors' eigenbasis (EKFAC) with explicit gradients of single examples. The
+    factors are those of the given targets (``fisher="empirical"``) of the first ``max_examples``
+    examples.
 
-    Nothing is raised for what it finds: ``print`` the result.
+    It raises nothing for what it finds; ``print`` the result.
 
     Args:
-        objective: The objective. Of a scalar loss the gradient alone is compared.
+        objective: The objective. For a scalar loss only the gradient is compared.
         params: Parameters.
-        batch: As for :func:`value_grad_and_factors`, its arrays with the examples first.
-        key: For dropout; the same one every time.
+        batch: As for :func:`value_grad_and_factors`; its arrays have the examples first.
+        key: For dropout; the same key every time.
         state: What a call changes (batch statistics).
-        layers: Full-match pattern over layer names; ``None`` is all.
+        layers: Full-match pattern over layer names; ``None`` for all.
         experts: See :func:`find_layers`.
-        max_examples: How many examples are replaced, and how many the factors are of.
-        loss_terms: Of a scalar loss that marks no outputs.
+        max_examples: How many examples are replaced, and how many the factors are computed from.
+        loss_terms: Number of loss terms of a scalar loss that marks no outputs.
 
     Returns:
         A :class:`CoverageCheck`.
@@ -161,7 +163,7 @@ def check_coverage(
     at_least_one(max_examples=max_examples)
     check_arrays("params", params)
     check_arrays("batch", batch)
-    finding: Any = {"layers": layers, "experts": experts}  # keywords of unlike types
+    finding: Any = {"layers": layers, "experts": experts}  # Any: keywords of different types
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
         stats = value_grad_and_factors(
@@ -173,35 +175,35 @@ def check_coverage(
         value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
         error = _of_gradient(objective, stats, params, batch, key, state)
         return CoverageCheck(value, derivative, (), (), 0, error, {}, {}, (remark,))
-    whole = objective.batch(as_batch(batch))
+    full_batch = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
-    traced = program.traced(params, whole, key, state)
+    traced = program.traced(params, full_batch, key, state)
     stats = objective.programs.get(
         (check_coverage, layers, experts),
         lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
     )
-    own = _Trial(objective, stats, params, whole, key, state, max_examples)
-    seen, tried = own.replaced()
-    pulled = own.compared("derivatives between examples", own.derivatives)
-    gradient = _of_gradient(objective, stats, params, whole, key, state)
-    factors = own.compared("factors", own.summed)
-    products = own.compared("the Fisher's diagonal", lambda: own.explicit(finding))
+    trial = _Trial(objective, stats, params, full_batch, key, state, max_examples)
+    pairs, tried = trial.replaced()
+    pulled = trial.compared("derivatives between examples", trial.derivatives)
+    gradient = _of_gradient(objective, stats, params, full_batch, key, state)
+    factors = trial.compared("factors", trial.summed)
+    products = trial.compared("the Fisher's diagonal", lambda: trial.explicit(finding))
     return CoverageCheck(
         traced.examples_meet("value"),
         traced.examples_meet("derivative"),
-        tuple(seen),
+        tuple(pairs),
         tuple((i, j, by) for (i, j), by in pulled.items()),
         tried,
         gradient,
         factors,
         products,
-        tuple(own.remarks),
+        tuple(trial.remarks),
     )
 
 
 @dataclasses.dataclass
 class _Trial:
-    """One model and batch on trial; ``remarks`` grows with what cannot be compared."""
+    """The tests of one model and batch; ``remarks`` collects what cannot be compared."""
 
     objective: Objective
     stats: Callable[..., ValueGradAndFactors]
@@ -213,13 +215,17 @@ class _Trial:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def replaced(self) -> tuple[list[tuple[int, int, float]], int]:
-        """The pairs of examples that were seen to meet, and how many were replaced."""
+        """The pairs of examples that were seen to meet, and how many examples were replaced."""
         number = self.batch.num_examples
         if number == 1:
             self.remarks.append("examples: a batch of one has no others")
             return [], 0
-        others = {i: j for i in range(min(number, self.most)) if (j := self._other(i)) is not None}
-        if not others:
+        substitutes = {
+            i: j
+            for i in range(min(number, self.most))
+            if (j := self._different_example(i)) is not None
+        }
+        if not substitutes:
             self.remarks.append("examples: all inputs are identical, so no replacement shows")
             return [], 0
 
@@ -228,7 +234,7 @@ class _Trial:
         def outputs(params: PyTree, inputs: PyTree) -> list[Array]:
             return run(params, inputs, self.key, self.state)
 
-        seen, tried = [], 0
+        pairs, tried = [], 0
         for draw in range(DRAWS):
             params = self.params if draw == 0 else drawn(self.params, draw)
             before = outputs(params, self.batch.inputs)
@@ -236,15 +242,15 @@ class _Trial:
                 where = "of the parameters" if draw == 0 else "at the second draw of the parameters"
                 self.remarks.append(f"examples: outputs {where} are not all finite")
                 continue
-            for i, j in others.items():
+            for i, j in substitutes.items():
                 after = outputs(params, self._with(i, j))
                 tried += 1
                 for x, y in zip(before, after, strict=True):
-                    seen += _changed(np.asarray(x), np.asarray(y), i)
-        return seen, tried
+                    pairs += _changed(np.asarray(x), np.asarray(y), i)
+        return pairs, tried
 
-    def _other(self, i: int) -> int | None:
-        """An example whose inputs are not those of this one."""
+    def _different_example(self, i: int) -> int | None:
+        """An example whose inputs differ from those of example ``i``."""
         number = self.batch.num_examples
         rows = [np.asarray(x) for x in self._rows() if not _is_key(x)]
         for j in (*range(i + 1, number), *range(i)):
@@ -265,14 +271,14 @@ class _Trial:
         return jax.tree.map(one, jax.tree.map(jnp.asarray, self.batch.inputs))
 
     def few(self, start: int, stop: int) -> Batch:
-        """Some of the examples."""
+        """The batch with examples from ``start`` to ``stop``."""
         number = self.batch.num_examples
         return jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
 
     def derivatives(self) -> dict[tuple[int, int], float]:
-        """For each of some examples, the other one in whose inputs its output's derivative is most.
+        """For each tested example, the one whose inputs its output's derivative is largest in.
 
-        Only those that are more than rounding.
+        Only derivatives above rounding are returned.
         """
         number = self.batch.num_examples
         inputs = jax.tree.map(jnp.asarray, self.batch.inputs)
@@ -283,14 +289,14 @@ class _Trial:
         )
         if number == 1 or not free:
             return {}
-        run, found = self.compiled(_derivative_sizes, free), {}
+        run, largest = self.compiled(_derivative_sizes, free), {}
         eps = [float(jnp.finfo(jax.tree.leaves(inputs)[k].dtype).eps) for k in free]
         for i in range(min(number, self.most)):
             by = np.array(run(self.params, inputs, self.key, self.state, i), np.float64)
             size, by[i] = by.max() or 1.0, 0.0
             if by.max() > 64 * max(eps) * size:
-                found[i, int(by.argmax())] = float(by.max() / size)
-        return found
+                largest[i, int(by.argmax())] = float(by.max() / size)
+        return largest
 
     def compiled(self, run: Callable[..., Any], *static: Any) -> Callable[..., Any]:
         """``run(objective, *static, ...)``, compiled once for the objective."""
@@ -299,32 +305,32 @@ class _Trial:
         )
 
     def compared(self, what: str, compare: Callable[[], dict[Any, float]]) -> dict[Any, float]:
-        """What a comparison finds; a remark where it cannot be made."""
+        """The result of a comparison; if it fails, an empty one and a remark."""
         try:
             return compare()
-        except Exception as error:  # whatever the model raises where it is transformed
-            words = str(error).splitlines() or [type(error).__name__]
-            self.remarks.append(f"{what}: {words[0][:300]}")
+        except Exception as error:  # a model may raise anything when it is transformed
+            lines = str(error).splitlines() or [type(error).__name__]
+            self.remarks.append(f"{what}: {lines[0][:300]}")
             return {}
 
     def summed(self) -> dict[str, float]:
-        """Factors of some examples beside the sum of those of each alone."""
+        """Errors of the factors of some examples against the sum of each example's factors."""
         number = min(self.batch.num_examples, self.most)
         if number == 1:
             raise ValueError("a batch of one is its own sum")
-        run, rest = self.compiled(_factors, self.stats), (self.key, self.state)
-        together = run(self.params, self.few(0, number), *rest)
-        total = run(self.params, self.few(0, 1), *rest)
+        run, more = self.compiled(_factors, self.stats), (self.key, self.state)
+        together = run(self.params, self.few(0, number), *more)
+        total = run(self.params, self.few(0, 1), *more)
         for n in range(1, number):
-            total = total + run(self.params, self.few(n, n + 1), *rest)
-        found = {}
+            total = total + run(self.params, self.few(n, n + 1), *more)
+        errors = {}
         for layer in together.layers:
             pairs = zip(together[layer.name], total[layer.name], strict=True)
-            found[layer.name] = max(_error(x, y) for x, y in pairs)
-        return found
+            errors[layer.name] = max(_error(x, y) for x, y in pairs)
+        return errors
 
     def explicit(self, finding: Mapping[str, Any]) -> dict[str, float]:
-        """Measured eigenvalues beside squares of explicit gradients of single examples."""
+        """Errors of measured eigenvalues against squares of explicit gradients of examples."""
         if self.objective.num_outputs > 1:
             raise ValueError("several outputs share an example's gradient among them")
         batch = self.few(0, min(self.batch.num_examples, self.most))
@@ -335,7 +341,7 @@ class _Trial:
         run = self.compiled(_example_gradients)
         gradients = run(self.params, batch, self.key, self.state)
         read = [layer.weight.path for layer in bases.layers]
-        found = {}
+        errors = {}
         for layer in bases.layers:
             if read.count(layer.weight.path) > 1 or layer.computed_from or not layer.is_covered:
                 continue
@@ -343,8 +349,8 @@ class _Trial:
             basis: Any = measured[layer.name]  # its class follows from ``is_diagonal``
             values = basis.raw_diagonal if layer.is_diagonal else basis.raw_values
             expected = squares / np.asarray(factors.terms)
-            found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
-        return found
+            errors[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
+        return errors
 
 
 def _outputs(
@@ -365,8 +371,8 @@ def _example_gradients(
     def terms(free: dict[str, Array]) -> Array:
         outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
         (head,) = objective.heads(outputs, batch.targets, batch.mask)
-        kept = head.kept_terms()
-        return kept.reshape(len(kept), -1).sum(1)
+        kept_terms = head.kept_terms()
+        return kept_terms.reshape(len(kept_terms), -1).sum(1)
 
     return jax.jacrev(terms)(partition(params)[0])
 
@@ -375,17 +381,17 @@ def _derivative_sizes(
     objective: Objective, free: tuple[int, ...], params: PyTree, inputs: PyTree, key: Any,
     state: Any, i: Array,
 ) -> Array:  # fmt: skip
-    """By example, the largest derivative of example ``i``'s outputs in its inputs.
+    """By example, the largest derivative of example ``i``'s outputs in that example's inputs.
 
-    The outputs are weighed by normal numbers; the inputs are the leaves at ``free``.
+    The outputs are weighted by normal numbers; the inputs are the leaves at ``free``.
     """
     leaves, tree = jax.tree.flatten(inputs)
 
     def outputs(moving: list[Array]) -> list[Array]:
-        held = dict(zip(free, moving, strict=True))
-        every = [held.get(k, x) for k, x in enumerate(leaves)]
-        found, _ = objective.outputs(params, jax.tree.unflatten(tree, every), key, state)
-        return jax.tree.leaves(found)
+        moved = dict(zip(free, moving, strict=True))
+        every = [moved.get(k, x) for k, x in enumerate(leaves)]
+        model_outputs, _ = objective.outputs(params, jax.tree.unflatten(tree, every), key, state)
+        return jax.tree.leaves(model_outputs)
 
     out, vjp = jax.vjp(outputs, [leaves[k] for k in free])
     keys = jax.random.split(jax.random.key(0), len(out))
@@ -398,8 +404,8 @@ def _derivative_sizes(
 
 
 def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
-    """The sum over examples of squares, in the layer's eigenbasis."""
-    basis: Any = bases[layer.name]  # has vectors where the layer is not diagonal
+    """The sum over examples of squared gradients in the layer's eigenbasis."""
+    basis: Any = bases[layer.name]  # it has vectors unless the layer is diagonal
     total: Any = 0.0
     for n in range(len(gradients[layer.weight.path])):
         kernel = layer.weight.read(gradients[layer.weight.path][n])
@@ -420,7 +426,7 @@ def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) ->
 
 
 def drawn(params: PyTree, draw: int) -> PyTree:
-    """Parameters near these: each array moved by a part of its size."""
+    """Parameters nearby: each array is moved by a fraction of its size."""
     free, _ = partition(params)
     moved = {}
     for k, (path, x) in enumerate(leaves_by_path(free).items()):
@@ -432,7 +438,7 @@ def drawn(params: PyTree, draw: int) -> PyTree:
 
 
 def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, int, float]]:
-    """Of the examples but one, the one whose output changed most, if one did."""
+    """The example, other than ``i``, whose output changed most, if any changed."""
     size = np.abs(before).max() or 1.0
     by = np.abs(np.asarray(after, np.float64) - before).reshape(len(before), -1).max(1) / size
     by[i] = 0.0
@@ -462,16 +468,16 @@ def _of_gradient(
         return jax.grad(loss)(partition(params)[0])
 
     run = jax.jit(gradient)
-    if isinstance(objective, Objective):  # a scalar loss has no place to keep it
+    if isinstance(objective, Objective):  # a scalar loss has no place to store the program
         run = objective.programs.get((_of_gradient, beside), lambda: run)
     plain = run(params, batch, named)
-    found = partition(grads)[0]
-    return max((_error(found[path], plain[path]) for path in plain), default=0.0)
+    by_path = partition(grads)[0]
+    return max((_error(by_path[path], plain[path]) for path in plain), default=0.0)
 
 
-def _error(found: Any, expected: Any) -> float:
-    """The largest difference, relative to the largest entry; NaN where one is no number."""
-    x, y = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+def _error(actual: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest entry; NaN if an entry is NaN."""
+    x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     size = np.abs(y).max() if y.size else 0.0
     return float(np.abs(x - y).max() / (size or 1.0)) if y.size else 0.0
 

@@ -1,7 +1,7 @@
-"""What one backward pass gathers of each example: its gradient, or products with given ones.
+"""What one backward pass gathers for each example: its gradient, or products with given queries.
 
-Both are linear in the gradient. So what a parameter's uses, a loop's iterations and the blocks of a
-tied parameter emit adds up, and no gradient has to be whole before it is multiplied.
+Both are linear in the gradient. So contributions from a parameter's uses, a loop's iterations and
+the blocks of a tied parameter add up, and no gradient has to be complete before it is multiplied.
 """
 
 import copy
@@ -30,22 +30,22 @@ from jaxkfac.interception import (
 )
 from jaxkfac.kinds import LowRankMatrices
 
-# ---------------- what is held of the queries of an influence function
+# ---------------- prepared queries
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Queries:
-    """Preconditioned gradients of queries, as :func:`prepare_queries` gives them; a pytree.
+    """Preconditioned gradients of queries, as :func:`prepare_queries` returns them; a pytree.
 
     Attributes:
-        whole: ``{parameter path: (Q, *parameter)}``.
+        whole: ``{parameter path: (Q, *parameter)}`` at full rank.
         low_rank: ``{layer name: its matrix as two factors}``, ``(Q, stack..., in, rank)`` and
-            ``(Q, stack..., rank, out)``, of layers that are held at low rank.
-        errors: ``(Q, layers)``: what that loses of each layer's matrix, as a ratio of Frobenius
+            ``(Q, stack..., rank, out)``, for layers that are stored at low rank.
+        errors: ``(Q, layers)``: what low rank loses of each layer's matrix, as a ratio of Frobenius
             norms; 0 where nothing is lost.
         layers: The layers, static.
-        origin: Of which Fisher type and likelihoods the bases were, static; see ``Eigenbases``.
+        origin: Fisher type and likelihoods of the bases, static; see ``Eigenbases``.
     """
 
     # A pytree also holds shapes and shardings, so the leaves are not Array here.
@@ -57,34 +57,34 @@ class Queries:
 
     @property
     def number(self) -> int:
-        """How many queries there are."""
+        """Number of queries."""
         return len(self.errors)
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of their arrays."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.whole, self.low_rank)))
 
     def of_weight(self, layer: Layer) -> Any:
-        """``(stack..., Q, in, out)``, or two factors of it."""
+        """``(stack..., Q, in, out)``, or its two factors."""
         if layer.name not in self.low_rank:
             return read_many(self.whole[layer.weight.path], layer.weight, layer)
         axes = len(layer.stack)
         return LowRankMatrices(*(jnp.moveaxis(x, 0, axes) for x in self.low_rank[layer.name]))
 
     def of_bias(self, layer: Layer) -> Any:
-        """``(stack..., Q, out)``, or ``None`` where there is no bias."""
+        """``(stack..., Q, out)``, or ``None`` for a layer without a bias."""
         if layer.bias is None:
             return None
         return read_many(self.whole[layer.bias.path], layer.bias, layer)[..., 0, :]
 
     def dtype(self, layer: Layer) -> Any:
-        """Of a layer's arrays."""
-        held = self.low_rank.get(layer.name, self.whole.get(layer.weight.path))
-        return jax.tree.leaves(held)[0].dtype
+        """The dtype of a layer's arrays."""
+        arrays = self.low_rank.get(layer.name, self.whole.get(layer.weight.path))
+        return jax.tree.leaves(arrays)[0].dtype
 
 
-# ----------------
+# ---------------- the taps
 
 
 _ENTRIES = {
@@ -101,7 +101,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def block_dtype(bases: Eigenbases, layer: Layer) -> Any:
-    """Of a layer's eigenvalues."""
+    """The dtype of a layer's eigenvalues."""
     if layer.is_diagonal:
         return bases.diagonals[layer.name].dtype
     return bases.g[layer.name].values.dtype
@@ -112,15 +112,15 @@ class ExampleGradients:
 
     Args:
         traced: The program.
-        layers: That are read.
-        dtype: Of what is gathered of a layer.
-        rows: The atoms of the axes along which gradients are kept apart: the examples, or the
-            examples and their positions.
-        number: How many such rows there are.
-        queries: With which each row's gradient is multiplied; ``None``: it is kept.
+        layers: The layers that are read.
+        dtype: The dtype of what is gathered for a layer.
+        rows: The atoms of the axes that gradients keep: the examples, or the examples and their
+            positions.
+        number: Number of such rows.
+        queries: Multiplied with each row's gradient; ``None`` keeps the gradient itself.
     """
 
-    more_entries: ClassVar[Mapping[str, Any]] = {}  # of a subclass, beside those of gradients
+    more_entries: ClassVar[Mapping[str, Any]] = {}  # further entries of a subclass
 
     def __init__(
         self,
@@ -137,31 +137,31 @@ class ExampleGradients:
         self._data: PyTree = ()
 
     def of(self, data: PyTree) -> "ExampleGradients":
-        """The same inside ``shard_map``, where each device has examples of its own.
+        """A copy for use inside ``shard_map``, where each device has different examples.
 
         Args:
-            data: Of the model; what is gathered varies over the axes over which any of it does.
+            data: Data of the model; the slots vary over the mesh axes over which any of it varies.
         """
-        other = copy.copy(self)
-        other._data = data
-        return other
+        clone = copy.copy(self)
+        clone._data = data
+        return clone
 
     @property
     def entries(self) -> Entries:
-        """How the entries of slots follow their parameter."""
+        """Which entries of a slot follow the layout of their parameter."""
         elements = [x for x in self._layers.values() if x.is_elementwise]
-        own = (kind_named(layer.kind).entries for layer in elements)
-        every = (_ENTRIES, *own, self.more_entries)
-        found = {key: entry for entries in every for key, entry in entries.items()}
+        element_entries = (kind_named(layer.kind).entries for layer in elements)
+        every = (_ENTRIES, *element_entries, self.more_entries)
+        merged = {key: entry for entries in every for key, entry in entries.items()}
         constants = _ENTRIES["constants"] | self.more_entries.get("constants", {})
-        return found | {"constants": constants}
+        return merged | {"constants": constants}
 
     def slots(self) -> dict[str, Slot]:
-        """Zeros, whose cotangents are what is gathered, and the queries for the taps."""
+        """Zeros whose cotangents are the gathered values, and the queries for the taps."""
         return {name: self._varying(self._slot(layer)) for name, layer in self._layers.items()}
 
     def _varying(self, slot: Slot) -> Slot:
-        """Cotangents of what does not vary would be summed over devices."""
+        """Mark a slot as varying; otherwise its cotangents would be summed over devices."""
         gathered = {key: x for key, x in slot.items() if key != "constants"}
         for leaf in jax.tree.leaves(self._data):
             gathered = {key: cast_varying(x, leaf) for key, x in gathered.items()}
@@ -209,16 +209,17 @@ class ExampleGradients:
         weights: Any,
         constants: Slot | None,
     ) -> Slot:
-        """See ``Emitter`` in ``factors``. Rows that a mask leaves out of the curvature are in the
-        gradient all the same.
+        """See ``Emitter`` in ``factors``.
+
+        Rows that a mask leaves out of the curvature still belong to the gradient.
         """
         constants = constants or {}
         try:
             if use.kind.elementwise:
                 (slot,) = like.values()
-                whole, derivative = cotangent.astype(slot.dtype), constants.get("derivative")
+                elements, derivative = cotangent.astype(slot.dtype), constants.get("derivative")
                 return use.kind.elements(
-                    site, use, like, operands, whole, None, self._rows, derivative
+                    site, use, like, operands, elements, None, self._rows, derivative
                 )
             sides = use.kind.both_sides(site, use, operands, cotangent, None, self._rows, like)
         except LostRowsError as error:
@@ -229,7 +230,7 @@ class ExampleGradients:
         return self.products(use, like, sides, constants)
 
     def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """What is emitted of both sides of a use."""
+        """The slot's values from both sides of a use."""
         if "gradients" in like:
             return sides.gradients(like)
         queries = constants.get("queries")
@@ -240,7 +241,7 @@ class ExampleGradients:
     # -- after it ---------------------------------------------------------------------
 
     def gradients(self, emitted: Mapping[str, Slot]) -> dict[str, Array]:
-        """``{path: (rows, *parameter)}``; parts of one parameter that no layer covers are 0."""
+        """``{path: (rows, *parameter)}``; elements of a parameter that no layer covers are 0."""
         leaves: dict[str, Array] = {}
         for name, slot in emitted.items():
             layer = self._layers[name]
@@ -252,24 +253,24 @@ class ExampleGradients:
                 self._add(leaves, layer, layer.bias, slot["bias_gradients"])
         return leaves
 
-    def _add(self, leaves: dict[str, Array], layer: Layer, matrix: Any, part: Array) -> None:
-        part = part.reshape(*layer.stack, self._number, -1, layer.out_features)
+    def _add(self, leaves: dict[str, Array], layer: Layer, matrix: Any, gradient: Array) -> None:
+        gradient = gradient.reshape(*layer.stack, self._number, -1, layer.out_features)
         shape = self._number, *self._traced.shapes[matrix.path]
-        leaf = leaves.get(matrix.path, jnp.zeros(shape, part.dtype))
-        whole = read_many(leaf, matrix, layer) + part
-        leaves[matrix.path] = write_many(leaf, matrix, whole, layer)
+        leaf = leaves.get(matrix.path, jnp.zeros(shape, gradient.dtype))
+        total = read_many(leaf, matrix, layer) + gradient
+        leaves[matrix.path] = write_many(leaf, matrix, total, layer)
 
     def scores(self, emitted: Mapping[str, Slot]) -> dict[str, Float[Array, "queries rows"]]:
         """``{layer: products of the queries with each row's gradient}``."""
         assert self._queries is not None
-        found = {}
+        by_layer = {}
         for name, layer in self._layers.items():
             slot = emitted[name]
             if layer.is_elementwise:
                 rows = gradient_rows(layer, slot["gradient"])
                 queries = self._queries.of_weight(layer)[..., 0, :]
-                each = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
+                products = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
             else:
-                each = slot["scores"] + slot.get("bias_scores", 0)
-            found[name] = each.sum(range(len(layer.stack)))
-        return found
+                products = slot["scores"] + slot.get("bias_scores", 0)
+            by_layer[name] = products.sum(range(len(layer.stack)))
+        return by_layer

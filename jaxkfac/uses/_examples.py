@@ -1,4 +1,4 @@
-"""Examples of one objective as their gradients see them: checked, traced and differentiated."""
+"""Gradients of single examples of an objective: checks, traces and backward passes."""
 
 import copy
 import dataclasses
@@ -39,14 +39,14 @@ from jaxkfac.interception import Atoms, Layer, Traced, Word
 from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
 from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
 
-# ---------------- one batch, or a stream of them
+# ---------------- batches
 
 
 def batches_of(train: Any) -> Iterator[Any]:
-    """A tuple is one batch; any other iterable is read once.
+    """Yield batches: a tuple is one batch; any other iterable is read once.
 
     Raises:
-        TypeError: neither.
+        TypeError: it is neither a tuple nor an iterable of batches.
         ValueError: there is no batch.
     """
     if isinstance(train, tuple):
@@ -65,7 +65,7 @@ def batches_of(train: Any) -> Iterator[Any]:
         raise ValueError("train: the iterable is empty, there are no examples")
 
 
-# ----------------
+# ---------------- the objective and its examples
 
 
 Per = Literal["sum", "layer", "token"]
@@ -79,22 +79,22 @@ Result = TypeVar("Result")
 
 
 class Examples:
-    """What gradients of single examples need: the objective, and the layers that are read.
+    """The objective and the layers whose gradients are computed for single examples.
 
     Args:
         objective: The objective.
-        source: The eigenbases, or the queries that were prepared with them.
-        layers: Which of their layers; ``None``: all.
-        experts: As it was given for the factors.
-        word: ``"apart"``: the user's word of examples that are not known to be.
+        source: The eigenbases, or queries that were prepared with them.
+        layers: Which of their layers; ``None`` for all.
+        experts: As for the factors.
+        declared: ``"apart"`` if the user declares that examples do not meet where it is not proved.
 
     Attributes:
-        layers: That are read.
+        layers: The selected layers.
 
     Raises:
         TypeError: no ``Objective``, or no eigenbases.
         UnknownLayerError: ``layers`` matches none of the bases' layers.
-        ValueError: a layer that is read has no gradients of single examples, or the bases are of
+        ValueError: a selected layer has no gradients of single examples, or the bases are of
             another likelihood.
     """
 
@@ -104,7 +104,7 @@ class Examples:
         source: Eigenbases | Queries,
         layers: str | None,
         experts: str | None,
-        word: Word | None = None,
+        declared: Word | None = None,
     ) -> None:
         remedy = "because a scalar loss does not show its examples"
         instance_of("objective", objective, Objective, remedy)
@@ -121,21 +121,21 @@ class Examples:
             _check_blocks(self._source)
             _warn_of_forward(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
-        check_word(word)
-        self._finding = names, experts, word
+        check_word(declared)
+        self._finding = names, experts, declared
         self._program, self._whole_program = objective.programs.get(
             (Examples, self._finding), lambda: _programs(objective, *self._finding)
         )
 
     @property
     def bases(self) -> Eigenbases:
-        """Those of the layers that are read."""
+        """The eigenbases of the selected layers."""
         assert isinstance(self._source, Eigenbases)
         return self._source
 
     @property
     def queries(self) -> Queries:
-        """Those of the layers that are read."""
+        """The queries of the selected layers."""
         assert isinstance(self._source, Queries)
         return self._source
 
@@ -145,20 +145,20 @@ class Examples:
         return block_dtype(self._source, layer)
 
     def checked(self, params: PyTree, batch: Any, state: PyTree) -> Batch:
-        """The batch, once it goes together with the objective, the parameters and the bases.
+        """Check that a batch fits the objective, the parameters and the bases, and return it.
 
         Raises:
             CoupledExamplesError: an example's output depends on other examples.
             UnknownLayerError: the program lacks a layer of the bases.
-            ValueError: a layer is not the one of the bases, a parameter of it is also read in a
-                layer that is left out, or the batch does not fit.
+            ValueError: a layer differs from that of the bases, one of its parameters is also read
+                in a layer that is left out, or the batch does not fit.
         """
         batch = self.objective.batch(batch)
         traced = self._program.traced(params, batch, None, state)
         check_program_layers(traced.table, list(self.layers))
         if _leaves_out_readings(traced, self.layers):
-            whole = self._whole_program.traced(params, batch, None, state)
-            _check_readings(self.layers, whole)
+            full_trace = self._whole_program.traced(params, batch, None, state)
+            _check_readings(self.layers, full_trace)
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
         for layer in self.layers:
             if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
@@ -178,10 +178,10 @@ class Examples:
     def gradients(
         self, params: PyTree, batch: Batch, state: PyTree, measurement: Measurement | None = None
     ) -> dict[str, Array]:
-        """``{path: (N, *parameter)}``: of the sum over each example's terms, or of a measurement.
+        """Gradients ``{path: (N, *parameter)}`` of each example's sum of terms or measurement.
 
         Raises:
-            ValueError: the measurement of one example is no floating scalar.
+            ValueError: the measurement of one example is not a floating scalar.
         """
         traced = self._program.traced(params, batch, None, state)
         rows = traced.examples, traced.num_examples
@@ -190,13 +190,13 @@ class Examples:
             at, emitted = self._emitted(traced, taps, params, batch, state)
             return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
         outputs, vjp = self.outputs_and_vjp(traced, taps, params, batch, state)
-        each = jax.vmap(jax.grad(_checked_measurement(measurement)))
-        return taps.gradients(vjp(each(jax.lax.stop_gradient(outputs), batch)))
+        per_example = jax.vmap(jax.grad(_checked_measurement(measurement)))
+        return taps.gradients(vjp(per_example(jax.lax.stop_gradient(outputs), batch)))
 
     def rotated_gradients(
         self, params: PyTree, batch: Batch, state: PyTree
     ) -> tuple[list[Array], Float[Array, ""]]:
-        """The same in the eigenbasis, block by block, and how many loss terms the batch has."""
+        """Gradients of examples in the eigenbasis, by block, and the batch's number of terms."""
         traced = self._program.traced(params, batch, None, state)
         taps = RotatedGradients(traced, self.bases)
         at, emitted = self._emitted(traced, taps, params, batch, state)
@@ -205,27 +205,27 @@ class Examples:
     def own_products(
         self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping
     ) -> Float[Array, " N"]:
-        """Gradients of the sum over each example's terms, multiplied with themselves."""
+        """Each example's gradient multiplied with itself, through the damped inverse curvature."""
         traced = self._program.traced(params, batch, None, state)
         taps = OwnProducts(traced, bases, damping)
         at, emitted = self._emitted(traced, taps, params, batch, state)
-        parts = taps.summed(emitted)
-        if taps.others:
-            rest = dataclasses.replace(bases, layers=taps.others)
-            parts.append(quadratic_forms(taps.rest(emitted), rest, damping))
-        dtype = jnp.result_type(*[x.dtype for x in parts])
-        total = jnp.stack([x.astype(dtype) for x in parts]).sum(0)
+        by_layer = taps.summed(emitted)
+        if taps.gradient_layers:
+            remaining = dataclasses.replace(bases, layers=taps.gradient_layers)
+            by_layer.append(quadratic_forms(taps.remaining_gradients(emitted), remaining, damping))
+        dtype = jnp.result_type(*[x.dtype for x in by_layer])
+        total = jnp.stack([x.astype(dtype) for x in by_layer]).sum(0)
         return total * jnp.square(_scale(at, total))
 
     def own_gradients(self, params: PyTree, batch: Batch, state: PyTree) -> list[Layer]:
-        """The layers of which :meth:`own_products` holds gradients."""
+        """The layers of which :meth:`own_products` stores gradients."""
         traced = self._program.traced(params, batch, None, state)
         return [x for x in self.layers if x.name not in whole_gradients(traced, self.bases)]
 
     def scores(
         self, params: PyTree, queries: Queries, batch: Batch, state: PyTree, *, per: Per
     ) -> Float[Array, "..."]:
-        """Products of the queries with each example's gradient, as ``influence`` returns them."""
+        """Products of the queries with each example's gradient, in the form of ``influence``."""
         traced = self._program.traced(params, batch, None, state)
         rows, shape = _rows(traced, per)
         number = int(np.prod(shape))
@@ -246,7 +246,7 @@ class Examples:
         at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
         if self.objective.num_outputs == 1:
             return at, at.emitted
-        # Each output's mean is over its own number of terms: its cotangent is of their sum.
+        # Each output's mean has its own number of terms, so this takes the cotangent of their sum.
         fixed, number = at.outputs, at.terms
 
         def total(outputs: PyTree) -> Array:
@@ -257,17 +257,17 @@ class Examples:
         return at, at.vjp(jax.grad(total)(fixed))
 
     def without_arrays(self) -> "Examples":
-        """The same with shapes in place of the bases' arrays: static data of compiled functions.
+        """A copy with shapes in place of the bases' arrays: static data of compiled functions.
 
-        Equal ones compare equal, so that what is compiled for one serves the others.
+        Equal copies compare equal, so that a function compiled for one serves the others.
         """
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
         return self._of(shapes)
 
     def _of(self, source: Any) -> "Examples":
-        other = copy.copy(self)
-        other._source, other.layers = source, source.layers
-        return other
+        clone = copy.copy(self)
+        clone._source, clone.layers = source, source.layers
+        return clone
 
     def _identity(self) -> tuple[Hashable, ...]:
         leaves, structure = jax.tree.flatten(self._source)
@@ -283,11 +283,12 @@ class Examples:
     def compiled(self, run: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
         """``run(examples, params, batch, state, *rest, *static)``, compiled once.
 
-        It is kept with the objective and holds no array: bases or queries are its second argument.
+        It is stored with the objective and holds no array: the bases or queries are its second
+        argument.
 
         Args:
-            run: A function of a module, so that it is the same one at every call.
-            static: What else it takes, the last ones.
+            run: A module-level function, so that it is the same object at every call.
+            static: Its last arguments.
 
         Returns:
             ``f(params, source, batch, state, *rest)``.
@@ -296,8 +297,8 @@ class Examples:
         def make() -> Callable[..., Result]:
             shell = self.without_arrays()
 
-            def call(params: PyTree, source: Any, batch: Batch, state: PyTree, *rest: Any) -> Any:
-                return run(shell._of(source), params, batch, state, *rest, *static)
+            def call(params: PyTree, source: Any, batch: Batch, state: PyTree, *more: Any) -> Any:
+                return run(shell._of(source), params, batch, state, *more, *static)
 
             return jax.jit(call)
 
@@ -315,7 +316,7 @@ class Examples:
         batch: Batch,
         state: PyTree,
     ) -> tuple[PyTree, Callable[[PyTree], Mapping[str, Any]]]:
-        """The outputs, and from cotangents of these to what the taps emit."""
+        """The outputs, and a function from their cotangents to what the taps emit."""
         taps = taps.of((params, batch))
         at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
         return at.outputs, at.vjp
@@ -326,54 +327,54 @@ class Examples:
         if batch.mask is None:
             return every
         masks = self.objective.parts(batch.mask, "batch: the mask")
-        kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
-        return jnp.stack(kept).any(0)
+        masks_by_example = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
+        return jnp.stack(masks_by_example).any(0)
 
 
 def _checked_measurement(measurement: Measurement) -> Measurement:
-    """The same, refused where it does not give one number."""
+    """Wrap a measurement to refuse results other than one floating scalar."""
 
     def measure(outputs: PyTree, query: Batch) -> Any:
-        found = measurement(outputs, query)
-        shape = getattr(found, "shape", None)
-        if shape != () or not jnp.issubdtype(found.dtype, jnp.floating):
-            got = type(found).__name__ if shape is None else f"{found.dtype} of shape {shape}"
+        value = measurement(outputs, query)
+        shape = getattr(value, "shape", None)
+        if shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            got = type(value).__name__ if shape is None else f"{value.dtype} of shape {shape}"
             raise ValueError(
                 "measurement: expected one floating scalar of each query, got "
                 f"{got}. It sees one query, without the axis of examples: outputs "
                 f"{jax.tree.map(jnp.shape, outputs)}"
             )
-        return found
+        return value
 
     return measure
 
 
 def _programs(
-    objective: Objective, names: str, experts: str | None, word: Word | None
+    objective: Objective, names: str, experts: str | None, declared: Word | None
 ) -> tuple[Program, Program]:
-    """The program of the layers that are read, and the one of all layers."""
+    """The program with only the selected layers, and the program with all layers."""
     finding = {"layers": names, "experts": experts}
     return (
-        Program(objective, finding, cover=False, examples=word),
+        Program(objective, finding, cover=False, examples=declared),
         Program(objective, {"experts": experts}, cover=False),
     )
 
 
 def chosen(source: Source, layers: str | None) -> Source:
-    """Only the layers whose name, or whose parameter's path, the pattern matches."""
+    """Keep only layers whose name or weight path matches the pattern."""
     if layers is None:
         return source
-    found = tuple(
+    matches = tuple(
         layer
         for layer in source.layers
         if any(re.fullmatch(layers, x) for x in (layer.name, layer.weight.path))
     )
-    if not found:
+    if not matches:
         raise UnknownLayerError(
             f"layers={layers!r} matches no layer of the bases; the nearest names are "
             f"{nearest(layers, [layer.name for layer in source.layers])}"
         )
-    return dataclasses.replace(source, layers=found)
+    return dataclasses.replace(source, layers=matches)
 
 
 def _check_blocks(bases: Eigenbases) -> None:
@@ -396,25 +397,25 @@ def _check_blocks(bases: Eigenbases) -> None:
 
 
 def _leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
-    """Whether a parameter of the layers is also read where none of them is."""
+    """Whether a parameter of the layers is also read outside of them."""
     paths = covered_indices(layers).keys()
     return any(
         name is None and view.path in paths
         for use in traced.analysis.plan.all_uses()
-        if use.join is None  # a bias that is joint has the layer of its product
+        if use.join is None  # a joint bias belongs to the layer of its product
         for view, name in itertools.zip_longest(use.view.members or (use.view,), use.layers)
     )
 
 
-def _check_readings(layers: tuple[Layer, ...], whole: Traced) -> None:
+def _check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
     """Refuse layers that leave out another reading of the same elements."""
     mine = covered_indices(layers)
     names = {layer.name for layer in layers}
-    for layer in whole.table.layers:
+    for layer in full_trace.table.layers:
         if layer.name in names:
             continue
         for path, indices in covered_indices([layer]).items():
-            if path in mine and _overlap(whole.shapes[path], mine[path], indices):
+            if path in mine and _overlap(full_trace.shapes[path], mine[path], indices):
                 raise ValueError(
                     f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
                     "the layers, so that the gradient would lack its part: choose it too, here "
@@ -422,17 +423,17 @@ def _check_readings(layers: tuple[Layer, ...], whole: Traced) -> None:
                 )
 
 
-def _overlap(shape: tuple[int, ...], some: set[Any], others: set[Any]) -> bool:
-    return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, others)).any())
+def _overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
+    return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, more)).any())
 
 
 def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:
-    """Refuse bases that are known to be of another likelihood: their G is of another loss."""
+    """Refuse bases of a different likelihood: their G belongs to another loss."""
     if origin is None:
         return
-    own = Origin.of(origin.fisher, jax.tree.leaves(objective.likelihood))
-    if origin.has_other_likelihoods(own):
-        theirs, ours = (" and ".join(x.likelihoods) for x in (origin, own))
+    objective_origin = Origin.of(origin.fisher, jax.tree.leaves(objective.likelihood))
+    if origin.has_other_likelihoods(objective_origin):
+        theirs, ours = (" and ".join(x.likelihoods) for x in (origin, objective_origin))
         raise ValueError(
             f"the bases are of factors of {theirs}, and the objective's likelihood is {ours}: take "
             "the objective with which the factors were collected; or, if it is meant, "
@@ -441,23 +442,23 @@ def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:
 
 
 def _warn_of_forward(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
-    """Say where the curvature holds no gradients."""
-    known = None if bases.origin is None else FISHER_TYPES.get(bases.origin.fisher)
-    if known is None:
+    """Warn if the curvature contains no gradients."""
+    fisher = None if bases.origin is None else FISHER_TYPES.get(bases.origin.fisher)
+    if fisher is None:
         _warn_of_identities(bases, likelihoods)
-    elif known.unit_outputs:
+    elif fisher.unit_outputs:
         warnings.warn(
-            f"the bases are of fisher={known.name!r}, in which every G is the identity: {_NOT_F}",
+            f"the bases are of fisher={fisher.name!r}, in which every G is the identity: {_NOT_F}",
             stacklevel=5,
         )
 
 
 def _warn_of_identities(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
-    """The same of bases of which no Fisher type is known: every G is the identity."""
+    """Warn if every G is the identity, for bases whose Fisher type is not known."""
     values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
     if bases.corrections is not None or any(isinstance(x, Tracer) for x in values):
         return
-    # What adds to a Gaussian's output as it is has G = 1 by right, and the output's width.
+    # A bias that is added to a Gaussian's output has G = 1 exactly, and the output's width.
     by_right = len(likelihoods) if all(isinstance(x, Gaussian) for x in likelihoods) else 0
     if len({x.shape[-1] for x in values}) <= by_right:
         return
@@ -468,7 +469,7 @@ def _warn_of_identities(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
 
 
 def _rows(traced: Traced, per: Per) -> tuple[Atoms, tuple[int, ...]]:
-    """The atoms of the axes along which scores are kept apart, and these axes' lengths."""
+    """The atoms of the axes that scores keep, and the lengths of these axes."""
     number = traced.num_examples
     if per != "token":
         return traced.examples, (number,)
@@ -482,6 +483,6 @@ def _rows(traced: Traced, per: Per) -> tuple[Atoms, tuple[int, ...]]:
 
 
 def _scale(at: Linearised, like: Array) -> Array:
-    """From gradients of the mean loss to those of sums over terms; NaN where the loss is."""
+    """From gradients of the mean loss to those of sums over terms; NaN if the loss is NaN."""
     bad = jnp.isnan(at.value)
     return jnp.where(bad, jnp.nan, at.terms.astype(like.dtype)).astype(like.dtype)

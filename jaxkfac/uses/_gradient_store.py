@@ -1,4 +1,4 @@
-"""Gradients of training examples in the eigenbasis, computed once for all queries."""
+"""Gradients of training examples in the eigenbasis, computed once and used for all queries."""
 
 import dataclasses
 import os
@@ -52,20 +52,20 @@ from jaxkfac.uses._store_writer import (
     width,
 )
 
-_READ = 2**26  # bytes of rows, widened, that are multiplied at once
+_READ = 2**26  # bytes of rows, widened, that are multiplied at a time
 _DTYPES = ("bfloat16", "float32", "float64")
 
 
 class GradientStore:
-    """Training examples' gradients in the eigenbasis, as :func:`gradient_store` gives them.
+    """Training examples' gradients in the eigenbasis, as :func:`gradient_store` returns them.
 
     ``influence`` and ``self_influence`` take it in place of the training set.
 
     Attributes:
-        bases: The bases, with eigenvalues measured on the stored gradients where they had none.
-        layers: The layers that are read.
-        path: The store's folder, or ``None``: it is in memory.
-        dtype: Of the stored numbers.
+        bases: The bases; if they had no measured eigenvalues, with those of the stored gradients.
+        layers: The layers whose gradients are stored.
+        path: The store's folder, or ``None`` if it is in memory.
+        dtype: The dtype of the stored numbers.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class GradientStore:
         self.bases, self.layers, self.dtype = bases, bases.layers, dtype
         self.path = files.path if isinstance(files, StoreFolder) else None
         self._objective, self._files, self._about = objective, files, dict(about)
-        self._parts = rotated_parts(bases)
-        self._seen: list[weakref.ref[Any]] = []
+        self._row_parts = rotated_parts(bases)
+        self._checked_leaves: list[weakref.ref[Any]] = []
 
     def __len__(self) -> int:
-        """How many examples there are."""
-        return sum(part.number for part in self._files.parts)
+        """Number of examples."""
+        return sum(batch.number for batch in self._files.parts)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ class GradientStore:
     def __repr__(self) -> str:
         where = "in memory" if self.path is None else f"at {self.path}"
         return (
-            f"GradientStore({len(self)} examples of {number_text(width(self._parts))} numbers, "
+            f"GradientStore({len(self)} examples of {number_text(width(self._row_parts))} numbers, "
             f"{self.dtype.name}, {bytes_text(self.nbytes)} {where})"
         )
 
@@ -105,16 +105,16 @@ class GradientStore:
         bases: Eigenbases | None,
         state: PyTree | None = None,
     ) -> None:
-        """Refuse what the store is not of.
+        """Refuse a call that does not match the store.
 
         Args:
-            objective: That scores are asked for.
+            objective: The objective of the scores.
             params: Parameters.
-            bases: The bases, or ``None``: those of the store.
-            state: Of the model.
+            bases: The bases, or ``None`` for those of the store.
+            state: State of the model.
 
         Raises:
-            ValueError: another objective, parameters, state, or eigenvectors; what differs is
+            ValueError: another objective, parameters, state, or eigenvectors; the difference is
                 named.
         """
         if objective != self._objective:
@@ -125,18 +125,19 @@ class GradientStore:
         leaves = jax.tree.leaves((params, state))
         if any(isinstance(x, Tracer) for x in leaves):
             raise TypeError("a gradient store is read on the host: call this outside jax.jit")
-        if len(leaves) != len(self._seen) or any(
-            seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True)
+        if len(leaves) != len(self._checked_leaves) or any(
+            reference() is not leaf
+            for reference, leaf in zip(self._checked_leaves, leaves, strict=True)
         ):
-            found = {"parameters": digest_of(partition(params)[0]), "state": digest_of(state)}
-            for what, digest in found.items():
+            digests = {"parameters": digest_of(partition(params)[0]), "state": digest_of(state)}
+            for what, digest in digests.items():
                 if digest != self._about[what]:
                     raise ValueError(
                         f"the store is of other {what}, with digest {self._about[what]} in place "
                         f"of {digest}: make one of these with jk.gradient_store"
                     )
-            if all(isinstance(x, jax.Array) for x in leaves):  # others may change in place
-                self._seen = [weakref.ref(x) for x in leaves]
+            if all(isinstance(x, jax.Array) for x in leaves):  # NumPy arrays may change in place
+                self._checked_leaves = [weakref.ref(x) for x in leaves]
         if bases is not None and bases is not self.bases:
             check_bases(bases)
             mine = {layer.name for layer in self.layers}
@@ -152,20 +153,20 @@ class GradientStore:
     def scores(
         self, queries: Queries, layers: str | None, *, by_layer: bool
     ) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:
-        """The scores of some examples after the other, and which of them have a loss term.
+        """Yield the scores of successive examples, and which of these have a loss term.
 
         Raises:
-            ValueError: the queries have a layer that the store has not, or layers that read one
-                parameter are to be told apart.
+            ValueError: the queries have a layer that the store lacks, or scores by layer are
+                requested for layers that read one parameter.
         """
         self._names(queries.layers, by_layer=False)
         names = self._names(chosen(queries, layers).layers, by_layer=by_layer)
         turned = rotated_queries(queries, self._restricted(queries.layers))
-        parts = rotated_parts(self._restricted(queries.layers))
-        places = self._places(parts)
+        query_parts = rotated_parts(self._restricted(queries.layers))
+        places = self._places(query_parts)
         for rows, exist in self._chunks():
-            found = products(self._some(rows, places), turned, parts, names)
-            yield (found if by_layer else found.sum(1)), jnp.asarray(exist)
+            scores = products(self._some(rows, places), turned, query_parts, names)
+            yield (scores if by_layer else scores.sum(1)), jnp.asarray(exist)
 
     def own_products(
         self, bases: Eigenbases | None, damping: BlockDamping, layers: str | None
@@ -178,18 +179,18 @@ class GradientStore:
             weights = heuristic_weights_of(used)
         else:
             weights = weights_of(used, damping)
-        found = [
-            own_products(jnp.asarray(rows), weights, self._parts, names)
+        by_chunk = [
+            own_products(jnp.asarray(rows), weights, self._row_parts, names)
             for rows, _ in self._chunks()
         ]
-        return jnp.concatenate(found)
+        return jnp.concatenate(by_chunk)
 
-    # -- parts ------------------------------------------------------------------------
+    # -- parts of a row ---------------------------------------------------------------
 
     def _names(self, layers: tuple[Layer, ...], *, by_layer: bool) -> tuple[str, ...]:
-        """Layers whose parts are multiplied, once they stand for the gradients that are meant."""
-        stored = {part.layer.name for part in self._parts}
-        mine, wanted = {x.name for x in self.layers}, {x.name for x in layers}
+        """The layers whose parts are multiplied, after checking that these are the gradients."""
+        stored = {row_part.layer.name for row_part in self._row_parts}
+        mine, chosen_names = {x.name for x in self.layers}, {x.name for x in layers}
         if absent := [x.name for x in layers if x not in self.layers]:
             raise ValueError(
                 f"the store does not have layer {absent[0]!r}: it is of {sorted(mine)}; choose "
@@ -201,8 +202,8 @@ class GradientStore:
                 if matrix is not None:
                     readers.setdefault((matrix.path, matrix.index), set()).add(layer.name)
         for (path, _), names in readers.items():
-            apart = names & wanted and (by_layer or not names <= wanted)
-            if len(names) > 1 and apart:
+            separated = names & chosen_names and (by_layer or not names <= chosen_names)
+            if len(names) > 1 and separated:
                 raise ValueError(
                     f"layers {sorted(names)} read the same elements of {path!r}, whose gradients "
                     "are stored as their sum: score the training set itself to tell them apart"
@@ -210,18 +211,18 @@ class GradientStore:
         return tuple(x.name for x in layers if x.name in stored)
 
     def _restricted(self, layers: tuple[Layer, ...]) -> Eigenbases:
-        """The bases with the queries' layers."""
+        """The bases restricted to the queries' layers."""
         return dataclasses.replace(self.bases, layers=layers)
 
-    def _places(self, parts: tuple[RotatedPart, ...]) -> list[slice] | None:
-        """Where parts of fewer layers lie in a row; ``None``: they are all of it."""
-        if parts == self._parts:
+    def _places(self, chosen_parts: tuple[RotatedPart, ...]) -> list[slice] | None:
+        """Where the parts of fewer layers are in a row; ``None`` if they are all of it."""
+        if chosen_parts == self._row_parts:
             return None
         places, start = [], 0
-        for part in self._parts:
-            if part in parts:
-                places.append(slice(start, start + part.size))
-            start += part.size
+        for row_part in self._row_parts:
+            if row_part in chosen_parts:
+                places.append(slice(start, start + row_part.size))
+            start += row_part.size
         return places
 
     def _some(self, rows: np.ndarray, places: list[slice] | None) -> Array:
@@ -230,11 +231,11 @@ class GradientStore:
         )
 
     def _chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows, and which of their examples exist."""
-        for index, part in enumerate(self._files.parts):
+        """Yield rows, and which of their examples exist."""
+        for index, batch in enumerate(self._files.parts):
             rows = self._files.rows(index)
-            exists = np.array([bit == "1" for bit in part.exists])
-            for some in chunks(part.number, rows_at_once(self._parts, _READ)):
+            exists = np.array([bit == "1" for bit in batch.exists])
+            for some in chunks(batch.number, rows_at_once(self._row_parts, _READ)):
                 yield rows[some], exists[some]
 
 
@@ -253,34 +254,35 @@ def gradient_store(
     examples: Word | None = None,
     max_bytes: ByteSize = 2**28,
 ) -> GradientStore:
-    r"""Each training example's gradient in the eigenbasis, $Q_A^\top \nabla \ell_n Q_G$, stored.
+    r"""Store each training example's gradient in the eigenbasis, $Q_A^\top \nabla \ell_n Q_G$.
 
     One pass over the training set writes the gradients and measures the eigenvalues (EKFAC) on
-    them. After it, scores of new queries take no backward pass over the training set:
+    them. Afterwards, scores of new queries take no backward pass over the training set:
     :func:`influence` and :func:`self_influence` take the store in its place.
 
-    The eigenvalues are second moments of the gradients at the given targets,
-    ``correct_eigenvalues(..., fisher="empirical")``. Bases that hold measured eigenvalues keep
-    them (those of sampled labels, say), and so do bases of an objective with several outputs.
+    The eigenvalues are second moments of the gradients at the given targets, as in
+    ``correct_eigenvalues(..., fisher="empirical")``. Bases that already have measured eigenvalues
+    keep them (for example those of sampled labels). Bases of an objective with several outputs keep
+    their eigenvalues, too.
 
     Args:
-        objective: As for :func:`influence`, like all that is not named here.
+        objective: As for :func:`influence`.
         params: Parameters.
         bases: Eigenbases with all vectors.
         train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such tuples,
             read once. ``None`` opens the store at ``path``.
-        path: A folder for the store; ``None`` keeps it in host memory. Where the folder holds a
-            store of these arguments it is opened, and ``train``, if given, is compared with it.
-            One that was stopped is gone on with: batches that are there take no backward pass.
+        path: A folder for the store; ``None`` keeps it in host memory. If the folder holds a
+            store of these arguments, it is opened, and ``train``, if given, is compared with it.
+            An interrupted store is continued: batches in it take no backward pass.
         dtype: ``bfloat16``, ``float32`` or ``float64``.
-        layers: Likewise.
-        num_examples: How many examples ``train`` has, to plan the bytes where it is an iterable
+        layers: As for :func:`influence`.
+        num_examples: Number of examples in ``train``, to plan the bytes if it is an iterable
             of unknown length.
-        state: Likewise.
-        experts: Likewise.
-        examples: Likewise.
-        max_bytes: What gradients of examples may take on the device at once, a number or
-            ``"256MiB"``: a batch is cut into as many examples as fit, at least one.
+        state: As for :func:`influence`.
+        experts: As for :func:`influence`.
+        examples: As for :func:`influence`.
+        max_bytes: Most bytes of gradients of examples on the device at once, a number or
+            ``"256MiB"``: a batch is split into as many examples as fit, at least one.
 
     Returns:
         A :class:`GradientStore`; ``store.bases`` are the bases with the measured eigenvalues.
@@ -289,15 +291,15 @@ def gradient_store(
         MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
         FileNotFoundError: ``train`` is ``None``, and there is no store at ``path``.
         ValueError: the folder holds a store of another model, objective, dtype, of other
-            eigenvectors or of other data, which is named; bases without all vectors
-            (``rank=``); two layers that answer for the same elements; else as for
+            eigenvectors or of other data (the difference is named); bases without all vectors
+            (``rank=``); two layers that own the same elements; otherwise as for
             :func:`influence`.
-        DamagedFileError: a file of the store is cut short, or not what was written.
+        DamagedFileError: a file of the store is truncated, or its content has changed.
         OSError: the disk is full. What was written is kept, and nothing is at ``path`` yet.
 
     Memory:
         As many numbers for each example as the layers have parameters, in ``dtype``; the bytes are
-        printed before anything is written. While it is written, the sums of squares twice, in
+        printed before anything is written. While writing, two copies of the sums of squares in
         float64 in host memory.
 
     Example:
@@ -315,8 +317,8 @@ def gradient_store(
     budget = parse_bytes(max_bytes, name="max_bytes")
     if num_examples is not None:
         at_least_one(num_examples=num_examples)
-    own = Examples(objective, bases, layers, experts, examples)
-    bases, parts = own.bases, rotated_parts(own.bases)
+    source = Examples(objective, bases, layers, experts, examples)
+    bases, row_parts = source.bases, rotated_parts(source.bases)
     shapes = {name: jnp.shape(leaf) for name, leaf in partition(params)[0].items()}
     check_disjoint(owned_blocks(bases), shapes)
     about = {
@@ -329,16 +331,16 @@ def gradient_store(
     }
     files: StoreFolder | StoreInMemory = StoreInMemory()
     if path is not None:
-        files = StoreFolder(Path(path), about, width(parts), kind)
+        files = StoreFolder(Path(path), about, width(row_parts), kind)
     if train is None:
         if not files.is_whole:
             raise FileNotFoundError(f"train is None, and there is no whole store at {path}")
     else:
-        writer = StoreWriter(own, params, state, parts, kind, files, budget)
+        writer = StoreWriter(source, params, state, row_parts, kind, files, budget)
         writer.plan(known_number(train) if num_examples is None else num_examples)
         writer.run(train)
     if bases.corrections is None and objective.num_outputs == 1:
-        bases = measured(bases, parts, files.sums())
+        bases = measured(bases, row_parts, files.sums())
     return GradientStore(objective, bases, files, about, kind)
 
 
@@ -350,7 +352,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _vectors_digest(bases: Eigenbases) -> str:
-    """Digest of the eigenvectors; the store is the same for other eigenvalues."""
+    """Digest of the eigenvectors; the store does not depend on the eigenvalues."""
     vectors = {
         layer.name: [spectrum.vectors for spectrum in bases.spectra(layer)]
         for layer in bases.layers

@@ -1,4 +1,4 @@
-"""Influence functions: what training on an example does to the loss of another."""
+"""Influence functions: how training on one example changes the loss of another."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,19 +21,20 @@ from jaxkfac.uses._examples import Examples, Measurement, Per, batches_of, chose
 from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._queries import prepare_queries
 
-# ---------------- the largest scores, kept while batches are streamed
+# ---------------- the largest scores
 
 
-_SHOWN = 20  # queries in a notebook
+_SHOWN = 20  # queries shown in a notebook
 
 
 class TopK(NamedTuple):
     """The largest scores of each query, the largest first.
 
     Attributes:
-        scores: ``(Q, k)``, with ``per="layer"`` ``(Q, layers, k)``; ``-inf`` where there are fewer
-            than ``k`` examples whose score is a number.
-        indices: The same of the examples' places in the stream, from 0; ``-1`` where there is none.
+        scores: ``(Q, k)``, or ``(Q, layers, k)`` with ``per="layer"``; ``-inf`` if fewer than ``k``
+            examples have a score that is a number.
+        indices: Places of these examples in the stream, from 0, in the same shape; ``-1`` if there
+            is no example.
     """
 
     scores: Float[Array, "*queries k"]
@@ -45,10 +46,10 @@ class TopK(NamedTuple):
         if self.scores.ndim < 2 or isinstance(self.scores, Tracer):
             return escape(repr(self))
         k = self.scores.shape[-1]
-        found = [x.reshape(-1, k)[:_SHOWN] for x in jax.device_get(self)]
+        arrays = [x.reshape(-1, k)[:_SHOWN] for x in jax.device_get(self)]
         rows = [
             (str(i), *(f"{index}: {score:.3g}" if index >= 0 else "" for score, index in line))
-            for i, line in enumerate(zip(s, n) for s, n in zip(*found))
+            for i, line in enumerate(zip(s, n) for s, n in zip(*arrays))
         ]
         head = ("query", *(f"{rank}." for rank in range(1, k + 1)))
         notes = ["place in the stream: score"]
@@ -58,12 +59,12 @@ class TopK(NamedTuple):
 
 
 def none_yet(shape: tuple[int, ...], k: int, dtype: jnp.dtype) -> TopK:
-    """Before any example was seen."""
+    """The result before any example is read."""
     return TopK(jnp.full((*shape, k), -jnp.inf, dtype), jnp.full((*shape, k), -1, jnp.int32))
 
 
 def check_top_k(best: TopK, shape: tuple[int, ...]) -> None:
-    """Refuse one of other queries, or of scores that were kept apart in another way.
+    """Refuse a ``TopK`` of other queries, or of scores with another ``per``.
 
     Raises:
         ValueError: naming both shapes.
@@ -76,7 +77,7 @@ def check_top_k(best: TopK, shape: tuple[int, ...]) -> None:
 
 
 def count_nan(scores: Float[Array, "*queries n"], exists: Bool[Array, " n"]) -> Int[Array, ""]:
-    """How many examples have a score that is NaN."""
+    """Number of examples with a score that is NaN."""
     bad = jnp.isnan(scores).reshape(-1, len(exists)).any(0)
     return (bad & exists).sum()
 
@@ -84,9 +85,9 @@ def count_nan(scores: Float[Array, "*queries n"], exists: Bool[Array, " n"]) -> 
 def joined(
     best: TopK, scores: Float[Array, "*queries n"], exists: Bool[Array, " n"], start: int
 ) -> TopK:
-    """The best of those so far and of one batch, whose first example is number ``start``.
+    """The best scores of those so far and of one batch, whose first example is number ``start``.
 
-    A score that is NaN counts as none: ``top_k`` would rank it above all numbers.
+    Scores that are NaN do not count, because ``top_k`` would rank them above all numbers.
     """
     counts = exists & ~jnp.isnan(scores)
     places = jnp.where(counts, start + jnp.arange(len(exists), dtype=jnp.int32), -1)
@@ -96,16 +97,16 @@ def joined(
     return TopK(values, jnp.take_along_axis(indices, at, -1))
 
 
-# ----------------
+# ---------------- influence
 
 
 class TruncatedScores(NamedTuple):
-    """Scores of queries that were held at low rank.
+    """Scores of queries that were stored at low rank.
 
     Attributes:
-        scores: As without.
-        errors: ``(Q, layers)``: what was lost of each layer's part of a query, preconditioned, as a
-            ratio of Frobenius norms; 0 where a layer is held whole.
+        scores: As with queries at full rank.
+        errors: ``(Q, layers)``: what was lost of each layer's part of a preconditioned query, as a
+            ratio of Frobenius norms; 0 for a layer at full rank.
     """
 
     scores: Float[Array, "..."] | TopK
@@ -131,77 +132,76 @@ def influence(
     examples: Word | None = None,
     measurement: Measurement | None = None,
 ) -> Float[Array, "..."] | TopK | TruncatedScores:
-    r"""How much training on each example lowers the loss of each query.
+    r"""Score how much training on each example lowers the loss of each query.
 
-    With $\nabla \ell_n$ the gradient of the sum over one example's loss terms and $F$ the Fisher
-    that the bases stand for, the score of query $q$ and training example $t$ is
+    With $\nabla \ell_n$ the gradient of the sum of one example's loss terms and $F$ the Fisher
+    that the bases represent, the score of query $q$ and training example $t$ is
 
     $$ s_{qt} = \nabla \ell_q^\top (F + \delta)^{-1} \nabla \ell_t . $$
 
-    Positive means that training on $t$ lowers the loss of $q$: where $F$ is the Hessian of the
+    Positive means that training on $t$ lowers the loss of $q$. If $F$ is the Hessian of the
     mean loss, the derivative of $\ell_q$ in the weight of $t$ is $-s_{qt} / N$. It is a
-    derivative, not what leaving $t$ out does: on a linear model that is $1 / (1 - h_t)$ as
-    much, $h_t$ the leverage.
+    derivative, not the effect of leaving $t$ out; on a linear model that effect is
+    $1 / (1 - h_t)$ times as large, with $h_t$ the leverage.
 
-    The queries' gradients are preconditioned once and kept. Training examples are streamed: each
-    batch takes one backward pass for all queries, in which layers multiply the queries with what
-    they see of an example, and no gradient of the whole model is formed.
+    The queries' gradients are preconditioned once and stored. Training examples are streamed: each
+    batch takes one backward pass for all queries. In it, each layer multiplies the queries with its
+    part of an example's gradient, and no gradient of the full model is formed.
 
     Args:
         objective: A model and its likelihood.
         params: Parameters.
         bases: From :func:`eigendecompose`, or with eigenvalues measured by
             :func:`correct_eigenvalues`. Parameters that they do not cover count as fixed.
-            ``None`` where the queries were prepared with them.
-        queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms count nowhere.
-            Or what :func:`prepare_queries` has made of them; then ``damping``, ``query_rank`` and
-            ``max_bytes`` have done their work.
-        train: Such a tuple, or an iterable of them, read once. Or what :func:`gradient_store` has
-            made of them: then no backward pass is taken over them, and ``experts`` and
-            ``examples`` have done their work.
-        damping: $\delta \ge 0$ in the units of the squared gradient, or ``"heuristic"``: for each
-            block, and each slice of a stack, a tenth of its mean eigenvalue.
-        layers: A pattern of layer names or parameter paths, matched whole; ``None`` takes all
+            ``None`` if the queries were prepared with them.
+        queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms do not count.
+            Or the result of :func:`prepare_queries`; then ``damping``, ``query_rank`` and
+            ``max_bytes`` are not used.
+        train: Such a tuple, or an iterable of them, read once. Or a :func:`gradient_store` of
+            them, which takes no backward pass; then ``experts`` and ``examples`` are not used.
+        damping: $\delta \ge 0$ in the units of the squared gradient, or ``"heuristic"``: a tenth of
+            the mean eigenvalue of each block, and of each slice of a stack.
+        layers: A full-match pattern of layer names or parameter paths; ``None`` takes all
             layers of the bases.
-        per: ``"sum"``; ``"layer"``: scores of each layer, in the order of ``bases.layers`` (of
-            those that ``layers`` matches), a stack as one; ``"token"``: of each position of the
-            training examples, for outputs ``(N, S, ...)``.
-        top_k: Keep only so many of the largest scores of each query (and layer) while streaming.
-            Examples whose terms are all masked are left out, and scores that are NaN. A ``TopK``
-            of an earlier part of the stream is gone on with, from ``start``.
-        start: Place in the stream of its first example here; by default 0, and needed where
+        per: ``"sum"``; ``"layer"``: scores of each layer, in the order of ``bases.layers`` (those
+            that ``layers`` matches), a stack counting as one; ``"token"``: scores of each position
+            of the training examples, for outputs ``(N, S, ...)``.
+        top_k: Keep only this many of the largest scores of each query (and layer) while streaming.
+            Examples whose terms are all masked, and scores that are NaN, are left out. Pass a
+            ``TopK`` of an earlier part of the stream to continue it, with ``start``.
+        start: Place in the stream of the first example; 0 by default, required if
             ``top_k`` is a ``TopK``.
-        query_rank: Hold each layer's part of a query, a matrix, as the nearest one of this rank,
-            where that is smaller. Examples are scored the faster for it.
-        max_bytes: What queries may take, those that are held and those in work, a number or
-            ``"4GB"``; by default there is no bound.
-        state: What a call of the model takes beside its inputs (batch statistics).
-        experts: As it was given for the factors.
-        examples: ``"apart"``: your word that no example's output depends on another example, where
+        query_rank: Store each layer's part of a query, a matrix, as the nearest matrix of this
+            rank, where that is smaller. Scoring is then faster.
+        max_bytes: Most bytes of queries, both stored and in work, a number or
+            ``"4GB"``; unlimited by default.
+        state: What a call of the model takes besides its inputs (batch statistics).
+        experts: As for the factors.
+        examples: ``"apart"`` declares that no example's output depends on another example, where
             the program does not prove it; see :func:`value_grad_and_factors`.
-        measurement: ``measurement(outputs, query)``, a scalar of one query in place of its loss: a
-            margin, or the log likelihood of some tokens. It sees the outputs and the batch
-            ``(inputs, targets, mask)`` of that query without the axis of examples, and
-            $\nabla \ell_q$ is its gradient: positive scores mean that training on an example lowers
-            the measurement. Pass the same function each time, or each call compiles.
+        measurement: ``measurement(outputs, query)``, a scalar of one query that replaces its loss:
+            for example a margin, or the log likelihood of some tokens. It receives the outputs and
+            the batch ``(inputs, targets, mask)`` of that query without the example axis, and
+            $\nabla \ell_q$ is its gradient. Positive scores then mean that training on an example
+            lowers the measurement. Pass the same function each time, or each call compiles.
 
     Returns:
-        ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)`` (where
-        batches differ in S the longest, shorter ones ending in zeros); with ``top_k`` a
-        ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores,
-        errors)`` of it.
+        ``(Q, N)``; with ``per="layer"`` ``(Q, layers, N)``; with ``"token"`` ``(Q, N, S)``, where S
+        is the longest of all batches and shorter ones end in zeros. With ``top_k`` a
+        ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores, errors)`` of
+        either.
 
     Raises:
         MemoryBudgetError: the queries do not fit into ``max_bytes``.
-        CoupledExamplesError: an example's output depends on other examples, as by batch
-            statistics outside of evaluation mode.
+        CoupledExamplesError: an example's output depends on other examples, for example through
+            batch statistics outside of evaluation mode.
         UnknownLayerError: ``layers`` matches nothing, or the program lacks a layer of the bases.
-        LostRowsError: the rows of a layer cannot be told apart by example, or by position.
-        ValueError: bases of another model, of another likelihood (where ``bases.origin`` tells) or
-            without vectors, a batch that does not fit, an iterable that is empty, zero damping of a
-            block that is singular, ``layers`` that leave out another reading of the same elements
-            of a parameter, a ``TopK`` of other queries or without ``start``, or a measurement that
-            is no floating scalar, or is given beside prepared queries.
+        LostRowsError: the rows of a layer cannot be assigned to examples, or to positions.
+        ValueError: bases of another model, of another likelihood (if ``bases.origin`` shows it) or
+            without vectors; a batch that does not fit; an iterable that is empty; zero damping of a
+            singular block; ``layers`` that leave out another reading of the same elements of a
+            parameter; a ``TopK`` of other queries or without ``start``; or a measurement that
+            is not a floating scalar, or is passed with prepared queries.
         TypeError: a scalar loss in place of an ``Objective``, or queries that are no tuple.
 
     Warns:
@@ -209,10 +209,10 @@ def influence(
             leaves out examples whose scores are NaN (not under ``jit``).
 
     Memory:
-        One gradient of each query (with ``query_rank`` less), three more of those in work, one
+        One gradient of each query (less with ``query_rank``), three more for those in work, one
         backward pass of a batch without gradients of parameters, and for each layer 32 MiB or
-        what one example takes. Scales and lone biases keep their gradients by example, with
-        ``per="token"`` by position.
+        what one example takes. Scales and lone biases store their gradients by example, or
+        by position with ``per="token"``.
 
     Example:
         >>> scores = jk.influence(objective, params, bases, (inputs[:2], targets[:2]), batch)
@@ -239,13 +239,13 @@ def influence(
             )
     if isinstance(train, GradientStore):
         train.check(objective, params, bases, state)
-    held, prepared = queries, isinstance(queries, Queries)
+    prepared_queries, prepared = queries, isinstance(queries, Queries)
     if prepared and measurement is not None:
         raise ValueError("measurement: the queries are prepared: pass it to jk.prepare_queries")
     if not prepared:
         if bases is None:
             raise TypeError("bases: None goes with queries of jk.prepare_queries only")
-        held = prepare_queries(
+        prepared_queries = prepare_queries(
             objective,
             params,
             bases,
@@ -259,16 +259,19 @@ def influence(
             examples=examples,
             measurement=measurement,
         )
-    found, best, start, bad = [], None, start or 0, []
+    by_batch, best, start, bad = [], None, start or 0, []
     if isinstance(top_k, TopK):
-        number = len(chosen(held, layers).layers)
-        check_top_k(top_k, (held.number, number) if per == "layer" else (held.number,))
+        number = len(chosen(prepared_queries, layers).layers)
+        check_top_k(
+            top_k,
+            (prepared_queries.number, number) if per == "layer" else (prepared_queries.number,),
+        )
         best = top_k
     options = {"per": per, "layers": layers, "state": state, "experts": experts}
     options["examples"] = examples
-    for scores, exist in scores_of_batches(objective, params, held, train, **options):
+    for scores, exist in scores_of_batches(objective, params, prepared_queries, train, **options):
         if top_k is None:
-            found.append(scores)
+            by_batch.append(scores)
             continue
         if best is None:
             assert isinstance(top_k, int)
@@ -278,10 +281,14 @@ def influence(
         bad.append(count_nan(scores, exist))
     _warn_of_nan(bad)
     if per == "token":
-        longest = max(x.shape[-1] for x in found)
-        found = [jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[-1]))) for x in found]
-    whole = jnp.concatenate(found, 1 + (per == "layer")) if best is None else best
-    return whole if prepared or query_rank is None else TruncatedScores(whole, held.errors)
+        longest = max(x.shape[-1] for x in by_batch)
+        by_batch = [jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[-1]))) for x in by_batch]
+    result = jnp.concatenate(by_batch, 1 + (per == "layer")) if best is None else best
+    return (
+        result
+        if prepared or query_rank is None
+        else TruncatedScores(result, prepared_queries.errors)
+    )
 
 
 def _warn_of_nan(numbers: list[Int[Array, ""]]) -> None:
@@ -307,21 +314,21 @@ def scores_of_batches(
     experts: str | None = None,
     examples: Word | None = None,
 ) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:
-    """The scores of each batch as it is read, for what is saved or shown on the way.
+    """Yield the scores of each batch as it is read, to save or show them on the way.
 
     Args:
-        objective: As for :func:`influence`, like all that is not named here.
+        objective: As for :func:`influence`.
         params: Parameters.
         queries: From :func:`prepare_queries`.
         train: A batch, or an iterable of them.
         per: As for :func:`influence`.
-        layers: Likewise.
-        state: Likewise.
-        experts: Likewise.
-        examples: Likewise.
+        layers: As for :func:`influence`.
+        state: As for :func:`influence`.
+        experts: As for :func:`influence`.
+        examples: As for :func:`influence`.
 
     Yields:
-        The scores of one batch, as :func:`influence` returns them, and which of its examples have
+        The scores of one batch, in the form of :func:`influence`, and which of its examples have
         a term that their mask keeps, ``(n,)``.
     """
     if isinstance(train, GradientStore):
@@ -330,14 +337,14 @@ def scores_of_batches(
         train.check(objective, params, None, state)
         yield from train.scores(queries, layers, by_layer=per == "layer")
         return
-    own = Examples(objective, queries, layers, experts, examples)
-    score = own.compiled(_scores, per)
+    scorer = Examples(objective, queries, layers, experts, examples)
+    score = scorer.compiled(_scores, per)
     for some in batches_of(train):
-        batch = own.checked(params, some, state)
-        yield score(params, own.queries, batch, state), own.exists(batch)
+        batch = scorer.checked(params, some, state)
+        yield score(params, scorer.queries, batch, state), scorer.exists(batch)
 
 
 def _scores(
-    own: Examples, params: PyTree, batch: Batch, state: PyTree, per: Per
+    scorer: Examples, params: PyTree, batch: Batch, state: PyTree, per: Per
 ) -> Float[Array, "..."]:
-    return own.scores(params, own.queries, batch, state, per=per)
+    return scorer.scores(params, scorer.queries, batch, state, per=per)

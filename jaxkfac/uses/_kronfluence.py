@@ -1,4 +1,4 @@
-"""Factors that kronfluence has written, as eigenbases."""
+"""Eigenbases from the factors that kronfluence has written."""
 
 import dataclasses
 import json
@@ -28,33 +28,33 @@ def load_kronfluence(
     terms_per_example: int,
     names: Mapping[str, str] | None = None,
 ) -> Eigenbases:
-    """Bases of what kronfluence 1.0 has written, so that a run there is continued here.
+    """Load what kronfluence 1.0 has written as eigenbases, to continue its run here.
 
-    Its eigenvectors are taken, or where it has not come to them its covariances are decomposed;
-    and where ``lambda_matrix.safetensors`` is there, its measured eigenvalues too. Scores with
-    them are ``terms_per_example`` times its own: it has the Fisher of a sum over an example's
-    terms, and here it is of their mean.
+    Its eigenvectors are used; if it has not computed them, its covariances are decomposed. If
+    ``lambda_matrix.safetensors`` exists, its measured eigenvalues are used too. Scores here are
+    ``terms_per_example`` times its scores: it uses the Fisher of a sum over an example's
+    terms, and this library that of their mean.
 
-    Convolutions are refused: PyTorch lays a window out as ``(C_in, kh, kw)``, and a kernel here has
-    rows ``(kh, kw, C_in)``, so that the eigenvectors would stand for other inputs.
+    Convolutions are refused: PyTorch orders a window as ``(C_in, kh, kw)``, and a kernel here has
+    rows ``(kh, kw, C_in)``, so the eigenvectors would belong to other inputs.
 
     Args:
-        folder: ``factors_NAME``, where its ``.safetensors`` are. Files of partitions are
-            aggregated there first.
-        like: Factors of the model here, or their shapes (``stats.factor_shapes``).
+        folder: ``factors_NAME``, which contains the ``.safetensors`` files. Aggregate files of
+            partitions in kronfluence first.
+        like: Factors of the model, or their shapes (``stats.factor_shapes``).
         terms_per_example: Loss terms of each example: 1, or the tokens of a text.
-        names: ``{layer name here: module name there}``, of the layers that are read. By default a
-            kernel's path is the module's, ``a/b/kernel`` for ``a.b``, and layers that are a
-            diagonal are left out.
+        names: ``{layer name: kronfluence module name}``, for the layers to load. By default the
+            module name comes from the kernel's path, ``a.b`` from ``a/b/kernel``, and diagonal
+            layers are left out.
 
     Returns:
         The bases, unclipped (``max_condition`` is infinite). Their ``origin`` has the Fisher type
-        where ``factor_arguments.json`` is there, and no likelihood: the files do not name it.
+        if ``factor_arguments.json`` exists, and no likelihood, which the files do not name.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        UnknownLayerError: a layer here that is not asked for rightly, or a module that the files
-            do not have; the nearest names are given.
+        FileNotFoundError: a file does not exist.
+        UnknownLayerError: ``names`` has a layer that the model lacks, or a module that the files
+            lack; the nearest names are given.
         ValueError: a matrix of another shape than the layer's, a layer of several slices, or a
             convolution.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
@@ -72,12 +72,12 @@ def load_kronfluence(
                 f"layer {layer.name!r} is a convolution, whose inputs kronfluence has in another "
                 "order, (C_in, kh, kw) in place of (kh, kw, C_in): leave it out of names="
             )
-    # Each module there has eigenvectors of its own, whatever it shares here.
+    # Each kronfluence module has its own eigenvectors, even if layers share an input here.
     layers = tuple(dataclasses.replace(like.layer(name), input=name) for name in names)
     dtype = next(iter(like.g_sums.values())).dtype
     folder = Path(folder)
     a, g = {}, {}
-    for side, found in zip(_SIDES, (a, g), strict=True):
+    for side, table in zip(_SIDES, (a, g), strict=True):
         read = _decomposed if (folder / f"{side}_eigenvectors.safetensors").is_file() else _solved
         spectra = read(folder, side, dtype)
         for layer in layers:
@@ -87,7 +87,7 @@ def load_kronfluence(
             size = layer.in_features + ones if side == "activation" else layer.out_features
             values, vectors = (_of_module(x, names[layer.name]) for x in spectra)
             _check_shape(names[layer.name], vectors, (size, size))
-            found[layer.name] = Spectrum(values, vectors)
+            table[layer.name] = Spectrum(values, vectors)
     clipping: Any = {"max_condition": float("inf"), "floor": 0.0}
     bases = Eigenbases(a, {}, g, {}, layers, like.bias, **clipping, origin=_origin(folder))
     if not (folder / f"{_LAMBDA[0]}.safetensors").is_file():
@@ -113,7 +113,7 @@ def _origin(folder: Path) -> Origin | None:
 
 def _decomposed(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
     """Eigenvalues and eigenvectors by module."""
-    values, vectors = (f"{side}_{part}.safetensors" for part in ("eigenvalues", "eigenvectors"))
+    values, vectors = (f"{side}_{kind}.safetensors" for kind in ("eigenvalues", "eigenvectors"))
     return (
         load_safetensors(folder / values, dtype=dtype),
         load_safetensors(folder / vectors, dtype=dtype),
@@ -138,6 +138,6 @@ def _of_module(tensors: Tensors, module: str) -> jax.Array:
     return tensors[module]
 
 
-def _check_shape(module: str, found: jax.Array, shape: tuple[int, ...]) -> None:
-    if found.shape != shape:
-        raise ValueError(f"module {module!r}: expected a tensor {shape}, got {found.shape}")
+def _check_shape(module: str, tensor: jax.Array, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"module {module!r}: expected a tensor {shape}, got {tensor.shape}")

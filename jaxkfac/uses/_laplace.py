@@ -28,16 +28,16 @@ def laplace(
     experts: str | None = None,
     examples: Word | None = None,
 ) -> LaplacePosterior:
-    r"""The Gaussian that has its mode at the parameters and their curvature there.
+    r"""The Gaussian with its mode at the parameters and the curvature there as its precision.
 
-    With the prior $\mathcal N(0, \operatorname{diag}(\delta)^{-1})$, $N$ examples of $R$ loss terms
-    and the curvature $F$ of the mean loss that the bases stand for, the precision is
+    With the prior $\mathcal N(0, \operatorname{diag}(\delta)^{-1})$, $N$ examples with $R$ loss
+    terms each, and the curvature $F$ of the mean loss that the bases represent, the precision is
 
     $$ P = N R F + \operatorname{diag}(\delta) , $$
 
-    of a ``Gaussian()`` likelihood with $F / \sigma^2$ in place of $F$. Eigenvalues are taken as
-    they were decomposed, negative ones as 0: ``max_condition`` and ``floor`` of the bases change
-    nothing.
+    and for a ``Gaussian()`` likelihood $F / \sigma^2$ replaces $F$. Eigenvalues are used as
+    decomposed, with negative ones as 0; ``max_condition`` and ``floor`` of the bases have no
+    effect.
 
     Nothing is computed yet. The posterior has ``log_marginal_likelihood(train)``,
     ``tune_prior(train)``, ``variance(inputs)``, ``predict(inputs)`` and ``sample(key, number)``.
@@ -47,18 +47,18 @@ def laplace(
         params: Parameters, at a minimum of the loss with the prior's penalty.
         bases: From :func:`eigendecompose`, or with eigenvalues measured by
             :func:`correct_eigenvalues`; of ``fisher="mc"`` or ``"exact"``.
-        num_examples: $N$, of the whole training set.
+        num_examples: $N$, the size of the full training set.
         prior_precision: $\delta > 0$, one number; or ``(layers,)``, in the order of
             ``posterior.layers``.
         noise: $\sigma > 0$, the standard deviation of a Gaussian's noise.
-        layers: A pattern of layer names or parameter paths, matched whole: the last layer, or
-            adapters. ``None`` takes all layers of the bases. Parameters outside are held fixed,
-            and named in ``posterior.fixed``.
+        layers: A full-match pattern of layer names or parameter paths, for example the last layer
+            or adapters. ``None`` takes all layers of the bases. All other parameters are fixed,
+            and are listed in ``posterior.fixed``.
         terms_per_example: $R$, how many loss terms (tokens) of an example the mask keeps on
-            average; needed where outputs have more axes than ``(N, C)``.
-        state: What a call of the model takes beside its inputs (batch statistics).
-        experts: As it was given for the factors.
-        examples: ``"apart"``: your word that no example's output depends on another example, where
+            average; needed if outputs have more axes than ``(N, C)``.
+        state: What a call of the model takes besides its inputs (batch statistics).
+        experts: As for the factors.
+        examples: ``"apart"`` declares that no example's output depends on another example, where
             the program does not prove it; see :func:`value_grad_and_factors`.
 
     Returns:
@@ -67,14 +67,14 @@ def laplace(
     Raises:
         UnknownLayerError: ``layers`` matches nothing.
         ValueError: a number that is not positive, a prior precision of another shape, a parameter
-            that two layers answer for, several likelihoods, bases of another likelihood (where
-            ``bases.origin`` tells), or bases without vectors. Bases of another model and coupled
+            that two layers own, several likelihoods, bases of another likelihood (if
+            ``bases.origin`` shows it), or bases without vectors. Bases of another model and coupled
             examples are refused when data comes.
         TypeError: a scalar loss in place of an ``Objective``.
 
     Warns:
-        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``), or the
-            gradients at the given labels in place of it (``"empirical"``).
+        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``), or gradients
+            at the given labels in its place (``"empirical"``).
 
     Example:
         >>> stats = jk.value_grad_and_factors(objective, fisher="exact")
@@ -98,12 +98,12 @@ def laplace(
             f"a Laplace posterior is of one likelihood, and this objective has "
             f"{objective.num_outputs}: give an Objective of the output that is wanted"
         )
-    own = Examples(objective, bases, layers, experts, examples)
-    warn_of_empirical(own.bases)
+    selected = Examples(objective, bases, layers, experts, examples)
+    warn_of_empirical(selected.bases)
     (likelihood,) = jax.tree.leaves(objective.likelihood)
     if not isinstance(likelihood, Gaussian) and (isinstance(noise, Tracer) or noise != 1.0):
         raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")
-    chosen, blocks = raw(own.bases), owned_blocks(own.bases)
+    chosen, blocks = raw(selected.bases), owned_blocks(selected.bases)
     shapes = {path: jnp.shape(leaf) for path, leaf in partition(params)[0].items()}
     check_disjoint(blocks, shapes)
     posterior = LaplacePosterior(
@@ -112,7 +112,7 @@ def laplace(
         prior_precision=prior_precision,
         noise=noise,
         state=state,
-        examples=own.without_arrays(),
+        examples=selected.without_arrays(),
         num_examples=float(num_examples),
         terms_per_example=None if terms_per_example is None else float(terms_per_example),
         layers=tuple(block.layer.name for block in blocks),

@@ -1,4 +1,4 @@
-"""A Gaussian over parameters whose precision is curvature, and what it says of data."""
+"""A Gaussian over parameters whose precision is curvature: evidence, predictions, samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,19 +49,19 @@ BYTES = 2**28
 class LaplacePosterior:
     r"""$\mathcal N(\theta, P^{-1})$ with $P = N R F / \sigma^2 + \operatorname{diag}(\delta)$.
 
-    A pytree: it goes into jitted functions and comes out of them. :func:`laplace` makes it.
+    A pytree, which jitted functions can take and return. :func:`laplace` makes it.
 
     Attributes:
-        params: The mean; parameters in ``fixed`` are no part of the posterior.
+        params: The mean; parameters in ``fixed`` are not part of the posterior.
         bases: The curvature $F$ of the mean loss.
         prior_precision: $\delta$, a number, or ``(layers,)`` in the order of ``layers``.
-        noise: $\sigma$, the noise's standard deviation of a Gaussian likelihood; else 1.
-        state: What a call of the model takes beside its inputs.
+        noise: $\sigma$, the standard deviation of a Gaussian likelihood's noise; else 1.
+        state: What a call of the model takes besides its inputs.
         examples: The objective and the program, static.
         num_examples: $N$, static.
-        terms_per_example: $R$, static; ``None``: one.
-        layers: The layers that answer for parameters, static.
-        fixed: Paths of the parameters that are held fixed, all of them or in part, static.
+        terms_per_example: $R$, static; ``None`` for one.
+        layers: Names of the layers that own parameters, static.
+        fixed: Paths of the parameters that are fixed, completely or partly, static.
     """
 
     params: Any
@@ -85,10 +85,10 @@ class LaplacePosterior:
     # -- evidence ---------------------------------------------------------------------
 
     def log_likelihood(self, train: Any) -> LogLikelihood:
-        """What the evidence reads of the data, in one pass.
+        """Everything that the evidence needs from the data, in one pass.
 
-        It changes neither with the prior nor with the noise:
-        ``log_marginal_likelihood`` takes it in place of the data.
+        It depends neither on the prior nor on the noise, and
+        ``log_marginal_likelihood`` accepts it in place of the data.
 
         Args:
             train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such
@@ -100,8 +100,8 @@ class LaplacePosterior:
         """
         total = None
         for some in batches_of(train):
-            part = summed_terms(self, self.checked(some))
-            total = (LongSum.zeros(part) if total is None else total) + part
+            batch_sum = summed_terms(self, self.checked(some))
+            total = (LongSum.zeros(batch_sum) if total is None else total) + batch_sum
         assert total is not None
         total = total.total
         expected = self.num_examples * (self.terms_per_example or 1)
@@ -127,11 +127,12 @@ class LaplacePosterior:
 
         Args:
             train: The data, as for ``log_likelihood``, or what that returned.
-            prior_precision: In place of the posterior's own.
-            noise: Likewise.
+            prior_precision: Replaces the posterior's own.
+            noise: Replaces the posterior's own.
 
         Raises:
-            ValueError: as ``log_likelihood``, or a prior precision or noise that is not positive.
+            ValueError: as in ``log_likelihood``, or a prior precision or noise that is not
+                positive.
         """
         data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
         posterior = self.replace(
@@ -151,33 +152,32 @@ class LaplacePosterior:
     ) -> "LaplacePosterior":
         r"""The posterior with the prior precision that fits best.
 
-        On the evidence: the one maximum is found by bisection, from the eigenvalues alone. The data
-        is read for the noise of a Gaussian, which is fitted with the prior; of other likelihoods
-        the best prior does not depend on it, and ``train`` is not read.
+        On the evidence, bisection finds the only maximum, from the eigenvalues alone. The data
+        is read only for a Gaussian, whose noise is fitted with the prior. For other likelihoods
+        the best prior does not depend on the data, and ``train`` is not read.
 
-        On validation data: of a grid, the prior precision with the least negative log predictive
-        probability (of the probit's rule, or of the Gaussian, whose noise stays). By layer, layers
-        take turns until none changes.
+        On validation data, the number of a grid with the least negative log predictive
+        probability is chosen (by the probit rule, or exactly for a Gaussian, whose noise stays). By
+        layer, layers take turns until none changes.
 
         Args:
-            train: The data, as for ``log_likelihood``, or what that returned. ``None`` leaves the
-                noise.
-            validation: Tune on this in place of the evidence: a batch, or an iterable of them,
-                read once.
-            by_layer: A precision for each layer, in place of one.
-            grid: For ``validation``; by default 25 from 1e-4 to 1e4.
+            train: The data, as for ``log_likelihood``, or its result. ``None`` keeps the noise.
+            validation: Tune on this data instead of the evidence: a batch, or an iterable of
+                batches, read once.
+            by_layer: Tune a precision for each layer instead of one for all.
+            grid: For ``validation``; by default 25 numbers from 1e-4 to 1e4.
             max_bytes: For ``validation``, as in ``variance``.
 
         Raises:
-            ValueError: both train and validation; there is no maximum: no curvature, or
-                parameters that are all zero; or the loss on validation data is NaN.
+            ValueError: both train and validation are given; there is no maximum (no curvature, or
+                all parameters are zero); or the loss on validation data is NaN.
 
         Warns:
-            UserWarning: by layer, some have no maximum, and keep their prior precision.
+            UserWarning: by layer, some layers have no maximum and keep their prior precision.
 
         Memory:
-            By layer on validation, the covariances of all examples for every layer and number of
-            the grid.
+            By layer on validation data, the covariances of all examples for every layer and number
+            of the grid.
         """
         if validation is not None:
             if train is not None:
@@ -189,31 +189,31 @@ class LaplacePosterior:
         data = None
         if train is not None and isinstance(self.likelihood, Gaussian):
             data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
-        prior, noise, there = best_on_evidence(self, data, by_layer=by_layer)
+        prior, noise, has_maximum = best_on_evidence(self, data, by_layer=by_layer)
         if not isinstance(prior, Tracer):
-            check_maximum(there, noise, self.layers, by_layer=by_layer)
+            check_maximum(has_maximum, noise, self.layers, by_layer=by_layer)
         return self.replace(prior, noise)
 
     # -- predictions ------------------------------------------------------------------
 
     def variance(self, inputs: PyTree, *, max_bytes: ByteSize = BYTES) -> Float[Array, "..."]:
-        r"""The covariance $J_n P^{-1} J_n^\top$ of the outputs, the model being linearised.
+        r"""The covariance $J_n P^{-1} J_n^\top$ of the outputs of the linearized model.
 
-        No gradient of all examples and outputs is held: examples, and where it has to be outputs,
-        go some at a time.
+        The gradients of all examples and outputs are never stored together: examples, and if
+        necessary outputs, are handled some at a time.
 
         Args:
             inputs: What the model takes, examples first.
-            max_bytes: What gradients of outputs may take at once, a number or ``"256MiB"``.
+            max_bytes: Most bytes of gradients of outputs at once, a number or ``"256MiB"``.
 
         Returns:
-            ``(N, C, C)``. For outputs ``(N, ..., C)`` of several loss terms ``(N, ..., C, C)``,
-            each term's own; for outputs ``(N,)`` ``(N, 1, 1)``.
+            ``(N, C, C)``. For outputs ``(N, ..., C)`` with several loss terms ``(N, ..., C, C)``,
+            one matrix for each term; for outputs ``(N,)`` ``(N, 1, 1)``.
 
         Raises:
             CoupledExamplesError: an example's output depends on other examples.
             MemoryBudgetError: the gradient of one output does not fit into ``max_bytes``.
-            ValueError: inputs do not fit, or are to be cut and do not have the examples first.
+            ValueError: inputs do not fit, or have to be split and do not have the examples first.
         """
         return self._distribution(inputs, max_bytes)[0].covariance
 
@@ -230,21 +230,21 @@ class LaplacePosterior:
 
         Args:
             inputs: What the model takes, examples first.
-            method: From the Gaussian over logits to probabilities: ``"probit"``, the default,
+            method: How a Gaussian over logits becomes probabilities: ``"probit"``, the default,
                 $\operatorname{softmax}(f / \sqrt{1 + \tfrac\pi8 v})$; ``"bridge"``, the mean of the
                 Dirichlet of the Laplace bridge (``Categorical`` only); ``"mc"``, the mean over
-                samples. A Gaussian likelihood takes none: its predictive is exact.
+                samples. A Gaussian likelihood takes no method: its predictive is exact.
             key: For ``"mc"``.
             num_samples: For ``"mc"``.
             max_bytes: As for ``variance``.
 
         Returns:
-            Probabilities, shaped like the outputs; of a Gaussian a
-            ``GaussianPrediction(mean, covariance)``, in whose covariance the noise is.
+            Probabilities, shaped like the outputs; for a Gaussian likelihood a
+            ``GaussianPrediction(mean, covariance)`` whose covariance includes the noise.
 
         Raises:
-            ValueError: an unknown method, one that the likelihood does not have, or ``"mc"``
-                without a key; else as for ``variance``.
+            ValueError: an unknown method, one that the likelihood lacks, or ``"mc"``
+                without a key; otherwise as for ``variance``.
 
         References:
             David MacKay, "The Evidence Framework Applied to Classification Networks", 1992.
@@ -275,34 +275,34 @@ class LaplacePosterior:
             num_samples: How many.
 
         Returns:
-            A tree like the parameters, every leaf with a leading axis of ``num_samples``, those of
-            fixed parameters too; dtypes are the parameters'.
+            A tree like the parameters, in their dtypes. Every leaf has a leading axis of
+            ``num_samples``, including fixed parameters.
         """
         check_key(key)
         at_least_one(num_samples=num_samples)
         return sampled(self, key, num_samples)
 
-    # -- parts ------------------------------------------------------------------------
+    # -- precision and checks ---------------------------------------------------------
 
     @property
     def likelihood(self) -> Any:
-        """The objective's."""
+        """The objective's likelihood."""
         (likelihood,) = jax.tree.leaves(self.examples.objective.likelihood)
         return likelihood
 
     @property
     def precision(self) -> PosteriorPrecision:
-        """The precision, by its blocks."""
+        """The precision as blocks."""
         number = self.num_examples * (self.terms_per_example or 1)
         scale = number / jnp.square(self.noise)
         prior = jnp.broadcast_to(self.prior_precision, len(self.layers))
         return PosteriorPrecision(self.bases, scale, prior)
 
     def replace(self, prior_precision: ArrayLike, noise: ArrayLike) -> "LaplacePosterior":
-        """The same with another prior precision and noise.
+        """The posterior with another prior precision and noise.
 
         Raises:
-            ValueError: one that is not positive, or a prior precision of another shape.
+            ValueError: a number is not positive, or the prior precision has another shape.
         """
         check_prior(prior_precision, self.layers)
         check_positive("noise", noise)
@@ -311,10 +311,10 @@ class LaplacePosterior:
         return dataclasses.replace(self, prior_precision=prior, noise=noise)
 
     def checked(self, batch: Any) -> Batch:
-        """A batch, once it goes together with the model and the bases; see ``Examples``.
+        """Check that a batch fits the model and the bases; see ``Examples``.
 
         Raises:
-            ValueError: outputs have several loss terms, and ``terms_per_example`` is not known.
+            ValueError: outputs have several loss terms, and ``terms_per_example`` is not given.
         """
         batch = self.examples.checked(self.params, replicated(batch), self.state)
         traced = self.examples.traced(self.params, batch, self.state)
@@ -329,7 +329,7 @@ class LaplacePosterior:
     def _distribution(
         self, inputs: PyTree, max_bytes: ByteSize
     ) -> tuple[OutputDistribution, tuple[int, ...]]:
-        """Of the outputs, ``(N, ..., C)``, and their own shape, which may lack the last axis."""
+        """The distribution of the outputs, ``(N, ..., C)``, and their own shape, maybe ``(N,)``."""
         budget = parse_bytes(max_bytes, name="max_bytes")
         objective = self.examples.objective
         shapes = jax.eval_shape(
@@ -338,7 +338,7 @@ class LaplacePosterior:
             self.state,
         )
         labels = jax.eval_shape(objective.sample, jax.random.key(0), shapes)
-        targets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), labels)  # of any value
+        targets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), labels)  # values do not count
         batch = self.checked((inputs, targets))
         outputs = output_distribution(self, batch, max_bytes=budget)
         shape = jax.tree.leaves(shapes)[0].shape

@@ -1,12 +1,13 @@
-"""What a Laplace posterior computes, each compiled once for all posteriors of one model."""
+"""The compiled programs of a Laplace posterior; all posteriors of one model share them."""
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from jaxkfac.factors import Batch, Gaussian
@@ -21,6 +22,7 @@ from jaxkfac.uses._linearised_variance import (
 )
 from jaxkfac.uses._posterior_precision import (
     LogLikelihood,
+    PosteriorPrecision,
     best_prior,
     best_prior_and_noise,
     has_maximum,
@@ -28,33 +30,55 @@ from jaxkfac.uses._posterior_precision import (
     squared_norms,
 )
 
-if TYPE_CHECKING:
-    from jaxkfac.uses._laplace_posterior import LaplacePosterior
+
+@runtime_checkable
+class Posterior(Protocol):
+    """What the programs read of a ``LaplacePosterior``, whose module imports this one."""
+
+    @property
+    def params(self) -> Any: ...
+    @property
+    def prior_precision(self) -> Any: ...
+    @property
+    def noise(self) -> Any: ...
+    @property
+    def state(self) -> Any: ...
+    @property
+    def examples(self) -> Any: ...
+    @property
+    def likelihood(self) -> Any: ...
+    @property
+    def precision(self) -> PosteriorPrecision: ...
+    def replace(self, prior_precision: ArrayLike, noise: ArrayLike) -> Any: ...
+    def checked(self, batch: Any) -> Batch: ...
+
+
+AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
 
 
 @jax.jit
-def summed_terms(posterior: "LaplacePosterior", batch: Batch) -> LogLikelihood:
-    """Of one batch."""
+def summed_terms(posterior: Posterior, batch: Batch) -> LogLikelihood:
+    """The sums of one batch that the evidence needs."""
     objective = posterior.examples.objective
     outputs, _ = objective.outputs(posterior.params, batch.inputs, None, posterior.state)
     (head,) = objective.heads(outputs, batch.targets, batch.mask)
     loss, dtype = head.kept_terms().sum(), posterior.noise.dtype
     gaussian = isinstance(posterior.likelihood, Gaussian)
-    targets = head.kept * (head.columns if gaussian else 0)
-    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.kept, targets)))
+    targets = head.num_kept * (head.columns if gaussian else 0)
+    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.num_kept, targets)))
 
 
 @jax.jit
-def evidence_of(posterior: "LaplacePosterior", data: LogLikelihood) -> Float[Array, ""]:
+def evidence_of(posterior: Posterior, data: LogLikelihood) -> Float[Array, ""]:
     """The log marginal likelihood."""
     return log_evidence(posterior.precision, _norms(posterior), data, posterior.noise)
 
 
 @functools.partial(jax.jit, static_argnames="by_layer")
 def best_on_evidence(
-    posterior: "LaplacePosterior", data: LogLikelihood | None, *, by_layer: bool
+    posterior: Posterior, data: LogLikelihood | None, *, by_layer: bool
 ) -> tuple[Float[Array, "..."], Float[Array, ""], Bool[Array, " layers"]]:
-    """Prior precision, noise (without data, as it is), and where there is a maximum."""
+    """The best prior precision and noise (unchanged without data), and where a maximum exists."""
     norms, noise = _norms(posterior), posterior.noise
     precision = posterior.precision
     if data is None:
@@ -62,13 +86,13 @@ def best_on_evidence(
     else:
         silent = posterior.replace(posterior.prior_precision, 1.0).precision
         prior, noise = best_prior_and_noise(silent, norms, data, by_layer=by_layer)
-    there = has_maximum(precision, norms, by_layer=by_layer)
-    return prior if by_layer else prior[0], noise, there
+    bounded_layers = has_maximum(precision, norms, by_layer=by_layer)
+    return prior if by_layer else prior[0], noise, bounded_layers
 
 
 @functools.partial(jax.jit, static_argnames=("max_bytes", "by_layer"))
 def output_distribution(
-    posterior: "LaplacePosterior", batch: Batch, *, max_bytes: int, by_layer: bool = False
+    posterior: Posterior, batch: Batch, *, max_bytes: int, by_layer: bool = False
 ) -> OutputDistribution:
     """Outputs ``(N, terms, C)`` and covariances ``(N, [layers,] terms, C, C)``."""
     variance = LinearisedVariance(
@@ -84,15 +108,15 @@ def output_distribution(
 
 
 @functools.partial(jax.jit, static_argnames="number")
-def sampled(posterior: "LaplacePosterior", key: Key[Array, ""], number: int) -> PyTree:
-    r"""$\theta + P^{-1/2} \varepsilon$."""
+def sampled(posterior: Posterior, key: Key[Array, ""], number: int) -> PyTree:
+    r"""Samples $\theta + P^{-1/2} \varepsilon$."""
     leaves = leaves_by_path(posterior.params)
     paths = sorted({m.path for block in posterior.precision.blocks for m in block.parameters})
     noise = {}
-    for path, own in zip(paths, jax.random.split(key, len(paths)), strict=True):
+    for path, path_key in zip(paths, jax.random.split(key, len(paths)), strict=True):
         leaf = leaves[path]
         dtype = statistics_dtype(leaf.dtype)
-        noise[path] = jax.random.normal(own, (number, *leaf.shape), dtype)
+        noise[path] = jax.random.normal(path_key, (number, *leaf.shape), dtype)
     many = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), posterior.params)
     moved = {
         path: (leaves[path].astype(x.dtype) + x).astype(leaves[path].dtype)
@@ -101,26 +125,26 @@ def sampled(posterior: "LaplacePosterior", key: Key[Array, ""], number: int) -> 
     return with_leaves(many, moved)
 
 
-def _norms(posterior: "LaplacePosterior") -> Float[Array, " layers"]:
+def _norms(posterior: Posterior) -> Float[Array, " layers"]:
     norms = squared_norms(posterior.precision.blocks, leaves_by_path(posterior.params))
     return norms.astype(posterior.noise.dtype)
 
 
-# ---------------- the prior precision that predicts held-out data best, of a grid
+# ---------------- the best prior precision of a grid, on held-out data
 
 
 GRID = np.logspace(-4, 4, 25)
 
 
 def best_prior_on(
-    posterior: "LaplacePosterior",
+    posterior: AnyPosterior,
     validation: Any,
     *,
     by_layer: bool,
     grid: Sequence[float | int] | None,
     max_bytes: int,
-) -> "LaplacePosterior":
-    """The posterior with the prior precision of the least negative log predictive probability."""
+) -> AnyPosterior:
+    """The posterior whose prior precision has the least negative log predictive probability."""
     numbers = _checked(grid)
     if not isinstance(posterior.likelihood, Gaussian):
         rule_of(posterior.likelihood, "probit")
@@ -147,10 +171,10 @@ def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.f
 
 
 def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.ndarray:
-    """Layers take turns; each takes the number at which the loss is least, the others' fixed."""
-    found: list[tuple[Batch, Array, list[Array]]] = []
+    """Layers take turns; each takes the number with the least loss while all others stay fixed."""
+    predictions: list[tuple[Batch, Array, list[Array]]] = []
     for batch in batches:
-        each = [
+        by_number = [
             output_distribution(
                 posterior.replace(number, posterior.noise),
                 batch,
@@ -159,13 +183,13 @@ def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) ->
             )
             for number in grid
         ]
-        found.append((batch, each[0].mean, [x.covariance for x in each]))
+        predictions.append((batch, by_number[0].mean, [x.covariance for x in by_number]))
     chosen = np.full(len(posterior.layers), len(grid) // 2)
 
     def loss(chosen: np.ndarray) -> float:
         total = 0.0
-        for batch, mean, parts in found:
-            of_layers = jnp.stack([parts[k][:, layer] for layer, k in enumerate(chosen)])
+        for batch, mean, covariances in predictions:
+            of_layers = jnp.stack([covariances[k][:, layer] for layer, k in enumerate(chosen)])
             covariance = of_layers.sum(0)
             total += _number(_loss(posterior, batch, OutputDistribution(mean, covariance)))
         return total
@@ -175,15 +199,15 @@ def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) ->
         changed = False
         for layer in range(len(chosen)):
             for k in range(len(grid)):
-                other = chosen.copy()
-                other[layer] = k
-                if (value := loss(other)) < best:
-                    chosen, best, changed = other, value, True
+                trial = chosen.copy()
+                trial[layer] = k
+                if (value := loss(trial)) < best:
+                    chosen, best, changed = trial, value, True
     return grid[chosen]
 
 
 def _number(loss: Float[Array, ""]) -> float:
-    """A loss that can be compared: NaN is neither more nor less than any."""
+    """The loss as a number; NaN raises, because it compares with nothing."""
     if np.isnan(loss):
         raise ValueError(
             "validation: the negative log predictive probability of a batch is NaN: look for NaN "

@@ -1,4 +1,4 @@
-"""Outputs under a posterior: their covariance, and what it says of the targets."""
+"""The distribution of outputs under a posterior, and the predictive distribution of targets."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
 from jaxkfac.uses._rotated_gradients import whole_gradients
 
-# ---------------- gradients of a model's outputs, whitened: their products are the outputs'
-# covariance
+# ---------------- whitened gradients of outputs
 #
-# With $P$ the posterior precision, what is gathered of each layer are vectors $v_c$, linear in the
-# gradient $J_c$ of output $c$, such that $\langle v_c, v_d \rangle = J_c^\top P^{-1} J_d$.
+# With $P$ the posterior precision, each layer gives vectors $v_c$, linear in the gradient $J_c$ of
+# output $c$, such that $\langle v_c, v_d \rangle = J_c^\top P^{-1} J_d$. Their products are the
+# covariance of the outputs.
 
 
 _ENTRIES = {
@@ -47,41 +47,41 @@ _ENTRIES = {
     },
 }
 
-GRADIENTS = 3  # of each output alive at once: its own, the same by layer, the whitened
+GRADIENTS = 3  # alive at once for each output: the gradient, its copy by layer, the whitened one
 
 
 class OutputGradients(ExampleGradients):
     """The taps of one traced program.
 
-    A layer that an example passes once, with one row, emits output rows: no gradient is formed.
-    The others emit gradients of examples.
+    If an example passes a layer once, with one row, the layer emits output rows, and no gradient is
+    formed. All other layers emit gradients of examples.
 
     Args:
         traced: The program.
         precision: The posterior precision.
-        whole: Whether all layers emit gradients.
+        all_gradients: Whether all layers emit gradients.
     """
 
     def __init__(
-        self, traced: Traced, precision: PosteriorPrecision, *, whole: bool = False
+        self, traced: Traced, precision: PosteriorPrecision, *, all_gradients: bool = False
     ) -> None:
         self._bases = bases = precision.bases
         dtype = functools.partial(block_dtype, bases)
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._precision = precision
-        alone = set() if whole else whole_gradients(traced, bases)
+        alone = set() if all_gradients else whole_gradients(traced, bases)
         self._by_rows = {name for name in alone if self._has_one_row(self._layers[name])}
 
     def _has_one_row(self, layer: Layer) -> bool:
         (use,), table = self._traced.uses_of(layer), self._traced.analysis.table
         atoms = [a for axis in use.rows for a in table.atoms(axis)]
-        apart = set(table.atoms(self._rows)) <= set(atoms)
+        has_examples = set(table.atoms(self._rows)) <= set(atoms)
         rows = math.prod(table.size(a) for a in atoms)
-        return apart and rows == self._number
+        return has_examples and rows == self._number
 
     @property
     def entries(self) -> Any:
-        """How the entries of slots follow their parameter."""
+        """Which entries of a slot follow the layout of their parameter."""
         both = super().entries["constants"] | _ENTRIES["constants"]
         return super().entries | _ENTRIES | {"constants": both}
 
@@ -113,7 +113,7 @@ class OutputGradients(ExampleGradients):
         }
 
     def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """What is emitted of both sides of a use."""
+        """The slot's values from both sides of a use."""
         if "outputs" not in like:
             return super().products(use, like, sides, constants)
         assert use.layer is not None
@@ -124,45 +124,45 @@ class OutputGradients(ExampleGradients):
     def whitened(
         self, emitted: Mapping[str, Slot]
     ) -> dict[str, Float[Array, "outputs examples n"]]:
-        """``{layer: vectors}`` of what several cotangents emitted, stacked along a leading axis."""
+        """``{layer: vectors}`` from the emissions of several cotangents, stacked along axis 0."""
         number = len(jax.tree.leaves(emitted)[0])
         shape = number, self._number, -1
-        found = {}
+        by_layer = {}
         for name in self._by_rows:
             rows = jnp.moveaxis(emitted[name]["outputs"], -2, 1)
-            found[name] = rows.reshape(shape)
+            by_layer[name] = rows.reshape(shape)
         gradients = {name: slot for name, slot in emitted.items() if name not in self._by_rows}
         if not gradients:
-            return found
+            return by_layer
         leaves = jax.vmap(self.gradients)(gradients)
         many = {path: x.reshape(-1, *x.shape[2:]) for path, x in leaves.items()}
         some = tuple(layer for name, layer in self._layers.items() if name in gradients)
-        for layer, parts in self._precision.solved_by_layer(many, some, -0.5):
-            each = [jnp.moveaxis(x, len(layer.stack), 0) for x in parts]
-            flat = jnp.concatenate([x.reshape(len(x), -1) for x in each], -1)
-            found[layer.name] = flat.reshape(shape)
-        return found
+        for layer, solutions in self._precision.solved_by_layer(many, some, -0.5):
+            moved = [jnp.moveaxis(x, len(layer.stack), 0) for x in solutions]
+            flat = jnp.concatenate([x.reshape(len(x), -1) for x in moved], -1)
+            by_layer[layer.name] = flat.reshape(shape)
+        return by_layer
 
 
-# ----------------
+# ---------------- the covariance of the outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearisedVariance:
     r"""$J_n P^{-1} J_n^\top$ of the outputs of each example's loss terms.
 
-    Where gradients of all outputs of an example fit into the budget, they are whitened layer by
-    layer and multiplied with each other, for as many examples at a time as fit. Else examples go
-    one by one, and outputs some at a time: their gradients are solved, and the model is
+    If the gradients of all outputs of an example fit into the budget, they are whitened layer by
+    layer and multiplied with each other, for as many examples at a time as fit. Otherwise examples
+    are handled one by one, and outputs some at a time: their gradients are solved, and the model is
     differentiated forward along the solutions.
 
     Attributes:
         examples: The objective and its layers.
         precision: The posterior precision.
         params: The parameters.
-        state: What a call of the model takes beside its inputs.
+        state: What a call of the model takes besides its inputs.
         max_bytes: The budget.
-        by_layer: Whether the layers' parts are kept apart.
+        by_layer: Whether to return the layers' parts separately.
     """
 
     examples: Examples
@@ -179,19 +179,19 @@ class LinearisedVariance:
 
         Raises:
             MemoryBudgetError: the gradient of one output does not fit.
-            ValueError: the batch is to be cut, and an array does not have the examples first.
+            ValueError: the batch has to be split, and an array does not have the examples first.
         """
         traced = self.examples.traced(self.params, batch, self.state)
         number, _, columns = split_terms(traced.out_shapes[0].shape)
         item = self.precision.prior.dtype.itemsize
         one = OutputGradients(traced, self.precision).size * item
-        whole = OutputGradients(traced, self.precision, whole=True).size * item
+        full_size = OutputGradients(traced, self.precision, all_gradients=True).size * item
         at_once = self.max_bytes // (one * columns)
         if at_once:
             some = min(at_once, number)
             self._check_cut(batch, number, some)
             return _over_chunks(self._of_examples, batch, some)
-        needed = one * columns if self.by_layer else whole
+        needed = one * columns if self.by_layer else full_size
         if needed > self.max_bytes:
             what = "all outputs" if self.by_layer else "one output"
             raise MemoryBudgetError(
@@ -199,7 +199,7 @@ class LinearisedVariance:
                 f"{bytes_text(needed)}; allow that much, or choose fewer layers="
             )
         self._check_cut(batch, number, 1)
-        some = self.max_bytes // whole
+        some = self.max_bytes // full_size
         return _over_chunks(lambda chunk: self._of_one(chunk, some), batch, 1)
 
     def _check_cut(self, batch: Batch, number: int, some: int) -> None:
@@ -220,24 +220,26 @@ class LinearisedVariance:
             cotangents = _cotangents(outputs, term, jnp.arange(columns))
             whitened = taps.whitened(jax.vmap(vjp)(cotangents))
             names = [block.layer.name for block in self.precision.blocks]
-            parts = [_products(whitened[name], self.precision.prior.dtype) for name in names]
-            return jnp.stack(parts, 1) if self.by_layer else sum(parts[1:], parts[0])
+            by_layer = [_products(whitened[name], self.precision.prior.dtype) for name in names]
+            return jnp.stack(by_layer, 1) if self.by_layer else sum(by_layer[1:], by_layer[0])
 
-        found = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
-        return outputs.reshape(number, terms, columns), jnp.moveaxis(found, 0, -3)
+        covariance = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
+        return outputs.reshape(number, terms, columns), jnp.moveaxis(covariance, 0, -3)
 
     def _of_one(self, batch: Batch, some: int) -> tuple[Array, Array]:
-        """The same of one example, some outputs at a time, with products forward."""
+        """Like :meth:`_of_examples` for one example, some outputs at a time, forward."""
         traced = self.examples.traced(self.params, batch, self.state)
-        taps = OutputGradients(traced, self.precision, whole=True)
+        taps = OutputGradients(traced, self.precision, all_gradients=True)
         outputs, vjp = self._outputs_and_vjp(traced, taps, batch)
         _, terms, columns = split_terms(outputs.shape)
         leaves = partition(self.params)[0]
 
         def model(leaves: dict[str, Array]) -> Array:
             params = with_leaves(self.params, leaves)
-            found, _ = self.examples.objective.outputs(params, batch.inputs, None, self.state)
-            return jax.tree.leaves(found)[0].reshape(terms, columns)
+            model_outputs, _ = self.examples.objective.outputs(
+                params, batch.inputs, None, self.state
+            )
+            return jax.tree.leaves(model_outputs)[0].reshape(terms, columns)
 
         _, forward = jax.linearize(model, leaves)
         zeros = {path: jnp.zeros_like(x) for path, x in leaves.items()}
@@ -255,8 +257,8 @@ class LinearisedVariance:
             every = jnp.arange(columns)
             return _over_chunks(lambda chosen: of_columns(term, chosen), every, some)
 
-        found = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
-        return outputs.reshape(1, terms, columns), found[None]
+        covariance = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
+        return outputs.reshape(1, terms, columns), covariance[None]
 
     def _outputs_and_vjp(self, traced: Any, taps: OutputGradients, batch: Batch) -> Any:
         outputs, vjp = self.examples.outputs_and_vjp(traced, taps, self.params, batch, self.state)
@@ -265,33 +267,33 @@ class LinearisedVariance:
 
 
 def split_terms(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Numbers of examples, of loss terms of each, and of outputs of a term."""
+    """Numbers of examples, of loss terms for each, and of outputs of each term."""
     if len(shape) == 1:
         return shape[0], 1, 1
     return shape[0], math.prod(shape[1:-1]), shape[-1]
 
 
 def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
-    """One at an output of one term of every example, ``(columns, *outputs)``."""
+    """Unit cotangents for some outputs of one term of every example, ``(columns, *outputs)``."""
     number, terms, every = split_terms(outputs.shape)
-    here = (jnp.arange(terms) == term)[:, None] & (columns[:, None, None] == jnp.arange(every))
-    one = jnp.broadcast_to(here[:, None], (len(columns), number, terms, every))
+    is_output = (jnp.arange(terms) == term)[:, None] & (columns[:, None, None] == jnp.arange(every))
+    one = jnp.broadcast_to(is_output[:, None], (len(columns), number, terms, every))
     one = one.astype(outputs.dtype).reshape(-1, *outputs.shape)
-    return cast_varying(one, outputs)  # inside shard_map the outputs differ by device
+    return cast_varying(one, outputs)  # inside shard_map the outputs differ between devices
 
 
 def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
-    found = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
-    return found.astype(dtype)
+    covariance = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
+    return covariance.astype(dtype)
 
 
 def _over_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
-    """What a function gives for each chunk of examples, joined."""
+    """Apply a function to each chunk of examples, and join the results."""
     per_chunk = lambda chunk, _: fn(chunk)
     return map_over_chunks(per_chunk, examples, chunk, in_loop=fast_convolutions)
 
 
-# ---------------- what a Gaussian over a model's outputs says of the targets, for each likelihood
+# ---------------- predictive distributions
 
 
 class GaussianPrediction(NamedTuple):
@@ -299,7 +301,7 @@ class GaussianPrediction(NamedTuple):
 
     Attributes:
         mean: The model's outputs.
-        covariance: ``(N, ..., C, C)``, that of the outputs and the noise.
+        covariance: ``(N, ..., C, C)``, of the outputs plus the noise.
     """
 
     mean: Float[Array, "*outputs"]
@@ -311,7 +313,7 @@ class OutputDistribution(NamedTuple):
 
     Attributes:
         mean: The model's outputs.
-        covariance: Theirs, without noise.
+        covariance: Covariance of the outputs, without noise.
     """
 
     mean: Float[Array, "*terms C"]
@@ -324,11 +326,11 @@ class OutputDistribution(NamedTuple):
 
     @property
     def moderated(self) -> Float[Array, "*terms C"]:
-        r"""$f / \sqrt{1 + \tfrac\pi8 v}$: logits that a probit's integral gives."""
+        r"""$f / \sqrt{1 + \tfrac\pi8 v}$: the logits that the probit approximation gives."""
         return self.mean / jnp.sqrt(1 + math.pi / 8 * self.variances)
 
     def samples(self, key: Key[Array, ""], number: int) -> Float[Array, "number *terms C"]:
-        """Outputs drawn from it; a covariance may be singular."""
+        """Draw outputs; the covariance may be singular."""
         values, vectors = jnp.linalg.eigh(self.covariance)
         root = vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]
         noise = jax.random.normal(key, (number, *self.mean.shape), self.mean.dtype)
@@ -337,18 +339,18 @@ class OutputDistribution(NamedTuple):
 
 
 def bridge(outputs: OutputDistribution) -> Float[Array, "*terms C"]:
-    r"""Class probabilities of the Dirichlet that the Laplace bridge maps the Gaussian to.
+    r"""Class probabilities of the Dirichlet to which the Laplace bridge maps the Gaussian.
 
-    Before, the Gaussian is conditioned on $\sum_c f_c = 0$, as in laplace-torch: a shift of all
+    First the Gaussian is conditioned on $\sum_c f_c = 0$, as in laplace-torch; a shift of all
     logits changes no probability.
     """
     mean, covariance = outputs
     rows, total = covariance.sum(-1), covariance.sum((-2, -1))[..., None]
-    there = jnp.where(total > 0, total, jnp.ones_like(total))  # zero where all is certain
-    mean = mean - rows * mean.sum(-1, keepdims=True) / there
+    divisor = jnp.where(total > 0, total, jnp.ones_like(total))  # the total of no variance is 0
+    mean = mean - rows * mean.sum(-1, keepdims=True) / divisor
     finfo = jnp.finfo(mean.dtype)
-    least = finfo.eps * outputs.variances + finfo.tiny  # what rounding leaves of a difference
-    variances = jnp.maximum(outputs.variances - rows * rows / there, least)
+    least = finfo.eps * outputs.variances + finfo.tiny  # the rounding error of the difference
+    variances = jnp.maximum(outputs.variances - rows * rows / divisor, least)
     classes = mean.shape[-1]
     # In logs, because confident logits overflow: alpha_c v_c = 1 - 2/C + e^f_c sum_d e^-f_d / C^2.
     inverse = jax.nn.logsumexp(-mean, axis=-1, keepdims=True) + mean - 2 * math.log(classes)
@@ -372,18 +374,18 @@ PREDICTIVES: Mapping[type, Mapping[str, Rule]] = {
 
 
 def rule_of(likelihood: Any, method: str) -> Rule:
-    """How class probabilities come of outputs.
+    """The function from an output distribution to class probabilities.
 
     Raises:
         ValueError: naming the methods that the likelihood has.
     """
     rules = PREDICTIVES.get(type(likelihood), {})
     if method not in rules:
-        known = ", ".join(map(repr, rules))
+        names = ", ".join(map(repr, rules))
         name = type(likelihood).__name__
         raise ValueError(
             f"method={method!r}: {name} has "
-            + (f"{known}" if rules else "no predictive; take variance(inputs) and the model's own")
+            + (f"{names}" if rules else "no predictive; take variance(inputs) and the model's own")
         )
     return rules[method]
 
@@ -391,12 +393,12 @@ def rule_of(likelihood: Any, method: str) -> Rule:
 def negative_log_predictive(
     head: Head, outputs: OutputDistribution, noise: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Summed over the kept terms: by the probit's rule, or of a Gaussian exactly.
+    """Summed over kept terms: by the probit rule, or exactly for a Gaussian likelihood.
 
     Args:
         head: Outputs in their own shape, targets and mask.
         outputs: Their distribution, ``(N, terms, C)``.
-        noise: Of a Gaussian.
+        noise: Standard deviation of a Gaussian's noise.
     """
     if not isinstance(head.likelihood, Gaussian):
         return (
@@ -408,15 +410,15 @@ def negative_log_predictive(
     values, vectors = jnp.linalg.eigh(covariance)
     exact = jax.lax.Precision.HIGHEST
     rotated = jnp.einsum("...ij,...i->...j", vectors, residual, precision=exact)
-    each = (jnp.square(rotated) / values + jnp.log(2 * math.pi * values)).sum(-1) / 2
+    losses = (jnp.square(rotated) / values + jnp.log(2 * math.pi * values)).sum(-1) / 2
     if head.mask is not None:
-        each = jnp.where(head.mask.reshape(each.shape), each, 0)
-    return each.sum()
+        losses = jnp.where(head.mask.reshape(losses.shape), losses, 0)
+    return losses.sum()
 
 
 def with_noise(
     covariance: Float[Array, "*terms C C"], noise: Float[Array, ""]
 ) -> Float[Array, "*terms C C"]:
-    """The covariance of targets: that of outputs and the noise of each."""
+    """The covariance of targets: that of the outputs plus the noise."""
     variance = jnp.square(noise).astype(covariance.dtype)
     return covariance + variance * jnp.eye(covariance.shape[-1], dtype=covariance.dtype)

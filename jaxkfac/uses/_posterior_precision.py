@@ -1,4 +1,4 @@
-"""The precision of a Laplace posterior, its evidence, and the prior that this favors."""
+"""The precision of a Laplace posterior, its evidence, and the prior that maximizes it."""
 
 import dataclasses
 import math
@@ -25,16 +25,16 @@ from jaxkfac.curvature import (
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- what a Laplace posterior refuses
+# ---------------- checks
 
 
 def statistics_dtype_of(bases: Eigenbases) -> Any:
-    """The dtype in which their eigenvalues are added up."""
+    """The dtype in which the bases' eigenvalues are summed."""
     return statistics_dtype(*[x.dtype for x in jax.tree.leaves(bases)])
 
 
 def warn_of_empirical(bases: Eigenbases) -> None:
-    """Say where the curvature is made of the gradients at the given labels."""
+    """Warn if the curvature consists of gradients at the given labels."""
     if bases.origin is not None and bases.origin.fisher == "empirical":
         warnings.warn(
             "the bases are of fisher='empirical', of gradients at the given labels: these shrink "
@@ -45,7 +45,7 @@ def warn_of_empirical(bases: Eigenbases) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is no positive number."""
+    """Refuse what is not a positive number."""
     scalar(name, value, "a positive number")
     if not isinstance(value, Tracer) and not (float(value) > 0 and np.isfinite(float(value))):
         raise ValueError(f"{name}={value}: expected a positive number")
@@ -66,37 +66,42 @@ def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:
         )
     if isinstance(prior_precision, Tracer):
         return
-    known = np.asarray(prior_precision)
-    if not ((known > 0) & np.isfinite(known)).all():
+    values = np.asarray(prior_precision)
+    if not ((values > 0) & np.isfinite(values)).all():
         raise ValueError(f"prior_precision={prior_precision}: expected positive numbers")
 
 
-def check_maximum(there: Any, noise: Any, layers: Sequence[str], *, by_layer: bool) -> None:
-    """Refuse an evidence without a maximum; say which layers keep their prior, of several."""
-    names = [name for name, bounded in zip(layers, np.asarray(there), strict=True) if not bounded]
+def check_maximum(
+    bounded_layers: Any, noise: Any, layers: Sequence[str], *, by_layer: bool
+) -> None:
+    """Refuse an evidence without a maximum; with several layers, warn which keep their prior."""
+    names = [
+        name
+        for name, bounded in zip(layers, np.asarray(bounded_layers), strict=True)
+        if not bounded
+    ]
     if names:
-        said = (
+        message = (
             f"the evidence has no maximum in the prior precision of {', '.join(map(repr, names))}: "
             "there is no curvature, or all parameters are zero"
         )
         if not by_layer or len(names) == len(layers):
-            raise ValueError(said)
-        warnings.warn(f"{said}; it stays as it is", stacklevel=3)
+            raise ValueError(message)
+        warnings.warn(f"{message}; it stays as it is", stacklevel=3)
     if not (np.isfinite(noise) and noise > 0):
         raise ValueError(f"the evidence has no maximum in the noise: the residuals give {noise}")
 
 
-# ---------------- the precision of a Laplace posterior, $P = m F + \operatorname{diag}(\delta)$,
-# by its blocks
+# ---------------- the precision $P = m F + \operatorname{diag}(\delta)$
 
 
 @dataclasses.dataclass(frozen=True)
 class PosteriorPrecision:
-    r"""The blocks of a precision, as they stand for one prior and one noise.
+    r"""The blocks of the precision for one prior and one noise.
 
     Attributes:
-        bases: The curvature of the mean loss; eigenvalues are read as they were decomposed,
-            negative ones as 0.
+        bases: The curvature of the mean loss; eigenvalues are read as decomposed, with negative
+            ones as 0.
         scale: $m$: the number of loss terms over the variance of the noise.
         prior: $\delta$ of each layer, in the order of ``blocks``.
     """
@@ -111,11 +116,11 @@ class PosteriorPrecision:
         return owned_blocks(self.bases)
 
     def eigenvalues(self) -> list[list[Array]]:
-        """Of the data's part, $m F$, for each layer; a parameter has as many as it has elements."""
+        """Eigenvalues of $m F$ for each layer, as many as its parameters have elements."""
         return [[x for x in self._of_block(block) if x is not None] for block in self.blocks]
 
     def inverse_eigenvalues(self, name: str) -> tuple[Array | None, Array | None]:
-        """Of a layer's block of $P^{-1}$, and of its bias where that has a block of its own."""
+        """Eigenvalues of a layer's block of $P^{-1}$, and of a separate bias's block."""
         at = [block.layer.name for block in self.blocks].index(name)
         both, delta = self._of_block(self.blocks[at]), self.prior[at]
         weight, bias = (None if x is None else 1 / (x + delta.astype(x.dtype)) for x in both)
@@ -130,21 +135,21 @@ class PosteriorPrecision:
         self, many: Mapping[str, Float[Array, "many ..."]], power: float
     ) -> dict[str, Float[Array, "many ..."]]:
         """$P^p$ applied to parameters stacked along a leading axis; see ``precondition_many``."""
-        found = precondition_many(many, self.bases, self._damping, power)
-        return {path: self._scaled(x, power) for path, x in found.items()}
+        solutions = precondition_many(many, self.bases, self._damping, power)
+        return {path: self._scaled(x, power) for path, x in solutions.items()}
 
     def solved_by_layer(
         self, many: Mapping[str, Float[Array, "many ..."]], layers: tuple[Layer, ...], power: float
     ) -> Iterator[tuple[Layer, list[Array]]]:
-        """The same of some layers, each by itself; see ``precondition_blocks``."""
+        """Like :meth:`solved` for some layers, one at a time; see ``precondition_blocks``."""
         bases = dataclasses.replace(self.bases, layers=layers)
-        for layer, parts in precondition_blocks(many, bases, self._damping, power):
-            yield layer, [self._scaled(x, power) for x in parts if x is not None]
+        for layer, solutions in precondition_blocks(many, bases, self._damping, power):
+            yield layer, [self._scaled(x, power) for x in solutions if x is not None]
 
     @property
     def _damping(self) -> dict[str, Array]:
-        each = zip(self.blocks, self.prior, strict=True)
-        return {block.layer.name: delta / self.scale for block, delta in each}
+        pairs = zip(self.blocks, self.prior, strict=True)
+        return {block.layer.name: delta / self.scale for block, delta in pairs}
 
     def _scaled(self, x: Array, power: float) -> Array:
         return x * (self.scale**power).astype(x.dtype)
@@ -167,31 +172,30 @@ class PosteriorPrecision:
 
 
 def raw(bases: Eigenbases) -> Eigenbases:
-    """The bases with eigenvalues that are not clipped, but for negative ones, which are 0."""
+    """The bases with unclipped eigenvalues, except that negative ones become 0."""
     return dataclasses.replace(bases, max_condition=float("inf"), floor=0.0)
 
 
 def squared_norms(blocks: list[OwnedBlock], leaves: Mapping[str, Any]) -> Float[Array, " layers"]:
-    """Squares of the parameters that each layer answers for, summed."""
-    found = []
+    """Sums of squares of the parameters that each layer owns."""
+    by_block = []
     for block in blocks:
-        parts = [matrix.read(leaves[matrix.path]) for matrix in block.parameters]
-        wide = [x.astype(statistics_dtype(x.dtype)) for x in parts]
-        found.append(jnp.stack([jnp.square(x).sum() for x in wide]).sum())
-    return jnp.stack(found)
+        matrices = [matrix.read(leaves[matrix.path]) for matrix in block.parameters]
+        wide = [x.astype(statistics_dtype(x.dtype)) for x in matrices]
+        by_block.append(jnp.stack([jnp.square(x).sum() for x in wide]).sum())
+    return jnp.stack(by_block)
 
 
-# ---------------- the log marginal likelihood of a Laplace posterior, its data part apart from its
-# prior part
+# ---------------- the log marginal likelihood
 
 
 class LogLikelihood(NamedTuple):
-    """What the evidence reads of the data; it does not change with the prior or the noise.
+    """Everything that the evidence needs from the data; independent of prior and noise.
 
     Attributes:
         loss: The sum of all loss terms.
-        terms: How many there are.
-        targets: Of a Gaussian, how many numbers were observed; else 0.
+        terms: Number of loss terms.
+        targets: For a Gaussian, how many numbers were observed; else 0.
     """
 
     loss: Float[Array, ""]
@@ -199,7 +203,7 @@ class LogLikelihood(NamedTuple):
     targets: Float[Array, ""]
 
     def value(self, noise: Float[Array, ""]) -> Float[Array, ""]:
-        r"""$\log p(\mathcal D \mid \theta)$, of a Gaussian with noise of this deviation."""
+        r"""$\log p(\mathcal D \mid \theta)$; for a Gaussian with noise of this deviation."""
         constant = self.targets * (0.5 * math.log(2 * math.pi) + jnp.log(noise))
         return -self.loss / jnp.square(noise) - constant
 
@@ -210,34 +214,34 @@ def log_evidence(
     data: LogLikelihood,
     noise: Float[Array, ""],
 ) -> Float[Array, ""]:
-    r"""The log-likelihood less half of $\log\det P - \log\det P_0 + \theta^\top P_0 \theta$."""
+    r"""The log-likelihood minus half of $\log\det P - \log\det P_0 + \theta^\top P_0 \theta$."""
     penalty = precision.log_determinant_ratio() + precision.prior * norms
     return data.value(noise) - penalty.sum() / 2
 
 
-# ---------------- the prior precision, and a Gaussian's noise, that the evidence favours
+# ---------------- the best prior precision and noise
 #
-# With the eigenvalues $\lambda$ of the data's part of the precision, the evidence is largest in
-# $\delta$ where the effective number of parameters $\gamma(\delta) = \sum_i \lambda_i /
-# (\lambda_i + \delta)$ equals $\delta \lVert\theta\rVert^2$. One side falls and the other grows, so
-# there is one such $\delta$, and bisection finds it.
+# With the eigenvalues $\lambda$ of $m F$, the evidence is largest in $\delta$ where the effective
+# number of parameters $\gamma(\delta) = \sum_i \lambda_i / (\lambda_i + \delta)$ equals
+# $\delta \lVert\theta\rVert^2$. The first side falls and the second grows with $\delta$, so there
+# is one such $\delta$, and bisection finds it.
 
 
-STEPS = 64  # each halves the bracket's logarithm, down to float64's last digits
+STEPS = 64  # each halves the logarithm of the bracket, down to float64's last digits
 
 
 def best_prior(
     precision: PosteriorPrecision, norms: Float[Array, " layers"], *, by_layer: bool
 ) -> Float[Array, " layers"]:
-    """The maximum of the evidence in one prior precision, or in that of each layer.
+    """Maximize the evidence in one prior precision, or in that of each layer.
 
-    Where there is none (see ``has_maximum``) it stays as it is.
+    If it has no maximum (see ``has_maximum``), the prior stays the same.
     """
     total, largest = _summed(by_layer), _largest(precision, norms, by_layer)
     norm = total(norms)
-    sizes = [sum(x.size for x in each) for each in precision.eigenvalues()]
+    sizes = [sum(x.size for x in layer_values) for layer_values in precision.eigenvalues()]
     number = total(jnp.asarray(sizes, norms.dtype))
-    # One eigenvalue alone gives the lower end, as many of infinite size the upper.
+    # A single eigenvalue gives the lower end; that many infinite eigenvalues give the upper end.
     product = largest * norm
     low = 2 * largest / (product + jnp.sqrt(product * (product + 4)))
 
@@ -245,14 +249,14 @@ def best_prior(
         fitted = dataclasses.replace(precision, prior=prior).effective_parameters()
         return total(fitted) - prior * norm
 
-    found = _bisected(slope, low, number / norm)
-    return jnp.where((norm > 0) & (largest > 0), found, precision.prior)
+    maximum = _bisected(slope, low, number / norm)
+    return jnp.where((norm > 0) & (largest > 0), maximum, precision.prior)
 
 
 def has_maximum(
     precision: PosteriorPrecision, norms: Float[Array, " layers"], *, by_layer: bool
 ) -> Bool[Array, " layers"]:
-    """Whether the evidence has one: there is curvature, and not all parameters are zero."""
+    """Whether the evidence has a maximum: there is curvature, and not all parameters are zero."""
     return (_summed(by_layer)(norms) > 0) & (_largest(precision, norms, by_layer) > 0)
 
 
@@ -263,10 +267,10 @@ def best_prior_and_noise(
     *,
     by_layer: bool,
 ) -> tuple[Float[Array, " layers"], Float[Array, ""]]:
-    r"""The same with the noise $\sigma$ of a Gaussian, where its evidence is stationary too.
+    r"""Maximize in the prior precision, and find the noise $\sigma$ that makes it stationary.
 
-    That is where twice the loss is $\sigma^2$ times the number of targets less $\gamma$. The
-    precision is that of a noise of one.
+    That is where twice the loss equals $\sigma^2$ times the number of targets minus $\gamma$.
+    ``precision`` must be the one for a noise of one.
     """
     total = _summed(by_layer)
 
@@ -278,40 +282,47 @@ def best_prior_and_noise(
         fitted = at(variance).effective_parameters().sum()
         return 2 * data.loss / variance - data.targets + fitted
 
-    # gamma <= trace / (sigma^2 delta), so that where it is delta |theta|^2 it is at most
-    # sqrt(trace |theta|^2) / sigma: these bound the variance from above.
+    # gamma <= trace / (sigma^2 delta); where gamma equals delta |theta|^2 it is therefore at most
+    # sqrt(trace |theta|^2) / sigma. These bound the variance from above.
     values = precision.eigenvalues()
-    traces = jnp.stack([jnp.asarray(sum(x.sum() for x in each), norms.dtype) for each in values])
+    traces = jnp.stack(
+        [jnp.asarray(sum(x.sum() for x in layer_values), norms.dtype) for layer_values in values]
+    )
     both = jnp.sqrt(total(traces) * total(norms))
     root = both.sum() if by_layer else both[0]
-    kept = jnp.where(has_maximum(precision, norms, by_layer=by_layer), 0, traces / precision.prior)
-    product = 4 * (2 * data.loss + kept.sum()) * data.targets
+    fixed_bounds = jnp.where(
+        has_maximum(precision, norms, by_layer=by_layer), 0, traces / precision.prior
+    )
+    product = 4 * (2 * data.loss + fixed_bounds.sum()) * data.targets
     most = (root + jnp.sqrt(root**2 + product)) / (2 * data.targets)
     variance = _bisected(slope, 2 * data.loss / data.targets, jnp.square(most))
     return at(variance).prior, jnp.sqrt(variance)
 
 
 def _summed(by_layer: bool) -> Callable[[Array], Array]:
-    """A sum over all layers, as often as there are layers; by layer, each by itself."""
+    """A sum over all layers, repeated for each layer; by layer, the identity."""
     return lambda x: x if by_layer else jnp.broadcast_to(x.sum(), x.shape)
 
 
 def _largest(precision: PosteriorPrecision, norms: Array, by_layer: bool) -> Array:
-    """The largest eigenvalue of each layer, or of all."""
+    """The largest eigenvalue of each layer, or of all layers."""
     values = precision.eigenvalues()
-    most = [jnp.stack([x.max().astype(norms.dtype) for x in each]).max() for each in values]
-    each = jnp.stack(most)
-    return each if by_layer else jnp.broadcast_to(each.max(), each.shape)
+    most = [
+        jnp.stack([x.max().astype(norms.dtype) for x in layer_values]).max()
+        for layer_values in values
+    ]
+    layer_values = jnp.stack(most)
+    return layer_values if by_layer else jnp.broadcast_to(layer_values.max(), layer_values.shape)
 
 
 def _bisected(falling: Callable[[Any], Any], low: Array, high: Array) -> Array:
-    """Where a falling function is zero, between two positive numbers, by geometric means."""
+    """The zero of a falling function between two positive numbers, by geometric bisection."""
 
     def step(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = jnp.sqrt(low) * jnp.sqrt(high)
-        left = falling(middle) > 0
-        return jnp.where(left, middle, low), jnp.where(left, high, middle)
+        is_above = falling(middle) > 0
+        return jnp.where(is_above, middle, low), jnp.where(is_above, high, middle)
 
     low, high = jax.lax.fori_loop(0, STEPS, step, (low, jnp.maximum(low, high)))
     return jnp.sqrt(low) * jnp.sqrt(high)

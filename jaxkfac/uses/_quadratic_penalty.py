@@ -1,4 +1,4 @@
-"""A loss that remembers an earlier one: its quadratic model around an anchor."""
+"""A penalty that keeps an earlier loss low: its quadratic model around an anchor."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -27,16 +27,16 @@ _EXACT = jax.lax.Precision.HIGHEST
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuadraticPenalty:
-    """A function of the parameters, as :func:`quadratic_penalty` gives it; a pytree."""
+    """A function of the parameters, as :func:`quadratic_penalty` returns it; a pytree."""
 
-    anchor: dict[str, Any]  # {path: parameter}, those with a gradient
-    blocks: dict[str, Any]  # {layer name: A and G, or a diagonal}, means
+    anchor: dict[str, Any]  # {path: parameter}, for parameters with a gradient
+    blocks: dict[str, Any]  # {layer name: A and G, or a diagonal}, as means
     strength: Any
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
-    joint: frozenset[str] = dataclasses.field(metadata={"static": True})  # A ends in a bias's ones
+    joint: frozenset[str] = dataclasses.field(metadata={"static": True})  # A includes a bias's ones
 
     def __call__(self, params: PyTree) -> Float[Array, ""]:
-        """The penalty, in the factors' dtype; a ``ValueError`` where the anchor is of others."""
+        """The penalty, in the factors' dtype; ``ValueError`` if the anchor has other parameters."""
         check_arrays("params", params)
         leaves = partition(params)[0]
         shapes = {path: x.shape for path, x in leaves.items()}
@@ -46,9 +46,9 @@ class QuadraticPenalty:
                 f"params: leaf {path!r} has shape {shapes.get(path, 'none')}, and the anchor's "
                 f"has {expected.get(path, 'none')}"
             )
-        parts = [x for layer in self.layers for x in self._of_layer(layer, leaves)]
-        dtype = jnp.result_type(*[x.dtype for x in parts])
-        total = jnp.stack([x.astype(dtype) for x in parts]).sum()
+        terms = [x for layer in self.layers for x in self._of_layer(layer, leaves)]
+        dtype = jnp.result_type(*[x.dtype for x in terms])
+        total = jnp.stack([x.astype(dtype) for x in terms]).sum()
         return 0.5 * jnp.asarray(self.strength, dtype) * total
 
     def _of_layer(self, layer: Layer, leaves: dict[str, Array]) -> list[Array]:
@@ -57,8 +57,8 @@ class QuadraticPenalty:
         paths = {m.path for m in (layer.weight, layer.bias) if m is not None}
         moved = {p: leaves[p].astype(dtype) - self.anchor[p].astype(dtype) for p in paths}
         if isinstance(factor, DiagonalFactor):
-            part = moved[layer.weight.path][layer.weight.at]
-            return [(jnp.square(part) * factor.diagonal.reshape(part.shape)).sum()]
+            change = moved[layer.weight.path][layer.weight.at]
+            return [(jnp.square(change) * factor.diagonal.reshape(change.shape)).sum()]
         kernel, alone = layer.weight.read(moved[layer.weight.path]), []
         if layer.bias is not None:
             row = layer.bias.read(moved[layer.bias.path])
@@ -86,14 +86,14 @@ def quadratic_penalty(
     r"""$\tfrac s2 \sum_l \langle \Delta W_l, A_l\, \Delta W_l\, G_l \rangle$, a term of any loss.
 
     With $\Delta W$ the parameters minus the anchor, it is the quadratic model of the loss that the
-    factors are of. Training on a second task with it stays where the first task's loss is low; EWC
-    is the same with a diagonal. A parameter that two layers read has the terms of both. Scales, and
-    a bias that is not joint with its weight, have terms of their own.
+    factors belong to. Training on a second task with it stays where the first task's loss is low;
+    EWC is the same penalty with a diagonal. A parameter that two layers read has the terms of both.
+    Scales, and biases that are not joint with their weights, have their own terms.
 
     Args:
-        factors: Of the earlier loss at the anchor, summed over its data set.
+        factors: Factors of the earlier loss at the anchor, summed over its data set.
         anchor: Parameters after the earlier task; a tree like the parameters.
-        strength: $s > 0$: 1 weighs both mean losses alike. May be traced.
+        strength: $s > 0$: 1 gives both mean losses equal weight. May be traced.
         missing: ``"raise"`` refuses parameters that no layer covers; ``"zero"`` leaves them free.
 
     Returns:
@@ -104,8 +104,8 @@ def quadratic_penalty(
         ValueError: an anchor that lacks a parameter of the factors or has another shape, factors
             that are all zero, or a strength that is not positive.
         NonFiniteFactorError: naming the layer of a factor that is not finite.
-        UncoveredParameterError: naming them, with ``missing="raise"``.
-        TypeError: ``factors`` are none.
+        UncoveredParameterError: naming the parameters, with ``missing="raise"``.
+        TypeError: ``factors`` is not ``Factors``.
 
     Memory:
         The factors' means and the anchor; a call takes three copies of the largest layer.
@@ -144,18 +144,18 @@ def quadratic_penalty(
         if layer.computed_from:
             raise ValueError(f"{layer.name!r} is computed from parameters: leave it out (layers=)")
         for matrix in filter(None, (layer.weight, layer.bias)):
-            jax.eval_shape(matrix.read, leaves[matrix.path])  # raises where the shape is another
-        found: Any = factors[layer.name]  # its class follows from ``is_diagonal``
-        diagonal = layer.is_diagonal  # measured eigenvalues (``bases=``) are left out
+            jax.eval_shape(matrix.read, leaves[matrix.path])  # raises if the shape differs
+        factor: Any = factors[layer.name]  # its class follows from ``is_diagonal``
+        diagonal = layer.is_diagonal  # measured eigenvalues (``bases=``) are not used
         blocks[layer.name] = (
-            DiagonalFactor(found.diagonal) if diagonal else KroneckerFactor(found.a, found.g)
+            DiagonalFactor(factor.diagonal) if diagonal else KroneckerFactor(factor.a, factor.g)
         )
     joint = frozenset(x.name for x in factors.layers if factors.wants_ones(x))
     return QuadraticPenalty(leaves, blocks, strength, factors.layers, joint)
 
 
 def _check_values(factors: Factors) -> None:
-    """Refuse factors that are not finite, or all zero, where their values are known."""
+    """Refuse factors that are not finite, or all zero, if their values are concrete."""
     leaves = jax.tree.leaves(factors)
     if any(isinstance(x, Tracer) for x in leaves):
         return

@@ -1,4 +1,4 @@
-"""Gradients of queries, preconditioned once for all examples."""
+"""Gradients of queries, preconditioned once for all training examples."""
 
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement
 
-# ---------------- the nearest matrix of a low rank, as two factors
+# ---------------- low-rank matrices
 
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -31,30 +31,34 @@ _EXACT = jax.lax.Precision.HIGHEST
 def truncated(
     matrices: Float[Array, "Q ..."], rank: int, *, after: Array | None = None
 ) -> tuple[LowRankMatrices, Float[Array, " Q"]]:
-    """The nearest matrices of ``rank``, and how far they are, as ratios of Frobenius norms.
+    """The nearest matrices of ``rank``, and their distances as ratios of Frobenius norms.
 
-    The singular vectors of the shorter side are those of its Gram matrix. Where rounding tells
-    them from the nearest ones, the product is still a projection, and the error that of it.
+    The singular vectors of the shorter side are those of its Gram matrix. If rounding changes them,
+    the product is still a projection, and the returned error is that of the projection.
 
     Args:
-        matrices: ``(Q, stack..., in, out)``; one ratio for all of a stack.
+        matrices: ``(Q, stack..., in, out)``; there is one ratio for the whole stack.
         rank: At least 1.
-        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
+        after: A result to be computed first; see :func:`jaxkfac.linalg.in_sequence`.
     """
     n_in, n_out = matrices.shape[-2:]
     if n_in > n_out:
-        other, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank, after=after)
+        flipped, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank, after=after)
         return LowRankMatrices(
-            *(jnp.swapaxes(x, -1, -2) for x in (other.right, other.left))
+            *(jnp.swapaxes(x, -1, -2) for x in (flipped.right, flipped.left))
         ), errors
     norms = jnp.abs(matrices).max((-2, -1), keepdims=True)
     unit = matrices / jnp.where(norms > 0, norms, 1)  # squares of small gradients are 0
     gram = jnp.einsum("...io,...jo->...ij", unit, unit, precision=_EXACT)
-    left = jnp.linalg.eigh(in_sequence(gram, after))[1][..., -rank:]
-    right = jnp.einsum("...ir,...io->...ro", left, matrices, precision=_EXACT)
-    rest = matrices - jnp.einsum("...ir,...ro->...io", left, right, precision=_EXACT)
-    lost, whole = (_norms(x) for x in (rest, matrices))
-    return LowRankMatrices(left, right), lost / jnp.where(whole > 0, whole, 1)
+    left_vectors = jnp.linalg.eigh(in_sequence(gram, after))[1][..., -rank:]
+    right_vectors = jnp.einsum("...ir,...io->...ro", left_vectors, matrices, precision=_EXACT)
+    residual = matrices - jnp.einsum(
+        "...ir,...ro->...io", left_vectors, right_vectors, precision=_EXACT
+    )
+    lost, norms_of_matrices = (_norms(x) for x in (residual, matrices))
+    return LowRankMatrices(left_vectors, right_vectors), lost / jnp.where(
+        norms_of_matrices > 0, norms_of_matrices, 1
+    )
 
 
 def _norms(matrices: Array) -> Float[Array, " Q"]:
@@ -64,34 +68,36 @@ def _norms(matrices: Array) -> Float[Array, " Q"]:
     return largest * jnp.sqrt(jnp.square(unit).sum(1))
 
 
-# ---------------- how many gradients of examples fit into a budget of bytes
+# ---------------- examples that fit into a budget
 
 
 def fitting(
-    batch: Batch, *, each: int, max_bytes: int, name: str, remedy: str, kept: int = 0
+    batch: Batch, *, example_bytes: int, max_bytes: int, name: str, remedy: str, kept_bytes: int = 0
 ) -> int:
-    """How many examples of a batch can be taken at once.
+    """How many examples of a batch can be handled at once.
 
     Args:
         batch: The batch.
-        each: Bytes of one example's gradients.
+        example_bytes: Bytes of one example's gradients.
         max_bytes: The budget.
         name: What the examples are, for errors.
-        remedy: What else to do than to allow more.
-        kept: Bytes that stay when all are done.
+        remedy: An alternative to a larger budget, for errors.
+        kept_bytes: Bytes that remain when all examples are done.
 
     Raises:
-        MemoryBudgetError: not one.
-        ValueError: not all, and an array of the batch does not have the examples first.
+        MemoryBudgetError: not a single example fits.
+        ValueError: not all examples fit, and an array of the batch does not have them first.
     """
     number = batch.num_examples
-    if kept + each > max_bytes:
-        beside = f", and what is kept of {number} takes {bytes_text(kept)}" if kept else ""
-        raise MemoryBudgetError(
-            f"max_bytes={max_bytes}: gradients of one example take {bytes_text(each)}{beside}; "
-            f"allow that much, or {remedy}"
+    if kept_bytes + example_bytes > max_bytes:
+        beside = (
+            f", and what is kept of {number} takes {bytes_text(kept_bytes)}" if kept_bytes else ""
         )
-    some = min(number, (max_bytes - kept) // max(each, 1))
+        raise MemoryBudgetError(
+            f"max_bytes={max_bytes}: gradients of one example take {bytes_text(example_bytes)}"
+            f"{beside}; allow that much, or {remedy}"
+        )
+    some = min(number, (max_bytes - kept_bytes) // max(example_bytes, 1))
     if some < number and not in_examples(batch):
         raise ValueError(
             f"{name}: gradients of {number} examples do not fit into max_bytes={max_bytes}, and "
@@ -101,15 +107,15 @@ def fitting(
 
 
 def in_examples(batch: Batch) -> bool:
-    """Whether every array of a batch has the examples first, so that it can be cut into them."""
+    """Whether every array of a batch has the examples first, so that it can be split."""
     return all(x.shape[:1] == (batch.num_examples,) for x in jax.tree.leaves(batch))
 
 
-# ----------------
+# ---------------- preparation
 
 
-_GRADIENTS = 3  # of each query in work: its own, the same by layer, the preconditioned
-_AT_ONCE = 2**24  # bytes of them, where no budget was given
+_GRADIENTS = 3  # for each query in work: the gradient, its copy by layer, the preconditioned one
+_AT_ONCE = 2**24  # bytes of queries in work if no budget is given
 
 
 def prepare_queries(
@@ -127,34 +133,34 @@ def prepare_queries(
     examples: Word | None = None,
     measurement: Measurement | None = None,
 ) -> Queries:
-    r"""What :func:`influence` holds of its queries, for many streams of examples.
+    r"""Precondition queries once, for many streams of examples that :func:`influence` scores.
 
-    Nothing of ``bases`` is read after it: where they are large, they can be given up before the
-    examples are scored.
+    ``bases`` are not read afterwards: if they are large, they can be released before the examples
+    are scored.
 
     Args:
-        objective: As for :func:`influence`, like all that is not named here.
+        objective: As for :func:`influence`.
         params: Parameters.
         bases: The eigenbases.
         queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
         damping: As for :func:`influence`.
-        layers: Likewise.
-        query_rank: Hold each layer's part, a matrix, as the nearest one of this rank, where that
-            is smaller.
-        max_bytes: What queries may take, a number or ``"4GB"``: those that are held, and those in
-            work, as many at once as fit. By default there is no bound, and as many are in work as
-            16 MiB hold, at least one.
-        state: Likewise.
-        experts: Likewise.
-        examples: Likewise.
-        measurement: Likewise.
+        layers: As for :func:`influence`.
+        query_rank: Store each layer's part, a matrix, as the nearest matrix of this rank, where
+            that is smaller.
+        max_bytes: Most bytes of queries, a number or ``"4GB"``: those stored, and those in work, as
+            many at once as fit. By default there is no limit, and as many are in work as fit into
+            16 MiB, at least one.
+        state: As for :func:`influence`.
+        experts: As for :func:`influence`.
+        examples: As for :func:`influence`.
+        measurement: As for :func:`influence`.
 
     Returns:
         The queries, for ``influence(objective, params, None, queries, train)``.
 
     Raises:
         MemoryBudgetError: they do not fit into ``max_bytes``.
-        ValueError: as for :func:`influence`; or the queries have to be taken a few at a time, and
+        ValueError: as for :func:`influence`; or the queries have to be handled a few at a time, and
             one of their arrays does not have the examples first.
         TypeError: queries that are no tuple.
 
@@ -162,7 +168,7 @@ def prepare_queries(
         UserWarning: the bases hold no curvature of the loss (``fisher="forward"``).
 
     Memory:
-        The result, and three gradients of each query that is in work.
+        The result, and three gradients of each query in work.
 
     Example:
         >>> held = jk.prepare_queries(objective, params, bases, batch, query_rank=2)
@@ -178,82 +184,84 @@ def prepare_queries(
             "queries: expected one batch, (inputs, targets) or (inputs, targets, mask), got "
             f"{named(queries)}"
         )
-    own = Examples(objective, bases, layers, experts, examples)
-    check_block_damping(damping, own.bases)
-    batch = own.checked(params, queries, state)
+    source = Examples(objective, bases, layers, experts, examples)
+    check_block_damping(damping, source.bases)
+    batch = source.checked(params, queries, state)
 
     if measurement is not None and not in_examples(batch):
         raise ValueError(
             "measurement: it sees one query at a time, and an array of the queries does not have "
             "the examples first"
         )
-    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state, measurement))
-    each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
+    gradients = jax.eval_shape(lambda: source.gradients(params, batch, state, measurement))
+    query_bytes = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if budget is None:
-        at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
+        at_once = max(1, _AT_ONCE // query_bytes) if in_examples(batch) else None
     else:
         at_once = fitting(
             batch,
-            each=each,
-            kept=_nbytes(
+            example_bytes=query_bytes,
+            kept_bytes=_nbytes(
                 jax.eval_shape(
-                    lambda: _run(own, params, batch, state, damping, None, query_rank, None, None)[
-                        :2
-                    ]
+                    lambda: _run(
+                        source, params, batch, state, damping, None, query_rank, None, None
+                    )[:2]
                 )
             ),
             max_bytes=budget,
             name="queries",
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
-    word, number = (damping, None) if isinstance(damping, str) else (None, damping)
-    run = own.compiled(_run, word, query_rank, at_once, measurement)
-    whole, low_rank, errors = run(params, own.bases, batch, state, number)
-    return Queries(whole, low_rank, errors, own.bases.layers, own.bases.origin)
+    heuristic, number = (damping, None) if isinstance(damping, str) else (None, damping)
+    run = source.compiled(_run, heuristic, query_rank, at_once, measurement)
+    full_rank, low_rank, errors = run(params, source.bases, batch, state, number)
+    return Queries(full_rank, low_rank, errors, source.bases.layers, source.bases.origin)
 
 
 def _run(
-    own: Examples,
+    source: Examples,
     params: PyTree,
     batch: Batch,
     state: PyTree,
     damping: Any,
-    word: Literal["heuristic"] | None,
+    heuristic: Literal["heuristic"] | None,
     rank: int | None,
     at_once: int | None,
     measurement: Measurement | None,
 ) -> Any:
-    """What is held of all queries, ``at_once`` in work; ``word`` is a damping that is no number."""
+    """The stored form of all queries, ``at_once`` in work; ``heuristic`` replaces a number."""
 
     def of_some(some: Batch, _: Any) -> Any:
-        gradients = own.gradients(params, some, state, measurement)
-        solved = precondition_many(gradients, own.bases, damping if word is None else word)
-        return _held(solved, own.bases.layers, rank)
+        gradients = source.gradients(params, some, state, measurement)
+        solved = precondition_many(
+            gradients, source.bases, damping if heuristic is None else heuristic
+        )
+        return _stored(solved, source.bases.layers, rank)
 
     return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
 
-def _held(
+def _stored(
     solved: dict[str, Array], layers: tuple[Layer, ...], rank: int | None
 ) -> tuple[dict[str, Array], dict[str, LowRankMatrices], Float[Array, "Q layers"]]:
-    """What is held of some queries, which lie first in every array."""
+    """The stored form of some queries, whose axis is the first of every array."""
     low_rank: dict[str, LowRankMatrices] = {}
     last: Array | None = None  # of the decompositions
-    whole, errors = set[str](), []
+    full_rank_paths, errors = set[str](), []
     number = len(next(iter(solved.values())))
     for layer in layers:
         error = jnp.zeros(number, jnp.float32)
         if layer.bias is not None:
-            whole.add(layer.bias.path)
+            full_rank_paths.add(layer.bias.path)
         if rank is None or layer.is_elementwise or not _is_smaller(layer, rank):
-            whole.add(layer.weight.path)
+            full_rank_paths.add(layer.weight.path)
         else:
             matrices = read_many(solved[layer.weight.path], layer.weight, layer)
             matrices = jnp.moveaxis(matrices, len(layer.stack), 0)
             low_rank[layer.name], error = truncated(matrices, rank, after=last)
             last = error
         errors.append(error.astype(jnp.float32))
-    return {path: solved[path] for path in whole}, low_rank, jnp.stack(errors, 1)
+    return {path: solved[path] for path in full_rank_paths}, low_rank, jnp.stack(errors, 1)
 
 
 def _is_smaller(layer: Layer, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients of examples, rotated into the eigenbasis where they stand."""
+"""Gradients of examples, rotated into the eigenbasis during the backward pass."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,8 +11,7 @@ from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import Basis
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 
-# ---------------- gradients of examples multiplied with themselves where they stand, in the
-# eigenbasis
+# ---------------- products of gradients with themselves
 
 
 _PRODUCT_ENTRIES = {
@@ -26,8 +25,8 @@ _PRODUCT_ENTRIES = {
 class OwnProducts(ExampleGradients):
     r"""The taps of one traced program: $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
 
-    A layer that sees the whole gradient of its parameters at one place emits one number for each
-    example, and no gradient of it is held. The others emit gradients.
+    A layer that sees the complete gradient of its parameters in one use emits one number for each
+    example, and its gradient is not stored. All other layers emit gradients.
 
     Args:
         traced: The program.
@@ -47,7 +46,7 @@ class OwnProducts(ExampleGradients):
         self._alone = whole_gradients(traced, bases)
 
     @property
-    def others(self) -> tuple[Layer, ...]:
+    def gradient_layers(self) -> tuple[Layer, ...]:
         """The layers that emit gradients."""
         return tuple(x for name, x in self._layers.items() if name not in self._alone)
 
@@ -58,7 +57,7 @@ class OwnProducts(ExampleGradients):
         a, g = (x.vectors for x in self._bases.spectra(layer))
         scale, bias_scale = block_powers(self._bases, layer, self._damping)
         scales = {"bias_scale": bias_scale, "scale": scale.values, "unit": 1 / scale.root}
-        vectors = {"a_vectors": a, "g_vectors": g}  # as they are held: products widen them
+        vectors = {"a_vectors": a, "g_vectors": g}  # in their stored dtype: products widen them
         constants = {k: x.astype(dtype) for k, x in scales.items() if x is not None}
         return {
             "products": jnp.zeros((*layer.stack, self._number, 1), dtype),
@@ -66,7 +65,7 @@ class OwnProducts(ExampleGradients):
         }
 
     def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """What is emitted of both sides of a use."""
+        """The slot's values from both sides of a use."""
         if "products" not in like:
             return super().products(use, like, sides, constants)
         assert use.layer is not None
@@ -76,23 +75,25 @@ class OwnProducts(ExampleGradients):
         return sides.own_products(like, basis, constants["scale"], constants.get("bias_scale"))
 
     def summed(self, emitted: Mapping[str, Slot]) -> list[Float[Array, " examples"]]:
-        """Of each layer that has emitted numbers."""
+        """The products of each layer that has emitted numbers."""
         return [
             emitted[name]["products"][..., 0].sum(range(len(layer.stack)))
             for name, layer in self._layers.items()
             if name in self._alone
         ]
 
-    def rest(self, emitted: Mapping[str, Slot]) -> dict[str, Float[Array, "examples ..."]]:
-        """The gradients of the others' parameters."""
-        return self.gradients({layer.name: emitted[layer.name] for layer in self.others})
+    def remaining_gradients(
+        self, emitted: Mapping[str, Slot]
+    ) -> dict[str, Float[Array, "examples ..."]]:
+        """The gradients of all other layers' parameters."""
+        return self.gradients({layer.name: emitted[layer.name] for layer in self.gradient_layers})
 
 
 def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
-    """Layers of which one use, in one iteration, sees the whole gradient of their parameters."""
+    """Layers of which one use, in one iteration, sees the complete gradient of their parameters."""
     matrices = {x.name: [m for m in (x.weight, x.bias) if m is not None] for x in bases.layers}
     paths = [m.path for both in matrices.values() for m in both]
-    found = set()
+    names = set()
     for layer in bases.layers:
         uses = traced.uses_of(layer)
         if layer.is_elementwise or not layer.a_dense or len(uses) > 1:
@@ -100,17 +101,17 @@ def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
         (use,) = uses
         scans = {("scan", scan) for scan in use.scope}
         again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.traced_indices)
-        whole = all(
+        has_all_vectors = all(
             x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2]
             for x in bases.spectra(layer)
         )
-        once = all(paths.count(m.path) == 1 for m in matrices[layer.name])
-        if whole and once and not again and not use.view.scaled:
-            found.add(layer.name)
-    return found
+        is_read_once = all(paths.count(m.path) == 1 for m in matrices[layer.name])
+        if has_all_vectors and is_read_once and not again and not use.view.scaled:
+            names.add(layer.name)
+    return names
 
 
-# ----------------
+# ---------------- rotated gradients
 
 
 _ROTATED_ENTRIES = {
@@ -122,8 +123,8 @@ _ROTATED_ENTRIES = {
 class RotatedGradients(ExampleGradients):
     r"""The taps of one traced program: $Q_A^\top \nabla \ell_n Q_G$.
 
-    Where a layer sees the whole gradient of its parameters at one place, its rows are rotated, or
-    the gradient, whichever is less work. The gradients of the others are rotated after the pass.
+    If a layer sees the complete gradient of its parameters in one use, either its rows or the
+    gradient are rotated, whichever is less work. All other gradients are rotated after the pass.
 
     Args:
         traced: The program.
@@ -157,29 +158,29 @@ class RotatedGradients(ExampleGradients):
         return slot
 
     def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """What is emitted of both sides of a use."""
+        """The slot's values from both sides of a use."""
         if "rotated" not in like:
             return super().products(use, like, sides, constants)
         assert use.layer is not None
         ones = self._bases.wants_ones(self._layers[use.layer])
         basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones)
-        wanted = {"gradients": like["rotated"]}
+        like_gradients = {"gradients": like["rotated"]}
         if "bias_gradients" in like:
-            wanted["bias_gradients"] = like["bias_gradients"]
-        found = sides.gradients(wanted, basis)
-        return {"rotated": found.pop("gradients"), **found}
+            like_gradients["bias_gradients"] = like["bias_gradients"]
+        emitted = sides.gradients(like_gradients, basis)
+        return {"rotated": emitted.pop("gradients"), **emitted}
 
     def rotated(self, emitted: Mapping[str, Slot], scale: Any) -> list[Float[Array, "..."]]:
-        """Every block's part, in the order of ``rotated_parts``.
+        """Every block's rotated gradient, in the order of ``rotated_parts``.
 
         Args:
             emitted: What the pass has emitted.
-            scale: From an array to what it is multiplied by.
+            scale: Maps an array to the factor that it is multiplied by.
         """
         done = {name: slot["rotated"] for name, slot in emitted.items() if "rotated" in slot}
-        rest = self.gradients({name: x for name, x in emitted.items() if name not in done})
+        remaining = self.gradients({name: x for name, x in emitted.items() if name not in done})
         for name in done:
             layer = self._layers[name]
             if "bias_gradients" in emitted[name]:
-                self._add(rest, layer, layer.bias, emitted[name]["bias_gradients"])
-        return [x * scale(x) for x in rotated(rest, self._bases, done)]
+                self._add(remaining, layer, layer.bias, emitted[name]["bias_gradients"])
+        return [x * scale(x) for x in rotated(remaining, self._bases, done)]

@@ -1,4 +1,4 @@
-"""Self-influence: what training on an example does to its own loss."""
+"""Self-influence: how training on an example changes its own loss."""
 
 import math
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._queries import fitting, in_examples
 
-GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
+GRADIENTS = 3  # alive at once for each example: the gradient, its copy by layer, the rotated one
 
 
 def self_influence(
@@ -35,30 +35,30 @@ def self_influence(
 ) -> Float[Array, " N"]:
     r"""Each example's score with itself, $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
 
-    It is large where the model fits an example that the others do not support: examples with a
-    wrong label come first. It is never negative.
+    It is large if the model fits an example that the other examples do not support, so examples
+    with wrong labels come first. It is never negative.
 
     Args:
-        objective: As for :func:`influence`, like all that is not named here.
+        objective: As for :func:`influence`.
         params: Parameters.
         bases: The eigenbases.
         train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such tuples;
-            or what :func:`gradient_store` has made of them.
+            or a :func:`gradient_store` of them.
         damping: As for :func:`influence`.
-        layers: Likewise.
-        state: Likewise.
-        experts: Likewise.
-        max_bytes: What gradients of examples may take at once where they are held, and elsewhere
-            the rows of layers, a number or ``"256MiB"``: a batch is cut into as many examples as
-            fit, at least one.
+        layers: As for :func:`influence`.
+        state: As for :func:`influence`.
+        experts: As for :func:`influence`.
+        max_bytes: Most bytes at once of gradients of examples, for layers that store them, and of
+            rows for all other layers, a number or ``"256MiB"``: a batch is split into as many
+            examples as fit, at least one.
         examples: As for :func:`influence`.
 
     Returns:
-        ``(N,)``, all batches one after the other.
+        ``(N,)``, all batches in sequence.
 
     Raises:
         MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
-        ValueError: as for :func:`influence`; or a batch has to be cut into parts, and one of its
+        ValueError: as for :func:`influence`; or a batch has to be split, and one of its
             arrays does not have the examples first.
 
     Warns:
@@ -67,7 +67,8 @@ def self_influence(
     Memory:
         A layer that an example passes once, and whose parameters no other layer reads, takes its
         damped inverse eigenvalues, as large as its weight, and 32 MiB or the gradient of one
-        example. Of the others three gradients of as many examples as fit into ``max_bytes``.
+        example. All other layers take three gradients of as many examples as fit into
+        ``max_bytes``.
 
     Example:
         >>> own = jk.self_influence(objective, params, bases, batch)
@@ -79,58 +80,63 @@ def self_influence(
     if isinstance(train, GradientStore):
         train.check(objective, params, bases, state)
         return train.own_products(bases, damping, layers)
-    own = Examples(objective, bases, layers, experts, examples)
-    check_block_damping(damping, own.bases)
+    scorer = Examples(objective, bases, layers, experts, examples)
+    check_block_damping(damping, scorer.bases)
 
-    word, number = (damping, None) if isinstance(damping, str) else (None, damping)
+    heuristic, number = (damping, None) if isinstance(damping, str) else (None, damping)
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
-        held = own.own_gradients(params, batch, state)
-        dtypes = [block_dtype(own.bases, layer) for layer in held]
-        each = GRADIENTS * sum(
-            layer.num_parameters * dtype.itemsize for layer, dtype in zip(held, dtypes, strict=True)
+        stored_layers = scorer.own_gradients(params, batch, state)
+        dtypes = [block_dtype(scorer.bases, layer) for layer in stored_layers]
+        example_bytes = GRADIENTS * sum(
+            layer.num_parameters * dtype.itemsize
+            for layer, dtype in zip(stored_layers, dtypes, strict=True)
         )
         some = fitting(
-            batch, each=each, max_bytes=budget, name="train", remedy="choose fewer layers="
+            batch,
+            example_bytes=example_bytes,
+            max_bytes=budget,
+            name="train",
+            remedy="choose fewer layers=",
         )
         if not in_examples(batch):
             return some
         beside = sum(
             min(GRADIENTS * layer.num_parameters, _rows_up_to(layer, batch))
-            * block_dtype(own.bases, layer).itemsize
-            for layer in own.layers
-            if layer not in held
+            * block_dtype(scorer.bases, layer).itemsize
+            for layer in scorer.layers
+            if layer not in stored_layers
         )
-        return max(1, min(some, budget // max(each + beside, 1)))
+        return max(1, min(some, budget // max(example_bytes + beside, 1)))
 
-    found = []
+    by_batch = []
     for some in batches_of(train):
-        batch = own.checked(params, some, state)
-        scores = own.compiled(_products, word, at_once(params, batch, state))
-        found.append(scores(params, own.bases, batch, state, number))
-    return jnp.concatenate(found)
+        batch = scorer.checked(params, some, state)
+        scores = scorer.compiled(_products, heuristic, at_once(params, batch, state))
+        by_batch.append(scores(params, scorer.bases, batch, state, number))
+    return jnp.concatenate(by_batch)
 
 
 def _products(
-    own: Examples,
+    scorer: Examples,
     params: PyTree,
     batch: Batch,
     state: PyTree,
     damping: Any,
-    word: Literal["heuristic"] | None,
+    heuristic: Literal["heuristic"] | None,
     at_once: int,
 ) -> Float[Array, " N"]:
-    """Of one batch, so many examples at once; ``word`` is a damping that is no number."""
+    """The scores of one batch, ``at_once`` examples at a time; see ``_queries._run``."""
 
     def of_some(some: Batch, _: Any) -> Array:
-        delta = damping if word is None else word
-        return own.own_products(params, own.bases, some, state, delta)
+        delta = damping if heuristic is None else heuristic
+        return scorer.own_products(params, scorer.bases, some, state, delta)
 
     return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
 
 def _rows_up_to(layer: Layer, batch: Batch) -> int:
-    """Elements of an example's rows in a layer; positions are at most its numbers, in or out."""
+    """Most elements of an example's rows in a layer; an example's size bounds its positions."""
     leaves = jax.tree.leaves((batch.inputs, batch.targets))
     positions = max(leaf.size // batch.num_examples for leaf in leaves)
     sides = layer.in_features + layer.out_features

@@ -1,7 +1,7 @@
-"""The folder of a gradient store: parts in files of their own, and a journal of those there are.
+"""The folder of a gradient store: each batch in its own file, and a journal of finished batches.
 
-While it is written the folder ends in ``.partial``; it is renamed when the last part is there. A
-part counts once the journal names it, with its checksum, and the journal is written after it.
+While it is written, the folder's name ends in ``.partial``; it is renamed after the last batch. A
+batch counts once the journal lists it with its checksum, and the journal is written after it.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class StoredPart:
 
     Attributes:
         number: Examples in it.
-        crc32: Of its rows.
-        data: Digest of the batch that it is of.
-        exists: Which examples have a loss term that counts, ``"1"`` or ``"0"`` each.
+        crc32: Checksum of its rows.
+        data: Digest of the batch that it was computed from.
+        exists: Which examples have a loss term that counts, ``"1"`` or ``"0"`` for each.
     """
 
     number: int
@@ -58,21 +58,21 @@ class StoredPart:
 
 
 class StoreFolder:
-    """Rows of examples in a folder, written part by part.
+    """Rows of examples in a folder, written batch by batch.
 
     Args:
-        path: Where the store is to be.
-        about: All that decides its numbers, as plain values.
+        path: Path of the finished store.
+        about: Everything that its numbers depend on, as plain values.
         width: Numbers in a row.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
 
     Attributes:
-        path: Where the store is to be.
-        parts: Those that are there.
-        is_whole: Whether all are.
+        path: Path of the finished store.
+        parts: The batches that are stored.
+        is_whole: Whether the store is finished.
 
     Raises:
-        ValueError: there is a store of something else at the path; what differs is named.
+        ValueError: there is a store of something else at the path; the difference is named.
         DamagedFileError: its journal is damaged.
         OSError: nothing can be written there.
     """
@@ -81,7 +81,7 @@ class StoreFolder:
         self.path, self._about = path, dict(about)
         self._width, self._dtype = width, dtype
         self.parts: list[StoredPart] = []
-        self._compared: set[int] = set()  # parts whose checksums were found to be right
+        self._compared: set[int] = set()  # batches whose checksums have been compared
         self.is_whole = path.exists()
         self._folder = path if self.is_whole else path.with_name(path.name + PARTIAL)
         if not self.is_whole and not self._folder.exists():
@@ -96,14 +96,14 @@ class StoreFolder:
         if plain["version"] != _VERSION:
             raise ValueError(f"{path} is of version {plain['version']}, expected {_VERSION}")
         self._check_about(plain["about"])
-        self.parts = [StoredPart(**part) for part in plain["parts"]]
+        self.parts = [StoredPart(**values) for values in plain["parts"]]
         self.check_sizes()
 
-    def _check_about(self, found: Mapping[str, Any]) -> None:
+    def _check_about(self, stored: Mapping[str, Any]) -> None:
         different = [
-            f"{name} is {found.get(name)}, expected {self._about.get(name)}"
-            for name in {**self._about, **found}
-            if found.get(name) != self._about.get(name)
+            f"{name} is {stored.get(name)}, expected {self._about.get(name)}"
+            for name in {**self._about, **stored}
+            if stored.get(name) != self._about.get(name)
         ]
         if different:
             raise ValueError(
@@ -113,53 +113,53 @@ class StoreFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are there."""
-        return sum(part.number for part in self.parts) * self._width * self._dtype.itemsize
+        """Bytes of the stored rows."""
+        return sum(batch.number for batch in self.parts) * self._width * self._dtype.itemsize
 
     def append(
         self, rows: np.ndarray, data: str, exists: np.ndarray, sums: Mapping[str, np.ndarray]
     ) -> None:
-        """Write one part, and the sums of all so far; then it counts.
+        """Write one batch, and the sums of all so far; only then does it count.
 
         Raises:
-            OSError: it cannot be written: the parts before it are there.
+            OSError: it cannot be written; earlier batches remain.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         index, view = len(self.parts), np.ascontiguousarray(rows).view(np.uint8).data
-        words: Any = {"remains": _REMAINS}
-        with whole_file(self._rows(index), "gradients", nbytes=view.nbytes, **words) as file:
+        options: Any = {"remains": _REMAINS}
+        with whole_file(self._rows(index), "gradients", nbytes=view.nbytes, **options) as file:
             file.write(view)
         nbytes = sum(x.nbytes for x in sums.values())
-        words |= {"what": "sums of squares", "nbytes": nbytes}
-        write_archive(self._sums(index + 1), _SUMS, {}, sums.items(), **words)
+        options |= {"what": "sums of squares", "nbytes": nbytes}
+        write_archive(self._sums(index + 1), _SUMS, {}, sums.items(), **options)
         bits = "".join("01"[bool(x)] for x in exists)
-        part = StoredPart(len(rows), zlib.crc32(view), data, bits)
-        self._write([*self.parts, part])
-        self.parts.append(part)
+        batch = StoredPart(len(rows), zlib.crc32(view), data, bits)
+        self._write([*self.parts, batch])
+        self.parts.append(batch)
         self._sums(index).unlink(missing_ok=True)
 
-    def _write(self, parts: Sequence[StoredPart]) -> None:
+    def _write(self, batches: Sequence[StoredPart]) -> None:
         plain = {
             "version": _VERSION,
             "about": self._about,
-            "parts": [dataclasses.asdict(part) for part in parts],
+            "parts": [dataclasses.asdict(batch) for batch in batches],
         }
         path = self._folder / _JOURNAL
         write_json(path, _FORM, plain, "the journal of a gradient store", remains=_REMAINS)
 
     def finish(self) -> None:
-        """Rename the folder: the store is whole."""
-        for path in self._folder.glob(f".*{PARTIAL}"):  # of a writer that was killed
+        """Rename the folder, which marks the store as finished."""
+        for path in self._folder.glob(f".*{PARTIAL}"):  # left by a writer that was killed
             path.unlink()
         os.replace(self._folder, self.path)
         self._folder, self.is_whole = self.path, True
 
     def sums(self) -> dict[str, np.ndarray]:
-        """The sums over all parts.
+        """The sums over all batches.
 
         Raises:
-            FileNotFoundError: they are not there.
-            DamagedFileError: a byte is not what was written.
+            FileNotFoundError: their file does not exist.
+            DamagedFileError: a byte has changed.
         """
         path = self._sums(len(self.parts))
         if not path.is_file():
@@ -170,10 +170,10 @@ class StoreFolder:
             return {name: stored.read(name) for name in stored.names}
 
     def rows(self, index: int) -> np.ndarray:
-        """The rows of one part, mapped from its file; its checksum is compared the first time.
+        """The rows of one batch, mapped from its file; the checksum is compared the first time.
 
         Raises:
-            DamagedFileError: the file is not what was written.
+            DamagedFileError: the file has changed.
         """
         rows = self._mapped(index)
         if index not in self._compared:
@@ -186,26 +186,30 @@ class StoreFolder:
         return rows
 
     def _mapped(self, index: int) -> np.ndarray:
-        part, path = self.parts[index], self._rows(index)
-        expected = part.number * self._width * self._dtype.itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            said = "is not there" if found is None else f"has {found} bytes, expected {expected}"
-            raise DamagedFileError(f"{path} {said}: remove {self._folder}, and make the store anew")
-        shape = part.number, self._width
+        batch, path = self.parts[index], self._rows(index)
+        expected = batch.number * self._width * self._dtype.itemsize
+        nbytes = path.stat().st_size if path.is_file() else None
+        if nbytes != expected:
+            problem = (
+                "is not there" if nbytes is None else f"has {nbytes} bytes, expected {expected}"
+            )
+            raise DamagedFileError(
+                f"{path} {problem}: remove {self._folder}, and make the store anew"
+            )
+        shape = batch.number, self._width
         return np.memmap(path, np.uint8, "r").view(self._dtype).reshape(shape)
 
     def check_sizes(self) -> None:
-        """See that every file is there, and as long as it was.
+        """Check that every file exists and has its length.
 
         Raises:
-            DamagedFileError: naming the first one that is not.
+            DamagedFileError: naming the first file that is missing or has another length.
         """
         for index in range(len(self.parts)):
             self._mapped(index)
 
     def free_bytes(self) -> int:
-        """Room on the disk."""
+        """Free bytes on the disk."""
         existing = next(x for x in (self._folder, *self._folder.parents) if x.exists())
         return shutil.disk_usage(existing).free
 
@@ -217,7 +221,7 @@ class StoreFolder:
 
 
 class StoreInMemory:
-    """The same in host memory."""
+    """Rows of examples in host memory, with the interface of ``StoreFolder``."""
 
     is_whole = False
 
@@ -228,28 +232,28 @@ class StoreInMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are there."""
+        """Bytes of the stored rows."""
         return sum(x.nbytes for x in self._rows)
 
     def append(
         self, rows: np.ndarray, data: str, exists: np.ndarray, sums: Mapping[str, np.ndarray]
     ) -> None:
-        """Keep one part, and the sums of all so far."""
+        """Store one batch, and the sums of all so far."""
         bits = "".join("01"[bool(x)] for x in exists)
         self.parts.append(StoredPart(len(rows), 0, data, bits))
         self._rows.append(np.array(rows))
         self._sums = dict(sums)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Mark the store as finished."""
         self.is_whole = True
 
     def sums(self) -> dict[str, np.ndarray]:
-        """The sums over all parts."""
+        """The sums over all batches."""
         return self._sums
 
     def rows(self, index: int) -> np.ndarray:
-        """The rows of one part."""
+        """The rows of one batch."""
         return self._rows[index]
 
 
@@ -266,12 +270,12 @@ def short_hash(data: Any) -> str:
 
 def digest_of(tree: PyTree) -> str:
     """A digest of a tree's paths, dtypes, shapes and bytes."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.ascontiguousarray(np.asarray(leaf))
         about = jax.tree_util.keystr(path), array.dtype.name, np.shape(leaf)
-        found.update(repr(about).encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(repr(about).encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -9,16 +9,16 @@ from jaxkfac._text import number, ruled
 from jaxkfac.curvature.capacity._definitions import Scalar, columns
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics, CapacityRecord
 
-# ---------------- how much capacity metrics vary from batch to batch
+# ---------------- variation over batches
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval: of a metric over batches, or of other numbers.
+    """A mean and its confidence interval, for a metric over batches or for other numbers.
 
     Attributes:
-        mean: Of the numbers.
+        mean: Mean of the numbers.
         low: Lower end of the interval for the mean.
-        high: Upper end.
+        high: Upper end of the interval.
     """
 
     mean: float
@@ -28,13 +28,13 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacityInterval:
-    """Intervals of every metric; ``None`` where a batch has none (an infinite condition).
+    """Intervals of every metric; ``None`` if a batch lacks it (an infinite condition number).
 
     Attributes:
         model: ``{metric: Interval}`` of the whole model.
         layers: ``{layer: {metric: Interval}}``.
-        num_batches: How many metrics went in.
-        confidence: Of the intervals.
+        num_batches: Number of batches measured.
+        confidence: Confidence of the intervals.
     """
 
     model: dict[str, Interval | None]
@@ -65,17 +65,16 @@ class CapacityInterval:
 def capacity_interval(
     metrics: Sequence[CapacityMetrics], *, confidence: float = 0.95
 ) -> CapacityInterval:
-    r"""Mean and confidence interval of every metric over metrics of single batches.
+    r"""Mean and confidence interval of every metric, from the metrics of single batches.
 
-    Each is that of :func:`mean_interval`.
+    Each interval is computed by :func:`mean_interval`.
 
-    The interval is for the metric of *one batch of this size*. Ranks grow with the batch (a
-    factor of B rows has rank B at the most), so it is not centred on the metric of the
-    batches' average.
+    The interval is for the metric of *one batch of this size*. Ranks grow with the batch (a factor
+    of B rows has rank at most B), so it is not centered on the metric of the average over batches.
 
     Args:
-        metrics: One for each batch, of the same model with the same ``num_examples``,
-            ``damping`` and ``threshold``; two at least.
+        metrics: One for each batch, at least two, of the same model with the same
+            ``num_examples``, ``damping`` and ``threshold``.
         confidence: In (0, 1).
 
     Returns:
@@ -83,7 +82,7 @@ def capacity_interval(
 
     Raises:
         ValueError: fewer than two, ``confidence`` out of range, or metrics that differ in
-            their layers or in what they were asked with.
+            their layers or arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -105,10 +104,10 @@ def capacity_interval(
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie in (0, 1), got {confidence}")
     first = metrics[0]
-    for other in metrics[1:]:
-        check_same_settings(first, other)
-        if first.layers.keys() != other.layers.keys():
-            odd = sorted(first.layers.keys() ^ other.layers.keys())
+    for current in metrics[1:]:
+        check_same_settings(first, current)
+        if first.layers.keys() != current.layers.keys():
+            odd = sorted(first.layers.keys() ^ current.layers.keys())
             raise ValueError(f"the metrics are of different models: {odd} are not in all of them")
     return CapacityInterval(
         model=_intervals([m.model for m in metrics], confidence),
@@ -121,7 +120,7 @@ def capacity_interval(
 
 
 def check_same_settings(one: CapacityMetrics, other: CapacityMetrics) -> None:
-    """Refuse to compare metrics that were asked with different arguments.
+    """Refuse to compare metrics that were computed with different arguments.
 
     Raises:
         ValueError: naming the argument and both values.
@@ -135,12 +134,12 @@ def check_same_settings(one: CapacityMetrics, other: CapacityMetrics) -> None:
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
     r"""Mean of independent numbers, and Student's confidence interval for it.
 
-    For K numbers with mean $\bar x$ and standard deviation $s$ (K - 1 in its denominator),
-    $\bar x \pm t_{K-1} s / \sqrt K$ with the quantile $t_{K-1}$ of Student's distribution:
-    exact for normal numbers, close for others when K is not tiny.
+    For K numbers with mean $\bar x$ and standard deviation $s$ (K - 1 in its denominator) it is
+    $\bar x \pm t_{K-1} s / \sqrt K$, with the quantile $t_{K-1}$ of Student's distribution. It is
+    exact for normal numbers, and close for others unless K is tiny.
 
     Args:
-        values: Two at least.
+        values: At least two.
         confidence: In (0, 1).
 
     Raises:
@@ -164,25 +163,25 @@ def _intervals(records: Sequence[CapacityRecord], confidence: float) -> dict[str
 
 
 def _interval(values: Sequence[Scalar], confidence: float) -> Interval | None:
-    known = [float(value) for value in values if value is not None]
-    return None if len(known) < len(values) else mean_interval(known, confidence=confidence)
+    finite = [float(value) for value in values if value is not None]
+    return None if len(finite) < len(values) else mean_interval(finite, confidence=confidence)
 
 
 def _plain_intervals(intervals: dict[str, Interval | None]) -> dict[str, dict[str, float] | None]:
     return {name: None if x is None else x._asdict() for name, x in intervals.items()}
 
 
-# ---------------- what has changed between two checkpoints, metric by metric
+# ---------------- changes between two checkpoints
 
 
 class Change(NamedTuple):
     """One metric before and after.
 
     Attributes:
-        before: ``None`` where undefined or infinite, as in the record.
-        after: Likewise.
-        difference: ``after - before``, ``None`` where either is.
-        ratio: ``after / before``, ``None`` where either is or ``before`` is 0.
+        before: ``None`` if undefined or infinite, as in the record.
+        after: ``None`` if undefined or infinite.
+        difference: ``after - before``; ``None`` if either is ``None``.
+        ratio: ``after / before``; ``None`` if either is ``None`` or ``before`` is 0.
     """
 
     before: Scalar
@@ -235,15 +234,15 @@ def compare_capacity(before: CapacityMetrics, after: CapacityMetrics) -> Capacit
 
     Args:
         before: Metrics of one checkpoint.
-        after: Of another, with the same ``num_examples``, ``damping`` and ``threshold``. The
-            models may differ: layers in only one of them are named, and their blocks are part
-            of their own whole model.
+        after: Metrics of another checkpoint, with the same ``num_examples``, ``damping`` and
+            ``threshold``. The models may differ: layers in only one of them are listed, and their
+            blocks count in that model only.
 
     Returns:
         The changes.
 
     Raises:
-        ValueError: the metrics were asked with different arguments.
+        ValueError: the metrics were computed with different arguments.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk

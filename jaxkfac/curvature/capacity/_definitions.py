@@ -1,4 +1,4 @@
-r"""The capacity metrics, one function each, of the eigenvalues $\lambda$."""
+r"""The capacity metrics: functions of the eigenvalues $\lambda$, one function each."""
 
 import dataclasses
 import inspect
@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 from jaxkfac.curvature.capacity._eigenvalues import CapacityBlock, Settings, Sums, sum_log1p
 from jaxkfac.curvature.capacity._eigenvalues import quantiles as quantiles_of
 
-# ---------------- what a capacity metric is: a function of the measured eigenvalues, and how it is
-# shown
+# ---------------- the registry of metrics
 
 
 Scale = Literal["scale-free", "mean", "sum"]
@@ -20,14 +19,14 @@ Value = Scalar | dict[float, float]
 
 
 class MeasuredSpectrum(NamedTuple):
-    """What metrics are functions of: the eigenvalues of a block, or of several together.
+    """The argument of every metric: the eigenvalues of one block, or of several together.
 
     Attributes:
-        sums: What adds up over the blocks.
-        blocks: The blocks themselves, for what does not.
-        settings: What the metrics were asked with.
+        sums: Quantities that add up over the blocks.
+        blocks: The blocks themselves, for quantities that do not add up.
+        settings: The arguments of ``capacity_metrics``.
         above: How many eigenvalues of A and of G exceed the threshold; ``None`` for diagonals
-            and for the whole model.
+            and for the full model.
     """
 
     sums: Sums
@@ -44,16 +43,16 @@ class Metric:
     """A metric of :class:`CapacityRecord`.
 
     Attributes:
-        definition: Its value; ``None`` where it is undefined or infinite, a dictionary where
-            it is a family of numbers. The docstring is the metric's.
+        definition: Computes its value: ``None`` if it is undefined or infinite, a dictionary if it
+            is a family of numbers. Its docstring describes the metric.
         scale: See :class:`CapacityRecord`.
-        heading: Of its column in tables of layers, a line break where it may be broken;
-            ``None`` for no column.
+        heading: Heading of its column in tables of layers, with a line break where it may be
+            broken; ``None`` for no column.
         legend: The formula, below such a table.
-        label: Its name in the table of the whole model, where ``threshold`` may be named;
-            ``None`` is the own name in words.
-        is_logarithm: Whether two values are compared by difference, not by ratio.
-        of_factors: Whether a layer has it by its factors, so that the model has none.
+        label: Its name in the table of the full model; it may contain ``{threshold}``. ``None``
+            takes the metric's own name, in words.
+        is_logarithm: Whether two values are compared by difference instead of ratio.
+        of_factors: Whether it counts a layer's factors, so that the full model has none.
     """
 
     definition: Definition
@@ -66,12 +65,12 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """What the record, JSON and tables call it."""
+        """Its name in the record, JSON and tables."""
         return self.definition.__name__
 
     @property
     def description(self) -> str:
-        """What it is."""
+        """The docstring of its definition."""
         return inspect.getdoc(self.definition) or ""
 
 
@@ -88,23 +87,23 @@ def metric(
     is_logarithm: bool = False,
     of_factors: bool = False,
 ) -> Callable[[Definition], Definition]:
-    """Make a function a metric of every record from now on. The arguments are :class:`Metric`'s.
+    """Register a function as a metric of all future records. The arguments are :class:`Metric`'s.
 
-    All else follows from it: JSON, tables, intervals, comparisons, the record's docstring::
+    JSON, tables, intervals, comparisons and the record's docstring then include it::
 
         @metric("mean", heading="mean λ", legend="Σλ / dim.")
         def mean_eigenvalue(measured: MeasuredSpectrum) -> float:
             return measured.sums.trace / measured.sums.size
 
     Raises:
-        ValueError: there is a metric of this name.
+        ValueError: a metric of this name exists.
     """
 
     def register(definition: Definition) -> Definition:
-        found = Metric(definition, scale, heading, legend, label, is_logarithm, of_factors)
-        if found.name in _REGISTERED:
-            raise ValueError(f"there is a capacity metric {found.name!r} already")
-        _REGISTERED[found.name] = found
+        new = Metric(definition, scale, heading, legend, label, is_logarithm, of_factors)
+        if new.name in _REGISTERED:
+            raise ValueError(f"there is a capacity metric {new.name!r} already")
+        _REGISTERED[new.name] = new
         return definition
 
     return register
@@ -112,35 +111,35 @@ def metric(
 
 def columns() -> dict[str, str]:
     """``{heading: metric}`` of tables with a line for each layer."""
-    return {found.heading: name for name, found in METRICS.items() if found.heading}
+    return {m.heading: name for name, m in METRICS.items() if m.heading}
 
 
 def legend() -> str:
-    """What the columns are."""
-    shown = [found for found in METRICS.values() if found.heading and found.legend]
-    each = [f"{' '.join((m.heading or '').split())}: {m.legend}" for m in shown]
-    return "; ".join([*each, "–: infinite or undefined"])
+    """The explanation of the columns, below a table."""
+    shown = [x for x in METRICS.values() if x.heading and x.legend]
+    explanations = [f"{' '.join((m.heading or '').split())}: {m.legend}" for m in shown]
+    return "; ".join([*explanations, "–: infinite or undefined"])
 
 
-# ---------------- the capacity metrics, one function each, of the eigenvalues $\lambda$
+# ---------------- the metrics
 
 
-__all__ = ["METRICS"]  # which has them all once this module is read
+__all__ = ["METRICS"]  # complete once this module has been imported
 
 # ---------------------------------------------------------------- scale-free
 
 
 @metric("scale-free", heading="dim.")
 def dimension(measured: MeasuredSpectrum) -> int:
-    """Number of eigenvalues: of parameters."""
+    """Number of eigenvalues, which is the number of parameters."""
     return measured.sums.size
 
 
 @metric("scale-free")
 def num_positive(measured: MeasuredSpectrum) -> int:
-    r"""How many are positive: the rank. Of products, those whose two factors are above
-    $n \varepsilon \lambda_{\max}$ of their matrix, of size n, with $\varepsilon$ of its dtype;
-    below, they are rounding errors of zeros.
+    r"""Number of positive eigenvalues: the rank. A product counts if both factors are above
+    $n \varepsilon \lambda_{\max}$ of their matrix, with n its size and $\varepsilon$ that of its
+    dtype; smaller values are rounding errors of zeros.
     """
     return measured.sums.positive
 
@@ -188,7 +187,7 @@ def condition(measured: MeasuredSpectrum) -> float | None:
 
 @metric("scale-free", heading="clipped", legend="the same after clipping")
 def condition_clipped(measured: MeasuredSpectrum) -> float | None:
-    """The same after clipping."""
+    """The condition number after clipping."""
     return _ratio(measured.sums.largest_clipped, measured.sums.smallest_clipped)
 
 
@@ -263,7 +262,9 @@ def num_above_a(measured: MeasuredSpectrum) -> int | None:
 
 @metric("mean", of_factors=True)
 def num_above_g(measured: MeasuredSpectrum) -> int | None:
-    """Likewise of G."""
+    """Eigenvalues of the factor G above the threshold, summed over stacked slices; ``None`` for
+    diagonals and for the whole model.
+    """
     return measured.above[1] if measured.above else None
 
 
@@ -279,7 +280,7 @@ def quantiles(measured: MeasuredSpectrum) -> dict[float, float]:
     return quantiles_of(measured.blocks, measured.settings.quantiles)
 
 
-# ---------------------------------------------------------------- of N times it, and damping
+# ---------------------------------------------------------------- of N times the mean loss, damped
 
 
 @metric("sum", heading="eff.\ndim.", legend="Σ Nλ / (Nλ + δ)")

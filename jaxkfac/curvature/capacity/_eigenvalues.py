@@ -1,4 +1,4 @@
-"""Eigenvalues of every block of a model: lists of factors, sums and order statistics."""
+"""Eigenvalues of every block of a model, their sums, and order statistics of their products."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, Kronec
 from jaxkfac.curvature._layer_power import owners
 from jaxkfac.interception import Layer
 
-# ---------------- the eigenvalues of every block of a model, as lists whose products they are
+# ---------------- eigenvalues by block
 
 
 _ONE = np.ones(1)
@@ -23,14 +23,14 @@ _ONE = np.ones(1)
 class CapacityBlock(NamedTuple):
     r"""All products $\alpha_i \gamma_j$ of two lists of eigenvalues, never formed.
 
-    Where eigenvalues are no products (a diagonal, or values measured one by one), the first
-    list is ``[1.0]`` and the second holds them all.
+    If eigenvalues are not products (a diagonal, or values measured one by one), the first list is
+    ``[1.0]`` and the second holds all values.
 
     Attributes:
         rows: The shorter list, float64, ascending, not negative.
-        columns: The longer one, likewise.
+        columns: The longer list, float64, ascending, not negative.
         clipped: The smallest and the largest product after clipping.
-        rounding: Up to which rows and columns are rounding errors of zeros.
+        rounding: Largest values of rows and columns that may be rounding errors of zeros.
     """
 
     rows: np.ndarray
@@ -40,7 +40,7 @@ class CapacityBlock(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many eigenvalues there are."""
+        """Number of eigenvalues."""
         return len(self.rows) * len(self.columns)
 
 
@@ -48,10 +48,10 @@ class Slice(NamedTuple):
     """One stacked slice of a layer, or a layer without a stack.
 
     Attributes:
-        weight: The block of the weight; with a joint bias the bias is part of it.
-        bias: The block of a bias that has one of its own (``bias="separate"``).
-        a: Eigenvalues of the factor A, or ``None`` for a diagonal.
-        g: G as a block, or ``None`` for a diagonal.
+        weight: The block of the weight, with its joint bias.
+        bias: The block of a separate bias (``bias="separate"``).
+        a: Eigenvalues of the factor A; ``None`` for a diagonal.
+        g: G as a block; ``None`` for a diagonal.
     """
 
     weight: CapacityBlock
@@ -70,9 +70,9 @@ class LayerBlocks(NamedTuple):
     Attributes:
         name: Name of the layer.
         slices: One for each stacked slice, in the order of the stack.
-        stacked: Whether there is a stack at all.
-        counted: The blocks that belong to the whole model: those of parameters for which
-            no other layer answers.
+        stacked: Whether the layer has a stack.
+        counted: The blocks that count in the full model: those of parameters that no other layer
+            owns.
     """
 
     name: str
@@ -89,20 +89,20 @@ def layer_blocks(bases: Eigenbases) -> list[LayerBlocks]:
         NonFiniteFactorError: naming the layer whose eigenvalues are not finite.
     """
     owned = {owner.layer.name: owner for owner in owners(bases.layers)}
-    found = []
+    all_blocks = []
     for layer in bases.layers:
         slices = tuple(_slices(bases, layer))
         owner = owned.get(layer.name)
         if owner is not None and owner.writes_weight:
             own_bias = owner.writes_bias
             counted = [b for s in slices for b in (s.blocks if own_bias else [s.weight])]
-        elif owner is not None:  # another layer has the weight; the block of the bias is G
+        elif owner is not None:  # another layer owns the weight; the block of the bias is G
             blocks = [s.g if s.bias is None else s.bias for s in slices]
             counted = [block for block in blocks if block is not None]
         else:
             counted = []
-        found.append(LayerBlocks(layer.name, slices, bool(layer.stack), tuple(counted)))
-    return found
+        all_blocks.append(LayerBlocks(layer.name, slices, bool(layer.stack), tuple(counted)))
+    return all_blocks
 
 
 def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
@@ -119,7 +119,7 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
     elif bases.bias == "separate" and layer.bias is not None:
         biases = g_blocks
     a_rows = a.reshape(len(g_blocks), a.shape[-1])
-    return [Slice(*parts) for parts in zip(weights, biases, a_rows, g_blocks, strict=True)]
+    return [Slice(*fields) for fields in zip(weights, biases, a_rows, g_blocks, strict=True)]
 
 
 def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
@@ -139,18 +139,18 @@ def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
 
 
 def _listed(raw: Any, clipped: Any, layer: Layer, *, rounding: float) -> list[CapacityBlock]:
-    """The blocks of eigenvalues ``(stack..., n)`` that are no products."""
+    """One block for each slice of eigenvalues ``(stack..., n)`` that are not products."""
     raw, clipped = _on_host(raw, layer), _on_host(clipped, layer)
     indices = np.ndindex(raw.shape[:-1])
     return [_block(_ONE, raw[i], (_ONE, clipped[i]), (0.0, rounding)) for i in indices]
 
 
 def _rounding(values: Any, dense: bool) -> float:
-    r"""$n \varepsilon$ of a decomposed matrix, $\varepsilon$ of its own dtype; 0 of a diagonal.
+    r"""$n \varepsilon$ for a decomposed matrix, $\varepsilon$ of its own dtype; 0 for a diagonal.
 
-    The factor was rounded in its dtype when it was summed, so that a zero eigenvalue of it reads
-    as up to about $n \varepsilon \lambda_{\max}$, in whatever precision it was decomposed.
-    Diagonals and measured eigenvalues are sums of squares, right to their last digits.
+    The factor was rounded in its dtype when it was summed, so a zero eigenvalue may read as up to
+    about $n \varepsilon \lambda_{\max}$, whatever the precision of the decomposition. Diagonals and
+    measured eigenvalues are sums of squares, correct to their last digits.
     """
     return values.shape[-1] * float(np.finfo(values.dtype).eps) if dense else 0.0
 
@@ -161,7 +161,7 @@ def _block(
     clipped: tuple[np.ndarray, np.ndarray],
     rounding: tuple[float, float],
 ) -> CapacityBlock:
-    # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: they are 0.
+    # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: count as 0.
     sides = [(np.sort(np.maximum(x, 0)), share) for x, share in zip((a, g), rounding, strict=True)]
     (rows, of_rows), (columns, of_columns) = sorted(sides, key=lambda side: len(side[0]))
     low, high = (math.prod(max(float(end(x)), 0.0) for x in clipped) for end in (np.min, np.max))
@@ -170,7 +170,7 @@ def _block(
 
 
 def diagonal_rows(layer: Layer, diagonal: Any) -> Any:
-    """``(stack..., elements)`` of a diagonal shaped like the parameter or like its slice."""
+    """``(stack..., elements)`` from a diagonal shaped like the parameter or like its slice."""
     weight = dataclasses.replace(layer.weight, index=())
     if diagonal.size != weight.size:
         weight = layer.weight
@@ -194,7 +194,7 @@ def _on_host(values: Any, layer: Layer) -> np.ndarray:
     return array
 
 
-# ---------------- order statistics of products that are never formed: counts and quantiles
+# ---------------- order statistics of products that are never formed
 
 
 _FEW = 2**14  # candidates that are cheaper to write out than to narrow down
@@ -203,21 +203,21 @@ _FEW = 2**14  # candidates that are cheaper to write out than to narrow down
 def count_above(block: CapacityBlock, threshold: float) -> int:
     r"""How many $\alpha_i \gamma_j$ exceed ``threshold``, in O(m + n) memory.
 
-    Rounding is monotone, so in each row the products that exceed it, as float64 rounds
-    them, are the last ones: one bisection for all rows at once.
+    Rounding is monotone, so in each row the float64 products that exceed the threshold are the last
+    ones. One bisection serves all rows.
     """
     rows = _Rows([block])
     return block.size - int(rows.at_most(threshold, rows.first, rows.last).sum())
 
 
 def quantiles(blocks: Sequence[CapacityBlock], fractions: Sequence[float]) -> dict[float, float]:
-    """For each fraction q the smallest eigenvalue that at least q of all do not exceed.
+    """For each fraction q, the smallest eigenvalue such that at least q of all do not exceed it.
 
-    This is ``numpy.quantile(..., method="inverted_cdf")``: always one of the eigenvalues.
+    This is ``numpy.quantile(..., method="inverted_cdf")``, which always returns an eigenvalue.
     O(sum of m + n) memory.
     """
     rows, size = _Rows(blocks), sum(block.size for block in blocks)
-    # As a decimal, so that 0.07 of 100 is the seventh.
+    # Via the decimal text, so that 0.07 of 100 is exactly the seventh.
     ranks = {q: max(math.ceil(Fraction(repr(q)) * size), 1) for q in map(float, fractions)}
     return {q: rows.kth_smallest(rank) for q, rank in ranks.items()}
 
@@ -248,8 +248,8 @@ class _Rows:
     def kth_smallest(self, k: int) -> float:
         """Bisect over the bit patterns of float64, which are ordered like the numbers.
 
-        In each row only the positions between the two bounds stay candidates, until few
-        are left or the bounds are neighbours: then all candidates are equal.
+        In each row only the positions between the two bounds remain candidates, until few remain
+        or the bounds are neighbors, when all candidates are equal.
         """
         lower, upper = -1, int(np.float64(self.largest).view(np.int64))
         low, high = self.first, self.last
@@ -271,14 +271,14 @@ class _Rows:
         return float(np.partition(candidates, k - below - 1)[k - below - 1])
 
 
-# ---------------- what adds up over blocks: each quantity of a block, and of several together
+# ---------------- sums over eigenvalues
 
 
 _ELEMENTS = 2**16  # products alive at once: they fit in a core's cache
 
 
 class Settings(NamedTuple):
-    """What the metrics are measured with; see ``capacity_metrics``."""
+    """The arguments of ``capacity_metrics``."""
 
     num_examples: float
     damping: float
@@ -288,23 +288,23 @@ class Settings(NamedTuple):
 
 
 class Sums(NamedTuple):
-    r"""Of one block, or of several side by side: a block-diagonal matrix.
+    r"""Sums over the eigenvalues of one block, or of a block-diagonal matrix of several.
 
     Attributes:
         size: Number of eigenvalues.
         trace: $\sum \lambda$.
         squares: $\sum \lambda^2$.
-        entropy: Of $p = \lambda / \sum \lambda$, nats.
-        powers: $\sum \lambda^p$ for each asked p.
+        entropy: Entropy of $p = \lambda / \sum \lambda$, in nats.
+        powers: $\sum \lambda^p$ for each requested p.
         log_positive: $\sum \ln \lambda$ over the positive ones.
-        positive: How many are positive: more than rounding, of their factors.
-        above: How many exceed the threshold.
+        positive: Number of positive eigenvalues, above the rounding of their factors.
+        above: Number of eigenvalues above the threshold.
         smallest: Smallest eigenvalue.
         largest: Largest eigenvalue.
-        smallest_clipped: Likewise after clipping.
-        largest_clipped: Likewise after clipping.
+        smallest_clipped: Smallest eigenvalue after clipping.
+        largest_clipped: Largest eigenvalue after clipping.
         effective: $\sum N\lambda / (N\lambda + \delta)$.
-        log_damped: $\sum \ln(N\lambda + \delta)$; $-\infty$ where a term is.
+        log_damped: $\sum \ln(N\lambda + \delta)$; $-\infty$ if a term is.
     """
 
     size: int
@@ -331,7 +331,7 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     n, delta = settings.num_examples, settings.damping
     zeros = block.size - len(a) * len(g)
     scaled = lambda x: n * x + delta
-    # Without damping every eigenvalue that is no rounding error of zero counts as one.
+    # Without damping every eigenvalue above the rounding of zero counts as one.
     positive = len(sure_a) * len(sure_g)
     effective = _streamed(a, g, lambda x: n * x / scaled(x)) if delta else positive
     log_damped = _streamed(a, g, lambda x: np.log(scaled(x)))
@@ -355,29 +355,29 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     )
 
 
-def combined(parts: Sequence[Sums]) -> Sums:
-    r"""The sums of all blocks together.
+def combined(sums: Sequence[Sums]) -> Sums:
+    r"""The sums over the eigenvalues of all blocks together.
 
-    Entropies combine with the blocks' shares of the trace, $w = T / \sum T$, as
+    Entropies combine by the blocks' shares of the trace, $w = T / \sum T$, as
     $H(w) + \sum w H$.
     """
-    trace = math.fsum(part.trace for part in parts)
-    shares = [(part.trace / trace, part.entropy) for part in parts if part.trace > 0]
+    trace = math.fsum(x.trace for x in sums)
+    shares = [(x.trace / trace, x.entropy) for x in sums if x.trace > 0]
     return Sums(
-        size=sum(part.size for part in parts),
+        size=sum(x.size for x in sums),
         trace=trace,
-        squares=math.fsum(part.squares for part in parts),
+        squares=math.fsum(x.squares for x in sums),
         entropy=math.fsum(w * (entropy - math.log(w)) for w, entropy in shares),
-        powers=tuple(map(math.fsum, zip(*(part.powers for part in parts), strict=True))),
-        log_positive=math.fsum(part.log_positive for part in parts),
-        positive=sum(part.positive for part in parts),
-        above=sum(part.above for part in parts),
-        smallest=min(part.smallest for part in parts),
-        largest=max(part.largest for part in parts),
-        smallest_clipped=min(part.smallest_clipped for part in parts),
-        largest_clipped=max(part.largest_clipped for part in parts),
-        effective=math.fsum(part.effective for part in parts),
-        log_damped=math.fsum(part.log_damped for part in parts),
+        powers=tuple(map(math.fsum, zip(*(x.powers for x in sums), strict=True))),
+        log_positive=math.fsum(x.log_positive for x in sums),
+        positive=sum(x.positive for x in sums),
+        above=sum(x.above for x in sums),
+        smallest=min(x.smallest for x in sums),
+        largest=max(x.largest for x in sums),
+        smallest_clipped=min(x.smallest_clipped for x in sums),
+        largest_clipped=max(x.largest_clipped for x in sums),
+        effective=math.fsum(x.effective for x in sums),
+        log_damped=math.fsum(x.log_damped for x in sums),
     )
 
 
@@ -395,7 +395,7 @@ def _entropy(values: np.ndarray) -> float:
 
 def _streamed(a: np.ndarray, g: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> float:
     """The sum of ``function`` over all products, a few rows at a time."""
-    return math.fsum(float(function(part).sum()) for part in _products(a, g))
+    return math.fsum(float(function(products).sum()) for products in _products(a, g))
 
 
 def _products(a: np.ndarray, g: np.ndarray) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Capacity metrics of a model, per layer and whole, from its eigenvalues."""
+"""Capacity metrics of a model, by layer and for the full model, from its eigenvalues."""
 
 import dataclasses
 import math
@@ -30,21 +30,21 @@ from jaxkfac.curvature.capacity._eigenvalues import (
     sums_of,
 )
 
-# ---------------- the capacity metrics of a layer or a model, as one plain record
+# ---------------- the record of a layer or model
 
 
 @dataclasses.dataclass(frozen=True)
 class CapacityRecord:
-    r"""What the eigenvalues $\lambda$ of a block, or of several together, say about capacity.
+    r"""Capacity metrics of the eigenvalues $\lambda$ of a block, or of several together.
 
-    $\lambda$ belong to the curvature of the *mean* loss, as decomposed: no clipping, except
-    where said; rounding errors below 0 count as 0. N is the number of examples and $\delta$ the
-    damping that the metrics were asked with. Sums over no positive eigenvalue are 0.
+    $\lambda$ are eigenvalues of the curvature of the *mean* loss as decomposed, without clipping
+    unless stated; rounding errors below 0 count as 0. N is the number of examples and $\delta$ the
+    damping that were passed to ``capacity_metrics``. Sums over no positive eigenvalue are 0.
 
-    Three scales. *scale-free*: unchanged when the curvature is multiplied by a constant, so
-    these compare across batch sizes and losses. *mean*: in the units of the curvature of the
-    mean loss. *sum*: of N times it, the curvature of the sum over the data, beside the stated
-    $\delta$.
+    There are three scales. *scale-free*: unchanged when the curvature is multiplied by a constant,
+    so these compare across batch sizes and losses. *mean*: in the units of the curvature of the
+    mean loss. *sum*: in the units of N times it, the curvature of the sum over the data, together
+    with $\delta$.
 
     Each metric is an attribute, ``record.entropy_rank``:
 
@@ -52,8 +52,8 @@ class CapacityRecord:
 
     Attributes:
         values: ``{metric: value}``.
-        slices: Records of the stacked slices of a layer, in the order of its stack; empty
-            without one and for the whole model.
+        slices: Records of the stacked slices of a layer, in the order of its stack; empty for a
+            layer without a stack and for the full model.
 
     References:
         Roy and Vetterli, The effective rank: a measure of effective dimensionality, 2007.
@@ -66,18 +66,18 @@ class CapacityRecord:
     slices: "tuple[CapacityRecord, ...]" = ()
 
     def __getattr__(self, name: str) -> Any:
-        values = vars(self).get("values", {})  # a copy is made before it has any
+        values = vars(self).get("values", {})  # copying looks up attributes before it is set
         if name in values:
             return values[name]
         raise AttributeError(f"no metric {name!r}; the nearest names are {nearest(name, values)}")
 
     @property
     def parts(self) -> "tuple[CapacityRecord, ...]":
-        """The slices, or this record alone where there are none."""
+        """The slices, or this record alone if there are none."""
         return self.slices or (self,)
 
     def by_scale(self) -> dict[str, dict[str, Scalar]]:
-        """Every metric as one number, by scale; ``quantiles`` read ``quantile_0.5``."""
+        """Every metric as one number, by scale; an entry of ``quantiles`` is ``quantile_0.5``."""
         return {
             scale: {name: x for field in fields for name, x in self._numbers(field)}
             for scale, fields in scales().items()
@@ -85,7 +85,7 @@ class CapacityRecord:
 
     def scalars(self) -> dict[str, Scalar]:
         """:meth:`by_scale` without the scales."""
-        return {name: x for part in self.by_scale().values() for name, x in part.items()}
+        return {name: x for metrics in self.by_scale().values() for name, x in metrics.items()}
 
     def _numbers(self, field: str) -> list[tuple[str, Scalar]]:
         if field not in self.values:  # measured before the metric was registered
@@ -96,22 +96,22 @@ class CapacityRecord:
         return [(f"{field.removesuffix('s')}_{key:g}", x) for key, x in value.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: :meth:`scalars`, and ``slices`` where there are any."""
-        slices = {"slices": [part.to_dict() for part in self.slices]} if self.slices else {}
+        """Plain values for JSON: :meth:`scalars`, and ``slices`` if there are any."""
+        slices = {"slices": [record.to_dict() for record in self.slices]} if self.slices else {}
         return {**self.scalars(), **slices}
 
 
 def record_of(
     measured: MeasuredSpectrum, slices: tuple[CapacityRecord, ...] = ()
 ) -> CapacityRecord:
-    """Every registered metric of what was measured."""
+    """Compute every registered metric."""
     return CapacityRecord({name: m.definition(measured) for name, m in METRICS.items()}, slices)
 
 
 def scales() -> dict[Scale, list[str]]:
-    """``{scale: metrics}``."""
+    """``{scale: metrics}``, in the order of registration."""
     return {
-        scale: [name for name, found in METRICS.items() if found.scale == scale]
+        scale: [name for name, m in METRICS.items() if m.scale == scale]
         for scale in get_args(Scale)
     }
 
@@ -125,21 +125,21 @@ def _described() -> str:
     return "\n    ".join(lines)
 
 
-if CapacityRecord.__doc__:  # python -OO has none
+if CapacityRecord.__doc__:  # python -OO strips docstrings
     CapacityRecord.__doc__ = CapacityRecord.__doc__.replace("{metrics}", _described())
 
 
-# ---------------- capacity as text: aligned, at most 120 columns wide
+# ---------------- capacity as text
 
 
 def capacity_text(metrics: Any) -> str:
-    """The table that ``print(metrics)`` shows."""
+    """The table of ``print(metrics)``, aligned, at most 120 columns wide."""
     lines = ruled(["layer", *columns()], _rows(metrics), total=True)
     return "\n".join([*lines, *_notes(metrics)])
 
 
 def capacity_html(metrics: Any) -> str:
-    """The same for a notebook."""
+    """The table of ``print(metrics)`` as HTML, for a notebook."""
     title = f"Capacity of {len(metrics)} layers"
     head = [heading.replace("\n", " ") for heading in ("layer", *columns())]
     return table_html(title, head, _rows(metrics), notes=_notes(metrics))
@@ -173,7 +173,7 @@ def _cells(record: CapacityRecord) -> list[str]:
     return [number(values.get(name)) for name in columns().values()]
 
 
-# ----------------
+# ---------------- the metrics of a model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +183,8 @@ class OverLayers:
     Attributes:
         mean_participation_ratio: Mean over the layers.
         mean_entropy_rank: Mean over the layers.
-        largest_condition: Largest over the layers; ``None`` (infinite) where that of any is.
-        largest_condition_clipped: The same after clipping.
+        largest_condition: Largest over the layers; ``None`` (infinite) if that of any layer is.
+        largest_condition_clipped: Largest over the layers after clipping.
     """
 
     mean_participation_ratio: float
@@ -195,20 +195,20 @@ class OverLayers:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacityMetrics(Mapping[str, CapacityRecord]):
-    """``{layer name: metrics}``, those of the whole model, and what they were asked with.
+    """``{layer name: metrics}``, the metrics of the full model, and the arguments used.
 
     ``print(metrics)`` is a table; ``to_dict()`` is ready for JSON.
 
     Attributes:
-        layers: ``{layer name: metrics}``; of a stacked layer all slices together, and each
-            in ``.slices``.
-        model: Of all blocks together: the block-diagonal curvature of the model.
+        layers: ``{layer name: metrics}``. A stacked layer has the metrics of all slices together,
+            and those of each slice in ``.slices``.
+        model: Metrics of all blocks together, the block-diagonal curvature of the model.
         over_layers: Means and maxima over the layers.
-        not_counted: Layers that are not part of ``model``, because another layer answers
-            for their parameters (a tied embedding beside its head).
+        not_counted: Layers that are not part of ``model``, because another layer owns
+            their parameters (a tied embedding beside its head).
         num_examples: N.
         damping: delta, in units of N times the curvature of the mean loss.
-        threshold: Of ``num_above``.
+        threshold: The threshold of ``num_above``.
     """
 
     layers: dict[str, CapacityRecord]
@@ -221,8 +221,8 @@ class CapacityMetrics(Mapping[str, CapacityRecord]):
 
     def __getitem__(self, name: str) -> CapacityRecord:
         if name not in self.layers:
-            known = nearest(name, self.layers)
-            raise UnknownLayerError(f"no layer {name!r}; the nearest names are {known}")
+            closest = nearest(name, self.layers)
+            raise UnknownLayerError(f"no layer {name!r}; the nearest names are {closest}")
         return self.layers[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -233,8 +233,8 @@ class CapacityMetrics(Mapping[str, CapacityRecord]):
 
     def __repr__(self) -> str:
         rank = f"entropy rank {number(self.model.entropy_rank)} of {self.model.dimension:,}"
-        asked = f"num_examples={self.num_examples:,g}, damping={self.damping:g}"
-        return f"CapacityMetrics of {len(self)} layers, {asked}: {rank}"
+        settings = f"num_examples={self.num_examples:,g}, damping={self.damping:g}"
+        return f"CapacityMetrics of {len(self)} layers, {settings}: {rank}"
 
     def __str__(self) -> str:
         return capacity_text(self)
@@ -265,44 +265,44 @@ def capacity_metrics(
     powers: Sequence[float | int] = (0.5, 2.0),
     quantiles: Sequence[float | int] = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> CapacityMetrics:
-    r"""How many directions the curvature of each layer and of the model has, and how strong.
+    r"""Measure how many directions the curvature of each layer and the model has, and how strong.
 
-    A block's eigenvalues are $\lambda_{ij} = \alpha_i \gamma_j$; those of the model are all
-    blocks' together. With $T = \operatorname{tr} F$ of each block and $w = T / \sum T$,
+    A block's eigenvalues are $\lambda_{ij} = \alpha_i \gamma_j$. The model's eigenvalues are those
+    of all blocks together. With $T = \operatorname{tr} F$ of each block and $w = T / \sum T$,
 
     $$\operatorname{tr} F = \sum\alpha \sum\gamma, \quad
       \|F\|^2 = \sum\alpha^2 \sum\gamma^2, \quad
       H = H(w) + \sum w (H_A + H_G), \quad \ldots$$
 
-    Raw eigenvalues are measured, and $\kappa$ also after clipping. Each metric, its scale and
-    its reference: :class:`CapacityRecord`. Ranks, entropies and condition numbers are
-    scale-free. Trace, norm, quantiles and the counts above ``threshold`` are those of the
-    *mean* loss's curvature F. Metrics that weigh the data against a prior use $N F + \delta$.
+    Metrics use raw eigenvalues; $\kappa$ is also given after clipping. :class:`CapacityRecord`
+    lists each metric with its scale and reference. Ranks, entropies and condition numbers are
+    scale-free. Trace, norm, quantiles and the counts above ``threshold`` belong to the curvature F
+    of the *mean* loss. Metrics that weigh the data against a prior use $N F + \delta$.
 
     Args:
-        bases: From :func:`eigendecompose`; ``vectors=False`` is enough. Of corrected bases
+        bases: From :func:`eigendecompose`; ``vectors=False`` is enough. In corrected bases
             (EKFAC) the measured eigenvalues count instead of the products.
-        num_examples: $N \ge 1$, how many loss terms the data set has: examples, or tokens of
-            a language model. It need not be the batch the factors are from.
+        num_examples: $N \ge 1$, the number of loss terms in the data set: examples, or tokens for
+            a language model. It need not be that of the batch behind the factors.
         damping: $\delta \ge 0$, precision of the prior, added to $N \lambda$. The damping of a
             natural gradient step, which is added to $\lambda$, is $\delta / N$.
-        threshold: Eigenvalues above it are counted, of the block and of each factor; in their
-            own units, of the mean loss.
+        threshold: Eigenvalues of the block and of each factor above it are counted; in the units of
+            the mean loss.
         powers: The $p > 0$ of $\operatorname{tr} F^p$.
         quantiles: Fractions in [0, 1].
 
     Returns:
-        Records by layer and of the whole model, on the host, computed in float64.
+        Records by layer and for the full model, on the host, computed in float64.
 
     Raises:
-        TypeError: ``bases`` are no ``Eigenbases``.
+        TypeError: ``bases`` is not an ``Eigenbases``.
         ValueError: an argument out of its range, or traced bases.
         NonFiniteFactorError: naming a layer with eigenvalues that are not finite.
 
     Memory:
-        O(m + n) for factors of sizes m and n, for the whole model the sum over layers, plus a
-        copy of what is stored one by one: diagonals, corrected eigenvalues. Time is O(m n) for
-        the sums of $\ln$ and of $N\lambda / (N\lambda + \delta)$, else O((m + n) log n).
+        O(m + n) for factors of sizes m and n; for the full model the sum over layers, plus a
+        copy of values that are stored one by one (diagonals, corrected eigenvalues). Time is O(m n)
+        for the sums of $\ln$ and of $N\lambda / (N\lambda + \delta)$, otherwise O((m + n) log n).
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -325,15 +325,17 @@ def capacity_metrics(
         tuple(map(float, quantiles)),
     )
     _check(settings)
-    known: dict[int, Sums] = {}
-    found = layer_blocks(bases)
-    layers = {blocks.name: _measure_layer(blocks, settings, known) for blocks in found}
-    counted = [block for blocks in found for block in blocks.counted]
+    cached_sums: dict[int, Sums] = {}
+    layer_list = layer_blocks(bases)
+    layers = {blocks.name: _measure_layer(blocks, settings, cached_sums) for blocks in layer_list}
+    counted = [block for blocks in layer_list for block in blocks.counted]
     return CapacityMetrics(
         layers=layers,
-        model=record_of(MeasuredSpectrum(_sums(counted, settings, known), counted, settings, None)),
+        model=record_of(
+            MeasuredSpectrum(_sums(counted, settings, cached_sums), counted, settings, None)
+        ),
         over_layers=_over_layers([r for record in layers.values() for r in record.parts]),
-        not_counted=tuple(blocks.name for blocks in found if not blocks.counted),
+        not_counted=tuple(blocks.name for blocks in layer_list if not blocks.counted),
         num_examples=settings.num_examples,
         damping=settings.damping,
         threshold=settings.threshold,
@@ -341,36 +343,38 @@ def capacity_metrics(
 
 
 def _measure_layer(
-    layer: LayerBlocks, settings: Settings, known: dict[int, Sums]
+    layer: LayerBlocks, settings: Settings, cached_sums: dict[int, Sums]
 ) -> CapacityRecord:
-    above = [_above_per_factor(part, settings.threshold) for part in layer.slices]
+    above = [_above_per_factor(piece, settings.threshold) for piece in layer.slices]
     slices = [
         record_of(
-            MeasuredSpectrum(_sums(part.blocks, settings, known), part.blocks, settings, count)
+            MeasuredSpectrum(
+                _sums(piece.blocks, settings, cached_sums), piece.blocks, settings, count
+            )
         )
-        for part, count in zip(layer.slices, above, strict=True)
+        for piece, count in zip(layer.slices, above, strict=True)
     ]
     if not layer.stacked:
         return slices[0]
-    blocks = [block for part in layer.slices for block in part.blocks]
+    blocks = [block for piece in layer.slices for block in piece.blocks]
     counts = [count for count in above if count is not None]
     total = (sum(a for a, _ in counts), sum(g for _, g in counts)) if counts else None
-    measured = MeasuredSpectrum(_sums(blocks, settings, known), blocks, settings, total)
+    measured = MeasuredSpectrum(_sums(blocks, settings, cached_sums), blocks, settings, total)
     return record_of(measured, tuple(slices))
 
 
-def _above_per_factor(part: Slice, threshold: float) -> tuple[int, int] | None:
-    if part.a is None or part.g is None:
+def _above_per_factor(piece: Slice, threshold: float) -> tuple[int, int] | None:
+    if piece.a is None or piece.g is None:
         return None
-    return int((part.a > threshold).sum()), count_above(part.g, threshold)
+    return int((piece.a > threshold).sum()), count_above(piece.g, threshold)
 
 
-def _sums(blocks: Sequence[CapacityBlock], settings: Settings, known: dict[int, Sums]) -> Sums:
-    """The sums of ``blocks`` together; those of each are measured once and kept."""
+def _sums(blocks: Sequence[CapacityBlock], settings: Settings, cached: dict[int, Sums]) -> Sums:
+    """The sums of ``blocks`` together; the sums of each block are cached by its id."""
     for block in blocks:
-        if id(block) not in known:
-            known[id(block)] = sums_of(block, settings)
-    return combined([known[id(block)] for block in blocks])
+        if id(block) not in cached:
+            cached[id(block)] = sums_of(block, settings)
+    return combined([cached[id(block)] for block in blocks])
 
 
 def _over_layers(records: Sequence[CapacityRecord]) -> OverLayers:
@@ -387,8 +391,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+    finite = [value for value in values if value is not None]
+    return max(finite) if len(finite) == len(values) else None
 
 
 def _check(settings: Settings) -> None:

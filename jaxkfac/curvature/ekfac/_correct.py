@@ -1,4 +1,4 @@
-"""EKFAC: eigenvalues measured in the eigenbases that the factors give."""
+"""EKFAC: eigenvalues measured in the eigenbases of the factors."""
 
 import dataclasses
 import re
@@ -64,13 +64,13 @@ class EigenvalueCorrector:
         labels: Any = None,
         state: PyTree | None = None,
     ) -> Eigenbases:
-        """The bases with the eigenvalues of one batch.
+        """Measure the eigenvalues of one batch, and return the bases with them.
 
         Args:
             params: Parameters.
             batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
             key: For dropout, and for the labels of ``fisher="mc"``.
-            positions: ``(N, S)`` bool: which positions exist. Rows outside it count nowhere.
+            positions: ``(N, S)`` bool: which positions exist. Other rows do not count.
             labels: ``(samples, *targets)`` for ``fisher="mc"``, in place of sampled ones.
             state: What a call changes (batch statistics); the changes are left out.
 
@@ -80,17 +80,17 @@ class EigenvalueCorrector:
         Raises:
             UnknownLayerError: the program lacks a layer of the bases.
             CoupledExamplesError: an example's output depends on other examples, and gradients
-                of single ones are measured.
-            LostRowsError: ``positions`` cannot be followed to a layer; or, of a scalar loss, the
-                rows of a layer cannot be told apart by example.
-            ValueError: a layer is not the one of the bases, or the batch does not fit.
+                of single examples are measured.
+            LostRowsError: ``positions`` cannot be followed to a layer; or, for a scalar loss, the
+                rows of a layer cannot be assigned to examples.
+            ValueError: a layer differs from that of the bases, or the batch does not fit.
         """
         objective, bases = self._program.objective, self._bases
-        known = isinstance(objective, Objective)
-        batch = objective.batch(batch) if known else batch
-        estimator = self._estimator.bound(key, labels, batch if known else None)
+        has_outputs = isinstance(objective, Objective)
+        batch = objective.batch(batch) if has_outputs else batch
+        estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
         traced = self._program.traced(params, batch, key, state)
-        if not known and not traced.marks:
+        if not has_outputs and not traced.marks:
             raise TypeError(
                 "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
                 "a jk.Objective, or name the outputs inside the loss with jk.mark_outputs, not "
@@ -98,7 +98,7 @@ class EigenvalueCorrector:
             )
         extra = [layer for layer in bases.layers if not layer.is_covered]
         check_program_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
-        if known:
+        if has_outputs:
             estimator.check_values(objective, self._program.output_shapes(traced), batch)
         elif extra:
             raise ValueError(
@@ -119,7 +119,7 @@ class EigenvalueCorrector:
             at, outputs = linearised(traced)
             squares = estimator.gathered(objective, at, batch, outputs)
         except LostRowsError as error:
-            if not known or traced.num_examples == 1:
+            if not has_outputs or traced.num_examples == 1:
                 raise
             number = traced.num_examples
             _say_isolated(error, number)
@@ -135,7 +135,7 @@ class EigenvalueCorrector:
             sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]
-        likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
+        likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
         origin = Origin.of(estimator.name, likelihoods, self._program.examples)
         return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
@@ -152,9 +152,9 @@ def _say_isolated(error: LostRowsError, number: int) -> None:
 def _isolated(
     estimator: Estimator, at: Linearised, outputs: Callable[..., Squares], number: int
 ) -> Squares:
-    """Squares of single examples' gradients, each from a backward pass of its loss terms alone.
+    """Squares of single examples' gradients, from one backward pass for each example.
 
-    Which rows are an example's need not be known: the cotangents of all others are zero.
+    It is not needed to know which rows belong to an example: all other cotangents are zero.
     """
     assert at.terms_of is not None
 
@@ -184,54 +184,55 @@ def correct_eigenvalues(
 ) -> EigenvalueCorrector:
     r"""Build a function that measures eigenvalues in given eigenbases (EKFAC).
 
-    The eigenvectors of $A \otimes G$ are kept, and the products of the factors' eigenvalues
+    The eigenvectors of $A \otimes G$ are kept. The products of the factors' eigenvalues are
     replaced by second moments of the gradient in that basis: for each layer
 
     $$\lambda = \tfrac{1}{NR} \sum_n \Bigl( Q_A^\top \bigl[\sum_s a_s g_s^\top\bigr] Q_G
     \Bigr)^{\odot 2} .$$
 
-    This is the diagonal of $Q^\top F Q$ for the layer's block $F$ of the Fisher, the best one
-    in that basis: $\lVert Q \operatorname{diag}(\lambda) Q^\top - F \rVert_F$ is never more
-    than with the products, and the traces agree.
+    This is the diagonal of $Q^\top F Q$ for the layer's block $F$ of the Fisher, and the best
+    diagonal in that basis: $\lVert Q \operatorname{diag}(\lambda) Q^\top - F \rVert_F$ is never
+    larger than with the products, and the traces agree.
 
-    Where a parameter is read in two orientations (a tied embedding and head), the gradient is the
-    sum of both uses', measured in the bases of the block that the optimizer uses, the head's. The
-    other block's values are those of its own use.
+    If a parameter is read in two orientations (a tied embedding and head), its gradient is the sum
+    over both uses, measured in the bases of the block that the optimizer uses, the head's. The
+    values of the other block come from its own use.
 
     Args:
         objective: The objective, or a scalar loss that marks its outputs.
         bases: From :func:`eigendecompose`, with vectors.
-        fisher: Whose gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
+        fisher: Which gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
             :func:`value_grad_and_factors`, or an ``Estimator`` of your own.
         per: ``"example"``: squares of each example's gradient, summed over all its positions,
             uses and iterations. ``"token"``: squares of each position's,
             $\tfrac{1}{NR} \sum_{n,s} (Q_A^\top a_s g_s^\top Q_G)^{\odot 2}$, which leaves out
             the products of different positions, as the factors of ``sharing="expand"`` do.
-            Full blocks of scales and parameters that no rule covers are measured by example.
-        experts: As it was given for the factors.
+            Full blocks of scales, and parameters that no rule covers, are always measured by
+            example.
+        experts: As for the factors.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
         examples: As for :func:`value_grad_and_factors`.
 
     Returns:
         An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,
-        positions=None)``. The bases it returns work wherever ``bases`` did, but for
-        ``reconstruct``. Those of several batches are combined with ``+``, or averaged by
-        :func:`update_average` (in the same eigenvectors: after a new decomposition, start
-        anew). Where the bases change from call to call, build it inside the jitted function.
+        positions=None)``. The bases it returns work wherever ``bases`` did, except in
+        ``reconstruct``. Combine those of several batches with ``+``, or average them with
+        :func:`update_average` (in the same eigenvectors; start anew after a new decomposition).
+        If the bases change from call to call, build it inside the jitted function.
 
     Raises:
         ValueError: an unknown option, or bases without vectors.
-        TypeError: when called: ``objective`` is no ``Objective``, and marks no outputs.
+        TypeError: when called: ``objective`` is no ``Objective`` and marks no outputs.
 
     Memory:
         The forward pass and the backward pass to the inputs of layers; no gradient of the
         parameters, and one row-sized copy of each layer's inputs and outputs at a time. By
-        example, with more than four positions, gradients of as many examples as fit in
-        32 MiB (on the CPU, of one). Where the rows of a layer cannot be told apart by example (a
-        ``lax.map`` over micro-batches), each example takes a backward pass of its own, which is
-        said once on stderr. A layer that an example passes several times (tied, shared,
-        in a recurrent loop) holds ``N in out`` elements, but not with ``per="token"``.
+        example, with more than four positions, gradients of as many examples as fit in 32 MiB (on
+        the CPU, of one). If the rows of a layer cannot be assigned to examples (a ``lax.map`` over
+        micro-batches), each example takes its own backward pass, and a line on stderr says so. A
+        layer that an example passes several times (tied, shared, in a recurrent loop) holds
+        ``N in out`` elements, except with ``per="token"``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -271,11 +272,10 @@ def corrections_of(
     positions: Any,
     state: PyTree | None,
 ) -> Corrections:
-    """What ``correct_eigenvalues`` measures of a batch, for a program that is there already.
+    """Measure like ``correct_eigenvalues``, with a program that exists already.
 
     Raises:
-        ValueError: gradients of whole examples are not what the Fisher type stands for, or bases
-            without vectors.
+        ValueError: the Fisher type has no gradients of whole examples, or the bases lack vectors.
     """
     if not estimator.of_examples:
         raise ValueError(
@@ -305,12 +305,12 @@ def _check_vectors(bases: Eigenbases) -> None:
 def _check_examples(
     program: Program, traced: Traced, bases: Eigenbases, extra: list[Layer], per: Per
 ) -> None:
-    """Refuse gradients of single examples where an example's output depends on others."""
+    """Refuse gradients of single examples if an example's output depends on others."""
     if extra:
         check_alone(program, traced, extra)
-    whole = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
-    if whole and (met := program.meeting(traced, "derivative")):
-        names = ", ".join(repr(layer.name) for layer in whole)
+    by_example = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
+    if by_example and (met := program.meeting(traced, "derivative")):
+        names = ", ".join(repr(layer.name) for layer in by_example)
         raise CoupledExamplesError(
             f"{names}: eigenvalues are measured with gradients of single examples, and {met}. "
             "Measure rows by themselves with per='token', or leave these layers out of the bases; "
@@ -323,19 +323,19 @@ def check_program_layers(table: LayerTable, layers: list[Layer]) -> None:
     """Refuse a program whose layers are not those of the bases.
 
     Raises:
-        UnknownLayerError: the program lacks one.
-        ValueError: it is another one there.
+        UnknownLayerError: the program lacks a layer of the bases.
+        ValueError: a layer of that name differs between the two.
     """
-    known = {layer.name: layer for layer in table.layers}
+    by_name = {layer.name: layer for layer in table.layers}
     for layer in layers:
-        if layer.name not in known:
+        if layer.name not in by_name:
             raise UnknownLayerError(
                 f"the bases have a layer {layer.name!r} that the program lacks; the nearest names "
-                f"are {nearest(layer.name, known)}"
+                f"are {nearest(layer.name, by_name)}"
             )
-        found = known[layer.name]
+        program_layer = by_name[layer.name]
         for what in ("kind", "weight", "bias"):
-            mine, theirs = getattr(layer, what), getattr(found, what)
+            mine, theirs = getattr(layer, what), getattr(program_layer, what)
             if mine != theirs:
                 raise ValueError(
                     f"layer {layer.name!r}: the bases have {what} {mine}, the program {theirs}. "

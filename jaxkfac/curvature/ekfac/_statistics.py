@@ -1,4 +1,4 @@
-"""What EKFAC gathers for each layer of a program, and how it becomes sums of squares."""
+"""The statistics that EKFAC gathers for each layer, and the sums of squares made from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
 Per = Literal["example", "token"]
 
 _ENTRIES = {
-    "squares": SlotEntry(0),  # of gradients that were multiplied before they were squared
+    "squares": SlotEntry(0),  # of gradients that are complete before they are squared
     "bias_squares": SlotEntry(0),
     "gradients": SlotEntry(1),
     "bias_gradients": SlotEntry(0),
@@ -24,7 +24,7 @@ _ENTRIES = {
         "a_vectors": SlotEntry(0),
         "g_vectors": SlotEntry(0),
         "unit": SlotEntry(0),
-        "constant": SlotEntry(1),  # the constant itself, for whoever mixes kernel and joint bias
+        "constant": SlotEntry(1),  # the constant itself; it mixes kernel and joint bias
     },
 }
 
@@ -33,9 +33,9 @@ class Squares(NamedTuple):
     """Sums of squares by layer.
 
     Attributes:
-        values: ``(stack..., in[+1], out)``, of gradients divided by ``Eigenbases.block_root``; or
-            shaped like the parameter for a diagonal.
-        bias_values: ``(stack..., out)``, of a bias with a block of its own.
+        values: ``(stack..., in[+1], out)``, of gradients divided by ``Eigenbases.block_root``; for
+            a diagonal, shaped like the parameter.
+        bias_values: ``(stack..., out)``, for biases with a block of their own.
     """
 
     values: dict[str, ArrayOrShape]
@@ -43,13 +43,14 @@ class Squares(NamedTuple):
 
 
 class SquaredGradients:
-    """The squares of one traced program in given eigenbases.
+    """Squared gradients of one traced program in given eigenbases.
 
-    A layer that an example passes once is squared where it stands: its slot holds ``squares``.
-    Where an example's gradient is a sum over several uses or iterations of a loop, no use sees
-    all of it: the slot holds ``gradients`` by example, which are squared after the pass. So it is
-    with a parameter that is read in two orientations, a tied embedding and head: the block that
-    answers for it (``owners``: the head) sees the sum of both parts, and the other its own.
+    If an example passes a layer once, its gradient is squared in the backward pass: the slot holds
+    ``squares``. If an example's gradient is a sum over several uses or iterations of a loop, no
+    single use sees all of it: the slot holds ``gradients`` by example, which are squared after the
+    pass. The same applies to a parameter that is read in two orientations, such as a tied embedding
+    and head: the block that owns it (``owners``: the head) sees the sum of both uses, and the other
+    block its own use only.
 
     Args:
         traced: The program.
@@ -62,23 +63,23 @@ class SquaredGradients:
         self._layers = {x.name: x for x in bases.layers if x.is_covered and x.name in traced.table}
         by_position = Statistics(traced, bases.bias, "expand")
         by_example = Statistics(traced, bases.bias, "reduce")
-        # A full block is one of whole examples' gradients, whatever the other layers are.
+        # A full block always comes from gradients of whole examples, whatever ``per`` is.
         self._elements = {
             name: by_example if per == "example" or layer.g_dense else by_position
             for name, layer in self._layers.items()
             if layer.is_elementwise
         }
-        self._parts = {} if per == "token" else _tied_parts(bases.layers, self._layers)
+        self._tied_blocks = {} if per == "token" else _tied_blocks(bases.layers, self._layers)
         self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
 
     @property
     def entries(self) -> Entries:
-        """How the entries of slots follow their parameter."""
-        own = (elements.entries for elements in self._elements.values())
-        return {k: v for entries in (_ENTRIES, *own) for k, v in entries.items()}
+        """Which entries of a slot follow the layout of their parameter."""
+        element_entries = (elements.entries for elements in self._elements.values())
+        return {k: v for entries in (_ENTRIES, *element_entries) for k, v in entries.items()}
 
     def slots(self) -> dict[str, Slot]:
-        """Zeros, whose cotangents are the statistics, and the eigenvectors for the taps."""
+        """Zeros whose cotangents are the statistics, and the eigenvectors for the taps."""
         return self._slots
 
     def _slot(self, layer: Layer, bases: Eigenbases) -> Slot:
@@ -115,10 +116,10 @@ class SquaredGradients:
         uses = self._traced.uses_of(layer)
         if self._per == "token":
             return False
-        if any(layer.name in (owner, *others) for owner, others in self._parts.items()):
+        if any(layer.name in (owner, *tied) for owner, tied in self._tied_blocks.items()):
             return True
         scans = {("scan", scan) for scan in uses[0].scope}
-        if uses[0].layers.count(layer.name) > 1:  # it is there twice in a stack of parameters
+        if uses[0].layers.count(layer.name) > 1:  # it occurs twice in a stack of parameters
             return True
         return len(uses) > 1 or not scans <= set(uses[0].view.traced_indices)
 
@@ -166,8 +167,9 @@ class SquaredGradients:
     # -- after it ---------------------------------------------------------------------
 
     def outputs(self, emitted: Mapping[str, Slot], bases: Eigenbases) -> Squares:
-        """Sums of squares of one backward pass; they add up over vector-Jacobian
-        products.
+        """Sums of squares of one backward pass.
+
+        They add up over vector-Jacobian products.
         """
         values, bias_values = {}, {}
         for name, layer in self._layers.items():
@@ -181,21 +183,19 @@ class SquaredGradients:
                 values[name], bias = slot["squares"], slot.get("bias_squares")
             else:
                 gradient, bias = slot["gradients"], slot.get("bias_gradients")
-                for other in self._parts.get(name, ()):
-                    gradient = gradient + self._reoriented(
-                        other, layer, emitted[other]["gradients"]
-                    )
+                for tied in self._tied_blocks.get(name, ()):
+                    gradient = gradient + self._reoriented(tied, layer, emitted[tied]["gradients"])
                 if bias is not None and self._has_ones(layer):
                     gradient, bias = jnp.concatenate([gradient, bias[..., None, :]], -2), None
                 values[name] = _squared(gradient, a, g, root)
                 if bias is not None:
                     bias = _squared(bias[..., None, :], None, g, root)[..., 0, :]
-            if bias is not None:  # a block of its own, whose squares are in range
+            if bias is not None:  # a separate block, whose squares are in the dtype's range
                 bias_values[name] = bias * root[..., 0] * root[..., 0]
         return Squares(values, bias_values)
 
     def _reoriented(self, name: str, layer: Layer, gradient: ArrayOrShape) -> ArrayOrShape:
-        """Gradients by example of another block of one parameter, as this block reads it."""
+        """Gradients by example of another block of the same parameter, in this block's layout."""
         mine, its = (replace(x.weight, index=()) for x in (layer, self._layers[name]))
         zeros = jnp.zeros(mine.atoms, gradient.dtype)
 
@@ -212,15 +212,15 @@ class SquaredGradients:
         return _squared(rows, None, vectors, bases.block_root(layer))
 
 
-def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str, list[str]]:
-    """For each block that answers for a parameter, the other blocks of that parameter."""
+def _tied_blocks(layers: Sequence[Layer], covered: Mapping[str, Layer]) -> dict[str, list[str]]:
+    """For each block that owns a parameter, the names of its other blocks."""
     blocks: dict[Any, list[str]] = {}
-    for layer in known.values():
+    for layer in covered.values():
         if not layer.is_elementwise:
             blocks.setdefault((layer.weight.path, layer.weight.index), []).append(layer.name)
     first = {owner.layer.name for owner in owners(tuple(layers)) if owner.writes_weight}
     return {
-        name: [other for other in names if other != name]
+        name: [tied for tied in names if tied != name]
         for names in blocks.values()
         for name in names
         if name in first and len(names) > 1

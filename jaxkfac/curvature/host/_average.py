@@ -1,4 +1,4 @@
-"""Running averages in host memory: sums and counts, symmetric ones folded in half."""
+"""Running averages in host memory: sums and counts, with symmetric sums folded in half."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.factors import PLAIN_TERMS, Factors
 from jaxkfac.linalg import pack, packed_shape, unpack
 
-_PIECE = 1 << 18
+_PIECE = 1 << 18  # elements checked at once
 
 
 def outgrows_single(decay: float, contributions: int) -> bool:
-    """Whether sums of float32 go on in float64, with so many contributions at each step."""
+    """Whether float32 sums move to float64, with this many contributions at each step."""
     return contributions > PLAIN_TERMS * (1 - decay)
 
 
@@ -25,12 +25,12 @@ class Snapshot(NamedTuple):
     """The sums and counts of one entry at one step.
 
     Attributes:
-        entry: What it is of.
+        entry: The entry.
         sums: As stored: a stack of folded triangles, or of vectors.
         count: ``(stack...)`` or its leading axes.
-        dtype: That of the arithmetic, and of the mean.
-        num_left_out: How many contributions were left out since the snapshot before, if no
-            other one is in the sums since then; else 0.
+        dtype: The dtype of the arithmetic and of the mean.
+        num_left_out: How many contributions were left out since the previous snapshot, if no other
+            contribution has been added since then; else 0.
     """
 
     entry: Entry
@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
         stored = self.sums[(*index, ...)].astype(self.dtype, copy=False)
         return unpack(stored, self.entry.size) if self.entry.dense else stored
 
-    def whole(self) -> np.ndarray:
+    def full_array(self) -> np.ndarray:
         """The sums of all slices, unfolded."""
         slices = [np.asarray(self.total(index)) for index in np.ndindex(self.entry.stack)]
         return np.stack(slices).reshape(*self.entry.stack, *slices[0].shape)
@@ -63,14 +63,15 @@ class Running:
         sums: As in :class:`Snapshot`.
         count: As in :class:`Snapshot`.
         dtype: As in :class:`Snapshot`.
-        age: How many steps it has seen; decay is caught up with when it is next touched.
-        idle: Whether nothing has come at the step ``age`` but contributions with a count of zero:
-            it does not decay for them.
+        age: How many steps it has seen. Decay is applied when the average is next touched.
+        idle: Whether only contributions with a count of zero have come at step ``age``; the average
+            does not decay for them.
         num_added: Finite contributions since the last snapshot, or since the sums overflowed.
         num_left_out: Contributions since the last snapshot that were not finite, or whose sum
             with the average was not.
-        weight: How many contributions the sums are worth: each counts one, and decays with them.
-        stays_single: Whether there was no room for sums in double precision.
+        weight: Number of contributions in the sums; each counts one when added, and decays with
+            them.
+        stays_single: Whether there was no memory for sums in double precision.
     """
 
     sums: np.ndarray
@@ -85,30 +86,30 @@ class Running:
 
     @property
     def work_dtype(self) -> np.dtype:
-        """That of the arithmetic: of the sums, but no fewer bits than ``dtype`` has."""
+        """The dtype of the arithmetic: that of the sums, with at least the bits of ``dtype``."""
         return self.sums.dtype if self.sums.itemsize > self.dtype.itemsize else self.dtype
 
 
 class Averages:
     r"""The averages of all entries, advanced like :func:`jaxkfac.update_average`.
 
-    Each contribution is added as it comes, $\beta (\beta S_{t-2} + \Sigma_{t-1}) + \Sigma_t'
+    Each contribution is added when it comes, $\beta (\beta S_{t-2} + \Sigma_{t-1}) + \Sigma_t'
     + \Sigma_t'' \ldots$, in the dtype of the factors and in the order of the pushes. With one
-    push for each step this is ``update_average``, bit by bit; several pushes of one step are
+    push for each step this equals ``update_average`` bit by bit. Several pushes of one step are
     added to the average rather than to each other, which differs by rounding.
 
-    Sums of float32 that have become worth more than 256 contributions (of one step, or with a decay
-    near 1) go on in float64: 200,000 are right to 1e-5. That takes twice the bytes. Where the store
-    has no room for them, they stay in float32, with a warning.
+    float32 sums of more than 256 contributions (of one step, or with a decay near 1) are moved to
+    float64, so that 200,000 contributions are accurate to 1e-5. That takes twice the bytes. If the
+    store has no memory for them, they stay in float32, with a warning.
 
     Args:
-        layout: What there is.
+        layout: The entries to average.
         decay: $\beta$.
-        storage: ``"bfloat16"`` rounds the stored sums after each push (arithmetic stays as it
-            is). With $u = 2^{-8}$, ``r`` roundings for each step (one for each push, one more
-            where pushes hold a part of the iterations) and $|S_{ij}|$ the largest sum so far,
+        storage: ``"bfloat16"`` rounds the stored sums after each push; the arithmetic is
+            unchanged. With $u = 2^{-8}$, ``r`` roundings for each step (one for each push, one more
+            if pushes hold some of the iterations) and $|S_{ij}|$ the largest sum so far,
             each element is off by at most $r u |S_{ij}| / (1 - \beta)$: 8% for $r = 1$ and
-            $\beta = 0.95$; about $u / \sqrt{1 - \beta^2}$, 1%, where roundings are independent.
+            $\beta = 0.95$; about $u / \sqrt{1 - \beta^2}$, 1%, if roundings are independent.
         store: Where arrays are allocated.
     """
 
@@ -119,7 +120,7 @@ class Averages:
         self._folded = np.empty(0, np.uint8)
 
     def hold(self, place: Place, running: Running) -> None:
-        """Go on with an average; the room to fold into is that of the largest slice."""
+        """Continue an average; the buffer for folding has the size of the largest slice."""
         self.running[place] = running
         if (entry := self.layout.entries[place]).dense:
             nbytes = running.dtype.itemsize * math.prod(packed_shape(entry.size))
@@ -129,14 +130,16 @@ class Averages:
     def add(self, entry: Entry, value: np.ndarray, count: np.ndarray, first: int, age: int) -> None:
         """Add one contribution, or count it as left out if it is not finite.
 
-        Sums that overflow would stay infinite: they begin anew, and the contribution is left out.
+        Sums that overflow would stay infinite, so they start again from zero, and the contribution
+        is left out.
 
         Args:
-            entry: What it is of.
-            value: Sums, or those of iterations ``first`` and on along the leading stacked axis.
+            entry: The entry it belongs to.
+            value: Sums, or those of the iterations from ``first`` on, along the leading stacked
+                axis.
             count: Their counts, one for all or along the stack.
             first: See ``value``.
-            age: Which step it belongs to, counting steps that were pushed.
+            age: The number of its step among the steps that were pushed.
         """
         if entry.place not in self.running:
             self.hold(entry.place, self._new(entry, value, count, age))
@@ -150,7 +153,7 @@ class Averages:
         running.num_added += 1
         rows = ... if not entry.stack else slice(first, first + len(value))
         if entry.stack and len(value) < entry.stack[0]:
-            self._catch_up(running, age, new=True)  # the other iterations as well
+            self._catch_up(running, age, new=True)  # the iterations that are not in ``value`` too
         decays = _decays(running, age)
         running.age, running.idle = age, False
         running.weight = running.weight * self._decay**decays + 1
@@ -167,21 +170,21 @@ class Averages:
         if entry.dense:
             folded = self._folded[: running.dtype.itemsize * math.prod(sums.shape[1:])]
             folded = folded.view(running.dtype).reshape(sums.shape[1:])
-        overflows: list[str] = []  # told by the processor's flag, so that sums need not be read
+        overflows: list[str] = []  # the processor's flag reports them, so sums are not read again
         with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
             for i in range(len(slices)):
                 new = slices[i, ...]
                 if entry.dense:
                     new = pack(new, folded)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
-        rounded = sums.itemsize < running.dtype.itemsize  # which no flag tells of
+        rounded = sums.itemsize < running.dtype.itemsize  # no flag reports overflow in rounding
         if overflows or (rounded and not _is_finite(sums)):
             running.sums[...] = running.count[...] = running.num_added = 0
             running.weight = 0.0
             self._leave_out(running, entry)
 
     def _widen(self, running: Running, entry: Entry) -> None:
-        """Go on in double precision, if there is room."""
+        """Move the sums to double precision, if there is memory."""
         if running.sums.dtype != np.float32 or running.stays_single:
             return
         what = f"the average of {entry.name} in float64"
@@ -212,25 +215,25 @@ class Averages:
         return Running(sums, np.zeros(along, dtype), dtype, age)
 
     def _stay(self, running: Running, age: int) -> None:
-        """Nothing new at a step: the average does not decay, unless something comes yet."""
+        """Record an empty step: the average does not decay unless data for it still comes."""
         if age > running.age:
             self._catch_up(running, age - 1)
             running.age, running.idle = age, True
 
     def _catch_up(self, running: Running, age: int, *, new: bool = False) -> None:
-        """Decay for the steps up to ``age``; for an idle one only where something is ``new``."""
+        """Apply the decay of the steps up to ``age``; that of an idle step only for new data."""
         decay, decays = np.asarray(self._decay, running.work_dtype), age - running.age
         if new:
             decays = _decays(running, age)
         running.weight *= self._decay**decays
         for _ in range(decays):
             running.count *= decay
-        for part in running.sums if running.sums.ndim > 1 else [running.sums]:
-            _advance(part, decay, decays, None)
+        for slice_sums in running.sums if running.sums.ndim > 1 else [running.sums]:
+            _advance(slice_sums, decay, decays, None)
         running.age, running.idle = age, running.idle and age == running.age and not new
 
     def snapshot(self, entry: Entry, age: int) -> Snapshot:
-        """A copy of one entry at ``age``, which also starts counting contributions anew."""
+        """Copy one entry at ``age``, and restart its counts of contributions."""
         running = self.running[entry.place]
         self._catch_up(running, age)
         what = f"the snapshot of {entry.name}"
@@ -242,7 +245,7 @@ class Averages:
         return Snapshot(entry, sums, running.count.astype(running.dtype), running.dtype, left_out)
 
     def view(self, entry: Entry, age: int) -> Snapshot:
-        """One entry at ``age`` without a copy; it changes with the next contribution."""
+        """One entry at ``age`` without a copy; the next contribution changes it."""
         running = self.running[entry.place]
         self._catch_up(running, age)
         count = running.count.astype(running.dtype, copy=False)
@@ -251,11 +254,11 @@ class Averages:
     def factors(self, age: int) -> Factors:
         """The average at ``age`` as factors of NumPy arrays.
 
-        Sums over fewer loss terms than others, because contributions were left out or not
-        pushed, are scaled to the number of the others: the mean stays that of what was averaged.
+        Sums over fewer loss terms than others, because contributions were left out or not pushed,
+        are scaled to the largest number of terms. The mean stays that of the averaged data.
 
         Raises:
-            ValueError: an array has never been pushed, or all that was pushed of it left out.
+            ValueError: an array has never been pushed, or all its contributions were left out.
         """
         tables: dict[str, dict[str, np.ndarray]] = {"a": {}, "g": {}, "diagonals": {}}
         a_counts: dict[str, np.ndarray] = {}
@@ -263,18 +266,18 @@ class Averages:
         for place, entry in self.layout.entries.items():
             if place not in self.running:
                 raise ValueError(f"average: {entry.name} has never been pushed")
-            held = self.view(entry, age)
+            current = self.view(entry, age)
             left_out = self.left_out.get(entry.name, 0)
-            if left_out and not held.count.any():
+            if left_out and not current.count.any():
                 raise ValueError(
                     f"average: nothing is in that of {entry.name}; {left_out} contributions were "
                     "left out, because they were not finite or made it overflow"
                 )
-            tables[place.table][place.key] = held.whole()
+            tables[place.table][place.key] = current.full_array()
             if place.table == "a":
-                a_counts[place.key] = np.broadcast_to(held.count, entry.stack).copy()
+                a_counts[place.key] = np.broadcast_to(current.count, entry.stack).copy()
             else:
-                counts[place] = held.count
+                counts[place] = current.count
         terms = max(count.max() for count in counts.values())
         for place, count in counts.items():
             _scale(tables[place.table][place.key], count, terms)
@@ -283,7 +286,7 @@ class Averages:
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether every element is finite, a piece at a time: a mask of them all would be large."""
+    """Whether every element is finite; checked in pieces, because a full mask would be large."""
     flat = array.reshape(-1)
     for start in range(0, len(flat), _PIECE):
         if not np.isfinite(flat[start : start + _PIECE]).all():
@@ -292,7 +295,7 @@ def _is_finite(array: np.ndarray) -> bool:
 
 
 def _decays(running: Running, age: int) -> int:
-    """How often an average decays before something new of the step ``age`` is added."""
+    """How often an average decays before new data of the step ``age`` is added."""
     return age - running.age if age > running.age else int(running.idle)
 
 
@@ -308,7 +311,7 @@ def _advance(sums: np.ndarray, decay: np.ndarray, decays: int, new: np.ndarray |
 
 
 def _scale(sums: np.ndarray, count: np.ndarray, terms: np.generic) -> None:
-    """Make ``sums`` over ``count`` loss terms those over ``terms``, of the same mean, in place."""
+    """Rescale ``sums`` over ``count`` loss terms to ``terms`` with the same mean, in place."""
     for index in np.ndindex(count.shape):
         if 0 < count[index] < terms:
             sums[index] *= (terms / count[index]).astype(sums.dtype)

@@ -1,4 +1,4 @@
-"""One decomposition: where it runs, what is tried in turn, and when the old basis will do."""
+"""One decomposition on host or device, the reuse of old bases, and the split over processes."""
 
 import threading
 import time
@@ -14,30 +14,30 @@ from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding,
 from jaxkfac.linalg import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares
 
-_TIMED_SIZE = 1024  # larger ones are judged by their leading block: the device only gains
+_TIMED_SIZE = 1024  # larger matrices are timed by this block; with size only the device gains
 
 
 class Decomposer:
     r"""Decomposes matrices, from any thread.
 
-    The order of attempts: where ``reuse_tolerance`` is given, the basis there is; on the
-    device, where that is chosen; on the host in ``dtype``; there with NumPy in float64
-    (:func:`eigh_on_host`). A matrix that is not finite fails at once.
+    It tries in turn: with ``reuse_tolerance``, the existing basis; the device, if that is chosen;
+    the host in ``dtype``; the host with NumPy in float64 (:func:`eigh_on_host`). A matrix that is
+    not finite fails at once.
 
     Args:
-        placement: ``"host"``, ``"device"``, or ``"auto"``: on an accelerator, the faster one
-            for each size, measured at its first decomposition, and the host where the
-            workspace does not fit in half of what is free; on the CPU the host.
+        placement: ``"host"``, ``"device"``, or ``"auto"``. On an accelerator, ``"auto"`` takes the
+            faster one for each size, measured at its first decomposition, and the host if the
+            workspace does not fit in half of the free memory. On the CPU it takes the host.
         reuse_tolerance: $\tau$: eigenvectors $Q$ are kept, with
             $\lambda = \operatorname{diag}(Q^\top M Q)$, if the off-diagonal part of
             $Q^\top M Q$ is at most $\tau \lVert M \rVert_F$ in the Frobenius norm. Then
             $\lVert Q \operatorname{diag}(\lambda) Q^\top - M \rVert_F \le
             \tau \lVert M \rVert_F$, and no eigenvalue is off by more.
-        dtype: In which the host decomposes.
+        dtype: The dtype in which the host decomposes.
 
     Attributes:
-        chosen: ``{"size/dtype": "device" or "host"}``, what ``"auto"`` has decided.
-        num_reused: How many decompositions were saved.
+        chosen: ``{"size/dtype": "device" or "host"}``, the choices of ``"auto"``.
+        num_reused: How many decompositions reuse has saved.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Decomposer:
         Args:
             matrix: Symmetric, ``(n, n)``.
             name: For errors.
-            device: Of the factor, ``None`` where it is in host memory.
-            previous: The eigenvectors there are, if they may be kept.
+            device: The factor's device, ``None`` if it is in host memory.
+            previous: The existing eigenvectors, if they may be kept.
 
         Raises:
             NonFiniteFactorError: naming the matrix.
@@ -107,9 +107,9 @@ _eigh = jax.jit(eigh_checked)
 
 
 def _on_device(matrix: np.ndarray, device: Any) -> HostSpectrum | None:
-    """``None`` where the device has no room or its result is not finite."""
+    """Decompose on a device; ``None`` if it lacks memory or its result is not finite."""
     device = jax.local_devices()[0] if device is None else device
-    with jax.enable_x64(matrix.dtype == np.float64):  # a thread of its own has the default
+    with jax.enable_x64(matrix.dtype == np.float64):  # a new thread has the default setting
         try:
             values, vectors = jax.device_get(_eigh(jax.device_put(matrix, device)))
         except jax.errors.JaxRuntimeError as error:
@@ -120,19 +120,19 @@ def _on_device(matrix: np.ndarray, device: Any) -> HostSpectrum | None:
 
 
 def _reuse(matrix: np.ndarray, vectors: np.ndarray, tolerance: float) -> HostSpectrum | None:
-    """The old eigenvectors with new eigenvalues, if they still diagonalise."""
+    """The old eigenvectors with new eigenvalues, if they still diagonalize the matrix."""
     rotated = vectors.T @ (matrix @ vectors)
     values = rotated.diagonal().copy()
-    whole = np.linalg.norm(rotated)
+    norm = np.linalg.norm(rotated)
     np.fill_diagonal(rotated, 0)
-    if not np.linalg.norm(rotated) <= tolerance * whole:  # False for NaN as well
+    if not np.linalg.norm(rotated) <= tolerance * norm:  # False for NaN as well
         return None
     order = np.argsort(values, kind="stable")
     return HostSpectrum(values[order], vectors[:, order])
 
 
 def failure(name: str, num_left_out: int) -> NonFiniteFactorError:
-    """What a refresh fails with where every contribution since the last one was left out."""
+    """The error of a refresh if every contribution since the last one was left out."""
     return NonFiniteFactorError(
         f"factor {name}: all {num_left_out} contributions since the last refresh held NaN or "
         "infinity, or made the average overflow, and were left out of it; look for a diverged loss "
@@ -140,22 +140,21 @@ def failure(name: str, num_left_out: int) -> NonFiniteFactorError:
     )
 
 
-# ---------------- several processes: each decomposes a share of a refresh, and they exchange the
-# results
+# ---------------- division among processes
 
 
 _Index = tuple[int, ...]
 
 
 class Shares:
-    """Who decomposes what.
+    """The assignment of decompositions to processes.
 
-    The matrices of factors that lie on devices of several processes are divided among these, one
-    slice of a stack at a time, by the cubes of their sizes. Everything else each process does
-    itself: diagonals, and factors of its own.
+    If a factor lies on devices of several processes, its matrices are divided among these, one
+    slice of a stack at a time, by the cubes of their sizes. Each process handles diagonals and
+    its own factors by itself.
 
     Args:
-        blocks: Of a refresh, in the same order in every process.
+        blocks: The blocks of a refresh, in the same order in every process.
         shardings: Where the results go.
     """
 
@@ -172,9 +171,9 @@ class Shares:
                 self._of[block.place] = group
         self._owners: dict[tuple[Place, _Index], int] = {}
         for group, shared in self._groups.items():
-            parts = [(b, index) for b in shared for index in np.ndindex(b.source.stack)]
-            owners = in_equal_shares([b.size**3 for b, _ in parts], len(group.devices))
-            for (block, index), owner in zip(parts, owners, strict=True):
+            slices = [(b, index) for b in shared for index in np.ndindex(b.source.stack)]
+            owners = in_equal_shares([b.size**3 for b, _ in slices], len(group.devices))
+            for (block, index), owner in zip(slices, owners, strict=True):
                 self._owners[block.place, index] = owner
 
     def __bool__(self) -> bool:
@@ -202,15 +201,15 @@ class Shares:
         failures: dict[Place, NonFiniteFactorError],
         zeros: Callable[[EigenBlock], HostSpectrum],
     ) -> None:
-        """Complete results and failures by those of the other processes.
+        """Add the results and failures of the other processes to those of this one.
 
         Args:
             doing: For errors.
-            about: What must be the same in every process.
-            error: What this process fails with; nothing is exchanged then.
-            results: Whole arrays, zero where they are not of this process.
-            failures: A matrix that failed in one process has failed in all.
-            zeros: Arrays for a block of which this process has nothing.
+            about: A description that must be equal in every process.
+            error: The error of this process; then nothing is exchanged.
+            results: Full arrays, zero in slices of other processes.
+            failures: A matrix that failed in one process counts as failed in all.
+            zeros: Arrays for a block of which this process has no slice.
 
         Raises:
             ProcessesDisagreeError: another process failed, or does something else.
@@ -227,8 +226,8 @@ class Shares:
                     texts = group.told(str(failures.get(place, "")))
                     failures[place] = NonFiniteFactorError(next(filter(None, texts)))
                     continue
-                whole = results.get(place) or zeros(block)
-                for part in whole:
-                    if part is not None:
-                        part[...] = group.combined(part)
-                results[place] = whole
+                full_result = results.get(place) or zeros(block)
+                for array in full_result:
+                    if array is not None:
+                        array[...] = group.combined(array)
+                results[place] = full_result

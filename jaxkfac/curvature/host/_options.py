@@ -1,4 +1,4 @@
-"""What a service is built with, checked when it is built, and the bytes that follow from it."""
+"""The options of a service, its schedule, and the bytes that follow from the options."""
 
 import dataclasses
 import os
@@ -17,16 +17,16 @@ from jaxkfac.curvature.host._store import Storage
 from jaxkfac.factors import Factors, check_decay
 from jaxkfac.linalg import HostDType, check_clipping
 
-# ---------------- when factors are snapshot and when bases are handed over: step numbers only
+# ---------------- the schedule of refreshes, in step numbers only
 
 
 class Refresh(NamedTuple):
     """One refresh.
 
     Attributes:
-        step: It sees every push of this step and of those before it.
-        group: Which group of blocks is decomposed; ``None`` is all.
-        age: How many steps had been pushed by then.
+        step: It includes every push of this step and of earlier ones.
+        group: The group of blocks that is decomposed; ``None`` for all.
+        age: How many different steps had been pushed by then.
     """
 
     step: int
@@ -35,9 +35,9 @@ class Refresh(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What to do now. The schedule moves on when the next action is asked for.
+    """The next thing to do. The schedule moves on when the next action is requested.
 
-    One that was interrupted, or done but not moved on from, is given out again.
+    An action that was interrupted, or was done before the schedule moved on, is issued again.
     """
 
     kind: Literal["snapshot", "hand over"]
@@ -49,22 +49,22 @@ class Schedule:
     """The steps of a service.
 
     The first step pushed is a refresh of everything. After it, the first step pushed at least
-    ``every`` steps after the last refresh is one, of the groups in turn. A refresh is *open*
-    while its step may still be pushed to; it is snapshot when the step grows. Its bases are
-    handed over when bases are asked for at ``step + lag`` or later. One refresh is in work at
-    a time, so that one which nobody asked for is handed over before the next snapshot.
+    ``every`` steps after the last refresh is a refresh; the groups take turns. A refresh is *open*
+    while its step may still be pushed to, and is snapshot when the step grows. Its bases are
+    handed over when bases are requested at ``step + lag`` or later. Only one refresh is in work at
+    a time, so a refresh whose bases nobody has requested is handed over before the next snapshot.
 
     Attributes:
-        every: Steps between two refreshes, at least.
+        every: Least number of steps between two refreshes.
         lag: Steps from a refresh to its hand-over.
         groups: How many groups take turns.
-        clock: Greatest step pushed or asked for.
-        pushed: Greatest step pushed.
+        clock: Largest step pushed or requested.
+        pushed: Largest step pushed.
         age: How many different steps have been pushed.
         number: How many refreshes have begun.
         last: Step of the last refresh.
-        open: A refresh to whose step pushes may still come.
-        pending: A refresh that has been snapshot and not handed over.
+        open: A refresh whose step may still be pushed to.
+        pending: A refresh that has been snapshot but not handed over.
     """
 
     every: int
@@ -79,9 +79,9 @@ class Schedule:
     pending: Refresh | None = None
 
     def due(self, step: int) -> Iterator[Action]:
-        """What has to be done before factors of ``step`` are taken in. Consume all of it.
+        """The actions before factors of ``step`` are added. Consume all of them.
 
-        What is done stays done if the push fails afterwards: ``step`` has been seen then.
+        Actions stay done if the push fails afterwards; ``step`` then counts as seen.
 
         Raises:
             ValueError: at once: the step goes backwards, or its bases were taken with ``lag=0``.
@@ -96,9 +96,9 @@ class Schedule:
         return self._snapshot(step) if over else iter(())
 
     def pushed_to(self, step: int) -> "Schedule":
-        """The schedule once factors of ``step`` are taken in, with everything due done.
+        """The schedule after factors of ``step`` are added and all due actions are done.
 
-        A copy, so that a push changes the schedule by one assignment.
+        It is a copy, so that a push changes the schedule by a single assignment.
         """
         age = self.age + (self.pushed is None or step > self.pushed)
         after = dataclasses.replace(self, clock=step, pushed=step, age=age)
@@ -109,10 +109,10 @@ class Schedule:
         return after
 
     def ask(self, step: int, *, have_bases: bool) -> Iterator[Action]:
-        """What has to be done before bases of ``step`` are given out. Consume all of it.
+        """The actions before bases of ``step`` are returned. Consume all of them.
 
         Raises:
-            ValueError: the step goes backwards, or there are no bases and nothing to make
+            ValueError: the step goes backwards, or there are no bases and no factors to compute
                 them from.
         """
         self._check(step, "bases")
@@ -137,7 +137,7 @@ class Schedule:
             yield from self._hand_over()
         assert self.open is not None
         yield Action("snapshot", self.open)
-        # Together: what is snapshot must not be pushed to again, whatever interrupts this.
+        # One assignment: a refresh that is snapshot must not be pushed to, after any interrupt.
         self.pending, self.open, self.clock = self.open, None, step
 
     def _hand_over(self) -> Iterator[Action]:
@@ -162,7 +162,7 @@ class Schedule:
         return cls(**{**values, **refreshes})
 
 
-# ----------------
+# ---------------- options and host memory
 
 
 Initial = Literal["wait", "identity"]
@@ -251,21 +251,21 @@ class HostOptions:
 
     @property
     def every(self) -> int:
-        """Steps between two refreshes, of one group of blocks each."""
+        """Steps between two refreshes; with groups, each refresh is of one group."""
         return self.refresh_every // self.stagger
 
 
 class HostBytes(NamedTuple):
-    """Host memory of a service in bytes, by what it is for.
+    """Host memory of a service in bytes, by purpose.
 
     Attributes:
-        averages: The running averages; with the next two, what may lie on disk.
-        snapshots: Their copies; the first refresh is of all groups.
-        bases_in_work: Until their hand-over.
-        workspace: A worker holds the mean and, in the dtype of the decomposition, what LAPACK
-            takes; one matrix is being folded.
-        in_flight: Pushed and not yet averaged; an array larger than what may be goes alone.
-        bases: Eigenvectors in use, where they are kept on the host.
+        averages: The running averages. These, the snapshots and the bases in work may be on disk.
+        snapshots: Copies of the averages; the first refresh copies all groups.
+        bases_in_work: Results until their hand-over.
+        workspace: For each worker the mean and, in the dtype of the decomposition, LAPACK's
+            workspace; and one matrix that is being folded.
+        in_flight: Factors pushed and not yet averaged; an array above the limit goes alone.
+        bases: Eigenvectors in use, if they stay on the host.
     """
 
     averages: int
@@ -277,43 +277,44 @@ class HostBytes(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """What is in memory whatever happens."""
+        """Bytes that are always in memory."""
         return self.workspace + self.in_flight
 
     @property
     def movable(self) -> dict[str, int]:
-        """What may lie on disk, in words."""
-        own = {"averages": self.averages, "snapshots": self.snapshots}
-        own |= {"bases in work": self.bases_in_work}
-        return {**own, "bases in use": self.bases} if self.bases else own
+        """Bytes that may be on disk, by name."""
+        by_name = {"averages": self.averages, "snapshots": self.snapshots}
+        by_name |= {"bases in work": self.bases_in_work}
+        return {**by_name, "bases in use": self.bases} if self.bases else by_name
 
 
 def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
-    """The least host memory with which a service works, from shapes alone.
+    """The least host memory that a service needs, from shapes alone.
 
-    Where there is room averages may take more, see :func:`widening_bytes`.
+    If there is more memory, averages may take more; see :func:`widening_bytes`.
 
     Args:
         like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
-        options: Of the service; ``workers``, ``in_flight_bytes``, ``storage`` and ``dtype`` count.
+        options: Options of the service; ``workers``, ``in_flight_bytes``, ``storage`` and
+            ``dtype`` matter.
 
     Returns:
-        Bytes by what they are for; ``HostCurvature(like=like, host_bytes=...)`` accepts their
+        Bytes by purpose. ``HostCurvature(like=like, host_bytes=...)`` accepts their
         sum and refuses less.
     """
     return layout_bytes(layout_of(like.layers, like.bias), options, double=is_double(like))
 
 
 def widening_bytes(like: Factors, options: HostOptions, *, contributions: int) -> int:
-    """By how much averages grow where there is room: sums of float32 that go on in float64.
+    """How much averages grow when float32 sums move to float64, if there is memory.
 
-    They do where they become worth more than 256 contributions, with a decay near 1 or many at
+    They move when they hold more than 256 contributions, with a decay near 1 or many pushes at
     each step; see :class:`Averages`.
 
     Args:
         like: As for :func:`service_bytes`.
-        options: Likewise; ``storage`` and ``decay`` count.
-        contributions: To one average, at each step.
+        options: Options of the service; ``storage`` and ``decay`` matter.
+        contributions: Contributions to one average at each step.
     """
     single = options.storage == "float32" and not is_double(like)
     grows = single and outgrows_single(options.decay, contributions)
@@ -321,21 +322,21 @@ def widening_bytes(like: Factors, options: HostOptions, *, contributions: int) -
 
 
 def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostBytes:
-    """As :func:`service_bytes`, of factors in float64 or in float32."""
+    """:func:`service_bytes` for a layout with factors in float64 (``double``) or float32."""
     entries, itemsize = layout.entries.values(), 8 if double else 4
-    # The diagonal of a matrix counts twice: room for both of its triangles.
-    whole = {entry: itemsize * (1 + entry.dense) * entry.elements for entry in entries}
+    # The diagonal of a matrix counts twice, for both of its triangles.
+    full_sizes = {entry: itemsize * (1 + entry.dense) * entry.elements for entry in entries}
     folded = sum(entry.elements for entry in entries)
     folded *= 2 if options.storage == "bfloat16" else itemsize
     largest = max((entry.size for entry in entries if entry.dense), default=0)
-    of_worker = 4 * itemsize  # the mean, the copy that is overwritten, and two of scratch
+    of_worker = 4 * itemsize  # the mean, the copy that is overwritten, and two scratch matrices
     if options.dtype == "float64" and not double:
-        of_worker = itemsize + 4 * 8  # the mean; a copy, its eigenvectors and two of scratch
-    in_flight = max(options.in_flight_bytes, *whole.values(), 0)
-    bases = sum(size for entry, size in whole.items() if entry.dense)
-    kept = sum(
+        of_worker = itemsize + 4 * 8  # the mean; a copy, its eigenvectors, two scratch matrices
+    in_flight = max(options.in_flight_bytes, *full_sizes.values(), 0)
+    bases = sum(size for entry, size in full_sizes.items() if entry.dense)
+    eigenvector_bytes = sum(
         size * min(options.rank or entry.size, entry.size) // entry.size
-        for entry, size in whole.items()
+        for entry, size in full_sizes.items()
         if entry.dense
     )
     share = itemsize // 2 if options.vectors_dtype == "bfloat16" else 1
@@ -344,8 +345,8 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
         snapshots=folded,
         bases_in_work=bases,
         workspace=(options.workers * of_worker + itemsize) * largest**2,
-        in_flight=min(in_flight, sum(whole.values())),
-        bases=kept // share if options.bases_in == "host" else 0,
+        in_flight=min(in_flight, sum(full_sizes.values())),
+        bases=eigenvector_bytes // share if options.bases_in == "host" else 0,
     )
 
 

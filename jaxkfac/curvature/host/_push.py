@@ -1,4 +1,4 @@
-"""A push, all or nothing: prepared beside the service, committed by one assignment, then sent."""
+"""A push, which counts completely or not at all: prepare, commit by one assignment, send."""
 
 import collections
 import dataclasses
@@ -21,36 +21,37 @@ from jaxkfac.curvature.host._threads import Job, Workers
 from jaxkfac.factors import Factors, Origin
 from jaxkfac.memory import whole_here
 
-# ---------------- a push: each of its arrays is checked, copied to the host, and becomes part of
-# its average
+# ---------------- the arrays of a push
 
 
 def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry, Any, Any]]:
-    """``(entry, sums, count)`` of all arrays of factors, which may be a part of those of a step.
+    """``(entry, sums, count)`` of all arrays of factors, which may cover some layers of a step.
 
     Args:
-        factors: Of some of the layers, and of stacked ones some of the iterations.
-        layout: What is averaged.
-        first: The first of the iterations.
+        factors: Factors of some of the layers; stacked ones may have some of the iterations.
+        layout: The entries that are averaged.
+        first: The first of these iterations.
 
     Raises:
         ValueError: naming the array that is unknown, traced, deleted or of another shape.
     """
-    found = []
+    arrays_by_entry = []
     tables = {"a": factors.a_sums, "g": factors.g_sums, "diagonals": factors.diagonals}
     for table, arrays in tables.items():
         for key, value in arrays.items():
             entry = layout.entries.get(Place(table, key))
             if entry is None:
-                known = nearest(
+                closest = nearest(
                     key, [place.key for place in layout.entries if place.table == table]
                 )
                 raise ValueError(
-                    f"push: {table} of {key!r} belongs to no layer; the nearest are {known}"
+                    f"push: {table} of {key!r} belongs to no layer; the nearest are {closest}"
                 )
             _check(entry, value, first)
-            found.append((entry, value, factors.a_counts[key] if table == "a" else factors.terms))
-    return found
+            arrays_by_entry.append(
+                (entry, value, factors.a_counts[key] if table == "a" else factors.terms)
+            )
+    return arrays_by_entry
 
 
 def _check(entry: Entry, value: Any, first: int) -> None:
@@ -86,8 +87,8 @@ def _check(entry: Entry, value: Any, first: int) -> None:
 def start_copy(x: Any) -> Any:
     """Start the copy of ``x`` to the host, without waiting for it.
 
-    A NumPy array that can be written to is copied at once: a later write would show. Of an array
-    on devices of several processes, all of them exchange their parts first.
+    A writable NumPy array is copied at once, because a later write would show in it. If an array
+    lies on devices of several processes, these first exchange its shards.
     """
     if isinstance(x, jax.Array):
         x = whole_here(x)
@@ -101,12 +102,12 @@ class Copy:
     """A copy that has been started, on its way into the average.
 
     Attributes:
-        entry: What it is of.
-        sums: What :func:`start_copy` gave.
-        count: Likewise.
-        first: The first iteration that it holds.
-        step: That of the push, for errors.
-        age: How many steps had been pushed by then.
+        entry: The entry it belongs to.
+        sums: The result of :func:`start_copy`.
+        count: The result of :func:`start_copy`.
+        first: The first iteration in it.
+        step: The step of the push, for errors.
+        age: How many different steps had been pushed by then.
         donated: The array to delete afterwards, if any.
     """
 
@@ -119,7 +120,7 @@ class Copy:
     donated: jax.Array | None
 
     def add_to(self, averages: Averages) -> None:
-        """Wait for the copy, add it, and delete what was donated."""
+        """Wait for the copy, add it to the average, and delete a donated array."""
         try:
             sums, count = np.asarray(self.sums), np.asarray(self.count)
             averages.add(self.entry, sums, count, self.first, self.age)
@@ -134,7 +135,7 @@ class Copy:
 
 
 def as_step(step: Any) -> int:
-    """A step number as an int; JAX and NumPy integers count.
+    """A step number as an int; JAX and NumPy integers are accepted.
 
     Raises:
         ValueError: it is negative, or no integer.
@@ -148,27 +149,27 @@ def as_step(step: Any) -> int:
     return number
 
 
-# ----------------
+# ---------------- a push
 
 
 class Push:
     """Factors of one step on their way into the average.
 
-    Until a service holds this object, :meth:`prepare` has changed nothing that a later call could
-    see. From then on the factors belong to the step: :meth:`send` completes the push, and where
-    an exception interrupts it, calling it again goes on. Every line of it may run twice.
+    Until a service stores this object, :meth:`prepare` has changed nothing that a later call could
+    see. From then on the factors belong to the step: :meth:`send` completes the push, and calling
+    it again after an exception continues it. Every line of it may run twice.
 
-    What fits into the bytes in flight is copied before the service holds it, so that a failure
-    of a copy leaves the average as it was. What is larger goes one array after the other, as
-    room appears; only the copy of the first is then certain.
+    Factors that fit into the bytes in flight are copied before the service stores the push, so
+    that a failed copy leaves the average unchanged. Larger ones are copied one array after the
+    other, as memory becomes free; then only the copy of the first array is certain.
 
     Args:
-        state: Of the service.
+        state: State of the service.
         averaging: The thread that adds to the average.
-        factors: What :meth:`HostCurvature.push` takes.
-        step: Likewise.
-        first_iteration: Likewise.
-        donate: Likewise.
+        factors: As for :meth:`HostCurvature.push`.
+        step: As for :meth:`HostCurvature.push`.
+        first_iteration: As for :meth:`HostCurvature.push`.
+        donate: As for :meth:`HostCurvature.push`.
 
     Raises:
         ValueError: naming the array that cannot be pushed.
@@ -189,7 +190,7 @@ class Push:
         self._double = is_double(factors)
         self._layout: Layout = state.layout_with(factors)
         self._origin: Origin | None = state.origin
-        if not state.seen and not state.complete:
+        if not state.pushed_places and not state.complete:
             self._origin = factors.origin
         arrays = arrays_of(factors, self._layout, first_iteration)
         self._arrays = {place: weakref.ref(sums) for place, sums in _sums(factors).items()}
@@ -197,7 +198,7 @@ class Push:
         state.check_budget(self._layout, double=self._double)
         self._places = {entry.place for entry, _, _ in arrays}
         self._shardings = {entry.place: result_sharding(sums) for entry, sums, _ in arrays}
-        # An array that stands for two of them is deleted after the last one.
+        # An array that occurs several times is deleted after its last use.
         last_use = {id(sums): i for i, (_, sums, _) in enumerate(arrays)} if donate else {}
         donated = [
             sums if last_use.get(id(sums)) == i and isinstance(sums, jax.Array) else None
@@ -206,73 +207,73 @@ class Push:
         self._num_arrays = len(arrays)
         items = [_Item(*array, gone) for array, gone in zip(arrays, donated, strict=True)]
         fits = sum(item.sums.nbytes for item in items) <= state.options.in_flight_bytes
-        parts = [items] if fits else [[item] for item in items]
-        self._parts = collections.deque(_Part(part) for part in parts if part)
+        batches = [items] if fits else [[item] for item in items]
+        self._batches = collections.deque(_CopyBatch(batch) for batch in batches if batch)
         self._schedule: Schedule | None = None
 
     def is_of(self, factors: Factors, step: int, first_iteration: int) -> bool:
         """Whether this is the push of the same arrays at the same step."""
-        others = _sums(factors)
-        return (step, first_iteration, others.keys()) == (
+        other_sums = _sums(factors)
+        return (step, first_iteration, other_sums.keys()) == (
             self._step,
             self._first,
             self._arrays.keys(),
-        ) and all(self._arrays[place]() is sums for place, sums in others.items())
+        ) and all(self._arrays[place]() is sums for place, sums in other_sums.items())
 
     def prepare(self) -> None:
-        """Start the copies: of everything, or of the first array where that does not fit."""
-        # A loaded service does not know where its factors are, and a hand-over asks.
+        """Start the copies: of all arrays, or of the first if they do not all fit."""
+        # A loaded service does not know where its factors live, and a hand-over needs that.
         self._state.shardings |= self._shardings
-        if self._parts:
-            self._load(self._parts[0])
+        if self._batches:
+            self._load(self._batches[0])
 
     def after(self, schedule: Schedule) -> None:
-        """Fix the schedule of once this is pushed, after everything due has been done."""
+        """Set the schedule that holds after this push; all due actions must be done."""
         self._schedule = schedule.pushed_to(self._step)
 
     def withdraw(self) -> None:
-        """Give back what a push has taken that no service holds."""
-        for part in self._parts:
-            for key in part.keys:
+        """Return the bytes that a push has taken if no service has stored it."""
+        for batch in self._batches:
+            for key in batch.keys:
                 self._averaging.give_back(key)
 
     def send(self) -> None:
-        """Make the factors part of the step; returns at once where that has been done."""
+        """Make the factors part of the step; do nothing if that is done already."""
         if self._sent:
             return
         state = self._state
         assert self._schedule is not None
         state.use_layout(self._layout, double=self._double)
         state.origin, state.schedule = self._origin, self._schedule
-        state.seen |= self._places
-        while self._parts:
-            part = self._parts[0]
+        state.pushed_places |= self._places
+        while self._batches:
+            batch = self._batches[0]
             try:
-                self._load(part)
+                self._load(batch)
             except TimeoutError as error:
                 error.add_note(
-                    f"{self._num_arrays - len(self._parts)} of the {self._num_arrays} arrays of "
+                    f"{self._num_arrays - len(self._batches)} of the {self._num_arrays} arrays of "
                     f"the push at step {self._step} have been sent, and the next call to this "
                     "service sends the others; pushing them again goes on too, and counts none "
                     "twice"
                 )
                 raise
             except Exception as error:
-                # Neither whole nor undone: no call may go on as if nothing had happened.
+                # The push is neither complete nor undone, so no call may go on.
                 state.monitor.fail(error)
                 raise
-            assert part.job is not None
-            self._averaging.put(part.job)
-            self._parts.popleft()
+            assert batch.job is not None
+            self._averaging.put(batch.job)
+            self._batches.popleft()
         self._sent = True
 
-    def _load(self, part: "_Part") -> None:
-        """Take the bytes of a part and start its copies, or neither."""
-        if part.job is not None:
+    def _load(self, batch: "_CopyBatch") -> None:
+        """Take the bytes of a batch and start its copies, or do neither."""
+        if batch.job is not None:
             return
         try:
-            sizes = {key: item.sums.nbytes for key, item in zip(part.keys, part.items)}
-            names = [item.entry.name for item in part.items]
+            sizes = {key: item.sums.nbytes for key, item in zip(batch.keys, batch.items)}
+            names = [item.entry.name for item in batch.items]
             what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
             self._averaging.take(sizes, what)
             copies = [
@@ -285,15 +286,15 @@ class Push:
                     self._age,
                     item.donated,
                 )
-                for item in part.items
+                for item in batch.items
             ]
-            queue = collections.deque(zip(part.keys, copies, strict=True))
+            queue = collections.deque(zip(batch.keys, copies, strict=True))
             del copies
             call = functools.partial(_average, self._state, self._averaging, queue)
-            part.items, part.job = [], Job(call)
+            batch.items, batch.job = [], Job(call)
         except BaseException:
-            if part.job is None:
-                for key in part.keys:
+            if batch.job is None:
+                for key in batch.keys:
                     self._averaging.give_back(key)
             raise
 
@@ -306,8 +307,8 @@ class _Item:
     donated: jax.Array | None
 
 
-class _Part:
-    """What is copied together: its arrays, then the job that holds their copies."""
+class _CopyBatch:
+    """Arrays that are copied together; later the job that holds their copies."""
 
     def __init__(self, items: list[_Item]) -> None:
         self.items = items
@@ -318,7 +319,7 @@ class _Part:
 def _average(
     state: State, averaging: Workers, copies: collections.deque[tuple[object, Copy]]
 ) -> None:
-    """Add copies to the average, letting go of each and of its bytes before the next."""
+    """Add copies to the average; release each one and its bytes before the next."""
     assert state.averages is not None
     while copies:
         key, copy = copies.popleft()

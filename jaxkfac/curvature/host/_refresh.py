@@ -1,4 +1,4 @@
-"""A refresh: snapshots become spectra on the workers, and these the bases in use."""
+"""A refresh: workers turn snapshots into spectra, which become the bases in use."""
 
 import contextlib
 import dataclasses
@@ -32,21 +32,20 @@ _TABLES = ("a", "a_without_ones", "g")
 class Decompositions:
     """The blocks of one refresh.
 
-    A stacked factor is decomposed one slice at a time, so that a worker needs room for one
-    matrix, the copy that LAPACK overwrites and its scratch. A snapshot is
-    freed as soon as its last slice is done. The results do not depend on which worker does
-    what, or when.
+    A stacked factor is decomposed one slice at a time, so that a worker needs memory for one
+    matrix, the copy that LAPACK overwrites, and its scratch. A snapshot is freed as soon as its
+    last slice is done. The results do not depend on which worker handles which slice, or when.
 
     Attributes:
         blocks: What to decompose.
         shardings: Where the results go.
-        previous: Eigenvectors that may be kept; on the host from their first use on.
-        decomposer: What does it.
+        previous: Eigenvectors that may be kept; they move to the host when they are first used.
+        decomposer: Decomposes the matrices.
         store: Where results are allocated.
-        monitor: What is told about progress.
-        results: ``{place: spectrum}``, and the mean of diagonal ones as values.
+        monitor: Is notified of progress.
+        results: ``{place: spectrum}``; for a diagonal, its mean as values.
         failures: ``{place: error}``.
-        done: Whether this process has nothing left to do.
+        done: Whether this process has finished its share.
     """
 
     blocks: Sequence[EigenBlock]
@@ -68,22 +67,22 @@ class Decompositions:
     _failed: dict[Place, dict[tuple[int, ...], NonFiniteFactorError]] = dataclasses.field(
         default_factory=dict
     )
-    _left: dict[Place, int] = dataclasses.field(default_factory=dict)
+    _remaining: dict[Place, int] = dataclasses.field(default_factory=dict)
     _snapshots: dict[Place, Snapshot] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def shares(self) -> Shares:
-        """What of it is divided among processes; first asked for away from the training loop."""
+        """How it is divided among processes; first computed outside the training loop."""
         return Shares(self.blocks, self.shardings)
 
     def beginning(self, averages: Averages, age: int, workers: Workers) -> Job:
-        """The job that takes the snapshots and queues the slices; always the same one."""
+        """The job that takes the snapshots and queues the slices; always the same job."""
         if self._beginning is None:
             self._beginning = Job(functools.partial(self._begin, averages, age, workers))
         return self._beginning
 
     def _begin(self, averages: Averages, age: int, workers: Workers) -> None:
-        """Runs between pushes, in their thread."""
+        """Take the snapshots; runs between pushes, in their thread."""
         for entry in (entry for block in self.blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
@@ -92,10 +91,10 @@ class Decompositions:
             self._dtypes[block.place] = self._snapshots[block.source.place].dtype
             indices = self.shares.of_this_process(block)
             if indices:
-                self._left[block.place] = len(indices)
+                self._remaining[block.place] = len(indices)
             jobs += [(block, index) for index in indices]
-        wanted = {entry.place for block, _ in jobs for entry in block.sources}
-        for source in self._snapshots.keys() - wanted:
+        needed = {entry.place for block, _ in jobs for entry in block.sources}
+        for source in self._snapshots.keys() - needed:
             del self._snapshots[source]
         if not jobs:
             with self.monitor.changing():
@@ -132,7 +131,7 @@ class Decompositions:
         )
 
     def _old_vectors(self, place: Place) -> np.ndarray | None:
-        """On the host: a stack is transferred once, not for each of its slices."""
+        """The old eigenvectors on the host; a stack is transferred once, not for each slice."""
         with self._lock:
             old = self.previous.get(place)
             if old is not None and not isinstance(old, np.ndarray):
@@ -144,14 +143,14 @@ class Decompositions:
             self._partial[block.place] = spectrum
             return
         with self._lock:
-            whole = self._partial.get(block.place)
-            if whole is None:
+            partial = self._partial.get(block.place)
+            if partial is None:
                 shared = block in self.shares
-                whole = self._zeros(block) if shared else self._allocate(block, spectrum)
-                self._partial[block.place] = whole
-        whole.values[index] = spectrum.values
-        if whole.vectors is not None:
-            whole.vectors[index] = spectrum.vectors
+                partial = self._zeros(block) if shared else self._allocate(block, spectrum)
+                self._partial[block.place] = partial
+        partial.values[index] = spectrum.values
+        if partial.vectors is not None:
+            partial.vectors[index] = spectrum.vectors
 
     def _allocate(self, block: EigenBlock, like: HostSpectrum) -> HostSpectrum:
         stack, what = block.source.stack, f"the basis of {block.name}"
@@ -162,18 +161,18 @@ class Decompositions:
         return HostSpectrum(values, vectors)
 
     def _zeros(self, block: EigenBlock) -> HostSpectrum:
-        """Of a dense block that is shared."""
+        """Zeros for a dense block that is divided among processes."""
         side, dtype = (*block.source.stack, block.size), self._dtypes[block.place]
         what = f"the basis of {block.name}"
         values = self.store.zeros(side, dtype, what)
         return HostSpectrum(values, self.store.zeros((*side, block.size), dtype, what))
 
     def exchange(self, doing: str, about: str, error: BaseException | None = None) -> None:
-        """Have the results of the other processes; called by each of them once it is done.
+        """Get the results of the other processes; each process calls it when it is done.
 
         Raises:
             ProcessesDisagreeError: another process failed, or does something else.
-            BaseException: ``error``, what this process fails with.
+            BaseException: ``error``, the failure of this process.
         """
         if not self._exchanged:
             results, failures = self.results, self.failures
@@ -182,22 +181,24 @@ class Decompositions:
 
     def _count(self, block: EigenBlock) -> None:
         with self._lock:
-            self._left[block.place] -= 1
-            if self._left[block.place]:
+            self._remaining[block.place] -= 1
+            if self._remaining[block.place]:
                 return
-            del self._left[block.place]
-            whole = self._partial.pop(block.place, None)
+            del self._remaining[block.place]
+            partial = self._partial.pop(block.place, None)
             if block.place in self._failed:
                 errors = self._failed.pop(block.place)
                 self.failures[block.place] = errors[min(errors)]
-            elif whole is not None:
-                self.results[block.place] = whole
-            left = {e.place for b in self.blocks if b.place in self._left for e in b.sources}
+            elif partial is not None:
+                self.results[block.place] = partial
+            still_needed = {
+                e.place for b in self.blocks if b.place in self._remaining for e in b.sources
+            }
             for entry in block.sources:
-                if entry.place not in left:
+                if entry.place not in still_needed:
                     self._snapshots.pop(entry.place, None)
             self.previous.pop(block.place, None)
-            done = not self._left
+            done = not self._remaining
         if done:
             with self.monitor.changing():
                 self.done = True
@@ -212,14 +213,14 @@ class ActiveBases:
         keep_previous: How many refreshes in a row a spectrum may be kept because its
             decomposition failed.
         bases_in: ``"host"`` keeps eigenvectors in host memory.
-        vectors_dtype: Of eigenvectors; ``None`` is that of the factors.
-        rank: How many leading eigenvectors are kept; ``None`` is all.
-        store: Where those are allocated that are kept on the host in fewer bits, or fewer of them.
+        vectors_dtype: The dtype of eigenvectors; ``None`` for that of the factors.
+        rank: How many leading eigenvectors are kept; ``None`` for all.
+        store: Where eigenvectors are allocated that stay on the host rounded or truncated.
 
     Attributes:
         tables: ``{place: spectrum, or the mean of a diagonal}``.
-        rank_errors: ``{block name: relative error}`` of what ``rank`` drops.
-        kept: ``{block name: refreshes in a row that it was kept for}``.
+        rank_errors: ``{block name: relative error}`` caused by ``rank``.
+        kept: ``{block name: number of refreshes in a row for which it was kept}``.
     """
 
     def __init__(
@@ -251,21 +252,23 @@ class ActiveBases:
         return self._bases
 
     def take_identities(self, like: Factors) -> None:
-        """Use identities until the first hand-over, formed where and as eigenvectors are kept.
+        """Use identities until the first hand-over, in the memory and dtype of eigenvectors.
 
-        On the host there is one for each size, whatever the number of factors.
+        On the host there is one identity for each size, whatever the number of factors.
         """
         eyes: dict[tuple[int, Any], np.ndarray] = {}
 
         def eye(size: int, dtype: Any) -> Any:
             columns = min(self._rank or size, size)
-            kept = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
+            kept_dtype = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
             if not self._in_host:
-                return jnp.eye(size, dtype=kept)[:, size - columns :]
-            if (size, kept) not in eyes:
-                eyes[size, kept] = self._store.zeros((size, columns), kept, "the first bases")
-                np.fill_diagonal(eyes[size, kept][size - columns :], 1)
-            return eyes[size, kept]
+                return jnp.eye(size, dtype=kept_dtype)[:, size - columns :]
+            if (size, kept_dtype) not in eyes:
+                eyes[size, kept_dtype] = self._store.zeros(
+                    (size, columns), kept_dtype, "the first bases"
+                )
+                np.fill_diagonal(eyes[size, kept_dtype][size - columns :], 1)
+            return eyes[size, kept_dtype]
 
         clipping = {"max_condition": self._max_condition, "floor": self._floor}
         self._bases = None
@@ -279,23 +282,23 @@ class ActiveBases:
     def stored(
         self, vectors: np.ndarray, where: ResultSharding, name: str, *, counted: bool = True
     ) -> Any:
-        """Eigenvectors in the memory, the dtype and the number in which they are kept.
+        """Convert eigenvectors to the memory, dtype and rank in which they are kept.
 
         Args:
             vectors: In host memory.
-            where: On which device, if on one.
-            name: Of their block, for errors.
-            counted: Whether they lie in the store's memory already.
+            where: The sharding of the result, if it goes to a device.
+            name: Name of their block, for errors.
+            counted: Whether they are allocated in the store already.
         """
         dtype = vectors.dtype if self._vectors_dtype is None else jnp.dtype(self._vectors_dtype)
         columns = min(self._rank or vectors.shape[-1], vectors.shape[-1])
         if counted and (dtype, columns) == (vectors.dtype, vectors.shape[-1]):
             return vectors if self._in_host else put_result(vectors, where)
-        shape, kept = (*vectors.shape[:-1], columns), vectors[..., -columns:]
+        shape, leading = (*vectors.shape[:-1], columns), vectors[..., -columns:]
         if not self._in_host:
-            return put_result(np.ascontiguousarray(kept.astype(dtype)), where)
+            return put_result(np.ascontiguousarray(leading.astype(dtype)), where)
         out = self._store.empty(shape, np.dtype(dtype), f"the basis of {name}")
-        out[...] = kept
+        out[...] = leading
         return out
 
     def hand_over(
@@ -307,10 +310,10 @@ class ActiveBases:
     ) -> None:
         """Replace spectra one by one, dropping each old one before its successor arrives.
 
-        Both dictionaries are emptied. What the caller still holds of the old bases lives on.
+        Both dictionaries are emptied. Old bases that the caller still holds stay alive.
 
         Raises:
-            NonFiniteFactorError: a decomposition failed, and there is nothing to keep or it
+            NonFiniteFactorError: a decomposition failed, and there is no basis to keep or it
                 has been kept for too long.
         """
         for place, error in list(failures.items()):
@@ -324,7 +327,7 @@ class ActiveBases:
                 f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
                 f"{self._keep_previous}",
                 RuntimeWarning,
-                stacklevel=4,  # whoever called the service
+                stacklevel=4,  # the caller of the service
             )
         self._bases = None
         for place in list(results):
@@ -333,7 +336,7 @@ class ActiveBases:
             self.tables.pop(place, None)
             values, vectors = results[place]
             if vectors is not None and self._rank is not None:
-                values, self.rank_errors[block.name] = _with_mean_rest(values, self._rank)
+                values, self.rank_errors[block.name] = _with_mean_tail(values, self._rank)
             if place.table == "diagonals":
                 self.tables[place] = put_result(values, where)
             else:
@@ -343,17 +346,18 @@ class ActiveBases:
             self.kept.pop(block.name, None)
 
 
-def _with_mean_rest(values: np.ndarray, rank: int) -> tuple[np.ndarray, float]:
-    """Eigenvalues whose rest beyond a rank is its mean, and the largest error of a slice.
+def _with_mean_tail(values: np.ndarray, rank: int) -> tuple[np.ndarray, float]:
+    """Replace the eigenvalues beyond a rank by their mean; also return the largest error.
 
-    The mean keeps the trace. The error is that of the factor in the Frobenius norm, relative.
+    The mean keeps the trace. The error is relative, in the Frobenius norm of the factor; the
+    largest over the slices is returned.
     """
-    rest = values[..., : max(values.shape[-1] - rank, 0)]
-    if not rest.size:
+    tail = values[..., : max(values.shape[-1] - rank, 0)]
+    if not tail.size:
         return values, 0.0
-    off = rest - rest.mean(-1, keepdims=True)
-    whole = np.linalg.norm(values, axis=-1)
-    errors = np.linalg.norm(off, axis=-1) / np.where(whole > 0, whole, 1)
+    off = tail - tail.mean(-1, keepdims=True)
+    norm = np.linalg.norm(values, axis=-1)
+    errors = np.linalg.norm(off, axis=-1) / np.where(norm > 0, norm, 1)
     changed = values.copy()
-    changed[..., : rest.shape[-1]] -= off
+    changed[..., : tail.shape[-1]] -= off
     return changed, float(errors.max())

@@ -1,4 +1,4 @@
-"""The service: factors in, eigenbases out, and the threads between."""
+"""The service that takes factors and returns eigenbases, with its threads."""
 
 import contextlib
 import functools
@@ -41,96 +41,96 @@ _SIZES = ("in_flight_bytes", "host_bytes")
 
 
 class HostCurvature:
-    r"""Averages factors in host memory and decomposes them there while training goes on.
+    r"""Average factors in host memory and decompose them there while training goes on.
 
     One thread adds pushed factors to :func:`jaxkfac.update_average`'s running average, in the
-    order of the pushes; workers decompose snapshots of it. Which bases a step gets depends on
-    step numbers only, never on how fast anything ran, so that a run is bitwise reproducible:
+    order of the pushes; workers decompose snapshots of it. Which bases a step gets depends only on
+    step numbers, never on how fast anything ran, so a run is bitwise reproducible:
 
-    - The first step pushed is a *refresh*, and after it the first step pushed at least
-      ``refresh_every`` steps later. A refresh at step $s$ sees every push of a step
+    - The first step pushed is a *refresh*. After it, the first step pushed at least
+      ``refresh_every`` steps later is one. A refresh at step $s$ includes every push of a step
       $\le s$; it begins once the step grows, because until then more pushes may come.
-    - Its bases are used from step $s$ + ``lag`` on. Only a step that asks for them then
+    - Its bases are used from step $s$ + ``lag`` on. Only a step that requests them then
       waits, if they are not ready.
-    - Before the first hand-over :meth:`bases` waits for the first refresh, of what has been
-      pushed by then; or it gives identities, with ``initial="identity"``.
+    - Before the first hand-over, :meth:`bases` waits for the first refresh, of everything pushed
+      by then; or it returns identities, with ``initial="identity"``.
 
-    A contribution that is not finite is left out of the average with its count
-    (``left_out``). So is one whose sum with the average is not, and that average begins anew. A
-    factor to which nothing has been added since its last refresh for these reasons, or whose
-    decomposition is not finite, keeps its previous basis for
+    A contribution that is not finite is left out of the average, with its count
+    (``left_out``). If its sum with the average is not finite, it is left out too, and that average
+    starts again from zero. A factor keeps its previous basis if its decomposition is not finite, or
+    if nothing has been added to it since its last refresh for these reasons. It does so for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
     :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
-    none of the threads: every call there raises at once.
+    none of the threads, so every call there raises at once.
 
-    Factors may lie on the devices of several processes (``jax.distributed``). Each process has a
+    Factors may lie on the devices of several processes (``jax.distributed``). Each process builds a
     service with the same arguments and makes the same calls in the same order. Each averages all
-    factors, decomposes its share of the matrices, and has the results of the others at the
+    factors, decomposes its share of the matrices, and receives the results of the others at the
     hand-over.
 
     Args:
-        decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
+        decay: $\beta \in [0, 1)$ of the average, applied once for each step that is pushed.
         refresh_every: Steps between two refreshes.
         lag: Steps from a refresh to its use, at most ``refresh_every / stagger``.
-        max_condition: Clipping on read, as in :func:`jaxkfac.eigendecompose`.
-        floor: Clipping on read.
-        placement: Where matrices are decomposed: ``"host"``; ``"device"``, with the host where
-            it has no room; or ``"auto"``: on an accelerator the faster of the two for each
-            size, measured once, and the host where the workspace does not fit in half of what
-            is free. What is measured may differ from run to run; a saved service keeps it.
+        max_condition: Clipping when read, as in :func:`jaxkfac.eigendecompose`.
+        floor: Clipping when read.
+        placement: Where matrices are decomposed: ``"host"``; ``"device"``, falling back to the host
+            if it lacks memory; or ``"auto"``: on an accelerator the faster of the two for each
+            size, measured once, and the host if the workspace does not fit in half of the free
+            memory. The measured choice may differ from run to run; a saved service keeps it.
         initial: ``"wait"`` or ``"identity"``, which needs ``like``.
-        like: Factors or ``stats.factor_shapes(params, batch)``, so that other factors and a
+        like: Factors or ``stats.factor_shapes(params, batch)``. With it, other factors and a
             budget that is too small are refused before the first push. The bases have its
             ``origin``; without it, that of the first push.
-        stagger: Into how many groups layers are divided, each refreshed in its turn: every
-            ``refresh_every / stagger`` steps one. The first refresh is of all.
+        stagger: Number of groups into which layers are divided. One group is refreshed every
+            ``refresh_every / stagger`` steps, in turn. The first refresh covers all groups.
         keep_previous: See above.
-        reuse_tolerance: $\tau$: old eigenvectors are kept, with new eigenvalues, where the
+        reuse_tolerance: $\tau$: old eigenvectors are kept, with new eigenvalues, if the
             off-diagonal part of $Q^\top M Q$ is at most $\tau \lVert M \rVert_F$; ``None``
             always decomposes.
         storage: ``"bfloat16"`` stores averages in half of the bytes, with arithmetic in the
             dtype of the factors; each element is then off by at most $2^{-8} / (1 - \beta)$
             of the largest sum.
-        bases_in: ``"host"`` keeps eigenvectors in host memory, as NumPy arrays:
+        bases_in: ``"host"`` keeps eigenvectors in host memory, as NumPy arrays.
             :func:`jaxkfac.natural_gradient` and :func:`jaxkfac.scale_by_bases`, called outside
-            of ``jit``, then send one layer's at a time to the device, of a scanned layer one
-            iteration's. All of them cross at every step. As arguments of a function under
-            ``jit`` they all go to the device at once.
-        vectors_dtype: ``"bfloat16"`` keeps eigenvectors in half of the bytes; each element is
+            ``jit``, then send those of one layer at a time to the device, and those of a scanned
+            layer one iteration at a time. All of them cross at every step. As arguments of a
+            jitted function they all go to the device at once.
+        vectors_dtype: ``"bfloat16"`` keeps eigenvectors in half of the bytes. Each element is
             off by at most $2^{-9}$ of itself, and the arithmetic stays in the factors' dtype. The
-            natural gradient is off by more, since the vectors are no longer quite orthogonal
+            natural gradient is off by more, because the vectors are no longer quite orthogonal
             and it divides by small eigenvalues: 2 % in a small net with a damping of 1e-2.
-        rank: Keep the eigenvectors of so many largest eigenvalues of each factor, and for all
-            other directions the mean of the other eigenvalues; ``rank_errors`` says what that
-            is off by. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all, and
-            capacity metrics are those of the spectrum with that mean.
-        dtype: In which the host decomposes, as in :func:`jaxkfac.eigendecompose`; the bases have
-            the dtype of the factors.
+        rank: Keep the eigenvectors of this many largest eigenvalues of each factor, and use
+            the mean of the other eigenvalues for all other directions; ``rank_errors`` gives the
+            error. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all
+            eigenvectors, and capacity metrics are those of the spectrum with that mean.
+        dtype: The dtype in which the host decomposes, as in :func:`jaxkfac.eigendecompose`; the
+            bases have the dtype of the factors.
         workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
         in_flight_bytes: Bytes of factors pushed and not yet in the average, a number or
-            ``"1GiB"``; :meth:`push` waits for room. A larger factor goes alone.
-        host_bytes: Host memory, likewise, for averages, snapshots, bases that wait for their
-            hand-over, workspace and copies in flight; ``None`` is no limit. It must hold the
-            first refresh, which is of all layers whatever ``stagger`` is.
-        disk: Folder of memory-mapped files for what is beyond ``host_bytes``.
+            ``"1GiB"``; :meth:`push` waits until there is room. A larger factor goes alone.
+        host_bytes: Host memory, a number or text, for averages, snapshots, bases that wait for
+            their hand-over, workspace and copies in flight; ``None`` is no limit. It must hold the
+            first refresh, which covers all layers whatever ``stagger`` is.
+        disk: Folder of memory-mapped files for arrays beyond ``host_bytes``.
         timeout: Seconds after which any wait gives up.
 
     Raises:
         ValueError: an argument is out of range, or ``host_bytes`` is too small for ``like``.
 
     Memory:
-        On the host, with $F$ the bytes of the folded factors (half of the whole ones):
-        $2 F$ for average and snapshot ($3 F$ once an average is worth more than 256 pushes, of
-        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5),
-        bases in use (on the CPU) and those in work,
-        ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
-        flight. With ``bases_in="host"`` the eigenvectors in use are there too, and on the device
-        those of two blocks of one layer. Those in work are a share of ``1 / stagger``, but in the
-        first refresh all: none are in use then, unless there are identities. With
-        ``reuse_tolerance`` on an accelerator a host copy of the old eigenvectors of what is
-        decomposed, a stack at a time. On the device: the bases; at a hand-over one factor's more,
-        unless the caller holds the bases of before (``del bases`` first).
-        ``OPENBLAS_NUM_THREADS`` must be the same in two runs for equal bits.
+        On the host, with $F$ the bytes of the folded factors (half of the unfolded ones):
+        $2 F$ for average and snapshot ($3 F$ once an average holds more than 256 pushes, of
+        one step or with a decay near 1: it moves to float64, so that 200,000 keep 1e-5);
+        bases in use (on the CPU) and bases in work; ``workers * 36 n**2`` bytes (``16 n**2`` with
+        ``dtype="float32"``); and the bytes in flight. With ``bases_in="host"`` the eigenvectors in
+        use are on the host too, and the device holds those of two blocks of one layer. Bases in
+        work are ``1 / stagger`` of all, except in the first refresh, which covers all; no bases are
+        in use then, unless there are identities. With ``reuse_tolerance`` on an accelerator, a
+        host copy of the old eigenvectors that are compared, one stack at a time. On the device:
+        the bases, and at a hand-over those of one factor more, unless the caller still holds the
+        old bases (``del bases`` first). Equal bits in two runs need the same
+        ``OPENBLAS_NUM_THREADS``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -223,13 +223,13 @@ class HostCurvature:
         if like is not None:
             self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))
             self._state.complete, self._state.origin = True, like.origin
-        self._push: Push | None = None  # the last one, until its call returns
-        self._lock = threading.RLock()  # one call at a time, from whichever thread
+        self._push: Push | None = None  # the last push, until its call returns
+        self._lock = threading.RLock()  # one call at a time, from any thread
         self._monitor = monitor
         limit = options.in_flight_bytes
         self._averaging = Workers("jaxkfac-average", 1, monitor, limit)  # in order, so one
         self._workers = Workers("jaxkfac-eigh", options.workers, monitor)
-        # The threads hold none of this object, so that it can be collected while they run.
+        # The threads do not reference this object, so it can be collected while they run.
         weakref.finalize(self, monitor.close)
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ class HostCurvature:
         with self._lock:
             self._monitor.check(doing)
             if self._push is not None:
-                self._push.send()  # what an exception has interrupted
+                self._push.send()  # complete a push that an exception interrupted
             yield
 
     def __reduce__(self) -> NoReturn:
@@ -258,35 +258,35 @@ class HostCurvature:
         first_iteration: int = 0,
         donate: bool = False,
     ) -> None:
-        """Add factors to the average; returns as soon as their copies have been dispatched.
+        """Add factors to the average; return as soon as their copies have been dispatched.
 
-        A push counts whole or not at all, whatever exception ends it, ``KeyboardInterrupt`` among
-        them, and pushing the same arrays at the same step again counts them once. Where the
-        exception came after the factors had been taken, the next call to the service completes
-        the push. The step has been seen either way. If a copy fails of factors that are
-        larger than ``in_flight_bytes``, some of which are averaged by then, the service ends with
+        A push counts completely or not at all, whatever exception ends it, including
+        ``KeyboardInterrupt``; pushing the same arrays at the same step again counts them once. If
+        the exception came after the factors had been accepted, the next call to the service
+        completes the push. The step counts as seen either way. If copying fails for factors larger
+        than ``in_flight_bytes``, some of which are averaged by then, the service ends with
         that error instead.
 
         Several pushes of one step are added up by count: micro-batches, or parts of one batch.
-        A part is ``Factors`` of some of the layers, or whose dictionaries hold some of the
-        arrays, each with its own count (``a_counts``, ``terms``), and of a stacked array perhaps
+        A part is ``Factors`` of some of the layers, or ``Factors`` whose dictionaries hold some of
+        the arrays, each with its own count (``a_counts``, ``terms``); a stacked array may hold
         only the iterations from ``first_iteration`` on. Until the first refresh, and without
-        ``like``, a part may bring layers that no push had before.
+        ``like``, a part may bring layers that no earlier push had.
 
         Args:
-            factors: Arrays of JAX, or of NumPy (copied if they can be written to).
+            factors: Arrays of JAX, or of NumPy (copied if they are writable).
             step: A step number; it may stay or grow, never shrink. The average decays once
                 for each different step that is pushed.
-            first_iteration: Where arrays begin that hold fewer iterations than their stack.
+            first_iteration: First iteration of arrays with fewer iterations than their stack.
             donate: Delete the JAX arrays of sums as soon as they have been averaged. By default
-                only references are dropped: the buffers go when the caller's do.
+                only references are dropped; the buffers are freed when the caller's are.
 
         Raises:
             ValueError: factors of other layers or shapes; traced or deleted arrays; a step
                 that is smaller than one seen before.
             RuntimeError: the service is closed, or was made before this process was forked.
             TimeoutError: there was no room for longer than ``timeout``.
-            TypeError: ``factors`` are none.
+            TypeError: ``factors`` is not ``Factors``.
         """
         if not isinstance(factors, Factors):
             raise TypeError(
@@ -296,9 +296,9 @@ class HostCurvature:
         step = as_step(step)
         with self._one_call("push"):
             sent = self._push is not None and self._push.is_of(factors, step, first_iteration)
-            if not sent:  # else the call before was interrupted, and this one has completed it
+            if not sent:  # otherwise the previous call was interrupted, and this completed it
                 self._new_push(factors, step, first_iteration, donate)
-        # Nothing can interrupt between this and the return: from here on the same push is another.
+        # No interrupt can come between this and the return; after it, the same push is a new one.
         self._push = None
 
     def _new_push(self, factors: Factors, step: int, first_iteration: int, donate: bool) -> None:
@@ -310,7 +310,7 @@ class HostCurvature:
             for action in due:
                 self._do(action)
             push.after(state.schedule)
-            self._push = push  # before this line the factors never were; after it they count
+            self._push = push  # the commit: before this line nothing counts, after it all does
         except BaseException:
             if self._push is not push:
                 push.withdraw()
@@ -319,12 +319,12 @@ class HostCurvature:
 
     @contextlib.contextmanager
     def room(self, factors: Factors | ByteSize) -> Iterator[None]:
-        """Take bytes in flight before factors are dispatched rather than when they are pushed.
+        """Reserve bytes in flight before factors are dispatched, not only when they are pushed.
 
         JAX allocates an output when its computation is enqueued, so a loop that runs ahead
-        holds the factors of several steps. In ``with service.room(like): ...`` the block is
-        entered when the factors fit in ``in_flight_bytes``; pushes in it, from this thread,
-        use what was taken, and the rest is given back.
+        holds the factors of several steps. ``with service.room(like): ...`` enters the block
+        when the factors fit in ``in_flight_bytes``. Pushes in the block, from this thread,
+        use the reserved bytes; unused ones are released at its end.
 
         Args:
             factors: Factors, their shapes, or a number of bytes.
@@ -338,7 +338,7 @@ class HostCurvature:
             yield
 
     def flush(self) -> None:
-        """Wait until everything pushed is in the average, and its arrays are let go of."""
+        """Wait until everything pushed is in the average and its arrays are released."""
         with self._one_call("flush"):
             averaging = self._averaging
             self._monitor.wait_for(lambda: averaging.idle, "pushed factors to reach the average")
@@ -356,9 +356,9 @@ class HostCurvature:
             :func:`jaxkfac.natural_gradient` and :func:`jaxkfac.scale_by_bases`.
 
         Raises:
-            ValueError: nothing has been pushed, a layer has never been, or the step goes
+            ValueError: nothing has been pushed, a layer has never been pushed, or the step goes
                 backwards.
-            NonFiniteFactorError: naming the layer, see the class.
+            NonFiniteFactorError: naming the layer; see the class.
             RuntimeError: the service is closed.
             TimeoutError: a decomposition, or another process, took longer than ``timeout``.
             ProcessesDisagreeError: another process failed, or has other factors, options or steps.
@@ -373,7 +373,7 @@ class HostCurvature:
 
     def _do(self, action: Action) -> None:
         state, refresh = self._state, action.refresh
-        # Each may have been done before, if an exception kept the schedule from moving on.
+        # An action may have been done before, if an exception kept the schedule from moving on.
         if action.kind == "snapshot":
             assert state.averages is not None
             if state.work is None:
@@ -407,56 +407,56 @@ class HostCurvature:
             call_in_time(exchange, self._monitor.timeout, f"the other processes, after {what}")
 
     def average(self) -> Factors:
-        """The running average as :class:`Factors` of NumPy arrays, whole matrices.
+        """The running average as :class:`Factors` of NumPy arrays, unfolded.
 
         Its means are those that a refresh would decompose now. ``terms`` is the largest number of
-        loss terms of a layer; sums over fewer, because contributions were left out or did not
-        hold the layer, are scaled to it.
+        loss terms of a layer. Sums over fewer terms, because contributions were left out or lacked
+        the layer, are scaled to it.
 
         Raises:
-            ValueError: nothing has been pushed, or nothing finite for a layer, by name.
+            ValueError: nothing has been pushed, or nothing finite for a layer, which is named.
         """
         with self._one_call("average"):
             self.flush()
             if self._state.averages is None or not self._state.averages.running:
                 raise ValueError("average: no factors have been pushed")
-            found = self._state.averages.factors(self._state.schedule.age)
-            return with_origin(found, self._state.origin)
+            average = self._state.averages.factors(self._state.schedule.age)
+            return with_origin(average, self._state.origin)
 
     @property
     def left_out(self) -> dict[str, int]:
-        """``{factor: number of contributions left out}``: not finite, or too much for the sum."""
+        """``{factor: number of contributions left out}``: not finite, or overflowing the sum."""
         averages: Averages | None = self._state.averages
         return {} if averages is None else dict(averages.left_out)
 
     @property
     def kept(self) -> dict[str, int]:
-        """``{factor: refreshes in a row for which its previous basis has been kept}``."""
+        """``{factor: number of refreshes in a row for which its previous basis was kept}``."""
         return dict(self._state.active.kept)
 
     @property
     def rank_errors(self) -> dict[str, float]:
-        r"""``{factor: error}`` of ``rank``, $\lVert M - M_r \rVert_F / \lVert M \rVert_F$."""
+        r"""``{factor: error of rank}``, $\lVert M - M_r \rVert_F / \lVert M \rVert_F$."""
         return dict(self._state.active.rank_errors)
 
     @property
     def placements(self) -> dict[str, str]:
-        """``{"size/dtype": "device" or "host"}``, what ``placement="auto"`` has chosen."""
+        """``{"size/dtype": "device" or "host"}``, the choices of ``placement="auto"``."""
         return dict(self._state.decomposer.chosen)
 
     # ------------------------------------------------------------ saving, ending
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one file; a run that goes on from it is bitwise the same.
+        """Write the complete state to one file; a run that continues from it is bitwise the same.
 
-        Waits for what is in flight and for a decomposition in work. Where several processes share
-        one, each calls this, and the files are the same. The file is written under
-        another name first, so that it is whole or not there, and has a checksum of every array
+        It waits for pushes in flight and for a decomposition in work. If several processes share
+        factors, each calls this, and the files are equal. The file is written under
+        another name first, so that it is complete or absent, and contains a checksum of every array
         and of itself.
 
         Raises:
-            OSError: the disk is full, with the room that is needed, or ``path`` cannot be
-                written to; an older file is as it was.
+            OSError: the disk is full (with the bytes that are needed), or ``path`` cannot be
+                written to; an older file is unchanged.
         """
         with self._one_call("save"):
             self.flush()
@@ -467,18 +467,18 @@ class HostCurvature:
     def load(
         cls, path: str | Path, *, like: Factors | None = None, **machine: Any
     ) -> "HostCurvature":
-        """A service that goes on where the saved one was.
+        """A service that continues where the saved one was.
 
         Args:
-            path: What :meth:`save` wrote.
+            path: A file that :meth:`save` wrote.
             like: Factors or their shapes, to refuse a service of another model at once.
-            machine: ``workers``, ``in_flight_bytes``, ``host_bytes``, ``disk``, ``timeout``;
-                these are not saved. The other arguments are.
+            machine: ``workers``, ``in_flight_bytes``, ``host_bytes``, ``disk``, ``timeout``,
+                which are not saved. All other arguments are.
 
         Raises:
-            DamagedFileError: a byte of the file is not what was written; the array is named.
+            DamagedFileError: a byte of the file has changed; the array is named.
             ValueError: the file is no saved service, or the budget is too small for it.
-            CheckpointMismatchError: it is of other layers than ``like``.
+            CheckpointMismatchError: it has other layers than ``like``.
             TypeError: another argument is given.
         """
         unknown = sorted(set(machine) - set(MACHINE))
@@ -488,7 +488,7 @@ class HostCurvature:
             machine["disk"] = Path(machine["disk"])
         machine |= _sizes(**{name: machine[name] for name in _SIZES if name in machine})
         with Archive(Path(path), FORM, "saved service") as saved:
-            # Files of before there was a choice go on as they were made.
+            # Files from before ``dtype`` was an option continue in float32.
             options = HostOptions(**({"dtype": "float32"} | saved.about["options"]), **machine)
             service = cls.__new__(cls)
             service._start(options, Schedule.from_dict(saved.about["schedule"]), None)
@@ -509,11 +509,11 @@ class HostCurvature:
                 raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
 
     def close(self) -> None:
-        """End the threads; what has not been decomposed is dropped. May be called twice.
+        """End the threads and drop pending decompositions. May be called twice.
 
         Raises:
             TimeoutError: a thread did not end within ``timeout``.
-            BaseException: what a thread has failed with, if no call has raised it yet.
+            BaseException: the error of a thread, if no call has raised it yet.
         """
         self._monitor.close()
         deadline = time.monotonic() + self._monitor.timeout
@@ -533,10 +533,10 @@ class HostCurvature:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(Exception):  # the error on its way says more
+        with contextlib.suppress(Exception):  # the error being raised says more
             self.close()
 
 
 def _sizes(**sizes: ByteSize | None) -> dict[str, Any]:
-    """Arguments that are sizes, in bytes."""
+    """Parse arguments that are sizes into bytes."""
     return {k: None if size is None else parse_bytes(size, name=k) for k, size in sizes.items()}

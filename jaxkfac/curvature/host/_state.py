@@ -1,4 +1,4 @@
-"""What a service remembers, written to a file and read again."""
+"""The state of a service, and how it is saved and restored."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from jaxkfac.memory import whole_here
 
 FORM = "jaxkfac.HostCurvature"
 
-# Of the machine rather than of the result; they are given anew when a service is loaded.
+# These describe the machine, not the result, so they are passed again when a service is loaded.
 MACHINE = ("workers", "in_flight_bytes", "host_bytes", "disk", "timeout")
 
 _Arrays = list[tuple[str, Any]]
@@ -33,10 +33,10 @@ _Arrays = list[tuple[str, Any]]
 
 @dataclasses.dataclass
 class State:
-    """Everything a service remembers.
+    """The complete state of a service.
 
     Until the first refresh a push may bring new layers, because each pass of a collection under
-    a byte budget knows only its own; then, or with ``like``, the layout is ``complete``.
+    a byte budget knows only its own. After it, or with ``like``, the layout is ``complete``.
     """
 
     options: HostOptions
@@ -49,32 +49,32 @@ class State:
     averages: Averages | None = None
     complete: bool = False
     work: Decompositions | None = None
-    seen: set[Place] = dataclasses.field(default_factory=set)
+    pushed_places: set[Place] = dataclasses.field(default_factory=set)
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
-    origin: Origin | None = None  # of ``like``, else of the first push
+    origin: Origin | None = None  # of ``like``, or else of the first push
 
     def layout_with(self, factors: Factors) -> Layout:
-        """The layout once factors are pushed, which may bring new layers."""
+        """The layout after factors are pushed, which may bring new layers."""
         if self.layout is None:
             return layout_of(factors.layers, factors.bias)
         return self.layout.merged(factors, complete=self.complete)
 
     def check_budget(self, layout: Layout, *, double: bool) -> None:
-        """Refuse a layout for whose averages the budget has no room.
+        """Refuse a layout whose averages do not fit into the budget.
 
         Args:
             layout: The entries.
             double: Whether any is float64.
 
         Raises:
-            ValueError: it has not.
+            ValueError: they do not fit.
         """
         if layout is not self.layout:
             needed = layout_bytes(layout, self.options, double=double)
             self.store.require(needed.fixed, needed.movable)
 
     def use_layout(self, layout: Layout, *, double: bool) -> None:
-        """Make room for the averages of ``layout``; may be called again.
+        """Set up the averages of ``layout``; may be called again.
 
         Raises:
             ValueError: as :meth:`check_budget`.
@@ -87,17 +87,17 @@ class State:
         self.averages.layout = layout
 
     def about(self, refresh: Refresh) -> str:
-        """What must be the same in every process that takes part in a refresh."""
+        """A description that must be equal in all processes that take part in a refresh."""
         assert self.layout is not None
         options = {k: v for k, v in vars(self.options).items() if k not in MACHINE}
         blocks = [(block.place, block.source.shape) for block in self.layout.blocks.values()]
         return repr((refresh, sorted(options.items()), blocks))
 
     def new_work(self, group: int | None) -> Decompositions:
-        """What a refresh of ``group`` decomposes.
+        """The decompositions of a refresh of ``group``.
 
         Raises:
-            ValueError: a factor of it has never been pushed.
+            ValueError: one of its factors has never been pushed.
         """
         assert self.layout is not None
         stagger = self.options.stagger
@@ -106,7 +106,7 @@ class State:
             if group is None
             else self.layout.groups(stagger)[group]
         )
-        absent = next((b.source for b in blocks if b.source.place not in self.seen), None)
+        absent = next((b.source for b in blocks if b.source.place not in self.pushed_places), None)
         if absent is not None:
             raise ValueError(
                 f"a refresh needs {absent.name}, which has never been pushed: pushes of one step "
@@ -124,7 +124,7 @@ class State:
 
 
 def save_state(state: State, path: Path) -> None:
-    """Write everything; nothing may be in flight or in work."""
+    """Write the complete state; nothing may be in flight or in work."""
     arrays: _Arrays = []
     about = {
         "options": {k: v for k, v in dataclasses.asdict(state.options).items() if k not in MACHINE},
@@ -144,19 +144,19 @@ def save_state(state: State, path: Path) -> None:
     if state.work is not None and state.schedule.pending is not None:
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
-    # One by one: bases of an accelerator are on the host only while they are written.
+    # One by one: bases on an accelerator are on the host only while they are written.
     on_host = ((name, np.asarray(whole_here(array))) for name, array in arrays)
     nbytes = sum(array.nbytes for _, array in arrays)
     write_archive(path, FORM, about, on_host, what="the service", nbytes=nbytes)
 
 
 def restore_state(state: State, saved: Archive) -> None:
-    """Take up what :func:`save_state` wrote; the options and the schedule are there already."""
+    """Restore what :func:`save_state` wrote, except options and schedule, which are set."""
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])
     state.active.rank_errors.update(about.get("rank_errors", {}))
-    if about.get("origin") is not None:  # a file of before it was kept has none
+    if about.get("origin") is not None:  # absent in files written before this field existed
         state.origin = Origin(**_tuples(about["origin"]))
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
@@ -193,7 +193,7 @@ def _restore_average(state: State, values: dict[str, Any], saved: Archive) -> No
     sums[...] = read
     count, dtype = saved.read(values["count"]), np.dtype(values["dtype"])
     state.averages.hold(place, Running(sums, count, dtype, **values["counters"]))
-    state.seen.add(place)
+    state.pushed_places.add(place)
 
 
 def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str, Any]]:
@@ -210,7 +210,7 @@ def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str
 
 
 def _describe_spectra(kind: str, spectra: dict[Place, Any], arrays: _Arrays) -> Iterator[Any]:
-    # Sorted: workers and processes finish blocks in an order of their own.
+    # Sorted, because workers and processes finish blocks in any order.
     for i, (place, spectrum) in enumerate(sorted(spectra.items(), key=lambda item: item[0])):
         values, vectors = spectrum if isinstance(spectrum, tuple) else (spectrum, None)
         arrays.append((f"{kind}/{i}/values", values))

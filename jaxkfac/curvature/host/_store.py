@@ -1,4 +1,4 @@
-"""Where host arrays live: in memory while a budget lasts, else in files mapped into memory."""
+"""Allocation of host arrays: in memory within a budget, beyond it in memory-mapped files."""
 
 import contextlib
 import errno
@@ -16,20 +16,20 @@ import numpy as np
 Storage = Literal["float32", "bfloat16"]  # of averages
 
 _ALIGNMENT = 64  # bytes
-# A file is open for as long as it is mapped, and a process may have about a thousand open. A file
-# for small arrays has 1/16 of the bytes on disk, and an array of at most 1/8 of that is small: of
-# arrays of one size a hundred have a file each, but thousands no more than 250 files, which hold
-# at most a fifth more than the arrays.
+# A file stays open while it is mapped, and a process may have about a thousand open files. So small
+# arrays share files. A shared file has 1/16 of the bytes on disk, and an array of at most 1/8 of
+# that is small. A hundred arrays of one size then have a file each, but thousands take at most 250
+# files, which hold at most a fifth more than the arrays.
 _SHARE, _SMALL = 16, 8
 
 
 class Store:
     """Allocates arrays within a budget of host bytes.
 
-    A file is removed from its folder as soon as it is mapped, so that nothing is left behind
-    however the process ends; its blocks are reserved beforehand, because writing to a mapped
-    file on a full disk would kill the process. Small arrays share files, whose blocks are free
-    again when the last array of the file has gone.
+    A file is removed from its folder as soon as it is mapped, so that nothing remains however the
+    process ends. Its blocks are reserved first, because writing to a mapped file on a full disk
+    would kill the process. Small arrays share files, whose blocks are freed with the last array of
+    the file.
 
     Args:
         budget: Bytes of host memory for arrays, ``None`` for no limit.
@@ -38,44 +38,44 @@ class Store:
 
     def __init__(self, budget: int | None, disk: Path | None) -> None:
         self.budget, self.disk = budget, disk
-        self._whole = budget
+        self._limit = budget
         self.in_memory = 0
         self.on_disk = 0
-        self._rest = memoryview(b"")  # of the last file that arrays share
-        self._lock = threading.RLock()  # a finalizer may run while it is held
+        self._free_space = memoryview(b"")  # the rest of the newest file that arrays share
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
 
     def require(self, fixed: int, movable: dict[str, int]) -> None:
         """Refuse a budget that cannot work, before anything is allocated.
 
         Args:
-            fixed: Bytes that are in memory whatever happens.
-            movable: ``{what: bytes}`` that may lie on disk.
+            fixed: Bytes that are always in memory.
+            movable: ``{name: bytes}`` that may be on disk.
 
         Raises:
-            ValueError: with the numbers.
+            ValueError: the budget is too small; the message has the numbers.
         """
-        if self._whole is None:
+        if self._limit is None:
             return
         needed = fixed + (0 if self.disk else sum(movable.values()))
-        if needed > self._whole:
-            parts = ", ".join(f"{what} {size}" for what, size in movable.items())
+        if needed > self._limit:
+            listing = ", ".join(f"{what} {size}" for what, size in movable.items())
             advice = (
                 "raise host_bytes, or lower in_flight_bytes or workers"
-                if self.disk or fixed > self._whole
+                if self.disk or fixed > self._limit
                 else "raise host_bytes, or give a folder as disk="
             )
             raise ValueError(
-                f"host_bytes={self._whole} is too small: workspace and copies in flight need "
-                f"{fixed} bytes, and beside them there are {parts}; {advice}"
+                f"host_bytes={self._limit} is too small: workspace and copies in flight need "
+                f"{fixed} bytes, and beside them there are {listing}; {advice}"
             )
-        self.budget = self._whole - fixed
+        self.budget = self._limit - fixed
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, what: str) -> np.ndarray:
-        """An array whose contents are not set; zeros where it lies on disk.
+        """An array with unset contents; zeros if it is on disk.
 
         Raises:
-            OSError: the disk has no room; ``what``, the bytes and the free space are said. Or
-                too many files are open.
+            OSError: the disk is full (the message has ``what``, the bytes and the free space);
+                or too many files are open.
             MemoryError: the budget is used up and there is no disk.
         """
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -100,12 +100,12 @@ class Store:
     def _in_file(self, folder: Path, nbytes: int, what: str) -> memoryview:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         share = self.on_disk // _SHARE
-        if size * _SMALL <= share and size > len(self._rest):
+        if size * _SMALL <= share and size > len(self._free_space):
             with contextlib.suppress(OSError):  # the disk may still have room for the one array
-                self._rest = _mapped(folder, share, what)
-        if size > len(self._rest):
+                self._free_space = _mapped(folder, share, what)
+        if size > len(self._free_space):
             return _mapped(folder, nbytes, what)
-        memory, self._rest = self._rest[:size], self._rest[size:]
+        memory, self._free_space = self._free_space[:size], self._free_space[size:]
         return memory
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype, what: str) -> np.ndarray:

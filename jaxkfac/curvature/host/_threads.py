@@ -1,4 +1,4 @@
-"""Threads and what they wait for: one condition for a service, and queues of jobs."""
+"""The threads of a service: a condition that they share, and queues of jobs."""
 
 import atexit
 import contextlib
@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 class Job:
     """A call to be made once, however often it is queued.
 
-    A caller that was interrupted cannot know whether its job is queued; it queues it again.
+    A caller that was interrupted cannot know whether its job is queued, so it queues it again.
 
     Attributes:
-        call: What to do; ``None`` once it has been done.
+        call: The function to call; ``None`` once it has been called.
     """
 
     call: Callable[[], None] | None
 
 
 class Monitor:
-    """What the threads of a service tell one another: progress, the first error, the end.
+    """Shared by the threads of a service to signal progress, the first error, and the end.
 
     Every wait ends by success, a failure elsewhere, close, or time.
 
@@ -48,17 +48,17 @@ class Monitor:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change shared state, then wake whoever waits for it."""
+        """Change shared state, then wake all threads that wait for it."""
         with self._condition:
             yield
             self._condition.notify_all()
 
     def on_stop(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once work is over."""
+        """Register ``call`` to run once work is over."""
         self._on_stop.append(call)
 
     def fail(self, error: BaseException) -> None:
-        """Stop all work because of ``error``; the first one is kept for the caller."""
+        """Stop all work because of ``error``; the first error is kept for the caller."""
         with self.changing():
             if self.stopped:
                 return
@@ -66,7 +66,7 @@ class Monitor:
         self._stop()
 
     def close(self) -> None:
-        """Stop all work; in a forked process there is none."""
+        """Stop all work; does nothing in a forked process, which has no threads."""
         if self._process != os.getpid():
             return  # a thread may have held the condition when the process was forked
         with self.changing():
@@ -78,7 +78,7 @@ class Monitor:
             call()
 
     def check_process(self, doing: str) -> None:
-        """Refuse a forked process, in which there are no threads; it takes no lock."""
+        """Refuse a forked process, which has no threads; this takes no lock."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"{doing}: this HostCurvature was made in process {self._process}, and its threads "
@@ -87,7 +87,7 @@ class Monitor:
             )
 
     def check(self, doing: str) -> None:
-        """Raise what another thread failed with, or that the service is closed."""
+        """Raise the error of another thread, or an error if the service is closed."""
         if self._error is not None:
             self._untold = False
             raise self._error
@@ -95,7 +95,7 @@ class Monitor:
             raise RuntimeError(f"{doing}: this HostCurvature is closed; make a new one")
 
     def untold(self) -> BaseException | None:
-        """The error that no caller has seen yet, given out once."""
+        """The error that no caller has seen yet; returned only once."""
         error, self._untold = (self._error if self._untold else None), False
         return error
 
@@ -113,17 +113,17 @@ class Monitor:
                 self.check(f"waiting for {what}")
                 if ready():
                     return
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     raise TimeoutError(
                         f"waited {self.timeout:g} s for {what}; if that is only slow, pass a "
                         "larger timeout= to HostCurvature"
                     )
-                self._condition.wait(left)
+                self._condition.wait(remaining)
 
 
 class _Ahead(threading.local):
-    """Keys of the bytes that a thread has taken before it queues the jobs that hold them."""
+    """Keys of the bytes that a thread has reserved before it queues the jobs that hold them."""
 
     keys: tuple[object, ...] = ()
 
@@ -131,35 +131,34 @@ class _Ahead(threading.local):
 class Workers:
     """A first-in, first-out queue of jobs and its threads; with one thread they run in order.
 
-    Jobs may hold bytes, taken under keys before a job is queued and given back when it has been
-    done and let go of. What is larger than the limit goes alone. An exception that interrupts a
+    Jobs may hold bytes, which are taken under keys before a job is queued and returned when it is
+    done and released. A job above the limit runs alone. An exception that interrupts a
     call at any point leaves nothing half done: bytes are taken or not, and a job that is queued
-    twice is done once.
+    twice runs once.
 
-    An exception in a job, of whatever kind, stops all workers of the monitor and reaches the
+    An exception of any kind in a job stops all workers of the monitor and reaches the
     caller at the next call.
 
-    The threads are daemons, and an interpreter that ends stops them first: it waits for the jobs
-    that are being done, because one that computes in XLA while the interpreter is taken apart
-    ends the process by ``std::terminate``. Only what takes longer than the time limit is left
-    to itself.
+    The threads are daemons, and an interpreter that ends stops them first. It waits for running
+    jobs, because a thread that computes in XLA while the interpreter shuts down ends the process by
+    ``std::terminate``. A job that takes longer than the time limit is not waited for.
 
     Args:
-        name: Of the threads.
-        threads: How many.
+        name: Name of the threads.
+        threads: Number of threads.
         monitor: Shared by all workers of a service.
         limit: Bytes that jobs may hold together.
 
     Attributes:
-        most: The most bytes that were ever taken.
+        most: The most bytes that were taken at any time.
     """
 
     def __init__(self, name: str, threads: int, monitor: Monitor, limit: int = 0) -> None:
         self.most = 0
-        self._held: dict[object, int] = {}
+        self._sizes: dict[object, int] = {}
         self._queued: set[Job] = set()
         self._limit, self._monitor, self._ahead = limit, monitor, _Ahead()
-        # Simple: its ``put`` is safe in a finalizer, which may interrupt another ``put``.
+        # SimpleQueue: its ``put`` is safe in a finalizer, which may interrupt another ``put``.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
@@ -172,8 +171,8 @@ class Workers:
 
     @property
     def taken(self) -> int:
-        """Bytes that are taken."""
-        return sum(self._held.values())
+        """Number of bytes taken."""
+        return sum(self._sizes.values())
 
     @property
     def idle(self) -> bool:
@@ -181,34 +180,34 @@ class Workers:
         return all(job.call is None for job in self._queued)
 
     def take(self, sizes: Mapping[object, int], what: str) -> None:
-        """Wait until bytes fit beside what is taken, and take them, each size under its key.
+        """Wait until bytes fit within the limit, then take them, each size under its key.
 
-        What this thread has taken ahead with :meth:`room` is used up first.
+        Bytes that this thread has reserved with :meth:`room` are used first.
         """
         with self._monitor.changing():
-            wanted, after = sum(sizes.values()), dict(sizes)
+            needed, after = sum(sizes.values()), dict(sizes)
             for key in reversed(self._ahead.keys):
-                used = min(self._held[key], wanted)
-                after[key] = self._held[key] - used
-                wanted -= used
+                used = min(self._sizes[key], needed)
+                after[key] = self._sizes[key] - used
+                needed -= used
 
             def fits() -> bool:
-                return self.taken == 0 or self.taken + wanted <= self._limit
+                return self.taken == 0 or self.taken + needed <= self._limit
 
-            if wanted:
-                message = f"room for {what}: {wanted} bytes beside those in flight"
+            if needed:
+                message = f"room for {what}: {needed} bytes beside those in flight"
                 self._monitor.wait_for(fits, f"{message}, limit {self._limit}")
-            self._held.update(after)  # in one step, so that no interrupt takes a part of it
+            self._sizes.update(after)  # in one step, so that an interrupt cannot split it
             self.most = max(self.most, self.taken)
 
     def give_back(self, key: object) -> None:
-        """Give back what was taken under ``key``, if it was."""
+        """Return the bytes taken under ``key``, if any."""
         with self._monitor.changing():
-            self._held.pop(key, None)
+            self._sizes.pop(key, None)
 
     @contextlib.contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
-        """Take ``nbytes`` for what this thread takes in the block; the rest is given back."""
+        """Reserve ``nbytes`` for what this thread takes in the block; return unused bytes."""
         outer, key = self._ahead.keys, object()
         try:
             self._ahead.keys = ()
@@ -220,14 +219,14 @@ class Workers:
             self.give_back(key)
 
     def put(self, job: Job) -> None:
-        """Queue a job; one that has been queued before is done once all the same."""
+        """Queue a job; a job that is queued twice still runs once."""
         self._jobs.put(job)
         with self._monitor.changing():
             if job.call is not None:
                 self._queued.add(job)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait until ``deadline`` (``time.monotonic``); the names of threads that still run."""
+        """Wait until ``deadline`` (``time.monotonic``); return names of threads still running."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
@@ -244,18 +243,18 @@ class Workers:
             except BaseException as error:
                 self._monitor.fail(error)
             with self._monitor.changing():
-                job.call = None  # it holds arrays, and whoever waits may count on the memory
+                job.call = None  # it holds arrays, and waiting threads may need their memory
                 self._queued.discard(job)
             del job
         try:
             while True:
-                self._jobs.get_nowait()  # jobs that will not be done hold arrays too
+                self._jobs.get_nowait()  # jobs that will not run hold arrays too
         except queue.Empty:
             self._wake()  # the next thread ends as well
 
 
 def call_in_time(call: Callable[[], None], timeout: float, what: str) -> None:
-    """Call what may wait for other processes; its thread is left behind when it takes too long.
+    """Call a function that may wait for other processes; abandon its thread on timeout.
 
     Raises:
         TimeoutError: it took longer than ``timeout`` seconds.
@@ -282,7 +281,7 @@ def call_in_time(call: Callable[[], None], timeout: float, what: str) -> None:
 
 
 def _stop_at_exit(thread: threading.Thread, monitor: Monitor) -> None:
-    """Registered later than JAX's own, so called earlier; until the thread is gone."""
+    """Close at exit, until the thread ends; atexit runs it before JAX's own, registered earlier."""
     at_exit = functools.partial(_end, monitor, weakref.ref(thread))
     atexit.register(at_exit)
     weakref.finalize(thread, atexit.unregister, at_exit).atexit = False

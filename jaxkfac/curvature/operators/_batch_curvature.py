@@ -36,7 +36,7 @@ from jaxkfac.interception import (
 )
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
-# ---------------- the Fisher information matrix of a batch
+# ---------------- the Fisher matrix
 
 
 FisherType = Literal["exact", "empirical", "mc"]
@@ -64,32 +64,33 @@ def fisher(
 ) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
-    Over $N$ examples of $R$ loss terms (with a mask, the kept terms in place of $NR$), with
-    $g_n$ the gradient of the *sum* of one example's negative log-likelihoods,
+    Over $N$ examples with $R$ loss terms each (with a mask, the number of kept terms replaces
+    $NR$), with $g_n$ the gradient of the *sum* of one example's negative log-likelihoods,
 
     $$ F = \frac{1}{NR} \sum_n \operatorname{E} \bigl[ g_n g_n^\top \bigr], $$
 
-    the scale of the Kronecker factors. Labels are independent from term to term, so the
+    which is the scale of the Kronecker factors. Labels are independent from term to term, so the
     expectation is $J^\top H J$ with $H$ the Fisher of the outputs. ``jk.Categorical()``,
     ``jk.Bernoulli()`` and ``jk.Gaussian()`` take natural parameters, for which this is
-    :func:`ggn`; another likelihood goes through its ``fisher_column``, one column at a time.
+    :func:`ggn`. Other likelihoods use their ``fisher_column``, one column at a time.
 
     Args:
         objective: A ``jk.Objective``; or, for ``"exact"``, a scalar loss that marks its outputs
             (``jk.mark_outputs``).
-        params: Parameters; integer leaves and keys are held out.
+        params: Parameters; integer leaves and keys are not differentiated.
         batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
-        fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
-            the given targets in place of the expectation. ``"mc"``: labels sampled from the
-            model, once, when the operator is built; unbiased, of rank at most
-            ``samples * N``. Or an ``Estimator`` of your own, run on each example by itself.
+        fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``: the
+            given targets in place of the expectation. ``"mc"``: labels sampled from the model,
+            once, when the operator is built; unbiased, of rank at most ``samples * N``. Or an
+            ``Estimator`` of your own, which runs on each example by itself.
         key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
-            key and its place in the batch, not on the chunk. They are not those that
-            ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
-        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones; a tree of them
-            in the form of the likelihoods.
+            key and its place in the batch, not on the chunk. They differ from those that
+            ``value_grad_and_factors`` samples with the same key; to compare, pass ``labels=`` to
+            both.
+        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones; with several
+            likelihoods, a tree of them in the likelihoods' form.
         samples: How many labels ``"mc"`` samples for each term.
-        chunk: Examples at once, as for :func:`ggn`.
+        chunk: Number of examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
         state: What a call changes, as for :func:`ggn`.
 
@@ -98,7 +99,7 @@ def fisher(
         for each product; per-example gradients are never formed.
 
     Raises:
-        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
+        TypeError: ``objective`` is no ``jk.Objective`` and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
         ValueError: an unknown type, ``"mc"`` without a key or labels, or a batch that does
             not fit.
@@ -152,13 +153,13 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
 
     def sample(key: Any, outputs: PyTree) -> PyTree:
-        """Labels of one example, given without its leading axis."""
-        whole = jax.tree.map(lambda y: y[None], outputs)
-        return jax.tree.map(lambda y: y[0], operator.objective.sample(key, whole))
+        """Labels of one example; its outputs have no example axis."""
+        batch_of_one = jax.tree.map(lambda y: y[None], outputs)
+        return jax.tree.map(lambda y: y[0], operator.objective.sample(key, batch_of_one))
 
     def labels(chunk: Chunk) -> PyTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
-        # keys stand in the place of labels
+        # Keys take the place of labels.
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))
@@ -166,7 +167,7 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
     return map_over_chunks(per_chunk, examples, operator.chunk, in_loop=fast_convolutions)
 
 
-# ---------------- the generalised Gauss-Newton matrix of a batch
+# ---------------- the generalized Gauss-Newton matrix
 
 
 def ggn(
@@ -179,38 +180,38 @@ def ggn(
     only: str | None = None,
     state: PyTree | None = None,
 ) -> Operator:
-    r"""The generalised Gauss-Newton matrix of the mean loss, as an operator.
+    r"""The generalized Gauss-Newton matrix of the mean loss, as an operator.
 
     With $J$ the Jacobian of the outputs and $H$ the Hessian of the mean loss in the outputs,
 
     $$ \mathrm{GGN} = J^\top H J , $$
 
-    positive semi-definite where the loss is convex in the outputs, as all of
+    It is positive semi-definite if the loss is convex in the outputs, as those of
     ``jk.Categorical()``, ``jk.Bernoulli()`` and ``jk.Gaussian()`` are; for these it is the
     exact :func:`fisher`.
 
     Args:
         objective: A ``jk.Objective``, with or without ``has_aux``; or a scalar loss that marks
-            its outputs (``jk.mark_outputs``), whose marks then say what it is.
-        params: Parameters; integer leaves and keys are held out.
+            its outputs (``jk.mark_outputs``); the marks then define the matrix.
+        params: Parameters; integer leaves and keys are not differentiated.
         batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms are in no
             sum and no count.
-        key: For dropout: the same masks at every product. With ``chunk`` each chunk draws its
-            own, so the chunk then changes the result.
-        chunk: Examples at once; ``None`` is all. The result is the same to rounding.
+        key: For dropout, with the same masks at every product. With ``chunk`` each chunk draws its
+            own masks, so the chunk size then changes the result.
+        chunk: Number of examples at once; ``None`` for all. It changes the result only by rounding.
         only: Full-match pattern over parameter paths: the operator acts on those leaves
             (adapters), its vectors are ``{path: leaf}`` of them alone, and nothing else is
             differentiated.
         state: What a call changes (batch statistics), for an ``apply_fn`` with a ``state=``
-            argument; the changes are left out.
+            argument; the changes are dropped.
 
     Returns:
         An :class:`Operator`. Two forward passes and one backward pass for each product.
 
     Raises:
-        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
+        TypeError: ``objective`` is no ``jk.Objective`` and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
-        ValueError: a batch that does not fit, or cannot be cut into chunks.
+        ValueError: a batch that does not fit, or cannot be split into chunks.
 
     Memory:
         Activations of one chunk for the backward pass, and two trees like the vectors.
@@ -229,12 +230,12 @@ def ggn(
     """
     if not isinstance(objective, Objective):
         return marked_gauss_newton("ggn", objective, params, batch, key, chunk, only, state)
-    parts = checked_batch(objective, params, batch, key, chunk, state=state)
+    checked = checked_batch(objective, params, batch, key, chunk, state=state)
     paths = chosen_paths(only, params)
-    return ExactOperator(params, parts, None, key, state, objective, gauss_newton, chunk, paths)
+    return ExactOperator(params, checked, None, key, state, objective, gauss_newton, chunk, paths)
 
 
-# ---------------- the Hessian of a batch's loss
+# ---------------- the Hessian
 
 
 def hessian(
@@ -251,20 +252,20 @@ def hessian(
     r"""The Hessian $\nabla^2 L$ of the mean loss, as an operator; it may be indefinite.
 
     Args:
-        objective: A ``jk.Objective``, or any scalar loss ``fn(params, batch)``, with a
-            ``key=`` argument or without.
-        params: Parameters; integer leaves and keys are held out.
-        batch: As for :func:`ggn`; whatever the function takes, for a scalar loss.
+        objective: A ``jk.Objective``, or any scalar loss ``fn(params, batch)``, with or without a
+            ``key=`` argument.
+        params: Parameters; integer leaves and keys are not differentiated.
+        batch: As for :func:`ggn`; for a scalar loss, whatever the function takes.
         key: For dropout, as for :func:`ggn`.
-        chunk: Examples at once, as for :func:`ggn`; not for a scalar loss, whose terms
+        chunk: Number of examples at once, as for :func:`ggn`; not for a scalar loss, whose terms
             cannot be counted.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
-        has_aux: Whether a scalar loss returns ``(value, aux)``; an ``Objective`` says so
-            itself.
-        state: What a call changes, as for :func:`ggn`; of a scalar loss its ``state=``.
+        has_aux: Whether a scalar loss returns ``(value, aux)``; an ``Objective`` has its own
+            ``has_aux``.
+        state: What a call changes, as for :func:`ggn`; for a scalar loss, its ``state=``.
 
     Returns:
-        An :class:`Operator`. One gradient, differentiated forward, for each product.
+        An :class:`Operator`. Each product differentiates one gradient forward.
 
     Raises:
         UnknownLayerError: ``only`` matches no parameter.
@@ -285,9 +286,9 @@ def hessian(
     """
     paths = chosen_paths(only, params)
     if isinstance(objective, Objective):
-        parts = checked_batch(objective, params, batch, key, chunk, state=state)
+        checked = checked_batch(objective, params, batch, key, chunk, state=state)
         return ExactOperator(
-            params, parts, None, key, state, objective, hessian_product, chunk, paths
+            params, checked, None, key, state, objective, hessian_product, chunk, paths
         )
     check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     check_arrays("params", params)
@@ -322,8 +323,8 @@ class ScalarHessian(Operator):
 
 @jax.jit
 def _product(operator: ScalarHessian, leaves: Leaves) -> Leaves:
-    found = leaves_by_path(operator.params)
-    chosen = {path: found[path] for path in operator.leaves}
+    by_path = leaves_by_path(operator.params)
+    chosen = {path: by_path[path] for path in operator.leaves}
     vector = {path: leaves[path].astype(x.dtype) for path, x in chosen.items()}
 
     def loss(chosen: Leaves) -> Array:

@@ -1,4 +1,4 @@
-"""Stochastic estimates: traces, traces of functions, and the density of eigenvalues."""
+"""Stochastic estimates of traces, traces of functions, and the density of eigenvalues."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxkfac.curvature.operators._operator import (
 )
 from jaxkfac.curvature.operators._spectrum import asymmetry_of, rounding, tridiagonalise
 
-# ---------------- a stochastic estimate, and the vectors it is taken over
+# ---------------- means over random vectors
 
 
 class Estimate(NamedTuple):
@@ -29,9 +29,9 @@ class Estimate(NamedTuple):
 
     Attributes:
         value: The estimate.
-        standard_error: Its standard error, from the spread over the vectors; 0 where the
-            value is exact. The terms of the two leave-one-out trace methods share vectors: for
-            them it is an indication (measured, it was 0.6 to 0.75 of the true spread).
+        standard_error: Its standard error, from the spread over the vectors; 0 if the value is
+            exact. The terms of the two leave-one-out trace methods share vectors, so for them it is
+            only an indication (measured, it was 0.6 to 0.75 of the true spread).
     """
 
     value: Float[Array, "*shape"]
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
 
 def check_samples(num_samples: int) -> None:
-    """Refuse fewer than two samples, which have no spread."""
+    """Refuse fewer than two samples, which have no standard error."""
     if num_samples < 2:
         raise ValueError(
             f"num_samples={num_samples}: expected at least 2, the standard error is their spread"
@@ -51,7 +51,7 @@ def monte_carlo(
 ) -> Estimate:
     """Mean and standard error of ``integrand(matvec, vector)`` over random signs.
 
-    One vector at a time: memory is one product's.
+    It uses one vector at a time, so that memory is that of one product.
     """
     stochtrace = load("matfree.stochtrace")
     sampler = stochtrace.sampler_signs(jnp.zeros(flat.size, flat.dtype), num=num_samples)
@@ -66,11 +66,11 @@ def monte_carlo(
 
 
 def unbiased(mean: Array, error: Array, num_samples: int) -> Estimate:
-    """With the spread over ``n - 1``; ``matfree`` divides by ``n``."""
+    """Rescale the error to a spread over ``n - 1``; ``matfree`` divides by ``n``."""
     return Estimate(mean, error * (num_samples / (num_samples - 1)) ** 0.5)
 
 
-# ---------------- estimates of the trace
+# ---------------- the trace
 
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
@@ -86,23 +86,23 @@ def trace(
     r"""Estimate the trace from products with random vectors.
 
     XTrace splits the trace into that on the range of the products, which is exact, and a
-    stochastic remainder, and averages over which vector plays which part. Where eigenvalues
-    decay its error falls much faster than the $1/\sqrt{m}$ of Hutchinson's estimator, and
-    faster than Hutch++'s, whose symmetrisation it is.
+    stochastic remainder, and averages over which vector plays which role. If eigenvalues
+    decay, its error falls much faster than the $1/\sqrt{m}$ of Hutchinson's estimator, and faster
+    than that of Hutch++, of which it is a symmetric version.
 
     Args:
         operator: A symmetric operator.
-        key: For the vectors.
+        key: For the random vectors.
         num_samples: $m \ge 2$. XTrace takes $2m$ products, the others $m$.
-        method: ``"xtrace"``; ``"xnystrace"``: the same idea for positive semi-definite
-            operators with half the products; ``"hutchinson"``: the mean of $v^\top A v$ over
-            random signs, when memory allows no more than one vector.
+        method: ``"xtrace"``; ``"xnystrace"``: the same idea for positive semi-definite operators,
+            with half the products; ``"hutchinson"``: the mean of $v^\top A v$ over random signs,
+            for when memory allows only one vector.
 
     Returns:
-        An :class:`Estimate`. Where the products of the first two methods would make up the
-        whole matrix ($2m \ge$ the dimension) the value is exact and the error 0.
-        Elsewhere ``"xnystrace"``, which would drop a negative part, gives not a number where its
-        products show that the operator is not semi-definite.
+        An :class:`Estimate`. If the products of the first two methods would determine the
+        full matrix ($2m \ge$ the dimension), the value is exact and the error 0. Otherwise
+        ``"xnystrace"``, which would drop a negative part, returns NaN if its products show that the
+        operator is not semi-definite.
 
     Raises:
         ImportError: ``matfree`` is not installed.
@@ -142,8 +142,8 @@ def _estimate(operator: Operator, key: Array, *, method: str, num_samples: int) 
     )
 
 
-# matfree takes products for rank-deficient below one rounding unit, an absolute bound. With
-# products of this length it lies a thousand units of rounding above noise, and below the rest.
+# matfree takes products below one rounding unit, an absolute bound, for rank-deficient. Products of
+# this length lie a thousand rounding units above noise, and the bound lies below everything else.
 _LENGTH = 1e-3
 
 
@@ -175,33 +175,32 @@ def _leave_one_out(
     estimate = stochtrace.estimator_leave_one_out_mean_and_sem(build[method](), sampler)
     with full_precision():
         mean, error = estimate(matvec, key)
-    found = unbiased(mean * scale, error * scale, num_samples)
-    # XNysTrace divides by the eigenvalues it has found
-    return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), found)
+    estimated = unbiased(mean * scale, error * scale, num_samples)
+    # XNysTrace divides by the eigenvalues it has found, which is 0 / 0 for a zero operator.
+    return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), estimated)
 
 
 def _is_semidefinite(gram: Array, coarsest: float) -> Array:
-    """Whether the vectors' products with each other are those of a semi-definite operator."""
+    """Whether the Gram matrix of vectors and products allows a semi-definite operator."""
     values = jnp.linalg.eigvalsh((gram + gram.T) / 2)
     return values[0] >= -(coarsest**0.5) * jnp.abs(values).max()
 
 
-# ---------------- stochastic Lanczos quadrature: traces of functions of an operator, and its
-# density
+# ---------------- stochastic Lanczos quadrature
 
 
 _SYMMETRY = 0x5359  # folded into the caller's key for the two vectors of the check
 
 
 class SpectralDensity(NamedTuple):
-    """What :func:`spectral_density` returns.
+    """The result of :func:`spectral_density`.
 
     Attributes:
         grid: Eigenvalues at which the density is given, ``(num_points,)``.
         density: Share of the eigenvalues per unit of ``grid``; its integral is 1.
-        standard_error: Of each point, from the spread over the vectors.
+        standard_error: Standard error at each point, from the spread over the vectors.
         nodes: Ritz values, ``(num_samples, num_steps)``.
-        weights: The share each stands for in its sample, rows that sum to 1.
+        weights: Each node's weight in its sample; rows sum to 1.
         sigma: Width of the Gaussians.
     """
 
@@ -224,7 +223,7 @@ def spectral_density(
     sigma: Any = None,
     check_symmetric: bool = True,
 ) -> SpectralDensity:
-    r"""Estimate how the eigenvalues are distributed.
+    r"""Estimate the distribution of the eigenvalues.
 
     For each random vector $v$ the Ritz values $\theta_i$ and weights $w_i$ of Lanczos are a
     Gaussian quadrature of $v^\top f(A) v / n$, exact for polynomials below degree $2k$. With a
@@ -234,23 +233,23 @@ def spectral_density(
 
     Args:
         operator: A symmetric operator, definite or not.
-        key: For the vectors.
-        num_steps: $k$, at most the dimension is taken.
+        key: For the random vectors.
+        num_steps: $k$, limited to the dimension.
         num_samples: $m \ge 2$.
         num_points: Points of the default grid, which spans the Ritz values and four widths.
         grid: Where to evaluate, in the operator's units.
         sigma: $\sigma > 0$; by default a hundredth of the Ritz values' range, and at least
             a thousandth of the largest of them.
-        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, two products.
-            Lanczos on an operator that is not symmetric gives plausible nonsense.
+        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, at a cost of two
+            products. Lanczos on an operator that is not symmetric gives plausible nonsense.
 
     Returns:
-        A :class:`SpectralDensity`. Times ``operator.size`` it is a density of counts.
+        A :class:`SpectralDensity`. Multiplied by ``operator.size`` it is a density of counts.
 
     Raises:
         ImportError: ``matfree`` is not installed.
         ValueError: options out of range, or the operator is not symmetric to a third of the
-            digits of its coarsest dtype (inside ``jit`` that is not seen).
+            digits of its coarsest dtype (inside ``jit`` this is not checked).
 
     Memory:
         ``num_steps`` vectors in at least float32, up to three times; samples run one by one.
@@ -285,9 +284,9 @@ def spectral_density(
         grid = jnp.linspace(low - 4 * width, high + 4 * width, num_points)
     distance = (grid[:, None, None] - nodes) / width
     bells = jnp.exp(-0.5 * jnp.square(distance)) / (2 * jnp.pi) ** 0.5
-    each = (bells * weights).sum(-1)  # per width: per unit, its square may overflow
-    error = each.std(-1, ddof=1) / num_samples**0.5
-    return SpectralDensity(grid, each.mean(-1) / width, error / width, nodes, weights, width)
+    each_sample = (bells * weights).sum(-1)  # per width; per unit its square may overflow
+    error = each_sample.std(-1, ddof=1) / num_samples**0.5
+    return SpectralDensity(grid, each_sample.mean(-1) / width, error / width, nodes, weights, width)
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "num_samples"))
@@ -301,8 +300,8 @@ def _quadrature(
     sampler = load("matfree.stochtrace").sampler_signs(like, num=num_samples)
 
     def quadrature(vector: Array) -> tuple[Array, Array]:
-        found = tridiagonalise(flat.matvec, vector, steps, restart_key)
-        return found.values, found.weights
+        krylov = tridiagonalise(flat.matvec, vector, steps, restart_key)
+        return krylov.values, krylov.weights
 
     return jax.lax.map(quadrature, sampler(start_key))
 
@@ -321,16 +320,16 @@ def log_determinant(
     Args:
         operator: A positive semi-definite operator. Ritz values within rounding of 0 count
             as 0.
-        damping: $\delta \ge 0$, in the operator's units; may be traced. 0 is right only for a
+        damping: $\delta \ge 0$, in the operator's units; may be traced. 0 is correct only for a
             positive definite operator: with an eigenvalue of 0 the answer is $-\infty$, with
-            a negative one it is not a number.
-        key: For the vectors.
-        num_steps: Lanczos steps a vector, at most the dimension are taken. Too few
-            *bias* the estimate, which the standard error does not show: raise them until it
-            stays. A condition number $\kappa$ of $A + \delta$ wants about $\sqrt\kappa$.
+            a negative one it is NaN.
+        key: For the random vectors.
+        num_steps: Lanczos steps for each vector, limited to the dimension. Too few steps *bias* the
+            estimate, which the standard error does not show; raise them until the estimate stays
+            the same. A condition number $\kappa$ of $A + \delta$ needs about $\sqrt\kappa$ steps.
         num_samples: Vectors, at least 2.
-        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, two products.
-            Lanczos on an operator that is not symmetric gives plausible nonsense.
+        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, at a cost of two
+            products. Lanczos on an operator that is not symmetric gives plausible nonsense.
 
     Returns:
         An :class:`Estimate`, in natural logarithms.
@@ -338,7 +337,7 @@ def log_determinant(
     Raises:
         ImportError: ``matfree`` is not installed.
         ValueError: options out of range, or the operator is not symmetric to a third of the
-            digits of its coarsest dtype (inside ``jit`` that is not seen).
+            digits of its coarsest dtype (inside ``jit`` this is not checked).
 
     Memory:
         ``num_steps`` vectors in at least float32, up to three times; samples run one by one.
@@ -372,11 +371,11 @@ def _log_determinant(
     delta = jnp.asarray(damping, flat.dtype)
 
     def integrand(matvec: Any, vector: Array) -> Array:
-        found = tridiagonalise(matvec, vector, min(num_steps, flat.size), restart_key)
-        noise = rounding(found.values)
-        values = jnp.where(jnp.abs(found.values) <= noise, 0, found.values)
-        # a direction without weight has no part in the sum, be its logarithm infinite
-        terms = jnp.where(found.weights > 0, found.weights * jnp.log(values + delta), 0)
+        krylov = tridiagonalise(matvec, vector, min(num_steps, flat.size), restart_key)
+        noise = rounding(krylov.values)
+        values = jnp.where(jnp.abs(krylov.values) <= noise, 0, krylov.values)
+        # A direction without weight does not count, even if its logarithm is infinite.
+        terms = jnp.where(krylov.weights > 0, krylov.weights * jnp.log(values + delta), 0)
         return flat.size * terms.sum()
 
     return monte_carlo(integrand, flat, start_key, num_samples)

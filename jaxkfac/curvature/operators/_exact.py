@@ -1,4 +1,4 @@
-"""The exact curvature of a batch as an operator: which leaves, which chunk, which product."""
+"""The exact curvature of a batch as an operator, for objectives and losses with marks."""
 
 import dataclasses
 import functools
@@ -42,14 +42,14 @@ from jaxkfac.interception import (
 )
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
-# ---------------- chunks of a batch that are refused
+# ---------------- checks of chunks
 
 
 PyTree = Any
 
 
 def check_chunk(chunk: int | None, examples: PyTree) -> None:
-    """Refuse a chunk below one, and arrays that do not have the examples first.
+    """Refuse a chunk below one, and arrays whose first axis is not the examples.
 
     Raises:
         ValueError: naming the shape that does not fit.
@@ -68,7 +68,7 @@ def check_chunk(chunk: int | None, examples: PyTree) -> None:
             )
 
 
-# ----------------
+# ---------------- the curvature of an objective
 
 
 @jax.tree_util.register_dataclass
@@ -78,15 +78,15 @@ class ExactOperator(Operator):
 
     Attributes:
         params: All parameters.
-        batch: The batch, whole.
+        batch: The full batch.
         labels: ``(N, samples, *targets)`` in place of the batch's targets, or an ``Estimator``
             for each example, stacked, or ``None``.
         key: For dropout.
         state: What a call of the model changes, or ``None``.
         objective: The objective, static.
         rule: The product on one chunk, static.
-        chunk: Examples a chunk, static.
-        only: Paths of the leaves it acts on, static; ``None`` is all.
+        chunk: Number of examples in a chunk, static.
+        only: Paths of the leaves it acts on, static; ``None`` for all.
     """
 
     params: Any
@@ -115,9 +115,9 @@ class ExactOperator(Operator):
         return super().forms(vectors) if form is None else _forms(self, form, list(vectors))
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
-        """``function`` of a chunk, as one of its ``(batch, labels)`` and its index."""
-        found, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
-        chosen = {path: found[path] for path in self.leaves}
+        """``function`` of a chunk, as a function of the chunk's ``(batch, labels)`` and index."""
+        by_path, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
+        chosen = {path: by_path[path] for path in self.leaves}
 
         def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
             key = self.key
@@ -129,7 +129,7 @@ class ExactOperator(Operator):
         return per_chunk
 
     def _heads(self) -> list[Head]:
-        """The outputs for the whole batch, as shapes, and what belongs to each."""
+        """The outputs for the full batch, as shapes, with likelihood and mask."""
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
@@ -138,8 +138,8 @@ class ExactOperator(Operator):
         return self.objective.heads(outputs, None, self.batch.mask)
 
 
-# An operator is a pytree whose static part compares equal from product to product, so products
-# written one after the other outside jit compile once.
+# An operator is a pytree whose static part compares equal from product to product, so consecutive
+# products outside jit compile once.
 @jax.jit
 def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
     structs = operator.leaves
@@ -183,11 +183,11 @@ def checked_batch(
     labels: Any = None,
     state: PyTree | None = None,
 ) -> Batch:
-    """The batch, once it and any ``labels`` fit the objective and it can be cut.
+    """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
     Raises:
-        ValueError: targets, labels or a mask that do not fit the outputs, or arrays without the
-            examples first.
+        ValueError: targets, labels or a mask that do not fit the outputs, or arrays whose first
+            axis is not the examples.
     """
     check_arrays("params", params)
     check_params(leaves_by_path(params))
@@ -227,18 +227,18 @@ def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
         return None
     paths = list(partition(params)[0])
     try:
-        found = tuple(path for path in paths if re.fullmatch(only, path))
+        matches = tuple(path for path in paths if re.fullmatch(only, path))
     except re.error as error:
         raise UnknownLayerError(f"only={only!r} is not a regular expression: {error}") from None
-    if not found:
+    if not matches:
         raise UnknownLayerError(
             f"only={only!r} matches no parameter in full; the nearest paths are "
             f"{nearest(only, paths)}"
         )
-    return found
+    return matches
 
 
-# ---------------- the Gauss-Newton matrix of a scalar loss that marks its outputs
+# ---------------- scalar losses that mark their outputs
 
 
 def marked_gauss_newton(
@@ -251,11 +251,11 @@ def marked_gauss_newton(
     only: str | None,
     state: PyTree = None,
 ) -> "MarkedGaussNewton":
-    """The operator, once the loss marks its outputs.
+    """Build the operator of a loss that marks its outputs.
 
     Raises:
-        TypeError: it does not.
-        ValueError: ``chunk`` is given, and the loss runs on the whole batch; or a state.
+        TypeError: the loss marks no outputs.
+        ValueError: ``chunk`` is given, but the loss runs on the full batch; or a state is given.
     """
     if state is not None:
         raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
@@ -306,7 +306,7 @@ def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any)
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
 
 
-@jax.jit  # so that of the loss only what its masks are made of runs
+@jax.jit  # runs only the part of the loss that computes its masks
 def _loss_terms(operator: MarkedGaussNewton) -> Array:
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
@@ -324,7 +324,7 @@ def _marked_product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
 
 @jax.jit
 def _marked_forms(operator: MarkedGaussNewton, vectors: list[Leaves]) -> Float[Array, "k k"]:
-    """By forward passes, whose part without tangents the compiler merges."""
+    """Forms by forward passes; the compiler merges their shared part without tangents."""
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
     pushed = [_pushed(outputs, chosen, vector) for vector in _cast(vectors, chosen)]
@@ -338,18 +338,18 @@ def _pushed(outputs: Callable[..., Any], chosen: Leaves, vector: Leaves) -> list
 
 
 def _outputs(operator: MarkedGaussNewton) -> tuple[Any, Callable[[Leaves], Any], Leaves]:
-    """The marks, what they say of outputs, as a function of the chosen leaves, and these."""
-    given = operator.params, operator.batch, operator.key
-    closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*given)
+    """The marks, a function from the chosen leaves to the marked outputs, and these leaves."""
+    call_args = operator.params, operator.batch, operator.key
+    closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*call_args)
     marks = marks_of(closed.jaxpr)
 
     def outputs(chosen: Leaves) -> tuple[list[Array], Marked]:
-        args = jax.tree.leaves((with_leaves(operator.params, chosen), *given[1:]))
+        args = jax.tree.leaves((with_leaves(operator.params, chosen), *call_args[1:]))
         out = lifted(closed.jaxpr, closed.consts, args, [None] * len(marks))
         return out.outputs, out
 
-    found = leaves_by_path(operator.params)
-    return marks, outputs, {path: found[path] for path in operator.leaves}
+    by_path = leaves_by_path(operator.params)
+    return marks, outputs, {path: by_path[path] for path in operator.leaves}
 
 
 def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:

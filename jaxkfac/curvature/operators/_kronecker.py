@@ -1,4 +1,4 @@
-"""Operators that need no batch: the Kronecker curvature, or any linear function."""
+"""Operators without a batch: the Kronecker curvature, and any linear function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxkfac.curvature.operators._operator import Operator, as_tree
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping
 
-# ---------------- the Kronecker curvature, or any power of it, as an operator
+# ---------------- the Kronecker curvature
 
 
 PyTree = Any
@@ -57,15 +57,15 @@ def kronecker(
 ) -> KroneckerOperator:
     r"""The block-diagonal Kronecker curvature $(F + \delta)^p$, as an operator.
 
-    Bases with corrected eigenvalues (EKFAC) give theirs. With ``power=-1.0`` it is the
+    Bases with corrected eigenvalues (EKFAC) use these. With ``power=-1.0`` it is the
     preconditioner of :func:`solve`.
 
     Args:
         bases: From :func:`jaxkfac.eigendecompose`.
-        params: The parameters, or their shapes, which :func:`jaxkfac.spectrum`, the estimates
-            and ``to_dense`` need: bases know paths but not shapes. Not needed for products,
-            as a preconditioner, or in a sum with an operator that knows.
-        power: $p$, static. Negative powers clip eigenvalues, positive ones take raw ones.
+        params: The parameters, or their shapes. :func:`jaxkfac.spectrum`, the estimates and
+            ``to_dense`` need them, because bases know paths but not shapes. Products,
+            preconditioners, and sums with an operator that has shapes do not need them.
+        power: $p$, static. Negative powers use clipped eigenvalues, positive ones raw ones.
         damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
         damping_mode: See :func:`jaxkfac.apply_power`.
         missing: What to do with parameters that no layer covers.
@@ -95,13 +95,13 @@ def kronecker(
     return KroneckerOperator(bases, damping, power, damping_mode, missing, structs)
 
 
-# ---------------- any linear function as an operator
+# ---------------- linear functions
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionOperator(Operator):
-    """A function that the caller says is linear and symmetric."""
+    """A function that the caller declares linear and symmetric."""
 
     data: Any
     function: Callable[[Any, PyTree], PyTree] = dataclasses.field(metadata={"static": True})
@@ -121,13 +121,14 @@ class FunctionOperator(Operator):
 def from_function(
     function: Callable[[Any, PyTree], PyTree], data: PyTree, like: PyTree
 ) -> FunctionOperator:
-    """Make an operator of your own linear function.
+    """Make an operator from your own linear function.
 
     Args:
         function: ``function(data, vector) -> product``, linear and symmetric in ``vector``,
-            with a product shaped like it. Symmetry is checked where it is needed, by
-            :func:`jaxkfac.spectrum`.
-        data: Arrays the function needs. As an argument they are not compiled in as constants.
+            with a product shaped like it. :func:`jaxkfac.spectrum` checks symmetry, where it
+            matters.
+        data: Arrays that the function needs. Passed as arguments, they are not compiled in as
+            constants.
         like: A tree of arrays, or of their shapes, that vectors are shaped like.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What an operator is, and how operators add, scale and are damped."""
+"""The interface of operators: products, flat vectors, sums, scaling and damping."""
 
 import abc
 import dataclasses
@@ -18,14 +18,14 @@ from jaxkfac._errors import nearest
 from jaxkfac.interception import is_differentiable, partition, with_leaves
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- the outside libraries, imported when they are needed
+# ---------------- optional libraries
 
 
 def load(module: str) -> ModuleType:
     """Import a module of the ``operators`` extra.
 
     Raises:
-        ImportError: it is not installed; says how to.
+        ImportError: it is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -36,20 +36,20 @@ def load(module: str) -> ModuleType:
         ) from error
 
 
-# ---------------- algorithms in full precision, around products as their maker has them
+# ---------------- matmul precision
 
 
 def full_precision() -> Any:
-    """A context in which float32 products are full on every device.
+    """A context in which float32 products have full precision on every device.
 
-    The default is a bfloat16 pass on a TPU and TF32 on a GPU: fine for a model, and too coarse
-    for the inner products of an algorithm that subtracts them.
+    The default is a bfloat16 pass on a TPU and TF32 on a GPU. That is fine for a model, but too
+    coarse for the inner products of an algorithm that subtracts them.
     """
     return jax.default_matmul_precision("highest")
 
 
 def as_outside(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose products have the precision that holds here, wherever it is called."""
+    """Wrap a function so that its products keep the precision that is set now, at any call."""
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(product)
@@ -60,7 +60,7 @@ def as_outside(product: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# ---------------- an operator as a map of one long vector, which is what the outside libraries take
+# ---------------- operators on flat vectors, for outside libraries
 
 
 class Flat(NamedTuple):
@@ -69,9 +69,9 @@ class Flat(NamedTuple):
     Attributes:
         matvec: The product, ``(size,)`` to ``(size,)``.
         size: The dimension.
-        dtype: float64 where any leaf is, else float32: bfloat16 leaves meet the algorithm's
-            own vectors only inside the product.
-        unflatten: From a vector to a tree like ``operator.like``; leaves without a gradient
+        dtype: float64 if any leaf is, else float32. bfloat16 leaves are converted only inside the
+            product.
+        unflatten: Maps a vector to a tree like ``operator.like``; leaves without a gradient
             become float0.
     """
 
@@ -82,7 +82,7 @@ class Flat(NamedTuple):
 
 
 def length(vector: Array) -> Array:
-    """Euclidean length without the squares that overflow, or underflow to nothing."""
+    """Euclidean length, scaled so that no square overflows or underflows."""
     largest = jnp.abs(vector).max()
     divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
     return largest * jnp.linalg.norm(vector / divisor)
@@ -104,8 +104,8 @@ def flatten(operator: Any) -> Flat:
     ends = np.cumsum([leaf.size for leaf in structs.values()]).tolist()
 
     def pieces(vector: Array) -> list[Array]:
-        parts = jnp.split(vector, ends[:-1])
-        return [x.reshape(leaf.shape) for x, leaf in zip(parts, structs.values(), strict=True)]
+        chunks = jnp.split(vector, ends[:-1])
+        return [x.reshape(leaf.shape) for x, leaf in zip(chunks, structs.values(), strict=True)]
 
     def matvec(vector: Array) -> Array:
         out = operator.product(dict(zip(structs, pieces(vector), strict=True)))
@@ -118,11 +118,11 @@ def flatten(operator: Any) -> Flat:
 
 
 def as_tree(like: Any, leaves: dict[str, Array]) -> Any:
-    """The tree of ``like`` with the given floating leaves in its dtypes; others are float0."""
-    rest = iter(leaves.values())
+    """The tree of ``like`` with these floating leaves, in its dtypes; other leaves are float0."""
+    remaining = iter(leaves.values())
     return jax.tree.map(
         lambda leaf: (
-            next(rest).astype(leaf.dtype)
+            next(remaining).astype(leaf.dtype)
             if is_differentiable(leaf)
             else np.zeros(leaf.shape, jax.dtypes.float0)
         ),
@@ -130,7 +130,7 @@ def as_tree(like: Any, leaves: dict[str, Array]) -> Any:
     )
 
 
-# ----------------
+# ---------------- operators
 
 
 PyTree = Any
@@ -139,10 +139,10 @@ PyTree = Any
 class Operator(abc.ABC):
     r"""A symmetric linear map on trees shaped like the parameters.
 
-    ``operator @ vector`` and ``operator(vector)`` are the product. A vector is any tree with
-    the paths and shapes of ``operator.like``; the product has its structure and dtypes, and
-    the arithmetic runs in the operator's own. Leaves without a gradient (integers, keys,
-    float0) pass unchanged.
+    ``operator @ vector`` and ``operator(vector)`` are the product. A vector is any tree with the
+    paths and shapes of ``operator.like``. The product has the vector's structure and dtypes; the
+    arithmetic runs in the operator's own dtypes. Leaves without a gradient (integers, keys, float0)
+    pass unchanged.
 
     ``a + b``, ``a - b``, ``-a``, ``2.0 * a`` and ``a.damped(delta)`` are operators, never
     matrices. An operator is a pytree: it can be built inside ``jit``, passed to a jitted
@@ -158,26 +158,26 @@ class Operator(abc.ABC):
         [2.5 2.5]
     """
 
-    __array_ufunc__ = None  # so that ``np.float64(2) * operator`` asks the operator
+    __array_ufunc__ = None  # so that ``np.float64(2) * operator`` calls the operator's __rmul__
 
     @property
     @abc.abstractmethod
     def like(self) -> PyTree:
         """The tree of ``jax.ShapeDtypeStruct`` that vectors are shaped like.
 
-        ``None`` where the operator takes any tree and was not told (Kronecker, see there).
+        ``None`` if the operator takes any tree and was not told the shapes (see ``kronecker``).
         """
 
     @abc.abstractmethod
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
-        """The product of ``{path: leaf}``, floating leaves only, in any floating dtype."""
+        """The product with ``{path: leaf}``, floating leaves only, in any floating dtype."""
 
     @property
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
         """``{path: ShapeDtypeStruct}`` of the floating leaves of ``like``, in its order.
 
         Raises:
-            ValueError: the operator does not know what its vectors are shaped like.
+            ValueError: the operator does not know the shapes of its vectors.
         """
         if self.like is None:
             raise ValueError(
@@ -195,49 +195,49 @@ class Operator(abc.ABC):
         """The product with a tree shaped like ``like``.
 
         Raises:
-            ValueError: a path or a shape of ``vector`` is not that of ``like``.
+            ValueError: a path or a shape of ``vector`` differs from ``like``.
         """
-        given = self.check(vector)
-        out = self.product(given)
-        return with_leaves(vector, {p: x.astype(given[p].dtype) for p, x in out.items()})
+        inputs = self.check(vector)
+        out = self.product(inputs)
+        return with_leaves(vector, {p: x.astype(inputs[p].dtype) for p, x in out.items()})
 
     def check(self, vector: PyTree) -> dict[str, Array]:
-        """``{path: floating leaf}`` of a vector, once its paths and shapes are those of ``like``.
+        """Check a vector's paths and shapes against ``like``; return ``{path: floating leaf}``.
 
         Raises:
-            ValueError: naming the leaf that is not.
+            ValueError: naming the leaf that differs.
         """
-        given, _ = partition(vector)
+        floating, _ = partition(vector)
         if self.like is not None:
-            _check_same(self.leaves, given, "vector")
-        return given
+            _check_same(self.leaves, floating, "vector")
+        return floating
 
     @property
     def loss_terms(self) -> Any:
-        """Loss terms of the batch that the operator is of.
+        """Number of loss terms of the operator's batch.
 
-        ``None`` where it is of none, is the Hessian of a scalar loss, or is a sum, whose operators
-        may be of parts of one batch.
+        ``None`` for an operator without a batch, for the Hessian of a scalar loss, and for a sum,
+        whose terms may come from parts of one batch.
         """
         return None
 
     def inner_products(self, vectors: Sequence[PyTree]) -> Float[Array, "k k"]:
-        r"""$v_i^\top A v_j$ of ``k`` vectors, float32 at least.
+        r"""$v_i^\top A v_j$ of ``k`` vectors, in at least float32.
 
-        For curvature of an ``Objective`` or a marked loss by forward passes alone.
+        The curvature of an ``Objective`` or a marked loss needs only forward passes for this.
 
         Raises:
-            ValueError: a path or a shape of a vector is not that of ``like``.
+            ValueError: a path or a shape of a vector differs from ``like``.
         """
         return self.forms([self.check(vector) for vector in vectors])
 
     def forms(self, vectors: Sequence[dict[str, Array]]) -> Float[Array, "k k"]:
-        """:meth:`inner_products` of ``{path: leaf}``, floating leaves only."""
+        """:meth:`inner_products` with ``{path: leaf}``, floating leaves only."""
         products = [self.product(vector) for vector in vectors]
         return jnp.stack([jnp.stack([dot(x, y) for y in products]) for x in vectors])
 
     def to_dense(self) -> Array:
-        """The matrix, ``(size, size)``, one product a column; for small problems.
+        """The matrix, ``(size, size)``, from one product for each column; for small problems.
 
         Rows and columns are in the order of ``jax.flatten_util.ravel_pytree(like)``.
         """
@@ -275,38 +275,38 @@ def _to_dense(operator: Operator) -> Array:
     return jax.lax.map(flat.matvec, jnp.eye(flat.size, dtype=flat.dtype)).T
 
 
-def dot(left: Mapping[str, Array], right: Mapping[str, Array]) -> Float[Array, ""]:
-    """The inner product of two trees of the same paths, summed in float32 at least."""
+def dot(x_leaves: Mapping[str, Array], y_leaves: Mapping[str, Array]) -> Float[Array, ""]:
+    """The inner product of two trees with the same paths, summed in at least float32."""
     products = []
-    for path, x in left.items():
+    for path, x in x_leaves.items():
         dtype = statistics_dtype(jnp.result_type(x))
-        products.append((x.astype(dtype) * right[path].astype(dtype)).sum())
+        products.append((x.astype(dtype) * y_leaves[path].astype(dtype)).sum())
     return functools.reduce(jnp.add, products) if products else jnp.zeros(())
 
 
-def _check_same(expected: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
-    for path in given:
+def _check_same(expected: Mapping[str, Any], actual: Mapping[str, Any], what: str) -> None:
+    for path in actual:
         if path not in expected:
             raise ValueError(
                 f"{what}: the operator has no leaf {path!r}; the nearest paths are "
                 f"{nearest(path, expected)}"
             )
     for path, leaf in expected.items():
-        if path not in given:
+        if path not in actual:
             raise ValueError(
                 f"{what}: expected a leaf {path!r} of shape {leaf.shape}, as in operator.like"
             )
-        if given[path].shape != leaf.shape:
+        if actual[path].shape != leaf.shape:
             raise ValueError(
-                f"{what}: {path!r} has shape {given[path].shape}, expected {leaf.shape}"
+                f"{what}: {path!r} has shape {actual[path].shape}, expected {leaf.shape}"
             )
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no scalar and, where its value is known, what is negative or NaN.
+    """Refuse what is no scalar and, if its value is concrete, what is negative or NaN.
 
     Args:
-        name: Of the argument, for the message.
+        name: Name of the argument, for the message.
         value: Its value.
         above_zero: Whether zero is refused too.
     """
@@ -314,8 +314,8 @@ def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     if isinstance(value, Tracer):
         return
     if not (float(value) > 0 or (float(value) == 0 and not above_zero)):
-        wanted = "a positive number" if above_zero else "zero or a positive number"
-        raise ValueError(f"{name}={value}: expected {wanted}")
+        requirement = "a positive number" if above_zero else "zero or a positive number"
+        raise ValueError(f"{name}={value}: expected {requirement}")
 
 
 def _scalar(name: str, value: Any) -> Array:
@@ -333,13 +333,13 @@ class Sum(Operator):
 
     @property
     def like(self) -> PyTree:
-        known = [term.like for term in self.terms]
-        return next((like for like in known if like is not None), None)
+        likes = [term.like for term in self.terms]
+        return next((like for like in likes if like is not None), None)
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
-        total, *others = (term.product(leaves) for term in self.terms)
-        for other in others:
-            total = {path: x + other[path].astype(x.dtype) for path, x in total.items()}
+        total, *more = (term.product(leaves) for term in self.terms)
+        for term_product in more:
+            total = {path: x + term_product[path].astype(x.dtype) for path, x in total.items()}
         return total
 
 

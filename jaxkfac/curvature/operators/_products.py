@@ -1,4 +1,4 @@
-"""Curvature times a vector, for one chunk of a batch, never as a matrix."""
+"""Products of the curvature of one chunk of a batch with a vector, without forming a matrix."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -35,8 +35,8 @@ class Chunk(NamedTuple):
         batch: The chunk's examples.
         labels: ``(n, samples, *targets)``, or ``None`` for the given targets; or an
             ``Estimator`` for each example, stacked.
-        counts: For each output, the number of its loss terms in the *whole* batch, by which a
-            sum becomes its share of the mean. Dividing first keeps 16-bit cotangents in range.
+        counts: For each output, the number of its loss terms in the *full* batch. A sum divided by
+            it is the chunk's share of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
         state: What a call of the model changes, or ``None``.
     """
@@ -56,11 +56,11 @@ class Chunk(NamedTuple):
         return self.objective.outputs(params, self.batch.inputs, self.key, self.state)[0]
 
     def heads(self, outputs: PyTree, targets: PyTree = None) -> list[Head]:
-        """The outputs and what belongs to each."""
+        """Each output with its likelihood, targets and mask."""
         return self.objective.heads(outputs, targets, self.batch.mask)
 
     def losses(self, outputs: PyTree, targets: PyTree) -> list[Array]:
-        """For each output, each example's sum of the kept terms, ``(n,)``."""
+        """For each output, each example's sum of kept terms, ``(n,)``."""
         sums = []
         for head in self.heads(outputs, targets):
             head.check()
@@ -68,10 +68,10 @@ class Chunk(NamedTuple):
         return sums
 
     def loss(self, outputs: PyTree) -> Array:
-        """The chunk's share of the loss, the sum of means."""
+        """The chunk's share of the loss, which is the sum of the outputs' means."""
         sums = self.losses(outputs, self.batch.targets)
-        parts = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
-        return functools.reduce(jnp.add, parts)
+        shares = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
+        return functools.reduce(jnp.add, shares)
 
 
 def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -83,7 +83,10 @@ def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
 
 
 def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
-    r"""$J^\top H J v$, with $H$ the Fisher of the outputs: their Hessian in natural parameters."""
+    r"""$J^\top H J v$, with $H$ the Fisher of the outputs.
+
+    For natural parameters that is their Hessian, and ``gauss_newton`` is cheaper.
+    """
     return (gauss_newton if _is_natural(chunk) else fisher_by_columns)(chunk, vector)
 
 
@@ -94,7 +97,7 @@ def _is_natural(chunk: Chunk) -> bool:
 
 
 def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
-    r"""$J^\top S S^\top J v$, with $S$ the likelihood's square root of the outputs' Fisher."""
+    r"""$J^\top S S^\top J v$, with $S$ the square root of the outputs' Fisher."""
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
     pushed = [head.outputs for head in chunk.heads(_push(chunk, vector))]
     curved = [
@@ -105,15 +108,15 @@ def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
 
 
 def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
-    """The Fisher of each kept term times a vector of outputs, over ``count``."""
+    """Multiply the Fisher of each kept term by a vector of outputs, and divide by ``count``."""
     return over_count(head.fisher_product(vector), count)
 
 
 def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$\frac{1}{NR} \sum_n g_n g_n^\top v$, $g_n$ the gradient of one example's sum of terms.
 
-    Averaged over the samples of ``labels``. The per-example gradients are never formed: this
-    is the Jacobian of the vector of losses, multiplied from both sides.
+    It is averaged over the samples of ``labels``. The per-example gradients are never formed: the
+    Jacobian of the vector of losses is multiplied from both sides.
     """
     losses, samples = _losses_of(chunk)
     _, vjp = jax.vjp(losses, chunk.leaves)
@@ -122,7 +125,7 @@ def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
 
 
 def gauss_newton_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
-    r"""$v_i^\top J^\top H J v_j$ of stacked vectors, by forward passes."""
+    r"""$v_i^\top J^\top H J v_j$ for stacked vectors, by forward passes."""
     outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
     gradient = jax.grad(chunk.loss)
     curved = jax.vmap(lambda y: jax.jvp(gradient, (outputs,), (y,))[1])(pushed)
@@ -138,8 +141,8 @@ def expected_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
 
     def curved(pushed: PyTree) -> PyTree:
         along = [head.outputs for head in chunk.heads(pushed)]
-        parts = zip(heads, along, chunk.counts, strict=True)
-        return chunk.objective.tree([fisher_of_terms(head, y, n) for head, y, n in parts])
+        terms = zip(heads, along, chunk.counts, strict=True)
+        return chunk.objective.tree([fisher_of_terms(head, y, n) for head, y, n in terms])
 
     return inner_products(pushed, jax.vmap(curved)(pushed))
 
@@ -161,10 +164,10 @@ FORMS: Mapping[Callable[[Chunk, Leaves], Leaves], Callable[[Chunk, Leaves], Arra
 def _pushed(
     function: Callable[[Leaves], PyTree], chunk: Chunk, vectors: Leaves
 ) -> tuple[PyTree, PyTree]:
-    """The function's value, once, and its derivatives along stacked vectors."""
+    """The function's value, computed once, and its derivatives along stacked vectors."""
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in vectors.values()):
-        # Under vmap jax 0.10.2 takes no product of the model's with fewer entries in its
-        # out_sharding than axes, such as P().
+        # Under vmap, jax 0.10.2 accepts none of the model's products whose out_sharding has fewer
+        # entries than axes, such as P().
         value, push = jax.linearize(function, chunk.leaves)
         count = len(next(iter(vectors.values())))
         several = [push({path: x[i] for path, x in vectors.items()}) for i in range(count)]
@@ -173,28 +176,28 @@ def _pushed(
     return along(vectors)
 
 
-def inner_products(left: PyTree, right: PyTree) -> Float[Array, "k k"]:
-    """Inner products of stacked trees, in float32 at least."""
+def inner_products(xs: PyTree, ys: PyTree) -> Float[Array, "k k"]:
+    """Inner products of stacked trees, in at least float32."""
 
     def product(x: Array, y: Array) -> Array:
         dtype, axes = statistics_dtype(x.dtype), tuple(range(1, x.ndim))
         mesh = jax.typeof(x).sharding.mesh
-        # A sum over explicit mesh axes has to say how its result is: whole on every device.
+        # A sum over explicit mesh axes must state its result's sharding: replicated.
         out = NamedSharding(mesh, PartitionSpec(None, None)) if mesh.explicit_axes else None
         x, y, contracted = x.astype(dtype), y.astype(dtype), ((axes, axes), ((), ()))
         return jax.lax.dot_general(x, y, contracted, precision="highest", out_sharding=out)
 
-    return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, left, right)))
+    return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, xs, ys)))
 
 
 def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
-    r"""Each example's sum of terms, each over $\sqrt{T}$ of its output, ``(n,)``.
+    r"""Each example's sum of terms, each output's divided by its $\sqrt{T}$, ``(n,)``.
 
-    Their gradients have the Fisher as the sum of their squares.
+    The squares of the gradients of these sums add up to the Fisher.
     """
     sums = chunk.losses(outputs, targets)
-    parts = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
-    return functools.reduce(jnp.add, parts)
+    shares = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
+    return functools.reduce(jnp.add, shares)
 
 
 def _losses_of(chunk: Chunk) -> tuple[Callable[[Leaves], Array], int]:
@@ -213,7 +216,8 @@ def _losses_of(chunk: Chunk) -> tuple[Callable[[Leaves], Array], int]:
 def estimated_products(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$\frac{1}{NR} \sum_n \sum_c g_{nc} g_{nc}^\top v$ over the cotangents of an estimator.
 
-    The estimator runs on each example by itself, so that the chunk does not change what it draws.
+    The estimator runs on each example by itself, so that the size of chunks does not change its
+    samples.
     """
     objective = chunk.objective
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)

@@ -23,15 +23,16 @@ Leaves = dict[str, Array]
 
 
 class Solution(NamedTuple):
-    """What :func:`solve` returns.
+    """The result of :func:`solve`.
 
     Attributes:
         solution: A tree like the right-hand side.
-        num_steps: Steps taken; each is one product and one with the preconditioner.
-        residual_norm: Euclidean norm of ``rhs - (operator + damping) @ solution``, computed
-            afresh at the end.
-        converged: Whether that norm is at most twice the tolerance (the iteration stops by
-            its own recurrence, from which rounding makes the true residual drift).
+        num_steps: Steps taken; each takes one product with the operator and one with the
+            preconditioner.
+        residual_norm: Euclidean norm of ``rhs - (operator + damping) @ solution``, recomputed
+            at the end.
+        converged: Whether that norm is at most twice the tolerance. The iteration stops by its own
+            recurrence, and rounding makes the true residual drift from it.
     """
 
     solution: PyTree
@@ -58,7 +59,7 @@ def solve(
     ``jk.operators.kronecker(bases, power=-1.0, damping=damping)``.
 
     Args:
-        operator: Positive semi-definite; with ``damping`` positive definite on ``rhs``.
+        operator: A positive semi-definite operator; with ``damping``, positive definite on ``rhs``.
         rhs: $b$, a tree shaped like ``operator.like``. Leaves without a gradient pass
             unchanged.
         damping: $\delta \ge 0$, in the operator's units; may be traced.
@@ -68,15 +69,15 @@ def solve(
         max_steps: Largest number of steps, static.
 
     Returns:
-        A :class:`Solution`. Nothing is raised for a singular or indefinite operator, on which
-        the iteration may get nowhere: look at ``converged``.
+        A :class:`Solution`. Nothing is raised for a singular or indefinite operator, for which
+        the iteration may not converge: check ``converged``.
 
     Raises:
         ImportError: ``lineax`` is not installed.
         ValueError: a tree that does not fit the operator, or options out of range.
 
     Memory:
-        Six trees like ``rhs`` in at least float32, beside the products' own.
+        Six trees like ``rhs`` in at least float32, besides the memory of the products.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -95,16 +96,18 @@ def solve(
     at_least_one(max_steps=max_steps)
     check_number("damping", damping)
     damped = operator.damped(damping)
-    given = damped.check(rhs)
+    rhs_leaves = damped.check(rhs)
     if preconditioner is not None:
         preconditioner.check(rhs)
-    dtype = statistics_dtype(*(x.dtype for x in given.values()))
-    b = {path: x.astype(dtype) for path, x in given.items()}
+    dtype = statistics_dtype(*(x.dtype for x in rhs_leaves.values()))
+    b = {path: x.astype(dtype) for path, x in rhs_leaves.items()}
     x, steps = _iterate(damped, b, preconditioner, rtol, atol, max_steps=max_steps)
     applied = damped.product(x)
     residual = _norm({path: b[path] - applied[path].astype(dtype) for path in b})
     tolerance = jnp.maximum(rtol * _norm(b), jnp.asarray(atol, dtype))
-    solution = with_leaves(rhs, {path: x[path].astype(leaf.dtype) for path, leaf in given.items()})
+    solution = with_leaves(
+        rhs, {path: x[path].astype(leaf.dtype) for path, leaf in rhs_leaves.items()}
+    )
     return Solution(solution, steps, residual, residual <= 2 * tolerance)
 
 
@@ -120,13 +123,13 @@ def _iterate(
 ) -> tuple[Leaves, Array]:
     r"""``lineax.CG`` on a rescaled system: the solution and the number of steps.
 
-    It takes a direction $p$ for singular where $p^\top A p$ is below about $200 n \epsilon$
-    times the residual's norm, an absolute bound that curvature of a large model in float32
-    never meets; and it wants the step in $x$, as well as the residual, below the same
-    absolute tolerance. Neither means anything in the units of a loss. So the right-hand side
-    gets norm 1, the preconditioner makes its first inner product 1, and the operator's first
-    is $2^{60}$, far above the bound; the solution is then so small that the second condition
-    holds by itself. The factors are powers of two, so nothing is rounded.
+    ``lineax.CG`` treats a direction $p$ as singular if $p^\top A p$ is below about $200 n \epsilon$
+    times the residual's norm. That bound is absolute, and the curvature of a large model in float32
+    is always below it. It also wants the step in $x$ below the same absolute tolerance as the
+    residual. Neither makes sense in the units of a loss. So here the right-hand side has norm 1,
+    the preconditioner is scaled to make its first inner product 1, and the operator to make its
+    first $2^{60}$, far above the bound. The solution is then so small that the second condition
+    always holds. The factors are powers of two, so nothing is rounded.
     """
     lineax = load("lineax")
 
@@ -153,15 +156,15 @@ def _iterate(
     )
     tolerance = jnp.maximum(rtol * _norm(unit), atol / length)
     with full_precision():
-        found = lineax.linear_solve(
+        solution = lineax.linear_solve(
             matrix,
             unit,
             lineax.CG(rtol=0.0, atol=tolerance, norm=_norm, max_steps=max_steps),
             options={"preconditioner": inverse},
             throw=False,
         )
-    x = jax.tree.map(lambda v: v * stretch * length, found.value)
-    return x, jnp.asarray(found.stats["num_steps"])
+    x = jax.tree.map(lambda v: v * stretch * length, solution.value)
+    return x, jnp.asarray(solution.stats["num_steps"])
 
 
 def _dot(x: Leaves, y: Leaves) -> Array:
@@ -177,6 +180,6 @@ def _times(factor: Array, x: Leaves) -> Leaves:
 
 
 def _power_of_two(x: Array) -> Array:
-    """The power of two at or above half of ``abs(x)``; 1 for 0 and for what is not finite."""
+    """The power of two at or above half of ``abs(x)``; 1 if ``x`` is 0 or not finite."""
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(x), x, 1))
     return jnp.where(x == 0, 1, jnp.ldexp(jnp.ones((), x.dtype), exponent - 1))

@@ -1,4 +1,4 @@
-"""The outer eigenvalues of an operator, by Lanczos, with error bounds."""
+"""The outer eigenvalues of an operator by Lanczos, with error bounds."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxkfac.curvature.operators._operator import (
 )
 from jaxkfac.interception import fast_convolutions
 
-# ---------------- whether an operator is symmetric, which Lanczos takes for granted
+# ---------------- the check of symmetry
 
 
 @jax.jit
@@ -32,32 +32,32 @@ def asymmetry_of(operator: Operator, key: Key[Array, ""]) -> Array:
     r"""$|u^\top A v - v^\top A u|$ for random $u, v$, relative to the lengths of the products.
 
     Raises:
-        ValueError: it is above a third of the digits of the operator's coarsest dtype, or not
+        ValueError: it exceeds a third of the digits of the operator's coarsest dtype, or is not
             finite. Inside ``jit``, where it has no value yet, nothing is raised.
     """
     flat = flatten(operator)
     vectors = jax.random.normal(key, (2, flat.size), flat.dtype)
     (u, v), (au, av) = vectors, _products(operator, vectors)
     dot = functools.partial(jnp.vdot, precision="highest")
-    left, right = dot(u, av), dot(v, au)
+    uav, vau = dot(u, av), dot(v, au)
     lengths = length(au) + length(av)
-    asymmetry = jnp.abs(left - right) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
+    asymmetry = jnp.abs(uav - vau) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
     if isinstance(asymmetry, Tracer):
         return asymmetry
-    # Random rounding errors in A v show in u'A v as their length, whatever the dimension. A
+    # Rounding errors in A v are random, so u'A v shows their length whatever the dimension. A
     # softmax that is nearly certain loses digits in p (v - p'v): 8e-4 was seen in float32. An
     # operator that is not symmetric gives numbers of order one.
     if not float(asymmetry) <= coarsest_rounding(operator) ** (1 / 3):
         raise ValueError(
             "Lanczos needs a symmetric operator with finite products; for random u and v "
-            f"<u, A v> = {float(left):.6g} and <v, A u> = {float(right):.6g}, with "
+            f"<u, A v> = {float(uav):.6g} and <v, A u> = {float(vau):.6g}, with "
             f"|A u| + |A v| = {float(lengths):.6g}. Pass the symmetric part, or "
             "check_symmetric=False if this is rounding"
         )
     return asymmetry
 
 
-# ---------------- lanczos tridiagonalisation that survives breakdown
+# ---------------- Lanczos tridiagonalization that survives breakdown
 
 
 class Tridiagonal(NamedTuple):
@@ -69,7 +69,7 @@ class Tridiagonal(NamedTuple):
             of the starting vector, which sum to 1.
         vectors: Eigenvectors of $T$ in columns.
         basis: $Q^\top$, orthonormal rows ``(num_steps, n)``.
-        residual: Length $\beta$ of what is left of the Krylov space.
+        residual: Length $\beta$ of the residual, the part of $A Q$ outside the Krylov space.
     """
 
     values: Float[Array, " k"]
@@ -79,13 +79,13 @@ class Tridiagonal(NamedTuple):
     residual: Float[Array, ""]
 
 
-# In rounding units of the operator. With 1 the direction left over after reorthogonalisation is
-# itself mostly rounding, and in float32 its inner products with the basis reached 1e-5.
+# In rounding units of the operator. With 1, the direction that remains after reorthogonalization is
+# mostly rounding itself, and in float32 its inner products with the basis reached 1e-5.
 _NOISE = 16
 
 
 def rounding(values: Float[Array, " k"]) -> Float[Array, ""]:
-    """How far noise and rounding may have moved Ritz values: a bound in their units."""
+    """A bound on how far noise and rounding may have moved Ritz values, in their units."""
     steps = values.shape[-1]
     units = _NOISE * steps**0.5 + 10 * steps
     return units * jnp.finfo(values.dtype).eps * jnp.abs(values).max()
@@ -94,14 +94,14 @@ def rounding(values: Float[Array, " k"]) -> Float[Array, ""]:
 def tridiagonalise(
     matvec: Callable[[Array], Array], start: Float[Array, " n"], num_steps: int, key: Key[Array, ""]
 ) -> Tridiagonal:
-    r"""Lanczos with full reorthogonalisation, by ``matfree``.
+    r"""Lanczos with full reorthogonalization, by ``matfree``.
 
-    Where the Krylov space of ``start`` is exhausted before ``num_steps`` (an operator of low
-    rank, repeated eigenvalues, zero) the recurrence has nothing left to normalise, and
-    divides zero, or rounding noise, by its length. Textbooks restart from a random vector
-    orthogonal to the basis. Here every product gets a random vector of the length of a
-    few rounding errors added to it: harmless while there is something left, and the restart where
-    there is not, since reorthogonalisation removes all but the new direction. Thus repeated
+    If the Krylov space of ``start`` is exhausted before ``num_steps`` (an operator of low rank,
+    with repeated eigenvalues, or zero), the recurrence has no direction left to normalize, and
+    divides zero or rounding noise by its length. Textbooks restart from a random vector
+    orthogonal to the basis. Here a random vector, as long as a few rounding errors, is added to
+    every product. It is harmless while a direction remains. When none remains it is the restart,
+    because reorthogonalization removes all but the new direction. So repeated
     eigenvalues are found with their multiplicities, and the values are those of an operator
     that differs by :func:`rounding` at most.
 
@@ -118,17 +118,17 @@ def tridiagonalise(
     noise_length = _NOISE * jnp.finfo(start.dtype).eps
     unit = start / jnp.linalg.norm(start)
     scale = length(matvec(unit))
-    # In units in which the operator is of order one, so that its size cannot underflow.
+    # In units in which the operator is of order one, so that it cannot underflow.
     divisor = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones((), scale.dtype))
     probe = jax.random.normal(key, start.shape, start.dtype)
 
     def perturbed(vector: Array) -> Array:
-        # The algorithm shows no step number; the vector itself, new at each step, is the seed.
+        # The algorithm exposes no step number; the vector, new at each step, seeds the noise.
         seed = jax.lax.bitcast_convert_type(jnp.vdot(probe, vector).astype(jnp.float32), jnp.uint32)
         noise = jax.random.normal(jax.random.fold_in(key, seed), vector.shape, vector.dtype)
         return matvec(vector) / divisor + noise_length * noise / jnp.linalg.norm(noise)
 
-    # Nothing here is differentiated, and the custom rule would hold every product's residuals.
+    # Nothing here is differentiated, and the custom rule would store every product's residuals.
     lanczos = decomp.tridiag_sym(num_steps, reortho="full", custom_vjp=False)
     with full_precision():
         basis, matrix, residual, _ = lanczos(perturbed, unit)
@@ -143,7 +143,7 @@ def tridiagonalise(
     )
 
 
-# ---------------- the outer eigenvalues of an operator, with error bounds
+# ---------------- outer eigenvalues
 
 
 PyTree = Any
@@ -151,15 +151,15 @@ Which = Literal["magnitude", "largest", "smallest"]
 
 
 class OperatorSpectrum(NamedTuple):
-    r"""What :func:`jaxkfac.spectrum` returns.
+    r"""The result of :func:`jaxkfac.spectrum`.
 
     Attributes:
         eigenvalues: Ritz values, ``(num_eigenvalues,)``, in the order of ``which``.
-        error_bounds: Within this distance of each lies an eigenvalue of the operator.
+        error_bounds: An eigenvalue of the operator lies within this distance of each value.
         vectors: A tree like ``operator.like`` with a leading axis of ``num_eigenvalues``,
-            unit vectors; ``None`` unless asked for.
+            unit vectors; ``None`` unless requested.
         asymmetry: $|u^\top A v - v^\top A u|$ for random $u, v$, relative to the lengths of
-            the products; not a number without ``check_symmetric``.
+            the products; NaN without ``check_symmetric``.
     """
 
     eigenvalues: Float[Array, " k"]
@@ -178,24 +178,24 @@ def spectrum(
     vectors: bool = False,
     check_symmetric: bool = True,
 ) -> OperatorSpectrum:
-    r"""The outer eigenvalues of a symmetric operator, by Lanczos with reorthogonalisation.
+    r"""Compute the outer eigenvalues of a symmetric operator by Lanczos.
 
     After $k$ steps from a random vector, $A Q = Q T + \beta q e_k^\top$. For an eigenpair
-    $T s = \theta s$ the residual of $Qs$ is $\beta |s_k|$ long, so an eigenvalue of $A$ lies
-    within $\beta |s_k|$ of $\theta$. The bounds add the rounding of $k$ products.
+    $T s = \theta s$ the residual of $Qs$ has length $\beta |s_k|$, so an eigenvalue of $A$ lies
+    within $\beta |s_k|$ of $\theta$. The bounds include the rounding of $k$ products.
 
     Args:
         operator: A symmetric operator, definite or not.
-        num_eigenvalues: How many; at most the dimension are returned.
+        num_eigenvalues: How many to return, limited to the dimension.
         key: For the starting vector.
-        num_steps: $k$; by default four times ``num_eigenvalues`` and 20, at most the
-            dimension, at which every eigenvalue is exact to rounding. Large bounds ask for
-            more.
+        num_steps: $k$; by default four times ``num_eigenvalues`` plus 20, limited to the
+            dimension, at which every eigenvalue is exact to rounding. Large bounds call for
+            more steps.
         which: ``"magnitude"``: largest absolute value first; ``"largest"``: descending;
             ``"smallest"``: ascending.
         vectors: Whether to return the eigenvectors.
-        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, two products.
-            Lanczos on an operator that is not symmetric gives plausible nonsense.
+        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, at a cost of two
+            products. Lanczos on an operator that is not symmetric gives plausible nonsense.
 
     Returns:
         An :class:`OperatorSpectrum`.
@@ -204,11 +204,11 @@ def spectrum(
         ImportError: ``matfree`` is not installed.
         ValueError: the operator is not symmetric to a third of the digits of its coarsest dtype, or
             its products are not finite. Inside ``jit``, where values are not known, nothing
-            is raised: look at ``asymmetry``.
+            is raised; inspect ``asymmetry``.
 
     Memory:
-        ``num_steps`` vectors in at least float32, up to three times, beside the products'
-        own.
+        ``num_steps`` vectors in at least float32, up to three times, besides the memory of the
+        products.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -239,21 +239,21 @@ def spectrum(
     if check_symmetric:
         asymmetry = asymmetry_of(operator, symmetry_key)
     start = jax.random.normal(start_key, (flat.size,), flat.dtype)
-    found = _tridiagonalise(operator, start, restart_key, steps=steps)
+    krylov = _tridiagonalise(operator, start, restart_key, steps=steps)
     order = {
-        "magnitude": jnp.argsort(-jnp.abs(found.values)),
-        "largest": jnp.argsort(-found.values),
-        "smallest": jnp.argsort(found.values),
+        "magnitude": jnp.argsort(-jnp.abs(krylov.values)),
+        "largest": jnp.argsort(-krylov.values),
+        "smallest": jnp.argsort(krylov.values),
     }[which][:count]
-    bounds = found.residual * jnp.abs(found.vectors[-1]) + rounding(found.values)
+    bounds = krylov.residual * jnp.abs(krylov.vectors[-1]) + rounding(krylov.values)
     trees = None
     if vectors:
         with full_precision():
-            trees = jax.vmap(flat.unflatten)(found.vectors[:, order].T @ found.basis)
-    return OperatorSpectrum(found.values[order], bounds[order], trees, asymmetry)
+            trees = jax.vmap(flat.unflatten)(krylov.vectors[:, order].T @ krylov.basis)
+    return OperatorSpectrum(krylov.values[order], bounds[order], trees, asymmetry)
 
 
-# Compiled once for operators of one kind and shape, as along a training run.
+# Compiled once for operators of one kind and shape, for example over a training run.
 @functools.partial(jax.jit, static_argnames="steps")
 def _tridiagonalise(operator: Operator, start: Array, key: Array, *, steps: int) -> Tridiagonal:
     return tridiagonalise(flatten(operator).matvec, start, steps, key)
