@@ -302,7 +302,7 @@ class Layout:
 
     def groups(self, count: int) -> list[list[EigenBlock]]:
         """Groups of about equal work; blocks that share an entry are in the same group."""
-        joint: dict[Place, Place] = {}
+        joint: dict[Place, Place] = {}  # entry -> representative of the entries used together
         for block in self.blocks.values():
             places = [entry.place for entry in block.sources]
             joint_places = {joint.get(place, place) for place in places}

@@ -326,6 +326,9 @@ class Objective(LossTerms):
             jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in example_heads
         ]
         batch_heads = self.heads(self.tree(shapes), None, batch.mask)
+        # A cotangent of the example alone is s sqrt(w_m / (t_m t)) with t_m of its t terms in
+        # output m. Times sqrt((t_m / t) / (T_m / T)) it is s sqrt(w_m T / T_m) / t, so that t
+        # times it, squared and averaged over the batch's T terms, weighs s s^T by w_m / T_m.
         scaled = []
         for head, x, y in zip(
             example_heads, shares(example_heads), shares(batch_heads), strict=True

@@ -53,7 +53,7 @@ class Products(NamedTuple):
             side: The rows; those that do not exist are zero.
             exists: Which rows exist, with the axes of ``use.rows``: only these are drawn.
         """
-        num_drawn = self._kept(side.number)
+        num_drawn = self._number_drawn(side.number)
         if num_drawn == side.number:
             return side, None
         outside = [d for d in range(side.x.ndim) if d not in side.rows]
@@ -69,7 +69,7 @@ class Products(NamedTuple):
     def sampled_examples(self, rows: Float[Array, "*stack rows n"]) -> tuple[Array, Any]:
         """Like ``sampled``, for rows along the last axis but one."""
         number = rows.shape[-2]
-        num_drawn = self._kept(number)
+        num_drawn = self._number_drawn(number)
         if num_drawn == number:
             return rows, None
         index, times = draw_rows(self.key, number, num_drawn, None)

@@ -415,6 +415,7 @@ class Adaptation:
             None if number is None else jnp.asarray(number, dtype)
             for number in (numbers.rate, numbers.momentum)
         )
+        # A momentum fixed at 0 needs no product with the last update.
         alone = isinstance(numbers.momentum, float | int) and numbers.momentum == 0
         second, first = model.along(*((steps,) if alone else (steps, last)))
         # The step goes downhill: its sign is applied to coefficients, not to a tree.

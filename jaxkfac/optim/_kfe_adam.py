@@ -379,6 +379,7 @@ class Covariances:
                 tables["a_counts"][layer.input] = jnp.broadcast_to(came, layer.stack)
             if name in self.g and matrix is not None:
                 product = jnp.matmul(matrix.mT, matrix, precision=jax.lax.Precision.HIGHEST)
+                # G is read as a mean over ``terms``, but A over its own count, here 1.
                 tables["g_sums"][name] = terms * product
         merged = {}
         for table, new in tables.items():
