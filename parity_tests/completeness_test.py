@@ -17,7 +17,7 @@ def _public() -> dict[str, str]:
     """``{name: package}`` of every public name, the packages excused as a whole left out."""
     packages = ["jaxkfac"]
     for module in pkgutil.walk_packages(jaxkfac.__path__, "jaxkfac."):
-        if module.ispkg and "._" not in module.name:
+        if module.ispkg and "._" not in module.name and module.name != "jaxkfac.jobs":
             packages.append(module.name)
     excused = tuple(PACKAGES) + tuple(f"{package}." for package in PACKAGES)
     found: dict[str, str] = {}

@@ -3,10 +3,10 @@
 # A whole package, with what is below it.
 PACKAGES = {
     "jaxkfac.jobs.cli": "parses, calls and prints; what it prints comes from names that have cases",
-    "jaxkfac.data": "data, of which both sides get the same numbers through NumPy",
+    "jaxkfac.jobs.data": "data, of which both sides get the same numbers through NumPy",
     "jaxkfac.kinds": "parts of value_grad_and_factors, whose cases go through every kind",
     "jaxkfac.memory": "loads, places and measures arrays whose numbers stay as they are",
-    "jaxkfac.models": "models; the paired ones are written here on both sides",
+    "jaxkfac.jobs.models": "models; the paired ones are written here on both sides",
     "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",
     "jaxkfac.plot": "draws numbers that have cases",
     "jaxkfac.jobs.report": "shows numbers that others have computed",

@@ -44,6 +44,6 @@ def test_faces_count_within_their_split_alone():
 
 
 def test_a_damaged_file_is_refused(monkeypatch):
-    monkeypatch.setattr(few_shot._glyphs, "GLYPHS_SHA256", "another")
+    monkeypatch.setattr(few_shot._episodes, "GLYPHS_SHA256", "another")
     with pytest.raises(ValueError, match="damaged"):
         load_glyphs()
