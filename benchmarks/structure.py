@@ -11,12 +11,12 @@ jaxkfac that a call enters whose traces are cached, outside ``jit``.
 import argparse
 import ast
 import collections
+import functools
 import json
 import re
 import statistics
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -53,17 +53,18 @@ REASONED = ("interception", "kinds", "factors", "curvature")
 def house() -> dict[str, Any]:
     """How large the files are, and what they bind."""
     texts = {path: path.read_text() for path in _files()}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    lines = {path: _code_lines(text, trees[path]) for path, text in texts.items()}
+    trees = _trees()
+    code = {path: _code(text, trees[path]) for path, text in texts.items()}
+    lines = {path: len(numbers) for path, numbers in code.items()}
     chapters = [n for path, n in lines.items() if path.name != "__init__.py"]
     application = {path for path in texts if "jobs" in path.parts}
     names = [name for tree in trees.values() for name in _bound(tree)]
     reasoned = [path for path in texts if _room(path) in REASONED]
     comments = sum(len(re.findall(r"^ *# (?!-{16})|\S  # ", texts[p], re.M)) for p in reasoned)
     functions = [
-        (_function_lines(text, node), node.name)
-        for path, text in texts.items()
-        for node in ast.walk(trees[path])
+        (_length(node, code[path]), node.name)
+        for path, tree in trees.items()
+        for node in _walked(tree)
         if isinstance(node, ast.FunctionDef)
     ]
     parameters = [x for tree in trees.values() for x in _parameters(tree)]
@@ -96,27 +97,28 @@ def _sizes(paths: set[Path], texts: dict[Path, str]) -> str:
     return f"{sum(texts[path].count(chr(10)) for path in paths)} / {len(paths)}"
 
 
-def _code_lines(text: str, tree: ast.Module) -> int:
+def _code(text: str, tree: ast.Module) -> set[int]:
+    """Numbers of the code lines of a file."""
     documented = set()
-    for node in ast.walk(tree):
+    for node in _walked(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
         ):
             first = node.body[0]
             documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
-    return sum(
-        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
+    return {
+        number
         for number, line in enumerate(text.splitlines(), start=1)
-    )
+        if line.strip() and not line.strip().startswith("#") and number not in documented
+    }
 
 
-def _function_lines(text: str, node: ast.FunctionDef) -> int:
-    source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
-    return _code_lines(source, ast.parse(source))
+def _length(node: ast.FunctionDef, code: set[int]) -> int:
+    return len(code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _walked(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield name
@@ -125,7 +127,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module) -> Iterator[ast.arg]:
-    for node in ast.walk(tree):
+    for node in _walked(tree):
         if isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             yield from (x for x in arguments if x.arg not in ("self", "cls"))
@@ -195,7 +197,7 @@ def _most_complex() -> str:
 
 def sources() -> dict[str, Any]:
     """What the text of the library says."""
-    trees = {path: ast.parse(path.read_text()) for path in _files()}
+    trees = _trees()
     between = [module for path, tree in trees.items() for module in _imports(path, tree)]
     kinds = {path: found for path, tree in trees.items() if (found := _comparisons(tree))}
     names = collections.Counter(
@@ -216,13 +218,23 @@ def _files() -> Iterator[Path]:
             yield path
 
 
+@functools.cache
+def _trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in _files()}
+
+
+@functools.cache
+def _walked(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def _room(path: Path) -> str:
     return path.relative_to(LIBRARY).parts[0]
 
 
 def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
     """Modules of other rooms that a file imports from."""
-    for node in ast.walk(tree):
+    for node in _walked(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxkfac."):
             module = (node.module or "").removeprefix("jaxkfac.")
             first = module.split(".")[0]
@@ -245,11 +257,11 @@ def _comparisons(tree: ast.Module) -> int:
         return isinstance(node, ast.Constant) and node.value in KINDS
 
     compared = [
-        [node.left, *node.comparators] for node in ast.walk(tree) if isinstance(node, ast.Compare)
+        [node.left, *node.comparators] for node in _walked(tree) if isinstance(node, ast.Compare)
     ]
     matched = [
         [node.subject, *(p.value for c in node.cases for p in ast.walk(c.pattern) if _is_value(p))]
-        for node in ast.walk(tree)
+        for node in _walked(tree)
         if isinstance(node, ast.Match)
     ]
     return sum(any(map(is_kind, x)) and any(map(is_text, x)) for x in [*compared, *matched])
