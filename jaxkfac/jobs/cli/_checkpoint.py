@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import shutil
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
-from jaxkfac.jobs.cli._orbax_checkpoint import is_orbax_checkpoint, load_orbax_checkpoint
 from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.memory import whole_here
 
@@ -30,6 +28,7 @@ from jaxkfac.memory import whole_here
 
 _FORM = "jaxkfac.checkpoint"
 _KEPT = 2  # checkpoints of a run
+_ABOUT = ("config", "optimizer", "records", "position")
 
 
 class Checkpoint(NamedTuple):
@@ -105,18 +104,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
             "written, such as runs/digits or runs/digits/kfac/1320"
         )
     with _way_out_named(found):
-        if is_orbax_checkpoint(found):
-            leaves, about = load_orbax_checkpoint(found)
-        else:
-            with Archive(found, _FORM, "checkpoint") as stored:
-                leaves = {name: stored.read(name) for name in stored.names}
-                about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
-                about["position"] = stored.about.get("position")  # older versions wrote none
+        with Archive(found, _FORM, "checkpoint") as stored:
+            leaves = {name: stored.read(name) for name in stored.names}
+            about = {name: stored.about[name] for name in _ABOUT}
     return Checkpoint(leaves, step=int(found.name), **about)
 
 
 def stored_config(path: Path) -> dict[str, Any] | None:
-    """The config of the checkpoint that ``path`` means, or ``None``; arrays only of Orbax are read.
+    """The config of the checkpoint that ``path`` means, or ``None``; no arrays are read.
 
     Raises:
         DamagedFileError: it cannot be read.
@@ -124,11 +119,8 @@ def stored_config(path: Path) -> dict[str, Any] | None:
     found = find_checkpoint(path)
     if found is None:
         return None
-    with _way_out_named(found):
-        if is_orbax_checkpoint(found):
-            return load_orbax_checkpoint(found)[1]["config"]
-        with Archive(found, _FORM, "checkpoint", checked=False) as stored:
-            return stored.about["config"]
+    with _way_out_named(found), Archive(found, _FORM, "checkpoint", checked=False) as stored:
+        return stored.about["config"]
 
 
 @contextlib.contextmanager
@@ -156,7 +148,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.is_file() or is_orbax_checkpoint(path)
+    return path.is_file()
 
 
 def _way_out(damaged: Path) -> str:
@@ -231,8 +223,6 @@ def remove_checkpoints(folder: Path) -> None:
 def _remove(path: Path) -> None:
     if path.is_file():
         path.unlink()
-    elif is_orbax_checkpoint(path):
-        shutil.rmtree(path)
 
 
 # ---------------- checkpoints written while training goes on

@@ -104,7 +104,6 @@ def imported(where: str) -> Any:
 _EXTRA_OF = {
     "tyro": "cli",
     "rich": "cli",
-    "orbax": "cli",
     "matplotlib": "cli",
     "grain": "data",
     "pyarrow": "data",

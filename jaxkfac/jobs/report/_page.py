@@ -149,7 +149,7 @@ def terminal_table(
 def versions() -> dict[str, str]:
     """Versions of Python, of this library and of what decides its numbers."""
     found = {"python": platform.python_version()}
-    for name in ("jaxkfac", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint"):
+    for name in ("jaxkfac", "jax", "jaxlib", "flax", "optax", "numpy"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
