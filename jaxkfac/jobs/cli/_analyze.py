@@ -15,7 +15,7 @@ from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
 from jaxkfac.jobs.cli._loop import total_updates
-from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment, older
+from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.jobs.cli._train import factor_average
@@ -89,11 +89,10 @@ def experiment_from(config: dict[str, Any]) -> Experiment:
     known = {field.name for field in dataclasses.fields(Experiment)}
     if unknown := config.keys() - known:
         raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
-    split = {"split_seed": older(config)["split_seed"]}
     return Experiment(
         **{
             name: dataclasses.replace(getattr(default, name), **x) if isinstance(x, dict) else x
-            for name, x in (split | config).items()
+            for name, x in config.items()
         }
     )
 

@@ -5,10 +5,9 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -103,24 +102,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
             "written, such as runs/digits or runs/digits/kfac/1320"
         )
-    with _way_out_named(found):
-        with Archive(found, _FORM, "checkpoint") as stored:
-            leaves = {name: stored.read(name) for name in stored.names}
-            about = {name: stored.about[name] for name in _ABOUT}
+    with _way_out_named(found), Archive(found, _FORM, "checkpoint") as stored:
+        leaves = {name: stored.read(name) for name in stored.names}
+        about = {name: stored.about[name] for name in _ABOUT}
     return Checkpoint(leaves, step=int(found.name), **about)
-
-
-def stored_config(path: Path) -> dict[str, Any] | None:
-    """The config of the checkpoint that ``path`` means, or ``None``; no arrays are read.
-
-    Raises:
-        DamagedFileError: it cannot be read.
-    """
-    found = find_checkpoint(path)
-    if found is None:
-        return None
-    with _way_out_named(found), Archive(found, _FORM, "checkpoint", checked=False) as stored:
-        return stored.about["config"]
 
 
 @contextlib.contextmanager
@@ -324,8 +309,6 @@ def restore_state(
     params: PyTree,
     optimizer_state: PyTree,
     config: dict[str, Any],
-    *,
-    lacking: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PyTree, PyTree]:
     """The stored values in the structure of ``params`` and ``optimizer_state``.
 
@@ -336,7 +319,6 @@ def restore_state(
         params: Of the run.
         optimizer_state: Of the run.
         config: Of the run.
-        lacking: What options are where an older version wrote the checkpoint without them.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or configuration; every
@@ -346,7 +328,7 @@ def restore_state(
     expected = leaves_by_path(tree)
     ignored = OPTIMIZERS - {checkpoint.optimizer}  # their options are there, and count for nothing
     differences = [
-        *option_differences(_filled(checkpoint.config, lacking), config, ignored),
+        *option_differences(checkpoint.config, config, ignored),
         *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
     ]
     if differences:
@@ -379,15 +361,6 @@ def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Itera
         elif (leaf.shape, leaf.dtype) != (expected[path].shape, expected[path].dtype):
             was, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected[path]))
             yield f"{path}: {was} in the checkpoint, expected {want}"
-
-
-def _filled(stored: dict[str, Any], lacking: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {
-        name: _filled(stored.get(name, {}), value)
-        for name, value in lacking.items()
-        if isinstance(value, Mapping)
-    }
-    return {**lacking, **stored, **inner}
 
 
 def option_differences(

@@ -171,18 +171,6 @@ class Experiment:
         return self.batch_size * self.gradient_accumulation_steps
 
 
-def older(config: dict[str, Any]) -> dict[str, Any]:
-    """Options that checkpoints of earlier versions are without, as those versions had them.
-
-    Args:
-        config: The options of a checkpoint.
-    """
-    return {
-        "split_seed": config.get("seed", 0),
-        "kfac": {"quadratic": False, "adapt_damping": False},
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainArguments:
     """Train on real data with K-FAC, and the same model with AdamW beside it.

@@ -30,7 +30,7 @@ from jaxkfac.jobs.cli._checkpoint import (
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._loop import TrainState, total_updates, train, updates_per_epoch
-from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence, older
+from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import check_held_once, host_memory, phase, progress, time_left
@@ -152,9 +152,7 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
-        params, optimizer = restore_state(
-            stored, problem.shapes, template, config, lacking=older(stored.config)
-        )
+        params, optimizer = restore_state(stored, problem.shapes, template, config)
         return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
     params = problem.initial()
     return TrainState(params, tx.init(params), 0, RunRecords([], []))

@@ -22,7 +22,6 @@ from jaxkfac.jobs.cli.finetune._exam import compare_exams
 from jaxkfac.jobs.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._loggers import check_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState
-from jaxkfac.jobs.cli.finetune._older import as_begun
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.jobs.cli.finetune._plan import print_plan
 from jaxkfac.jobs.cli.finetune._problem import (
@@ -151,7 +150,6 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
             overwrite=arguments.overwrite,
             writes=processes.first,
         )
-        arguments = as_begun(arguments, folder)
         experiment = arguments.experiment
         devices = run_devices(
             arguments.devices,

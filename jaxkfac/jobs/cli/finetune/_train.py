@@ -25,12 +25,10 @@ from jaxkfac.jobs.cli._processes import RunProcesses
 from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.jobs.cli.finetune._older import OLDER
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.jobs.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,
-    micro_batches,
     options_of,
     total_updates,
 )
@@ -203,12 +201,8 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.adapters)
-        adapters, optimizer = restore_state(
-            stored, problem.adapters, template, config, lacking=OLDER
-        )
-        records, position = FinetuneRecords.from_plain(stored.records), stored.position
-        if position is None:  # of an older version, whose data were in memory
-            position = {"batch": micro_batches(experiment, problem, stored.step).start}
-        return TuneState(adapters, optimizer, stored.step, records, position)
+        adapters, optimizer = restore_state(stored, problem.adapters, template, config)
+        records = FinetuneRecords.from_plain(stored.records)
+        return TuneState(adapters, optimizer, stored.step, records, stored.position)
     adapters = problem.initial()
     return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())
