@@ -13,7 +13,7 @@ import numpy as np
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.files._whole import whole_file
 
-_VERSION = 2  # of version 1 the arrays have checksums, and the file as a whole has none
+_VERSION = 2
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _SEAL = "crc32 {:08x}"  # the comment of the zip file: the checksum of all bytes before it
@@ -120,7 +120,7 @@ class Archive:
         FileNotFoundError: there is no such file.
         DamagedFileError: a byte of it is not what was written; the array that it belongs to is
             named, if it does.
-        ValueError: it is another kind of file, or of a later version.
+        ValueError: it is another kind of file, or of another version.
     """
 
     def __init__(self, path: Path, form: str, what: str, *, checked: bool = True) -> None:
@@ -148,17 +148,15 @@ class Archive:
     def _check(self, form: str, what: str) -> None:
         try:
             self.about: dict[str, Any] = json.loads(self._archive.read(_MANIFEST))
-            found, self._version = self.about["format"], self.about["version"]
+            found = self.about["format"], self.about["version"]
         except Exception as error:
             raise DamagedFileError(
                 f"{self._path} has no readable {_MANIFEST}: it is no {what}, or damaged"
             ) from error
-        if found != form or self._version not in (1, _VERSION):
-            raise ValueError(
-                f"{self._path} is {(found, self._version)}, expected {(form, _VERSION)}"
-            )
+        if found != (form, _VERSION):
+            raise ValueError(f"{self._path} is {found}, expected {(form, _VERSION)}")
         self.names = list(self.about["arrays"])
-        if self._checked and self._version > 1 and self._archive.comment != self._seal():
+        if self._checked and self._archive.comment != self._seal():
             self._raise_damaged()
 
     def _seal(self) -> bytes:
@@ -207,8 +205,6 @@ class Archive:
                     chunk[:] = member.read(len(chunk))
                 if member.read(1):
                     raise ValueError("it is longer than the manifest says")
-            if self._version == 1:
-                found["crc"] = zlib.crc32(array.reshape(-1).view(np.uint8).data)
             if found["crc"] != expected["crc"]:
                 raise ValueError(f"its checksum is {found['crc']}, the manifest says {expected}")
         except MemoryError:

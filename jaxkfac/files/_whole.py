@@ -197,7 +197,7 @@ def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **wor
 
 
 def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
-    """The values of a file of :func:`write_json`, or of an older one without a checksum.
+    """The values of a file of :func:`write_json`.
 
     Args:
         path: The file.
@@ -211,13 +211,11 @@ def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()  # read_text would take one end of a line for another
         plain = dict(json.loads(text))
-        # A changed byte cannot take away both marks of a file that has a checksum.
-        if _FORM in plain or _CRC in plain:
-            said = plain.pop(_CRC, None)
-            if not is_sealed(text, _CRC, said):
-                raise ValueError(f"its checksum is not {said!r}")
-            if (found := plain.pop(_FORM)) != form:
-                raise ValueError(f"it is {found!r}, expected {form!r}")
+        said = plain.pop(_CRC, None)
+        if not is_sealed(text, _CRC, said):
+            raise ValueError(f"its checksum is not {said!r}")
+        if (found := plain.pop(_FORM)) != form:
+            raise ValueError(f"it is {found!r}, expected {form!r}")
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}): {remedy}") from error
     return plain

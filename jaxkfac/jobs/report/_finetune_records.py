@@ -75,8 +75,8 @@ class FinetuneRecords(NamedTuple):
         programs: How many programs were compiled for training, one for each row length.
         skipped: Micro-batches and updates left out because something was not finite.
         gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
-            where that is not finite. Runs of older versions lack those of their first updates.
-        learning_rates: Of as many updates, the last ones.
+            where that is not finite.
+        learning_rates: Of each update.
     """
 
     losses: Sequence[float] = ()
@@ -107,9 +107,8 @@ class FinetuneRecords(NamedTuple):
 
     @property
     def samples_per_second(self) -> float:
-        """Over all updates but those of versions that did not count; 0 before the first."""
-        seconds = self.seconds[len(self.seconds) - len(self.examples) :]
-        return sum(self.examples) / sum(seconds) if seconds else 0.0
+        """Over all updates; 0 before the first."""
+        return sum(self.examples) / sum(self.seconds) if self.seconds else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""

@@ -21,8 +21,8 @@ class EpochRecord(NamedTuple):
         train_accuracy: Likewise, in [0, 1].
         test_loss: Mean over the test set, nats.
         test_accuracy: In [0, 1].
-        validation_loss: Mean over the validation set, nats; ``None`` in older records.
-        validation_accuracy: In [0, 1]; likewise.
+        validation_loss: Mean over the validation set, nats.
+        validation_accuracy: In [0, 1].
     """
 
     step: int
@@ -32,8 +32,8 @@ class EpochRecord(NamedTuple):
     train_accuracy: float
     test_loss: float
     test_accuracy: float
-    validation_loss: float | None = None
-    validation_accuracy: float | None = None
+    validation_loss: float
+    validation_accuracy: float
 
 
 class RunRecords(NamedTuple):
@@ -45,8 +45,8 @@ class RunRecords(NamedTuple):
         compile_seconds: Spent compiling, over all sessions of the run.
         skipped: Micro-batches and updates left out because something was not finite.
         gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
-            where that is not finite. Runs of older versions lack those of their first updates.
-        learning_rates: Of as many updates, the last ones.
+            where that is not finite.
+        learning_rates: Of each update.
     """
 
     losses: list[float]
@@ -84,8 +84,7 @@ _UNITS = {"updates": ".0f", "seconds": ".1f"}
 
 def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
     """The first epoch after which the error on the validation set is at most ``error``."""
-    known = (epoch for epoch in run.epochs if epoch.validation_accuracy is not None)
-    return next((x for x in known if 1 - x.validation_accuracy <= error + 1e-9), None)
+    return next((x for x in run.epochs if 1 - x.validation_accuracy <= error + 1e-9), None)
 
 
 def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
@@ -281,8 +280,8 @@ def _lines(name: str, run: RunRecords, title: str, axis: str) -> list[Line]:
 def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
     lines = []
     for name, run in runs.items():
-        values, last = getattr(run, field), len(run.losses)
-        x = list(range(last - len(values) + 1, last + 1))
+        values = getattr(run, field)
+        x = list(range(1, len(values) + 1))
         color = name if name in OPTIMIZERS else "a"
         lines.append(Line(OPTIMIZERS.get(name, (name,))[0], x, values, color))
     return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis("", log=log))
