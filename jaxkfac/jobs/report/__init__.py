@@ -18,7 +18,6 @@ from jaxkfac.jobs.report._capacity import (
     model_table,
     only_in_one,
 )
-from jaxkfac.jobs.report._curves import curves_figure
 from jaxkfac.jobs.report._factor_figures import (
     conditions_figure,
     factor_figures,
@@ -84,7 +83,6 @@ __all__ = [
     "conditions_figure",
     "coverage_rows",
     "coverage_table",
-    "curves_figure",
     "depth_table",
     "exact_lines",
     "factor_figures",

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,9 +245,6 @@ class Folder:
                 found.counts[part] = stored.read("count")
         return found
 
-    def has_part(self, part: Part) -> bool:
-        return self._of_part(part).is_file()
-
     def save_sums(self, name: str, sums: StoredSums) -> None:
         """Write the sums of a pass that goes on."""
         about = {
@@ -290,10 +286,6 @@ class Folder:
         files = [x for name in _FOLDERS for x in (self.path / name).glob("*")]
         return sum(file.stat().st_size for file in files)
 
-    def drop_factors(self) -> None:
-        """Delete the factors."""
-        shutil.rmtree(self.path / "factors", ignore_errors=True)
-
     # ------------------------------------------------------------ eigenvalues
 
     def save_values(self, name: str, values: Mapping[str, np.ndarray]) -> None:
@@ -322,10 +314,6 @@ class Folder:
         path = self.path / "lanczos" / f"{number}"
         with Archive(path, _FORM, f"vector {number} of Lanczos") as stored:
             return stored.read("vector")
-
-    def drop_vectors(self) -> None:
-        """Delete them."""
-        shutil.rmtree(self.path / "lanczos", ignore_errors=True)
 
     def _write(self, path: Path, about: Any, arrays: Any, what: str) -> None:
         path.parent.mkdir(exist_ok=True)
