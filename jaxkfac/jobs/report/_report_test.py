@@ -16,7 +16,6 @@ from jaxkfac.jobs.report import (
     RunRecords,
     SpectrumRecord,
     coverage_rows,
-    coverage_table,
     factor_figures,
     race_record,
     race_sentence,
@@ -29,6 +28,7 @@ from jaxkfac.jobs.report import (
 )
 from jaxkfac.jobs.report._factor_figures import WORDS
 from jaxkfac.jobs.report._spectra import _of_side
+from jaxkfac.jobs.report._tables import coverage_table
 
 
 @pytest.fixture(scope="module")
