@@ -1,4 +1,4 @@
-"""Commands that only look: at a saved adapter, at known weights, at this machine."""
+"""Commands that only look: at a saved adapter, at the cached weights, at this machine."""
 
 import dataclasses
 import json
@@ -29,23 +29,23 @@ _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
 
 def run_adapter(arguments: AdapterArguments) -> None:
-    """Do what was asked for, which is to inspect."""
+    """Run the chosen action, which is always inspect."""
     run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
 
 
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
     """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
 
-    Files that do not have the checksums that they were written with are shown, with a warning.
+    Files whose checksums do not match are shown, with a warning.
 
     Args:
-        folder: Of the adapters.
-        name: Of the adapter.
+        folder: Folder of the adapters.
+        name: Name of the adapter.
         as_json: Print JSON instead of a table.
 
     Raises:
         FileNotFoundError: there is no such adapter.
-        ValueError: the files cannot be read, or are of something else than LoRA or LS-LoRA.
+        ValueError: the files cannot be read, or hold something other than LoRA or LS-LoRA.
     """
     record, modules, phi = _read(folder, name)
     found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
@@ -115,14 +115,14 @@ def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, titl
 class ModelsArguments:
     """Show the pretrained weights that are known, where they are kept and how large they are.
 
-    Nothing is downloaded: `jaxkfac.models.smollm2()` does that when it is first called.
+    The command downloads nothing: `jaxkfac.models.smollm2()` downloads when first called.
 
-    For example, with the weights in a folder of your own:
+    Example, with the weights in a folder of your own:
     `jaxkfac models --cache-dir weights`
     """
 
     cache_dir: Path | None = None
-    """Where weights are kept; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
+    """Folder of the weights; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
     json: bool = False
     """Print JSON instead of a table."""
     debug: bool = False
@@ -130,7 +130,7 @@ class ModelsArguments:
 
 
 def run_models(arguments: ModelsArguments) -> None:
-    """Print what is known."""
+    """Print the table of pretrained weights, or JSON."""
     from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
 
     rows = [_row(known, arguments.cache_dir) for known in KNOWN]
@@ -180,11 +180,10 @@ def _row(known: Any, cache_dir: Path | None) -> dict[str, Any]:
 class DoctorArguments:
     """Show devices, allocator, precision, attention, memory, threads and versions.
 
-    Each line says how it is and what to change; `!` marks what will go wrong as it is. Only
-    the settings are read, and nothing is changed. docs/troubleshooting.md says what to do when
-    memory runs out.
+    Each line shows a setting and what to change; `!` marks a problem. The command reads the
+    settings and changes nothing. docs/troubleshooting.md says what to do when memory runs out.
 
-    For example, before a training whose bits are to be compared:
+    Example, before a training run whose bits are to be compared:
     `OPENBLAS_NUM_THREADS=1 jaxkfac doctor`
     """
 
@@ -195,7 +194,7 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: DoctorArguments) -> None:
-    """Print the findings."""
+    """Print the findings, or JSON."""
     from jaxkfac.jobs.report import terminal_table, versions
     from jaxkfac.memory import TROUBLESHOOTING_PAGE
 
