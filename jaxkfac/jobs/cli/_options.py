@@ -1,5 +1,4 @@
-"""Options of the commands `train`, `analyze` and `adapter`. Imports nothing slow, for quick
-help."""
+"""Options of `train`, `analyze` and `adapter`. Imports nothing slow, for quick help."""
 
 import dataclasses
 from pathlib import Path
@@ -179,15 +178,15 @@ class TrainArguments:
     """Train on real data with K-FAC, and the same model with AdamW beside it.
 
     Both optimizers see the same examples in the same order. The output folder receives
-    Both optimizers see the same examples in the same order. The output folder receives
     report.html (curves, spectra, coverage), metrics.json and a checkpoint of each run.
     Ctrl-C finishes the current epoch and saves it; --resume then gives the same result as an
     uninterrupted run. A second Ctrl-C stops at once and keeps the last checkpoint.
-    Both are timed to 3 % error on the validation images. Choose settings by these, too, and not
+
     The report compares the time to 3 % error on the validation images. Choose settings by the
     validation images, not by the test images.
-    For example, K-FAC alone with more damping, and K-FAC that adapts itself, over three seeds:
+
     Examples: K-FAC alone with more damping, and adaptive K-FAC over three seeds:
+    `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
     `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1
     --kfac.weight-decay 1e-3 --seeds 3`
     """
