@@ -50,8 +50,7 @@ from jaxkfac.jobs.report import (
 )
 from jaxkfac.optim import KfacState
 
-# ---------------- one optimizer of `jaxkfac train`, from its checkpoint or from the start to the
-# end
+# ---------------- one optimizer, from its checkpoint or the start to the end
 
 
 def train_one(
@@ -60,14 +59,14 @@ def train_one(
     arguments: TrainArguments,
     devices: RunDevices = ONE_DEVICE,
 ) -> TrainState:
-    """One optimizer from its checkpoint, or from the start, to the end.
+    """Train with one optimizer from its checkpoint, or from the start, to the end.
 
-    A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
-    goes on. A second one leaves no state behind: then the last checkpoint counts.
+    Ctrl-C waits for the current epoch and writes a checkpoint of it before it takes effect. A
+    second Ctrl-C leaves no state; the last checkpoint then counts.
 
     Raises:
         HeldTwiceError: parameters or optimizer state are in memory twice.
-        OSError: a checkpoint could not be written; raised when the next epoch ends, or here.
+        OSError: a checkpoint could not be written; raised at the end of the next epoch, or here.
     """
     experiment, folder = arguments.experiment, arguments.output / name
     processes = devices.processes
@@ -140,7 +139,7 @@ def _train_to_the_end(
             if whole and processes.stop_together:
                 save(latest[0])
             else:
-                writer.wait()  # the last one may be under way
+                writer.wait()  # a checkpoint may still be being written
                 say_nothing_saved(folder)
             raise
 
@@ -148,7 +147,7 @@ def _train_to_the_end(
 def _start(
     problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
 ) -> TrainState:
-    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
+    """The state from the checkpoint in ``folder``, or a new one without a checkpoint."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
@@ -158,16 +157,16 @@ def _start(
     return TrainState(params, tx.init(params), 0, RunRecords([], []))
 
 
-# ----------------
+# ---------------- the command
 
 
 PyTree = Any
 
 
 def run_train(arguments: TrainArguments) -> None:
-    """Train, write what the run has to show, and print the summary.
+    """Train, write the results, and print the summary.
 
-    Several seeds are so many runs, each in a folder of its own, and a page about all of them.
+    With several seeds, each run has its own folder, and one more page summarizes all of them.
     """
     if arguments.seeds < 1:
         raise ValueError(f"seeds must be at least 1, not {arguments.seeds}")
@@ -294,7 +293,7 @@ def spectra_of(
 
 
 def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: bool) -> list[Path]:
-    """The folders of the checkpoints."""
+    """Check the options; return the folders of the checkpoints."""
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
     folders = [arguments.output / name for name in names]

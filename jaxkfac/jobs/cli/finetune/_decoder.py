@@ -1,4 +1,4 @@
-"""Runs of a decoder: records of text, multiple choice."""
+"""Fine-tuning of a decoder: records of text, multiple-choice questions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ from jaxkfac.jobs.data.text import (
 from jaxkfac.jobs.models import Tokens, decoder_shapes, load_decoder
 from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
 
-_SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
+_SYSTEM = "Answer in a word."  # shorter than the default of SmolLM2's template
 _EMBEDDED_QUESTIONS = 40
 
 
@@ -97,7 +97,7 @@ class DecoderFamily(Family):
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         context, tokenizer = pretrained.config.longest, pretrained.tokenizer
-        if experiment.data == "elements":  # short, whatever the model is
+        if experiment.data == "elements":  # its records are short, whatever the model is
             longest = min(experiment.max_length, context)
         elif experiment.max_length > context:
             raise ValueError(
@@ -127,7 +127,7 @@ class DecoderFamily(Family):
                 seed=experiment.seed,
                 **options,
             )
-            train.first()  # what is wrong with it shows at once
+            train.first()  # reports errors in the data at once
         else:
             encoded = encoded_of(text.train)
             train = _batches(experiment, encoded, pad_id, longest)

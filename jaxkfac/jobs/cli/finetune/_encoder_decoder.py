@@ -1,4 +1,4 @@
-"""Runs of an encoder-decoder: pairs of texts."""
+"""Fine-tuning of an encoder-decoder: pairs of texts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ _FLAN_T5_XL = EncoderDecoderConfig(
     head_size=64, eos_ids=(1,), dropout=0.1, **_SHAPES,
 )  # fmt: skip
 ENCODER_DECODERS = {"t5-bytes": _BYTES, "flan-t5-xl": _FLAN_T5_XL}
-"""Models of this kind that have a name here."""
+"""Encoder-decoders that can be named instead of a folder."""
 
 
 class EncoderDecoderFamily(Family):
@@ -128,7 +128,7 @@ class EncoderDecoderFamily(Family):
                 window=experiment.shuffle_window,
                 **chosen,
             )
-            train.first()  # what is wrong with it shows at once
+            train.first()  # reports errors in the data at once
         else:
             encoded = encoded_of(text.train)
             train = PairBatches.padded(
@@ -138,7 +138,7 @@ class EncoderDecoderFamily(Family):
             held = encoded_of(text.validation).examples
             size = min(experiment.batch_size, len(held))
             validation = PairBatches.padded(held, batch_size=size, **ends)
-            known = text.train  # of files, the pairs of the first window
+            known = text.train  # for files, the pairs of the first window
             if isinstance(known, FileRows):
                 known = known.peek(experiment.shuffle_window)
             examples = (encoded or encoded_of(known)).examples
@@ -149,7 +149,7 @@ class EncoderDecoderFamily(Family):
     def sources(
         self, experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]
     ) -> list[list[int]]:
-        """Ids of the sources, cut as those that are learnt from."""
+        """Ids of the sources, cut like those that are trained on."""
         return [e.source.tolist() for e in _encoded(experiment, tokenizer, pairs).examples]
 
     def rows(self, experiment: Finetuning, batches: Any) -> Any:
@@ -168,7 +168,7 @@ class EncoderDecoderFamily(Family):
         return Pairs(source, source_mask, decoder_inputs), targets, mask
 
     def exist(self, batch: Any) -> jax.Array:
-        return batch[2]  # of the target; of the source the model says it itself
+        return batch[2]  # for the target; the model derives the source's from its mask
 
     def dropout(self, experiment: Finetuning, config: EncoderDecoderConfig) -> float | int:
         return config.dropout if experiment.dropout is None else experiment.dropout
@@ -196,7 +196,7 @@ def _encoded(experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]) -> E
 
 
 def _untrained(experiment: Finetuning) -> Pretrained:
-    """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
+    """A small encoder-decoder over bytes, with random parameters from the run's seed."""
     rate = _BYTES.dropout if experiment.dropout is None else experiment.dropout
     rngs = nnx.Rngs(experiment.seed)
     model = EncoderDecoder(_BYTES, dropout=rate, remat=experiment.remat, rngs=rngs)
@@ -206,7 +206,7 @@ def _untrained(experiment: Finetuning) -> Pretrained:
 
 
 def _check(experiment: Finetuning) -> None:
-    """Refuse options of decoders."""
+    """Refuse options that only decoders have."""
     wrong = {
         "--questions are multiple choice": experiment.questions not in (None, "0"),
         "--attention cudnn has no relative positions": experiment.attention != "xla",

@@ -1,4 +1,4 @@
-"""Examinations: validation loss, what a family of models is asked, and the nonlinearity."""
+"""Evaluations: validation loss, questions or generated targets, and the nonlinearity."""
 
 import abc
 import functools
@@ -17,11 +17,11 @@ from jaxkfac.jobs.report import ExamRecord, FourierRecord, SampleRecord
 
 
 class Examiner(abc.ABC):
-    """Asks the model the same things at several updates; its programs are compiled once.
+    """Evaluates the model in the same way at several updates; compiles its programs once.
 
     Attributes:
-        problem: What is trained.
-        arguments: What was asked for.
+        problem: The problem that is trained.
+        arguments: Arguments of the command.
     """
 
     def __init__(self, problem: Any, arguments: Any) -> None:
@@ -47,26 +47,26 @@ class Examiner(abc.ABC):
 
     @abc.abstractmethod
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """What is measured, or ``None`` if there is nothing to ask."""
+        """Measure loss and answers; ``None`` if there is nothing to evaluate."""
 
     @abc.abstractmethod
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Answers to the first prompts that fit."""
+        """Answers to the first prompts that fit the context."""
 
     def nonlinearity(self, adapters: Any) -> Any:
-        """Numbers of every slice's nonlinearity, on the device, or ``None`` where there is none."""
+        """Measurements of every slice's nonlinearity, on the device; ``None`` for plain LoRA."""
         if self._probe is None:
             return None
         settled = self.problem.devices.processes.settled
         return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
 
     def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
-        """Of every target of a batch on the host."""
+        """Log-likelihoods of every target of a batch, on the host."""
         given = self.problem.devices.whole(self.problem.family.batch(batch))
         return np.asarray(self._each_token(self.problem.params, adapters, given))
 
     def loss(self, adapters: Any) -> float | None:
-        """Mean over the learnt tokens of the validation text, nats."""
+        """Mean loss over the learned tokens of the validation text, nats."""
         if self.problem.validation is None:
             return None
         batches = list(self.problem.validation.in_order())
@@ -75,7 +75,7 @@ class Examiner(abc.ABC):
 
 
 def fourier_record(step: int, found: Any) -> FourierRecord:
-    """The record of what :meth:`Examiner.nonlinearity` has found, once it is on the host."""
+    """The record of a result of :meth:`Examiner.nonlinearity` that is on the host."""
     layers = {}
     for name, diagnosis in found.items():
         values = diagnosis._asdict()
@@ -87,14 +87,14 @@ def fourier_record(step: int, found: Any) -> FourierRecord:
     return FourierRecord(step, layers)
 
 
-# ---------------- what an encoder-decoder is asked: the targets of pairs
+# ---------------- evaluation of an encoder-decoder: generated targets
 
 
 class PairExaminer(Examiner):
-    """Asks an encoder-decoder."""
+    """Evaluates an encoder-decoder."""
 
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """Validation loss, and how near generated targets are to those of the first pairs."""
+        """Validation loss, and scores of the targets generated for the first pairs."""
         if self.problem.validation is None:
             return None
         asked, scores = self.problem.text.validation[: self.arguments.generate], None
@@ -106,7 +106,7 @@ class PairExaminer(Examiner):
         return ExamRecord(step, self.loss(adapters), {}, {}, scores)
 
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Targets of the first sources, of those to validate with where there are any."""
+        """Generated targets of the first distinct sources, of the validation pairs if any."""
         text, first = self.problem.text, dict[str, Pair]()
         for pair in text.validation or text.train:
             if len(first) == count:
@@ -117,7 +117,7 @@ class PairExaminer(Examiner):
         return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]
 
     def _answers(self, adapters: Any, pairs: Sequence[Pair]) -> list[str]:
-        """The targets that the model gives, as many sources at a time as a batch has rows."""
+        """Generate targets, with as many sources at a time as a batch has rows."""
         arguments, problem = self.arguments, self.problem
         experiment, tokenizer = arguments.experiment, problem.tokenizer
         pretrained, called = problem.weights(adapters)
@@ -127,7 +127,7 @@ class PairExaminer(Examiner):
             sources = encoded[start : start + size]
             found = generate_targets(
                 pretrained,
-                sources + sources[:1] * (size - len(sources)),  # one program for all of them
+                sources + sources[:1] * (size - len(sources)),  # one shape, so one program
                 max_new_tokens=arguments.sample_tokens or experiment.max_target_length,
                 num_beams=arguments.num_beams,
                 **called,
@@ -136,22 +136,22 @@ class PairExaminer(Examiner):
         return answers
 
 
-# ---------------- what a decoder is asked: multiple choice, and prompts to go on from
+# ---------------- evaluation of a decoder: multiple choice and sample answers
 
 
 _SAMPLE_TOKENS = 12
 
 
 class DecoderExaminer(Examiner):
-    """Asks a decoder."""
+    """Evaluates a decoder."""
 
     @property
     def context(self) -> int:
-        """Most tokens that the model reads."""
+        """Largest number of tokens that the model reads."""
         return self.problem.pretrained.config.longest
 
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """Validation loss and accuracies."""
+        """Validation loss, and accuracy of the multiple-choice questions."""
         problem = self.problem
         if problem.validation is None and not problem.text.questions:
             return None
@@ -176,7 +176,7 @@ class DecoderExaminer(Examiner):
         return ExamRecord(step, loss, accuracy, correct)
 
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Greedy answers to the first prompts: of the questions, or else of the records."""
+        """Greedy answers to the first prompts: questions if there are any, else records."""
         problem, tokens = self.problem, self.arguments.sample_tokens or _SAMPLE_TOKENS
         prompts = _prompts(problem, count, room=self.context - tokens)
         if not prompts:
@@ -191,7 +191,7 @@ class DecoderExaminer(Examiner):
 
 
 def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
-    """``{variant: {"gained", "lost", "p_value"}}`` of the same questions at two updates."""
+    """``{variant: {"gained", "lost", "p_value"}}``, comparing two updates question by question."""
     return {
         variant: compare(np.array(first.correct[variant]), np.array(right))._asdict()
         for variant, right in last.correct.items()
@@ -199,7 +199,7 @@ def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
 
 
 def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int]]]:
-    """``(words, ids)`` of prompts of at most ``room`` tokens."""
+    """``(text, ids)`` of prompts of at most ``room`` tokens."""
     text, tokenizer = problem.text, problem.tokenizer
     if text.questions:
         first = [{"role": "system", "content": text.system}] if text.system else []
@@ -214,7 +214,7 @@ def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int
 
 
 def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
-    """A record up to the first answer; ``None`` for text without a prompt."""
+    """A record up to its first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
         return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
     turns = [turn.to_plain() for turn in record.messages]

@@ -1,8 +1,8 @@
-"""The loop of a fine-tuning run: update by update, each a pure function of the state.
+"""The training loop of a fine-tuning run, update by update.
 
-An update reads the batches behind the position of the one before, so a run that was stopped and
-resumed gives the same bits as one that was not. Its numbers stay on the device until those of many
-updates are read at once.
+Each update is a pure function of the state and reads the batches that follow the previous update's
+position in the data. A run that was stopped and resumed therefore gives the same bits as an
+uninterrupted one. Losses stay on the device until those of many updates are read at once.
 """
 
 import functools
@@ -43,19 +43,19 @@ from jaxkfac.jobs.report import FinetuneRecords
 
 
 PyTree = Any
-_LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
+_LABELS, _DROPOUT = 0, 1  # folded into the run's key, so that labels and dropout get other bits
 
 
 class PreparedStep(NamedTuple):
-    """A micro-batch on the device, and what of it the host counts.
+    """A micro-batch on the device, with the counts that the host needs.
 
     Attributes:
-        number: Of the micro-batch in the run.
-        position: In the data, behind it.
+        number: Number of the micro-batch in the run.
+        position: Position in the data after it.
         batch: ``(inputs, targets, mask)``.
-        tokens: That are read, without padding.
-        learnt: Of them in the loss.
-        examples: In all rows.
+        tokens: Tokens read, without padding.
+        learnt: Tokens in the loss.
+        examples: Examples in all rows.
     """
 
     number: int
@@ -69,13 +69,13 @@ class PreparedStep(NamedTuple):
 def prepare(
     problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
 ) -> PreparedStep:
-    """Build the next micro-batch and send it; does not wait until it has arrived.
+    """Build the next micro-batch and start its transfer, without waiting for it.
 
     Raises:
-        ValueError: it has ids that the model has not.
+        ValueError: the batch has ids that the model does not have.
     """
     batch, position = next(batches)
-    if isinstance(problem.train, BatchStream):  # others are checked when they are made
+    if isinstance(problem.train, BatchStream):  # batches in memory were checked when built
         check_ids(batch.largest_id, problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
     arrays = problem.family.batch(batch, np.asarray)
@@ -83,14 +83,14 @@ def prepare(
 
 
 class MicroResult(NamedTuple):
-    """After a micro-batch.
+    """State and numbers after a micro-batch.
 
     Attributes:
-        adapters: Changed by the last micro-batch of an update only.
-        optimizer: State.
-        numbers: Loss (mean over the learnt tokens, before), the regulariser times its weight,
-            before, what the optimizer has skipped so far, and the norm of the gradient, the
-            regulariser's included.
+        adapters: The adapters; only the last micro-batch of an update changes them.
+        optimizer: The optimizer state.
+        numbers: Loss before the update (mean over the learned tokens), weighted regularizer before
+            the update, number of skips so far, and norm of the gradient including the
+            regularizer's.
     """
 
     adapters: PyTree
@@ -99,24 +99,24 @@ class MicroResult(NamedTuple):
 
 
 def empty_history(rows: int) -> jax.Array:
-    """Room for the numbers of ``rows`` micro-batches."""
+    """Zeros for the numbers of ``rows`` micro-batches."""
     return jnp.zeros((rows, 4))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write(history: jax.Array, numbers: jax.Array, row: jax.Array) -> jax.Array:
-    """One more row; not in the step, whose bits the size of the history would change."""
+    """Write one row; kept out of the step because the history's size would change its bits."""
     return history.at[row].set(numbers.astype(history.dtype))
 
 
 class MicroStep:
-    """``step(adapters, optimizer, given)``, compiled for each shape of a batch.
+    """Callable ``step(adapters, optimizer, given)``, compiled once for each shape of a batch.
 
-    The first two are donated: what comes back lies in their memory.
+    The step donates its first two arguments and returns its results in their memory.
 
     Attributes:
-        compile_seconds: Spent so far.
-        programs: Compiled so far.
+        compile_seconds: Seconds spent compiling so far.
+        programs: Number of programs compiled so far.
     """
 
     def __init__(
@@ -132,18 +132,18 @@ class MicroStep:
         self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
     def __call__(self, adapters: PyTree, optimizer: PyTree, given: PreparedStep) -> MicroResult:
-        """Take a micro-batch into account."""
+        """Process one micro-batch."""
         number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, given.batch, number)
         return self._devices.processes.settled(self.program(*arguments)(*arguments))
 
     def program(self, *arguments: Any) -> Any:
-        """The compiled program of these arguments: of parameters, then those of a call."""
+        """The compiled program for these arguments: the parameters, then those of a call."""
         shape = tuple(x.shape for x in jax.tree.leaves(arguments[3]))
         if shape not in self._compiled:
-            jax.block_until_ready(arguments)  # what is under way is no part of the compilation
+            jax.block_until_ready(arguments)  # keeps earlier work out of the compile time
             started = time.perf_counter()
-            # A trace that is broken off can take the process down when it ends.
+            # Interrupting a trace can crash the process when it exits.
             with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
                 lowered = self._run.lower(*arguments)
                 self._compiled[shape] = self._devices.processes.compiled(lowered)
@@ -196,18 +196,18 @@ def _micro_step(
     return micro_step
 
 
-# ----------------
+# ---------------- a run, update by update
 
 
 class TuneState(NamedTuple):
-    """What one update hands to the next.
+    """State of a run between updates.
 
     Attributes:
-        adapters: Trained so far.
-        optimizer: State.
-        step: Updates made.
-        records: They only grow, whenever numbers are read.
-        position: In the data, where the next update begins; ``None`` is the beginning.
+        adapters: The adapters trained so far.
+        optimizer: The optimizer state.
+        step: Number of updates made.
+        records: Records of the run; they grow whenever numbers are read.
+        position: Position in the data of the next update; ``None`` is the beginning.
     """
 
     adapters: PyTree
@@ -218,12 +218,12 @@ class TuneState(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """An update whose numbers are on the device.
+    """An update whose numbers are still on the device.
 
     Attributes:
-        given: Its micro-batches' counts.
-        numbers: Of its last micro-batch: they are there when the update has ended.
-        look: What was asked about the adapters after it, or ``None``.
+        given: The update's micro-batches, without their arrays.
+        numbers: Numbers of its last micro-batch; ready when the update has ended.
+        look: Result of ``look`` on the adapters after the update, or ``None``.
     """
 
     given: list[PreparedStep]
@@ -232,15 +232,15 @@ class _Unread(NamedTuple):
 
 
 class Tuning:
-    """A run of updates between readings.
+    """Runs updates and reads their numbers from time to time.
 
-    The state is donated to every micro-batch, so there is one of it: the newest. The next batch
-    is built and sent while the device works, and the host runs no more than one update ahead of
-    it, so that it need not wait longer than that when it is stopped.
+    Every micro-batch donates the state, so only the newest exists. The host builds and sends the
+    next batch while the device works, and runs at most one update ahead, so a stop never waits
+    longer than one update.
 
     Attributes:
-        state: After the last update; its records go as far as the last reading.
-        seconds: Of each update of this session that has ended, without compilation.
+        state: State after the last update; its records end at the last read.
+        seconds: Seconds of each finished update of this session, without compilation.
     """
 
     def __init__(
@@ -254,17 +254,17 @@ class Tuning:
         unread: int,
         look: Callable[[int, PyTree], Any],
     ) -> None:
-        """Begin at ``state``.
+        """Start at ``state``.
 
         Args:
-            experiment: What was asked for.
-            problem: What is trained.
+            experiment: Options of the run.
+            problem: The problem to train.
             tx: The optimizer.
-            state: Where the run begins; its arrays are donated.
-            total: Updates of the run.
-            unread: Most updates between two readings.
-            look: ``look(step, adapters)`` after each update; what it returns, but ``None``, is
-                read with the losses and becomes a ``FourierRecord``.
+            state: The initial state; its arrays are donated.
+            total: Number of updates of the run.
+            unread: Largest number of updates between two reads.
+            look: ``look(step, adapters)``, called after each update; a result other than ``None``
+                is read together with the losses and becomes a ``FourierRecord``.
         """
         self.state = state
         self.seconds: list[float] = []
@@ -283,7 +283,7 @@ class Tuning:
 
     @property
     def whole(self) -> bool:
-        """Whether the state is there, and all of its records or their numbers with it."""
+        """Whether the state exists, with all its records or the numbers they are made from."""
         state = self.state
         counted = len(state.records.losses) + len(self._unread) == state.step
         return counted and is_whole(state.adapters, state.optimizer)
@@ -313,7 +313,7 @@ class Tuning:
         self._wait(ahead=1)
 
     def read(self) -> None:
-        """Add the numbers of all updates since the last reading to the records, at once.
+        """Read the numbers of all updates since the last read and add them to the records.
 
         Raises:
             NonFiniteLossError: naming the first update whose loss was not finite.
@@ -363,7 +363,7 @@ class Tuning:
         return prepare(self._problem, number, self._batches)
 
     def _wait(self, *, ahead: int) -> None:
-        """Until all but the newest ``ahead`` updates have ended; waiting reads nothing."""
+        """Wait for all but the newest ``ahead`` updates to end, without reading anything."""
         read = self.state.step - self._first - len(self._unread)
         for update in self._unread[len(self.seconds) - read : len(self._unread) - ahead]:
             jax.block_until_ready(update.numbers)
