@@ -1,4 +1,4 @@
-"""What an analysis keeps on disk: sums of factors, eigenvalues, and what it was asked for."""
+"""Files of an analysis: sums of factors, eigenvalues, Lanczos vectors, and its options."""
 
 import dataclasses
 import json
@@ -14,11 +14,10 @@ from jaxkfac.files import PARTIAL, Archive, read_json, write_archive, write_json
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import packed_shape, unpack
 
-# ---------------- what is gathered, stored and decomposed by itself: arrays of factors, and groups
-# of layers
+# ---------------- units of storage: parts of the factors, and groups of layers
 
 
-TABLES = ("a_sums", "g_sums", "diagonals")  # of Factors
+TABLES = ("a_sums", "g_sums", "diagonals")  # attributes of Factors
 
 
 class Part(NamedTuple):
@@ -27,7 +26,7 @@ class Part(NamedTuple):
     Attributes:
         table: Attribute of ``Factors``.
         key: Key in it.
-        block: Index along the leading stacked axis, ``None`` where there is none.
+        block: Index along the leading stacked axis; ``None`` without such an axis.
     """
 
     table: str
@@ -40,10 +39,10 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers that are decomposed together: they share an input, or are one parameter.
+    """Layers that are decomposed together, because they share an input or a parameter.
 
     Attributes:
-        layers: As they are in the model.
+        layers: The layers, with all their stacked axes.
         blocks: Indices of the leading stacked axis; ``(None,)`` without one.
     """
 
@@ -51,16 +50,16 @@ class Group(NamedTuple):
     blocks: tuple[int | None, ...]
 
     def name(self, block: int | None) -> str:
-        """What it is called in ``--decompose``."""
+        """Name of a block in messages and files."""
         return self.layers[0].name + ("" if block is None else f"[{block}]")
 
     def names(self, block: int | None) -> list[str]:
-        """By which ``--decompose`` may ask for a block."""
+        """All names by which ``--decompose`` may select a block."""
         own = [layer.name for layer in self.layers]
         return own + ([] if block is None else [f"{name}[{block}]" for name in own])
 
     def parts(self, block: int | None) -> Iterator[Part]:
-        """The arrays of a block, each once."""
+        """The arrays of a block, without repetition."""
         found: dict[Part, None] = {}
         for layer in self.layers:
             if layer.is_diagonal:
@@ -71,14 +70,14 @@ class Group(NamedTuple):
         yield from found
 
     def of_block(self, block: int | None) -> tuple[Layer, ...]:
-        """The layers as they are in one block, with its number in their names."""
+        """The layers restricted to one block, with its number in their names."""
         if block is None:
             return self.layers
         return tuple(_one_block(layer, block) for layer in self.layers)
 
 
 def groups_of(layers: Sequence[Layer]) -> list[Group]:
-    """Every layer in one group, in the order of the layers."""
+    """Put every layer into one group; keeps the order of the layers."""
     parents = {layer.name: layer.name for layer in layers}
 
     def root(name: str) -> str:
@@ -116,7 +115,7 @@ def _one_block(layer: Layer, block: int) -> Layer:
 
 
 def _matrix(matrix: ParameterMatrix, block: int) -> ParameterMatrix:
-    """The slice of a parameter at an index of its first stacked axis."""
+    """The slice of a parameter at one index of its first stacked axis."""
     (axis, *stack), atoms = matrix.stack, list(matrix.atoms)
     del atoms[axis]
 
@@ -129,7 +128,7 @@ def _matrix(matrix: ParameterMatrix, block: int) -> ParameterMatrix:
     )
 
 
-# ----------------
+# ---------------- the folder
 
 
 _FORM = "jaxkfac-analysis"
@@ -137,16 +136,16 @@ _FOLDERS = ("factors", "spectra", "lanczos")
 
 
 class StoredSums:
-    """Sums and counts of some parts, triangles folded.
+    """Sums and counts of some parts, with symmetric matrices folded to a triangle.
 
     Attributes:
-        arrays: ``{part: sum}``; of a matrix its folded triangle, with leading axes for those of
-            the stack that remain.
-        counts: ``{part: rows}`` of inputs.
-        sizes: ``{part: n}`` of matrices.
-        terms: Loss terms behind all of them.
-        loss: Sum of the loss over them.
-        batches: How many batches are in them.
+        arrays: ``{part: sum}``; a matrix is stored as its folded triangle, behind the stacked axes
+            that remain.
+        counts: ``{part: rows}``, the number of rows of inputs.
+        sizes: ``{part: n}`` for matrices.
+        terms: Number of loss terms behind all parts.
+        loss: Sum of the loss over these terms.
+        batches: Number of batches added.
     """
 
     def __init__(self) -> None:
@@ -161,7 +160,7 @@ class StoredSums:
         return sum(array.nbytes for array in self.arrays.values())
 
     def whole(self, part: Part) -> np.ndarray:
-        """A sum as :class:`~jaxkfac.Factors` has it."""
+        """A sum in the form that :class:`~jaxkfac.Factors` has."""
         array = self.arrays[part]
         if part not in self.sizes:
             return array
@@ -182,13 +181,13 @@ class Folder:
         return self.path / "analysis.json"
 
     def begin(self, asked: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
-        """Note what is asked for; what a run that goes on was begun with.
+        """Check the options against the folder; return those the analysis was begun with.
 
         Raises:
             CheckpointMismatchError: the folder holds another analysis.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for partial in self.path.rglob(f".*{PARTIAL}"):  # of a run that was killed
+        for partial in self.path.rglob(f".*{PARTIAL}"):  # left by a killed run
             partial.unlink()
         asked = json.loads(json.dumps(asked))
         if resume and self._asked.is_file():
@@ -205,19 +204,19 @@ class Folder:
         return asked
 
     def note(self, known: Mapping[str, Any]) -> None:
-        """Write what the run was begun with."""
+        """Write the options that the run was begun with."""
         self.write("analysis.json", known)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Plain values of a file.
+        """The plain values in a file.
 
         Raises:
-            DamagedFileError: a byte is not what was written.
+            DamagedFileError: the file is damaged.
         """
         return read_json(self.path / name, _FORM, "start again with --overwrite")
 
     def write(self, name: str, plain: Mapping[str, Any]) -> None:
-        """Plain values, whole or not at all."""
+        """Write plain values to a file, atomically."""
         write_json(self.path / name, _FORM, plain, f"{name} of the analysis")
 
     def has(self, name: str) -> bool:
@@ -234,7 +233,7 @@ class Folder:
         self._write(self._of_part(part), about, arrays, f"the factor {part}")
 
     def load_part(self, part: Part) -> StoredSums:
-        """Read it."""
+        """Read one part."""
         found = StoredSums()
         with Archive(self._of_part(part), _FORM, f"factor {part}") as stored:
             found.terms = stored.about["terms"]
@@ -246,7 +245,7 @@ class Folder:
         return found
 
     def save_sums(self, name: str, sums: StoredSums) -> None:
-        """Write the sums of a pass that goes on."""
+        """Write the sums of an unfinished pass."""
         about = {
             "parts": [list(part) for part in sums.arrays],
             "counted": [list(part) for part in sums.counts],
@@ -262,7 +261,7 @@ class Folder:
         self._write(self.path / "factors" / name, about, arrays, "the sums of a pass")
 
     def load_sums(self, name: str) -> StoredSums:
-        """Read them; none of a pass that has not begun."""
+        """Read the sums of a pass; empty for a pass that has not begun."""
         path, found = self.path / "factors" / name, StoredSums()
         if not path.exists():
             return found
@@ -282,7 +281,7 @@ class Folder:
 
     @property
     def nbytes(self) -> int:
-        """Of the factors, eigenvalues and vectors in it."""
+        """Bytes of the factors, eigenvalues and vectors in the folder."""
         files = [x for name in _FOLDERS for x in (self.path / name).glob("*")]
         return sum(file.stat().st_size for file in files)
 
@@ -294,7 +293,7 @@ class Folder:
         self._write(path, {}, list(values.items()), f"the eigenvalues of {name}")
 
     def load_values(self, name: str) -> dict[str, np.ndarray]:
-        """Read them."""
+        """Read the eigenvalues of a block of a group."""
         path = self.path / "spectra" / _file_name(name)
         with Archive(path, _FORM, f"eigenvalues of {name}") as stored:
             return {key: stored.read(key) for key in stored.names}
@@ -305,12 +304,12 @@ class Folder:
     # ------------------------------------------------------------ vectors
 
     def save_vector(self, number: int, vector: np.ndarray) -> None:
-        """Write a vector of Lanczos."""
+        """Write one Lanczos vector."""
         path = self.path / "lanczos" / f"{number}"
         self._write(path, {}, [("vector", vector)], f"vector {number} of Lanczos")
 
     def load_vector(self, number: int) -> np.ndarray:
-        """Read it."""
+        """Read one Lanczos vector."""
         path = self.path / "lanczos" / f"{number}"
         with Archive(path, _FORM, f"vector {number} of Lanczos") as stored:
             return stored.read("vector")
@@ -326,7 +325,7 @@ class Folder:
         return self.path / "factors" / _file_name(name)
 
     def results(self) -> Iterator[Path]:
-        """Files that say what has been found."""
+        """Files that hold options or results."""
         names = ("analysis.json", "metrics.json", "report.html")
         return (self.path / name for name in names if (self.path / name).exists())
 

@@ -1,4 +1,4 @@
-"""`jaxkfac analyze` of a pretrained model: plan, run the stages, and write what was found."""
+"""`jaxkfac analyze` for a pretrained model: plan, run the stages, and write the results."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ _OTHER = "compared"
 
 
 def run_analysis(arguments: AnalyzeArguments) -> None:
-    """Analyze a pretrained model; or print the plan."""
+    """Analyze a pretrained model, or print the plan."""
     _check(arguments)
     give_blocks_back()
     console = Console(stderr=arguments.json)
@@ -50,7 +50,7 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
         plans: list[ModelMemory] = []
         first: Prepared | None = None
         for number, (model, path) in enumerate(models.items()):
-            # of its own: stages of the same names would be taken for those of the first
+            # Separate tracking: stages of the same names would be merged with the first model's.
             own = contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
             with own as own_stages:
                 with contextlib.nullcontext() if found else nothing_begun():
@@ -59,7 +59,7 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
                     console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
                     if arguments.plan:
                         continue
-                    if arguments.overwrite and not found:  # texts, model and options were checked
+                    if arguments.overwrite and not found:  # texts, model and options are valid
                         _remove(arguments.output)
                 found.append(run_stages(ready, arguments))
             peaks = _peaks(own_stages)
@@ -110,26 +110,26 @@ def _check(arguments: AnalyzeArguments) -> None:
 
 
 def _remove(output: Path) -> None:
-    """Delete what an analysis has written, and nothing else."""
+    """Delete the files that an analysis has written, and nothing else."""
     if not (output / "analysis.json").exists():
         return
     (output / "report.html").unlink(missing_ok=True)
     for path in (output / _OTHER, output):
         for name in ("factors", "spectra", "lanczos"):
             shutil.rmtree(path / name, ignore_errors=True)
-        for name in ("gathered", "exact", "metrics", "analysis"):  # while that is there, so is all
+        for name in ("gathered", "exact", "metrics", "analysis"):  # analysis.json marks the rest
             (path / f"{name}.json").unlink(missing_ok=True)
 
 
 def _clean(arguments: AnalyzeArguments, path: Path, *, whole: bool) -> None:
-    """Let go of what can be computed again, once all of it has been used."""
+    """Delete what can be computed again, after its last use."""
     shutil.rmtree(path / "lanczos", ignore_errors=True)
     if whole and not arguments.keep_factors:
         shutil.rmtree(path / "factors", ignore_errors=True)
 
 
 def _peaks(stages: jk.memory.Stage) -> dict[str, int]:
-    """Most bytes of main memory of each stage of one model."""
+    """Peak bytes of main memory in each stage of one model."""
     known = ((stage.name, stage.resident_peak) for stage in stages.stages)
     return {name: peak.nbytes for name, peak in known if peak is not None}
 

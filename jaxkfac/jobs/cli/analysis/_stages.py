@@ -1,4 +1,4 @@
-"""The stages of one model's analysis, in their order."""
+"""The stages of one model's analysis, in order."""
 
 import contextlib
 import ctypes
@@ -51,16 +51,16 @@ _BYTES = 1 << 20
 
 
 def give_blocks_back() -> None:
-    """Have glibc return every freed block of a mebibyte and more to the system.
+    """Make glibc return every freed block of a mebibyte or more to the system.
 
-    It learns to keep ever larger ones, up to 32 MiB, and a peak would be that of all stages
-    together. Elsewhere nothing is done.
+    By default it learns to keep ever larger blocks, up to 32 MiB, and the peak would be that of all
+    stages together. Does nothing on other systems.
     """
     _call("mallopt", _MMAP_THRESHOLD, _BYTES)
 
 
 def give_heap_back() -> None:
-    """Have glibc return what is free in its heap: compiling leaves a gigabyte of small blocks."""
+    """Make glibc return the free part of its heap; compiling leaves a gigabyte of small blocks."""
     gc.collect()
     _call("malloc_trim", 0)
 
@@ -72,28 +72,28 @@ def _call(name: str, *arguments: int) -> None:
             function(*arguments)
 
 
-# ----------------
+# ---------------- the stages
 
 
 _MAX_CONDITION = 1e6
-_BLOCK = 1 << 20  # bytes of a file that are read at once
-# Of a run that goes on: what is there already is right for these too.
+_BLOCK = 1 << 20  # bytes of a file to read at once
+# Options that may change on --resume, because existing results stay valid.
 _MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
 
 
 class Prepared(NamedTuple):
-    """A model that is ready to be loaded and analyzed.
+    """A model that is planned and ready to be loaded.
 
     Attributes:
-        what: Which.
-        texts: In its tokens.
-        analysis: Its programs and passes.
-        chosen: What is decomposed.
-        folder: Where everything is kept.
-        known: What it says of the analysis.
-        rows: The plan of its memory.
-        disk: Bytes of the disk.
-        coverage: Which parameters factors cover.
+        what: The model.
+        texts: The texts in its tokens.
+        analysis: Programs and passes.
+        chosen: The blocks to decompose.
+        folder: Folder of all files.
+        known: The options that the analysis was begun with.
+        rows: Plan of the memory.
+        disk: Bytes needed on disk.
+        coverage: Which parameters the factors cover.
     """
 
     what: Analyzed
@@ -108,12 +108,12 @@ class Prepared(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the analysis of one model has found.
+    """Results of the analysis of one model.
 
     Attributes:
-        bases: Without vectors.
-        loss: Nats a token.
-        exact: Of the exact Fisher, if it was asked for.
+        bases: Eigenvalues without eigenvectors.
+        loss: Mean loss, nats a token.
+        exact: Spectrum of the exact Fisher, if requested.
     """
 
     bases: jk.Eigenbases
@@ -122,18 +122,18 @@ class Found(NamedTuple):
 
 
 def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool = True) -> Prepared:
-    """Read the texts, compile the programs, and plan; nothing of the model is loaded.
+    """Read the texts, compile the programs, and plan; loads no parameters.
 
     Args:
-        arguments: What was asked for.
-        model: Which of them, the one that is analyzed or the one that it is compared with.
-        path: Where everything of it is kept.
-        exact: Whether its exact Fisher is looked at, as it was asked for.
+        arguments: Arguments of the command.
+        model: The analyzed model or the one to compare with.
+        path: Folder for its files.
+        exact: Whether to include the exact Fisher, where the options request it.
 
     Raises:
-        FileNotFoundError: there are no weights.
+        FileNotFoundError: the model has no weights.
         ValueError: the options do not go with the model, or the budget is too small.
-        OSError: the disk has no room.
+        OSError: the disk has too little room.
     """
     options = arguments.model if exact else dataclasses.replace(arguments.model, lanczos=0)
     what = analyzed(model, options)
@@ -179,7 +179,7 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
 
 
 def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
-    """Note what is asked for, load, gather, Lanczos, decompose; what is done already is read."""
+    """Load, gather, run Lanczos and decompose; results that exist are read instead."""
     folder, analysis, options = ready.folder, ready.analysis, ready.analysis.options
     folder.note(ready.known)
     params: Any = None
@@ -224,7 +224,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
 
 
 def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | None:
-    """What Lanczos has found, if it was asked for the same."""
+    """The stored result of Lanczos, if it was run with the same options."""
     if not folder.has("exact.json"):
         return None
     known = folder.read("exact.json")
@@ -264,7 +264,7 @@ def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], 
 
 
 def _weights(model: str) -> list[list[Any]]:
-    """Names and CRC-32 of the files, by which other weights in the same place are noticed."""
+    """Names and CRC-32 of the weight files, to detect other weights in the same place."""
     path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
     files = [path] * path.is_file()
     if path.is_dir():

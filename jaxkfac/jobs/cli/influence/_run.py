@@ -1,4 +1,4 @@
-"""`jaxkfac influence`: factors, bases, queries, scores, and a report of the texts that say most."""
+"""`jaxkfac influence`: factors, bases, queries, scores, and a report of the extreme texts."""
 
 import io
 import json
@@ -35,7 +35,7 @@ from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influen
 
 
 def run_influence(arguments: InfluenceArguments) -> None:
-    """Score, write everything, and print the tables."""
+    """Score, write the results, and print the tables."""
     arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
@@ -72,9 +72,9 @@ def _stages(arguments: InfluenceArguments) -> Stages:
 
 
 def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
-    """The bases, of this run or of another; with ``--overwrite`` what is replaced goes.
+    """The bases, computed in this run or taken from another; ``--overwrite`` deletes old files.
 
-    That is not before all has been checked: the layers for new bases, or the bases that are given.
+    It deletes them only after all checks: of the layers for new bases, or of the bases given.
 
     Raises:
         FileNotFoundError: ``--bases`` holds none.
@@ -98,23 +98,23 @@ def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
 
 
 def _scoring(arguments: InfluenceArguments) -> Scoring:
-    """The model and the texts.
+    """Load the model and read the texts.
 
     Raises:
-        ValueError: the folder holds no model that can be scored, or a text is none.
+        ValueError: the folder holds no model that can be scored, or a text is invalid.
     """
     like = Finetuning(
         model=arguments.model,
         max_length=arguments.max_length,
         max_target_length=arguments.max_target_length,
         dtype=arguments.dtype,
-        dropout=0.0,  # the key of sampled labels drops nothing
+        dropout=0.0,  # the key is for sampled labels alone
     )
     if arguments.model in ("t5-bytes", "flan-t5-xl"):
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
-    for path in (arguments.train, arguments.queries):  # before the model takes its time
+    for path in (arguments.train, arguments.queries):  # checked before the slow loading
         if not path.is_file():
             raise FileNotFoundError(f"no file of texts at {path}")
     family, pretrained = family_of(like), load_model(like)
@@ -147,7 +147,7 @@ def _save(path: Path, scores: np.ndarray) -> None:
 
 
 def _records(scoring: Scoring, held: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
-    """For each query the texts that say most, with their tokens."""
+    """For each query, its most helpful and most harmful texts, with scores of their tokens."""
     texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
     order = np.argsort(-scores, 1, kind="stable")
     best, worst = order[:, :number], order[:, ::-1][:, :number]
