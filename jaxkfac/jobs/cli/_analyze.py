@@ -35,17 +35,17 @@ from jaxkfac.jobs.report import (
     versions,
 )
 
-# ---------------- a checkpoint brought back to life: its problem, parameters and factor averages
+# ---------------- restoring a checkpoint: problem, parameters and factor averages
 
 
 PyTree = Any
 
 
 class Restored(NamedTuple):
-    """What an analysis starts from.
+    """The starting point of an analysis.
 
     Attributes:
-        experiment: What the run was asked to do.
+        experiment: Options of the run.
         problem: Data, model and objective.
         params: Parameters at the checkpoint.
         factors: The running average of the factors.
@@ -63,10 +63,10 @@ class Restored(NamedTuple):
 
 
 def restore(checkpoint: Checkpoint) -> Restored:
-    """Rebuild what a K-FAC checkpoint was written from, and put its values there.
+    """Rebuild the problem of a K-FAC checkpoint, with the stored values.
 
     Raises:
-        ValueError: the checkpoint holds no factors, or no update has been made yet.
+        ValueError: the checkpoint holds no factors, or is from before the first update.
     """
     if checkpoint.optimizer != "kfac":
         raise ValueError(
@@ -84,7 +84,7 @@ def restore(checkpoint: Checkpoint) -> Restored:
 
 
 def experiment_from(config: dict[str, Any]) -> Experiment:
-    """The experiment that :func:`as_config` has written down."""
+    """The experiment from a config written by :func:`as_config`."""
     default = Experiment()
     known = {field.name for field in dataclasses.fields(Experiment)}
     if unknown := config.keys() - known:
@@ -97,15 +97,14 @@ def experiment_from(config: dict[str, Any]) -> Experiment:
     )
 
 
-# ---------------- capacity of a checkpoint: of its factor averages, over batches, against another
-# one
+# ---------------- capacity of a checkpoint
 
 
 def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> CapacityReport:
-    """The metrics, with intervals and a comparison if they are asked for.
+    """The metrics, with intervals and a comparison if requested.
 
-    All are measured with the same number of examples, by default that of the training data
-    of the analyzed checkpoint, and the same damping.
+    All use the same number of examples, by default that of the analyzed checkpoint's training data,
+    and the same damping.
     """
     examples = arguments.num_examples
     if examples is None:
@@ -132,9 +131,9 @@ def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> Capacity
 
 
 def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
-    """Factors of the parameters on as many equal batches of the held-out examples.
+    """Factors of the parameters on each of ``batches`` equal batches of the held-out examples.
 
-    Shuffled, without repetition; what does not fill a batch is left out.
+    Examples are shuffled, without repetition; those that do not fill a batch are left out.
 
     Raises:
         ValueError: there are fewer examples than batches.
@@ -151,11 +150,11 @@ def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
         yield statistics(restored.params, batch, key=jax.random.fold_in(key, i))[2]
 
 
-# ----------------
+# ---------------- the command
 
 
 def run_analyze(arguments: AnalyzeArguments) -> None:
-    """Decompose, print the tables or JSON, and write the page and figures asked for."""
+    """Decompose, print the tables or JSON, and write the requested page and figures."""
     if arguments.is_pretrained:
         from jaxkfac.jobs.cli.analysis._run import run_analysis
 
@@ -203,7 +202,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
 
 
 def _check_options(arguments: AnalyzeArguments) -> None:
-    """Refuse options of a pretrained model, whose kind a mistyped path has lost."""
+    """Refuse options for pretrained models; a mistyped path looks like a checkpoint."""
     default = AnalyzeArguments(arguments.checkpoint)
     for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
         if getattr(arguments, name) != getattr(default, name):
