@@ -110,7 +110,6 @@ class Archive:
         path: The file.
         form: What kind of file is expected.
         what: The same in words, for errors.
-        checked: Whether every byte is read and compared now, or the arrays when they are read.
 
     Attributes:
         about: What was given to :func:`write_archive`.
@@ -123,8 +122,8 @@ class Archive:
         ValueError: it is another kind of file, or of another version.
     """
 
-    def __init__(self, path: Path, form: str, what: str, *, checked: bool = True) -> None:
-        self._path, self._checked = path, checked
+    def __init__(self, path: Path, form: str, what: str) -> None:
+        self._path = path
         if not path.exists():
             raise FileNotFoundError(f"no {what} at {path}")
         if path.is_dir():
@@ -156,7 +155,7 @@ class Archive:
         if found != (form, _VERSION):
             raise ValueError(f"{self._path} is {found}, expected {(form, _VERSION)}")
         self.names = list(self.about["arrays"])
-        if self._checked and self._archive.comment != self._seal():
+        if self._archive.comment != self._seal():
             self._raise_damaged()
 
     def _seal(self) -> bytes:

@@ -86,8 +86,8 @@ def restore(checkpoint: Checkpoint) -> Restored:
 def experiment_from(config: dict[str, Any]) -> Experiment:
     """The experiment from a config written by :func:`as_config`."""
     default = Experiment()
-    known = {field.name for field in dataclasses.fields(Experiment)}
-    if unknown := config.keys() - known:
+    option_names = {field.name for field in dataclasses.fields(Experiment)}
+    if unknown := config.keys() - option_names:
         raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
     return Experiment(
         **{
@@ -116,15 +116,17 @@ def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> Capacity
 
     report = CapacityReport(measure(restored, restored.factors))
     if arguments.batches:
-        each = [measure(restored, factors) for factors in held_out(restored, arguments.batches)]
+        batch_metrics = [
+            measure(restored, factors) for factors in held_out(restored, arguments.batches)
+        ]
         size = len(restored.problem.test.labels) // arguments.batches
-        words = f"{arguments.batches} batches of {size} held-out examples"
-        report = report._replace(interval=jk.capacity_interval(each), batches=words)
+        description = f"{arguments.batches} batches of {size} held-out examples"
+        report = report._replace(interval=jk.capacity_interval(batch_metrics), batches=description)
     if arguments.compare is not None:
         checkpoint = load_checkpoint(arguments.compare)
-        other = restore(checkpoint)
+        reference = restore(checkpoint)
         report = report._replace(
-            comparison=jk.compare_capacity(measure(other, other.factors), report.metrics),
+            comparison=jk.compare_capacity(measure(reference, reference.factors), report.metrics),
             before=f"update {checkpoint.step}",
         )
     return report
@@ -182,8 +184,8 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
                 file.write(svg)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
-        found = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
-        print(json.dumps(found, allow_nan=False))
+        result = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
+        print(json.dumps(result, allow_nan=False))
         return
     console = Console()
     console.print(spectra_table(spectra))
@@ -206,10 +208,12 @@ def _check_options(arguments: AnalyzeArguments) -> None:
     default = AnalyzeArguments(arguments.checkpoint)
     for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
         if getattr(arguments, name) != getattr(default, name):
-            words = "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            named_options = (
+                "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            )
             raise ValueError(
-                f"{words} are for a pretrained model, and {arguments.checkpoint} is none: expected "
-                "a folder with config.json, a .gguf file or smollm2"
+                f"{named_options} are for a pretrained model, and {arguments.checkpoint} is none: "
+                "expected a folder with config.json, a .gguf file or smollm2"
             )
 
 

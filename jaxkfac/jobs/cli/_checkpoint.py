@@ -25,7 +25,7 @@ from jaxkfac.memory import whole_here
 
 
 _FORM = "jaxkfac.checkpoint"
-_KEPT = 2  # checkpoints to keep for each run
+_CHECKPOINTS_TO_KEEP = 2  # checkpoints to keep for each run
 _ABOUT = ("config", "optimizer", "records", "position")
 
 
@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 if last is None
                 else f"that of update {last.name} counts: make room and continue with --resume",
             )
-        for old in _steps(folder)[:-_KEPT]:
+        for old in _steps(folder)[:-_CHECKPOINTS_TO_KEEP]:
             _remove(old)
     return target
 
@@ -92,26 +92,28 @@ def load_checkpoint(path: Path) -> Checkpoint:
         DamagedFileError: the file is damaged; the message names the array, and an intact checkpoint
             beside it.
     """
-    found = find_checkpoint(path)
-    if found is None:
-        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
-        content = "does not exist" if held is None else f"holds {', '.join(held) or 'nothing'}"
+    newest = find_checkpoint(path)
+    if newest is None:
+        entries = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
+        content = (
+            "does not exist" if entries is None else f"holds {', '.join(entries) or 'nothing'}"
+        )
         raise FileNotFoundError(
             f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
             "written, such as runs/digits or runs/digits/kfac/1320"
         )
-    with _way_out_named(found), Archive(found, _FORM, "checkpoint") as stored:
+    with _advice_added(newest), Archive(newest, _FORM, "checkpoint") as stored:
         leaves = {name: stored.read(name) for name in stored.names}
         about = {name: stored.about[name] for name in _ABOUT}
-    return Checkpoint(leaves, step=int(found.name), **about)
+    return Checkpoint(leaves, step=int(newest.name), **about)
 
 
 @contextlib.contextmanager
-def _way_out_named(found: Path) -> Iterator[None]:
+def _advice_added(damaged: Path) -> Iterator[None]:
     try:
         yield
     except DamagedFileError as error:
-        raise DamagedFileError(f"{error}; {_way_out(found)}") from error
+        raise DamagedFileError(f"{error}; {_advice(damaged)}") from error
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -121,25 +123,27 @@ def find_checkpoint(path: Path) -> Path | None:
     if steps := _steps(path):
         return steps[-1]
     below = (path / name for name in ("kfac", "adamw"))
-    return next((found for p in below if p.is_dir() and (found := find_checkpoint(p))), None)
+    return next(
+        (checkpoint for p in below if p.is_dir() and (checkpoint := find_checkpoint(p))), None
+    )
 
 
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, including other entries whose name is a number."""
-    found = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
-    return found if any(map(_is_checkpoint, found)) else []
+    numbered = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return numbered if any(map(_is_checkpoint, numbered)) else []
 
 
 def _is_checkpoint(path: Path) -> bool:
     return path.is_file()
 
 
-def _way_out(damaged: Path) -> str:
+def _advice(damaged: Path) -> str:
     """How to continue without this checkpoint."""
-    others = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
-    if not others:
+    intact = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
+    if not intact:
         return "no other checkpoint beside it is known to be whole: start again with --overwrite"
-    older = [p for p in others if int(p.name) < int(damaged.name)] or others
+    older = [p for p in intact if int(p.name) < int(damaged.name)] or intact
     return (
         f"{older[-1]} is whole: to continue from update {older[-1].name}, delete {damaged} and "
         "run again with --resume"
@@ -156,8 +160,8 @@ def _is_whole_file(path: Path) -> bool:
 
 def say_nothing_saved(folder: Path) -> None:
     """Report on standard error which checkpoint counts after a state was lost."""
-    found = find_checkpoint(folder)
-    last = "there is none" if found is None else f"it is from update {found.name}"
+    newest = find_checkpoint(folder)
+    last = "there is none" if newest is None else f"it is from update {newest.name}"
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
@@ -180,16 +184,18 @@ def check_output(
         NotADirectoryError: ``output`` is a file, or lies below one.
         OSError: no file can be written there.
     """
-    held = next(path for path in (output, *output.parents) if path.exists())
-    if not held.is_dir():
-        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"--output {output}: {existing} is a file, and no folder can be there"
+        )
     if resume and overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in folders:
-        found = find_checkpoint(folder)
-        if found is not None and not (resume or overwrite):
+        checkpoint = find_checkpoint(folder)
+        if checkpoint is not None and not (resume or overwrite):
             raise ValueError(
-                f"{output} already holds a run ({found}): continue it with --resume, "
+                f"{output} already holds a run ({checkpoint}): continue it with --resume, "
                 "replace it with --overwrite, or choose another --output"
             )
     if writes:
@@ -287,11 +293,11 @@ def flatten_state(
     tree = {"params": params, "optimizer": optimizer_state}
     copies: dict[str, np.ndarray] = {}
     for path, leaf in leaves_by_path(tree).items():
-        whole = whole_here(leaf)
+        full_array = whole_here(leaf)
         if keep:
             # On a CPU, asarray is a view, and donating an array with a view copies it; device_get
             # and np.array would leave a view inside the array itself.
-            copies[path] = np.array(np.asarray(whole))
+            copies[path] = np.array(np.asarray(full_array))
     return copies
 
 
@@ -360,13 +366,16 @@ def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Itera
 
 
 def option_differences(
-    stored: dict[str, Any], wanted: dict[str, Any], ignored: Collection[str] = (), prefix: str = ""
+    stored: dict[str, Any],
+    requested: dict[str, Any],
+    ignored: Collection[str] = (),
+    prefix: str = "",
 ) -> Iterator[str]:
     """Describe the options that differ."""
-    for name in sorted(stored.keys() | wanted.keys()):
+    for name in sorted(stored.keys() | requested.keys()):
         if not prefix and name in ignored:
             continue
-        was, want = stored.get(name), wanted.get(name)
+        was, want = stored.get(name), requested.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
             yield from option_differences(was, want, ignored, f"{prefix}{name}.")
         elif was != want and name == DATA_CRC:

@@ -61,7 +61,7 @@ class RunDevices(NamedTuple):
             return tree
         return jax.tree.map(put_leaf, tree, self.shardings(tree))
 
-    def whole(self, tree: PyTree) -> PyTree:
+    def replicated(self, tree: PyTree) -> PyTree:
         """Replicate data on every device."""
         if self.mesh is None:
             return tree
@@ -86,8 +86,8 @@ class RunDevices(NamedTuple):
         """Options for ``jax.jit``: states keep their shardings, other results are replicated."""
         if self.mesh is None:
             return {}
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return {"out_shardings": (*map(self.shardings, trees), whole) if trees else whole}
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return {"out_shardings": (*map(self.shardings, trees), replicated) if trees else replicated}
 
     def described(self, state: PyTree) -> dict[str, Any]:
         """The mesh, and the bytes of parameters and optimizer state on one device."""
@@ -121,17 +121,17 @@ def run_devices(
     """
     if devices != "all" and not (devices.isdecimal() and int(devices)):
         raise ValueError(f"--devices must be all or a number of devices, not {devices!r}")
-    there = jax.device_count()
+    device_count = jax.device_count()
     axes = {"data": 1, "model": 1}
     if mesh is None:
-        axes["data"] = there if devices == "all" else int(devices)
+        axes["data"] = device_count if devices == "all" else int(devices)
     else:
         mentioned: set[str] = set()
-        for part in mesh.split(","):
-            found = re.fullmatch(r"(data|model)=([1-9]\d*)", part.strip())
+        for axis_text in mesh.split(","):
+            found = re.fullmatch(r"(data|model)=([1-9]\d*)", axis_text.strip())
             if found is None:
                 raise ValueError(
-                    f"--mesh must be like data=4,model=2, not {mesh!r}: {part!r} is none of it"
+                    f"--mesh must be like data=4,model=2, not {mesh!r}: {axis_text!r} is none of it"
                 )
             if found[1] in mentioned:
                 raise ValueError(f"--mesh {mesh} names {found[1]} twice")
@@ -140,12 +140,12 @@ def run_devices(
     count = math.prod(axes.values())
     if mesh is not None and devices not in ("1", "all", str(count)):
         raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
-    if count > there:
-        raise ValueError(f"{count} devices were asked for, and JAX finds {there}")
-    if processes.several and count < there:
+    if count > device_count:
+        raise ValueError(f"{count} devices were asked for, and JAX finds {device_count}")
+    if processes.several and count < device_count:
         raise ValueError(
-            f"{count} of the {there} devices of all processes were asked for, which leaves some "
-            "process without work: take --devices all, or a --mesh of all of them"
+            f"{count} of the {device_count} devices of all processes were asked for, which leaves "
+            "some process without work: take --devices all, or a --mesh of all of them"
         )
     if batch_size % axes["data"]:
         raise ValueError(
@@ -164,5 +164,5 @@ def run_devices(
 def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:
     """The result of :meth:`RunDevices.described` and the speed in samples a second, as a line."""
     axes = ", ".join(f"{axis}={count}" for axis, count in described["mesh"].items())
-    held = bytes_text(described["bytes_per_device"])
-    return f"{name} over {axes}: {speed:,.1f} samples a second, {held} on each device"
+    bytes_each = bytes_text(described["bytes_per_device"])
+    return f"{name} over {axes}: {speed:,.1f} samples a second, {bytes_each} on each device"

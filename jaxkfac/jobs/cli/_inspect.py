@@ -48,11 +48,11 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
         ValueError: the files cannot be read, or hold something other than LoRA or LS-LoRA.
     """
     record, modules, phi = _read(folder, name)
-    found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
+    diagnoses = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
     rows = {}
     for module, adapter in modules.items():
         shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
-        rows[module] = shape | _numbers(found.get(module))
+        rows[module] = shape | _numbers(diagnoses.get(module))
     if as_json:
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
@@ -62,9 +62,9 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, needed)).print(table)
     settings = ("r", "lora_alpha", *(() if phi is None else phi.settings))
-    words = [f"{key} {record[key]}" for key in settings if key in record]
+    shown_settings = [f"{key} {record[key]}" for key in settings if key in record]
     plain = "" if phi else "; plain LoRA: there is no nonlinearity"
-    console.print(", ".join(words) + plain, highlight=False)
+    console.print(", ".join(shown_settings) + plain, highlight=False)
     if phi is not None:
         console.print(_legend(phi), style="dim")
 
@@ -73,9 +73,9 @@ def _read(folder: Path, name: str) -> SavedModules:
     try:
         return read_modules(folder, name)
     except DamagedFileError as error:
-        found = read_modules(folder, name, verify=False)
+        unverified = read_modules(folder, name, verify=False)
         print(f"warning: {error}", file=sys.stderr)
-        return found
+        return unverified
 
 
 def _legend(phi: Nonlinearity) -> str:
@@ -133,7 +133,7 @@ def run_models(arguments: ModelsArguments) -> None:
     """Print the table of pretrained weights, or JSON."""
     from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
 
-    rows = [_row(known, arguments.cache_dir) for known in KNOWN]
+    rows = [_row(model, arguments.cache_dir) for model in KNOWN]
     if arguments.json:
         print(json.dumps({"cache": str(cache_folder(arguments.cache_dir)), "models": rows}))
         return
@@ -146,10 +146,16 @@ def run_models(arguments: ModelsArguments) -> None:
     cells = []
     for row in rows:
         have = row["cached_bytes"]
-        here = "no" if have is None else "yes"
+        cache_state = "no" if have is None else "yes"
         if have is not None and have != row["bytes"]:
-            here = f"damaged: {bytes_text(have)}; delete it"
-        texts = (row["name"], bytes_text(row["bytes"]), row["licence"], row["requirement"], here)
+            cache_state = f"damaged: {bytes_text(have)}; delete it"
+        texts = (
+            row["name"],
+            bytes_text(row["bytes"]),
+            row["licence"],
+            row["requirement"],
+            cache_state,
+        )
         cells.append([escape(text) for text in texts])
     head = ["name", "size", "licence", "from", "in the cache"]
     console = Console()
@@ -158,16 +164,16 @@ def run_models(arguments: ModelsArguments) -> None:
         console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
 
 
-def _row(known: Any, cache_dir: Path | None) -> dict[str, Any]:
+def _row(model: Any, cache_dir: Path | None) -> dict[str, Any]:
     from jaxkfac.jobs.models.pretrained import cached_file
 
-    file = cached_file(known, cache_dir)
+    file = cached_file(model, cache_dir)
     return {
-        "name": known.name,
-        "about": known.about,
-        "licence": known.licence,
-        "requirement": known.requirement,
-        "bytes": known.nbytes,
+        "name": model.name,
+        "about": model.about,
+        "licence": model.licence,
+        "requirement": model.requirement,
+        "bytes": model.nbytes,
         "path": str(file),
         "cached_bytes": file.stat().st_size if file.is_file() else None,
     }
@@ -212,8 +218,8 @@ def run_doctor(arguments: DoctorArguments) -> None:
         rows.append([mark, *(escape(text) for text in finding[:3])])
     console = Console()
     console.print(terminal_table("Doctor", ["", "what", "is", "to change"], rows, words=range(4)))
-    found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    console.print(f"versions: {found}", highlight=False)
+    version_list = ", ".join(f"{name} {version}" for name, version in versions().items())
+    console.print(f"versions: {version_list}", highlight=False)
     problems = sum(finding.problem for finding in findings)
     console.print(f"{problems} problems" if problems else "no problems", style="bold")
     console.print(f"out of memory, or too slow: {TROUBLESHOOTING_PAGE}", highlight=False)

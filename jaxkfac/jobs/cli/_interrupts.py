@@ -112,8 +112,8 @@ class Hold:
         self.number = number
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
         come = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
-        words = f"\n{come}{self._doing}, then stopping; {again} stops now"
-        print(words, file=sys.stderr, flush=True)
+        message = f"\n{come}{self._doing}, then stopping; {again} stops now"
+        print(message, file=sys.stderr, flush=True)
 
 
 class NothingBegunInterrupt(KeyboardInterrupt):
@@ -131,8 +131,8 @@ def nothing_begun() -> Iterator[None]:
 
 def resume_command(argv: list[str]) -> str:
     """The command that resumes a run started with ``argv``."""
-    kept = [word for word in argv if word not in ("--overwrite", "--resume")]
-    return shlex.join(["jaxkfac", *kept, "--resume"])
+    kept_words = [word for word in argv if word not in ("--overwrite", "--resume")]
+    return shlex.join(["jaxkfac", *kept_words, "--resume"])
 
 
 def say_interrupted(argv: list[str], error: KeyboardInterrupt) -> None:
@@ -141,7 +141,7 @@ def say_interrupted(argv: list[str], error: KeyboardInterrupt) -> None:
     stopped = "interrupted"
     if number != signal.SIGINT:
         stopped = f"stopped by {signal.Signals(number).name}"
-    words = f"{stopped}; continue with: {resume_command(argv)}"
+    message = f"{stopped}; continue with: {resume_command(argv)}"
     if isinstance(error, NothingBegunInterrupt):
-        words = f"{stopped} before it began; start with: {shlex.join(['jaxkfac', *argv])}"
-    print(f"\n{words}", file=sys.stderr)
+        message = f"{stopped} before it began; start with: {shlex.join(['jaxkfac', *argv])}"
+    print(f"\n{message}", file=sys.stderr)

@@ -100,16 +100,16 @@ def make_epoch(
         params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
     ) -> tuple[PyTree, PyTree, Float[Array, "2 updates"]]:
         if adapts:
-            (params, state), found = jax.lax.scan(
+            (params, state), measured = jax.lax.scan(
                 lambda carry, row: update(carry, row, train), (params, state), (rows, numbers)
             )
-            means = [x.mean(axis=1) for x in found]
+            means = [x.mean(axis=1) for x in measured]
             return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
         flat = (rows.reshape(-1, rows.shape[-1]), numbers.reshape(-1))
-        (params, state), found = jax.lax.scan(
+        (params, state), measured = jax.lax.scan(
             lambda carry, row: micro_step(carry, row, train), (params, state), flat
         )
-        means = [x.reshape(numbers.shape).mean(axis=1) for x in found]
+        means = [x.reshape(numbers.shape).mean(axis=1) for x in measured]
         return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
 
     return epoch
@@ -207,7 +207,7 @@ def train(
 
     def rows_from(step: int) -> tuple[Array, Array]:
         rows, numbers = epoch_rows(experiment, problem, step, total)
-        return devices.put_rows(rows), devices.whole(jnp.asarray(numbers))
+        return devices.put_rows(rows), devices.replicated(jnp.asarray(numbers))
 
     ahead = rows_from(state.step)
     while state.step < total:
@@ -220,17 +220,17 @@ def train(
                 spent = records.compile_seconds + time.perf_counter() - started
                 records = records._replace(compile_seconds=spent)
             started = time.perf_counter()
-            params, optimizer, found = compiled[updates](*arguments)
+            params, optimizer, measured = compiled[updates](*arguments)
             step = state.step + updates
             if step < total:
                 ahead = rows_from(step)  # prepare the next rows while this epoch runs
-            jax.block_until_ready(found)
+            jax.block_until_ready(measured)
             seconds = time.perf_counter() - started
             settled = devices.processes.settled
             evaluated = [settled(evaluate(params, x)) for x in problem.data]
             rates = [] if chosen else rate(jnp.arange(state.step, step))
             (losses, norms), rates, evaluated, skipped = jax.device_get(
-                (found, rates, evaluated, skipped_updates(optimizer))
+                (measured, rates, evaluated, skipped_updates(optimizer))
             )
             (train_loss, train_accuracy), validation, (test_loss, test_accuracy) = (
                 tuple(map(float, x)) for x in evaluated
@@ -239,7 +239,7 @@ def train(
                 message = _explain(name, state.step, losses, int(skipped), experiment)
                 raise NonFiniteLossError(message)
             before = records.epochs[-1].seconds if records.epochs else 0.0
-            measured = EpochRecord(
+            epoch_record = EpochRecord(
                 step=step,
                 examples=step * experiment.examples_per_update,
                 seconds=before + seconds,
@@ -252,7 +252,7 @@ def train(
             )
             records = records._replace(
                 losses=[*records.losses, *(float(x) for x in losses)],
-                epochs=[*records.epochs, measured],
+                epochs=[*records.epochs, epoch_record],
                 skipped=int(skipped),
                 gradient_norms=[*records.gradient_norms, *finite_or_none(norms.tolist())],
                 learning_rates=[*records.learning_rates, *map(float, rates)],

@@ -144,26 +144,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     # decomposition depend on the machine, and small ones were up to 20 times slower on two busy
     # cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words in (["--version"], ["-V"]):
+    argv_words = list(sys.argv[1:] if argv is None else argv)
+    if argv_words in (["--version"], ["-V"]):
         print(f"jaxkfac {__version__}")
         return 0
-    if not words or words in (["--help"], ["-h"]):
+    if not argv_words or argv_words in (["--help"], ["-h"]):
         print(_help(), end="")
         return 0
-    known = {command.name: command for command in COMMANDS}
-    if words[0] not in known:
-        near = difflib.get_close_matches(words[0], known, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        return _fail(f"there is no command {words[0]!r}: {meant}jaxkfac --help shows all of them")
+    commands = {command.name: command for command in COMMANDS}
+    if argv_words[0] not in commands:
+        near = difflib.get_close_matches(argv_words[0], commands, n=1)
+        suggestion = f"did you mean {near[0]}? " if near else ""
+        return _fail(
+            f"there is no command {argv_words[0]!r}: {suggestion}jaxkfac --help shows all of them"
+        )
     from jaxkfac.jobs.cli._interrupts import stopping_signals
 
     try:
         with stopping_signals():
-            return _dispatch(known[words[0]], words)
+            return _dispatch(commands[argv_words[0]], argv_words)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").split(".")[0])
-        if "--debug" in words:
+        if "--debug" in argv_words:
             raise
         if "pip install" in str(error):
             return _fail(str(error))
@@ -172,12 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
 
 
-def _dispatch(command: Command, words: list[str]) -> int:
+def _dispatch(command: Command, argv_words: list[str]) -> int:
     arguments: Any = None
     by_program = "jax" in sys.modules  # called from a program, whose settings stay
     try:
         with contextlib.nullcontext() if by_program else _imports():
-            arguments = _parse(command, words[1:])  # parsing a plan's arguments imports JAX
+            arguments = _parse(command, argv_words[1:])  # parsing a plan's arguments imports JAX
         if by_program:
             imported(command.run)(arguments)
         else:
@@ -188,34 +190,34 @@ def _dispatch(command: Command, words: list[str]) -> int:
         if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.jobs.cli._interrupts import say_interrupted
 
-            say_interrupted(words, error)
+            say_interrupted(argv_words, error)
         return 128 + signal_of(error)
     except Exception as error:
-        if "--debug" in words or isinstance(error, ModuleNotFoundError):
+        if "--debug" in argv_words or isinstance(error, ModuleNotFoundError):
             raise
         from jaxkfac._errors import JaxkfacError
         from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
 
         # For a plan, "nothing fits" is its result, not a failure of the command.
-        found = isinstance(error, MemoryBudgetError) and command.name == "plan"
-        if is_out_of_memory(error) and not found:
+        is_plan_result = isinstance(error, MemoryBudgetError) and command.name == "plan"
+        if is_out_of_memory(error) and not is_plan_result:
             from jaxkfac.jobs.cli._out_of_memory import answer
 
             return answer(error, arguments)
         if isinstance(error, JaxkfacError | ValueError | OSError):
-            return _fail(_words_of(error))
+            return _fail(_message_of(error))
         raise
     return 0
 
 
-def _parse(command: Command, words: list[str]) -> Any:
+def _parse(command: Command, argv_words: list[str]) -> Any:
     import tyro
 
-    default = {} if command.default is None else {"default": imported(command.default)(words)}
+    default = {} if command.default is None else {"default": imported(command.default)(argv_words)}
     return tyro.cli(
         imported(command.arguments),
         prog=f"jaxkfac {command.name}",
-        args=words,
+        args=argv_words,
         config=(tyro.conf.FlagCreatePairsOff,),
         **default,
     )
@@ -258,7 +260,7 @@ def _help() -> str:
     return f"usage: jaxkfac COMMAND [OPTIONS]\n\n{_DESCRIPTION}\n{listed}\n\n{_EPILOGUE}"
 
 
-def _words_of(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """The message of an error in one line."""
     if not isinstance(error, OSError) or not error.strerror or error.filename:
         return str(error)

@@ -164,9 +164,9 @@ class Experiment:
         for name in ("seed", "split_seed", "max_shift"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        for part in (self.kfac, self.adamw):
-            if not 0 <= part.warmup < 1:
-                raise ValueError(f"warmup must lie in [0, 1), not {part.warmup}")
+        for optimizer in (self.kfac, self.adamw):
+            if not 0 <= optimizer.warmup < 1:
+                raise ValueError(f"warmup must lie in [0, 1), not {optimizer.warmup}")
 
     @property
     def examples_per_update(self) -> int:

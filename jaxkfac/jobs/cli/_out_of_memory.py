@@ -64,19 +64,19 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
     """Explain by which options the run fits ``room`` bytes, or why none suffice."""
     now = shapes.need(arguments)
     stands = f"The plan counts {bytes_text(now.total)} for it ({now.largest})"
-    there = f"{bytes_text(room)} can be counted on without it"
+    available = f"{bytes_text(room)} can be counted on without it"
     if now.total <= room:
         return (
-            f"{stands}, and {there}: it should fit, so that something else holds memory, or the "
-            "largest free piece is too small"
+            f"{stands}, and {available}: it should fit, so that something else holds memory, or "
+            "the largest free piece is too small"
         )
-    found, least = _smallest(arguments, shapes, room)
-    if found is not None:
-        words = " ".join(flags(arguments, found))
-        return f"{stands}; {there}. By the plan it fits with\n  {words}"
+    fitting, least = _smallest(arguments, shapes, room)
+    if fitting is not None:
+        added_flags = " ".join(flags(arguments, fitting))
+        return f"{stands}; {available}. By the plan it fits with\n  {added_flags}"
     tried = f": with {' '.join(flags(arguments, least[1]))}" if least[1] is not arguments else ""
     return (
-        f"{stands}; {there}. No option of this command is enough{tried} it would still need "
+        f"{stands}; {available}. No option of this command is enough{tried} it would still need "
         f"{bytes_text(least[0].total)} ({least[0].largest}): take a smaller model or a larger "
         "device"
     )
@@ -84,7 +84,7 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
 
 def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
     """The command-line words that turn one set of arguments into another."""
-    words = []
+    flag_words = []
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
@@ -92,21 +92,24 @@ def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(new):
             # tyro gives the experiment's own flags no prefix.
-            words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
+            flag_words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
         elif isinstance(new, bool):
-            words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
+            flag_words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
         else:
-            words.append(f"--{prefix}{name} {new}")
-    return words
+            flag_words.append(f"--{prefix}{name} {new}")
+    return flag_words
 
 
 def accumulations(arguments: Arguments) -> Iterator[Arguments]:
     """Smaller micro-batches and more of them per update, with the same examples per update."""
     experiment = arguments.experiment
     size, steps = experiment.batch_size, experiment.gradient_accumulation_steps
-    for parts in range(2, size + 1):
-        if size % parts == 0:
-            smaller = {"batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
+    for divisor in range(2, size + 1):
+        if size % divisor == 0:
+            smaller = {
+                "batch_size": size // divisor,
+                "gradient_accumulation_steps": steps * divisor,
+            }
             changed = dataclasses.replace(experiment, **smaller)
             yield dataclasses.replace(arguments, experiment=changed)
 
@@ -229,8 +232,8 @@ def free_room() -> int:
     return int(free * _OF_MAIN_MEMORY)
 
 
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 # ---------------- bytes of `jaxkfac train`, from shapes

@@ -107,8 +107,8 @@ def run_plan(arguments: PlanArguments) -> None:
         dtype=jnp.dtype(arguments.dtype),
     )
     compiler = arguments.compiler or "h100"
-    asked = arguments.compiler or arguments.compiler_python or is_installed(compiler)
-    asked = asked or arguments.fully_sharded  # which nothing but a compiler knows
+    asks_compiler = arguments.compiler or arguments.compiler_python or is_installed(compiler)
+    asks_compiler = asks_compiler or arguments.fully_sharded  # which nothing but a compiler knows
     with _progress() as told, _no_collection():
         plan = plan_memory(
             *training,
@@ -131,7 +131,7 @@ def run_plan(arguments: PlanArguments) -> None:
             fully_sharded=arguments.fully_sharded,
             options=arguments.options,
             compiler=compiler,
-            compiled=arguments.compiled if asked else "none",
+            compiled=arguments.compiled if asks_compiler else "none",
             compiler_python=arguments.compiler_python or sys.executable,
             progress=told,
             max_dense=arguments.max_dense,

@@ -44,10 +44,10 @@ def warmup_schedule(
         up = (step + 1) / max(rising, 1)
         fallen = jnp.clip((step - rising) / (num_updates - rising), 0.0, 1.0)
         if shape == "cosine":
-            left = 0.5 * (1 + jnp.cos(jnp.pi * fallen))
+            remaining = 0.5 * (1 + jnp.cos(jnp.pi * fallen))
         else:
-            left = 1 - fallen if shape == "linear" else jnp.ones_like(fallen)
-        return peak * jnp.where(step < rising, up, left)
+            remaining = 1 - fallen if shape == "linear" else jnp.ones_like(fallen)
+        return peak * jnp.where(step < rising, up, remaining)
 
     return schedule
 

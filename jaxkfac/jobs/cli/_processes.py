@@ -61,16 +61,16 @@ class RunProcesses:
         Raises:
             ProcessesDisagreeError: the values differ, or another process failed; quotes its error.
         """
-        same: list[Any] = []
+        shared_values: list[Any] = []
         if self._group is None:
-            yield same
+            yield shared_values
             return
         try:
-            yield same
+            yield shared_values
         except Exception as error:
             self._group.agree(doing, "", error)
         else:
-            self._group.agree(doing, repr(same))
+            self._group.agree(doing, repr(shared_values))
 
     def compiled(self, lowered: Any) -> Any:
         """Compile a program if it is the same in every process.
@@ -80,9 +80,9 @@ class RunProcesses:
         Raises:
             ProcessesDisagreeError: another process has a different program.
         """
-        with self.together("compiling") as same:
+        with self.together("compiling") as shared_values:
             if self._group is not None:
-                same.append(zlib.crc32(lowered.as_text().encode()))
+                shared_values.append(zlib.crc32(lowered.as_text().encode()))
         return lowered.compile()
 
     @contextmanager
@@ -161,8 +161,13 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     if processes.first and (note := note_on_cpus(jax.devices()[0].platform)):
         print(f"note: {note}", file=sys.stderr)
     try:
-        with nothing_begun(), processes.together("comparing options") as same:
-            same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
+        with nothing_begun(), processes.together("comparing options") as shared_values:
+            shared_values += [
+                type(arguments).__name__,
+                __version__,
+                jax.__version__,
+                _shared(arguments),
+            ]
         yield processes
         with processes.together("ending"):
             pass
@@ -177,18 +182,18 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
 
 
 def _join(address: str, count: int | None, number: int | None) -> None:
-    words: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if address != "auto":
-        words = {
+        options = {
             "coordinator_address": address,
             "num_processes": count,
             "process_id": number,
             "cluster_detection_method": "deactivate",
         }
     try:
-        initialize_distributed(**words)
+        initialize_distributed(**options)
     except ValueError as error:
-        if words:
+        if options:
             raise
         raise ValueError(
             f"--coordinator auto: jax.distributed knows no cluster here ({error}): start the "
@@ -199,15 +204,19 @@ def _join(address: str, count: int | None, number: int | None) -> None:
 
 def _shared(arguments: Any) -> dict[str, Any]:
     """The options that must be equal in every process."""
-    own = ("coordinator", "process", "json", "debug")
-    return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in own}
+    per_process = ("coordinator", "process", "json", "debug")
+    return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in per_process}
 
 
 def _check(address: str | None, count: int | None, number: int | None) -> None:
     if address in (None, "auto"):
-        given = [f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None]
-        if given:
-            raise ValueError(f"{given[0]} needs --coordinator HOST:PORT, the address of process 0")
+        given_options = [
+            f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None
+        ]
+        if given_options:
+            raise ValueError(
+                f"{given_options[0]} needs --coordinator HOST:PORT, the address of process 0"
+            )
         return
     if count is None or number is None:
         raise ValueError(

@@ -90,16 +90,16 @@ def time_left(seconds: float, updates: int) -> str:
         >>> time_left(0.42, 1710)
         'about 12 min left (0.42 s an update, 1710 updates)'
     """
-    left = seconds * updates
-    if left < 90:
-        words = f"{max(left, 1):.0f} s"
-    elif left < 90 * 60:
-        words = f"{left / 60:.0f} min"
+    seconds_left = seconds * updates
+    if seconds_left < 90:
+        duration = f"{max(seconds_left, 1):.0f} s"
+    elif seconds_left < 90 * 60:
+        duration = f"{seconds_left / 60:.0f} min"
     else:
-        words = f"{left / 3600:.1f} h"
+        duration = f"{seconds_left / 3600:.1f} h"
     speed = f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
     noun = "update" if updates == 1 else "updates"
-    return f"about {words} left ({speed} s an update, {updates} {noun})"
+    return f"about {duration} left ({speed} s an update, {updates} {noun})"
 
 
 def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], None]:
@@ -155,9 +155,9 @@ def check_held_once(earlier: Sequence[jax.Array], **trees: PyTree) -> None:
         HeldTwiceError: names the holders of each copy, and its bytes.
     """
     report = duplicate_report(ignore=earlier, **trees)
-    found = [x for x in report.duplicates if _is_fault(x, set(trees))]
-    if found:
-        lines = [f"  {' = '.join(x.names)}: {bytes_text(x.wasted_bytes)} too much" for x in found]
+    faults = [x for x in report.duplicates if _is_fault(x, set(trees))]
+    if faults:
+        lines = [f"  {' = '.join(x.names)}: {bytes_text(x.wasted_bytes)} too much" for x in faults]
         raise HeldTwiceError(
             "arrays are in memory twice as the run begins:\n"
             + "\n".join(lines)

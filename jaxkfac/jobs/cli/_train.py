@@ -73,9 +73,9 @@ def train_one(
     total, config = total_updates(experiment, problem), as_config(experiment)
     tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
     earlier = jax.live_arrays()
-    with processes.together(f"looking for a checkpoint in {folder}") as same:
+    with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
         state = _start(problem, tx, folder if arguments.resume else None, config)
-        same.append(state.step)
+        shared_values.append(state.step)
     if devices.mesh is not None:
         placed = devices.put((state.params, state.optimizer))
         state = state._replace(params=placed[0], optimizer=placed[1])
@@ -135,8 +135,8 @@ def _train_to_the_end(
                 name, experiment, problem, tx, state, each_epoch=each_epoch, devices=devices
             )
         except KeyboardInterrupt:
-            whole = is_whole(latest[0].params, latest[0].optimizer)
-            if whole and processes.stop_together:
+            is_complete = is_whole(latest[0].params, latest[0].optimizer)
+            if is_complete and processes.stop_together:
                 save(latest[0])
             else:
                 writer.wait()  # a checkpoint may still be being written
@@ -176,14 +176,14 @@ def run_train(arguments: TrainArguments) -> None:
             if processes.first:
                 _print(arguments, summary, runs, devices)
             return
-        summaries, found = {}, []
+        summaries, runs_by_seed = {}, []
         for seed in range(arguments.experiment.seed, arguments.experiment.seed + arguments.seeds):
-            begins = contextlib.nullcontext() if found else nothing_begun()
+            begins = contextlib.nullcontext() if runs_by_seed else nothing_begun()
             summary, runs, _ = _run(_of_seed(arguments, seed), processes, begins=begins)
             summaries[str(seed)] = summary
-            found.append(runs)
+            runs_by_seed.append(runs)
         if processes.first:
-            _write_seeds(arguments, summaries, found)
+            _write_seeds(arguments, summaries, runs_by_seed)
 
 
 def _of_seed(arguments: TrainArguments, seed: int) -> TrainArguments:
@@ -193,9 +193,9 @@ def _of_seed(arguments: TrainArguments, seed: int) -> TrainArguments:
 
 
 def _write_seeds(
-    arguments: TrainArguments, summaries: dict[str, Any], found: list[dict[str, RunRecords]]
+    arguments: TrainArguments, summaries: dict[str, Any], runs_by_seed: list[dict[str, RunRecords]]
 ) -> None:
-    runs = {name: [one[name] for one in found] for name in found[0]}
+    runs = {name: [one[name] for one in runs_by_seed] for name in runs_by_seed[0]}
     page, measured = (arguments.output / name for name in ("report.html", "metrics.json"))
     text = seeds_page(runs, folders={seed: f"seed-{seed}/report.html" for seed in summaries})
     write_text(page, text, "the report")
@@ -239,7 +239,7 @@ def _run(
         loading = processes.together("loading data and model")
         with jk.memory.track("data and model"), phase("loading data and model"), loading:
             problem = digits_problem(experiment)
-            problem = problem.with_data(devices.whole(problem.data))
+            problem = problem.with_data(devices.replicated(problem.data))
         for name in names:
             with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
                 finals[name] = train_one(name, problem, arguments, devices)
@@ -247,10 +247,10 @@ def _run(
             with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
-    kept = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
+    device_use = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
     with phase("writing the report"), processes.together("writing the report"):
         if processes.first:
-            summary = _write_results(output, experiment, problem, runs, spectra, stages, kept)
+            summary = _write_results(output, experiment, problem, runs, spectra, stages, device_use)
     return summary, runs, devices
 
 

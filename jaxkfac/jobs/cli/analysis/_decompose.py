@@ -81,8 +81,8 @@ def lanczos(
     alphas, betas = state["alphas"], state["betas"]
     while len(alphas) < min(steps, size) and not _is_exhausted(alphas, betas, eps):
         done = len(alphas)
-        rest = product(folder.load_vector(done))
-        if not np.isfinite(_dot(rest, rest)):
+        residual = product(folder.load_vector(done))
+        if not np.isfinite(_dot(residual, residual)):
             raise NonFiniteFactorError(
                 f"product {done + 1} of Lanczos with the exact Fisher is not finite: the model "
                 "overflows on the first texts"
@@ -91,18 +91,18 @@ def lanczos(
         for again in (False, True):  # the second pass removes what rounding left of the first
             for number in range(done, -1, -1):
                 vector = folder.load_vector(number)
-                along = _dot(vector, rest)
+                along = _dot(vector, residual)
                 vector *= np.float32(along)
-                rest -= vector
+                residual -= vector
                 if number == done and not again:
                     alpha = along
-        beta = float(np.sqrt(_dot(rest, rest)))
+        beta = float(np.sqrt(_dot(residual, residual)))
         if beta > 0:
-            rest /= np.float32(beta)
-        folder.save_vector(done + 1, rest)
+            residual /= np.float32(beta)
+        folder.save_vector(done + 1, residual)
         alphas, betas = [*alphas, alpha], [*betas, beta]
         folder.write(_STATE, {"alphas": alphas, "betas": betas})
-        del rest
+        del residual
         advance(len(alphas), f"largest {_ritz(alphas, betas, eps)[0][0]:.4g}")
     values, bounds = _ritz(alphas, betas, eps)
     return ExactSpectrum(values[:count], bounds[:count], len(alphas))
@@ -124,11 +124,11 @@ def _is_exhausted(alphas: list[float], betas: list[float], eps: float) -> bool:
     return betas[-1] <= max(16 * _EPS, eps) * max(map(abs, alphas))
 
 
-def _dot(one: np.ndarray, other: np.ndarray) -> float:
+def _dot(first: np.ndarray, second: np.ndarray) -> float:
     """Dot product in float64 over chunks; one float32 sum of 1e8 terms would lose digits."""
     return sum(
-        float(np.dot(one[at : at + _CHUNK], other[at : at + _CHUNK]))
-        for at in range(0, len(one), _CHUNK)
+        float(np.dot(first[at : at + _CHUNK], second[at : at + _CHUNK]))
+        for at in range(0, len(first), _CHUNK)
     )
 
 
@@ -170,7 +170,7 @@ class Chosen:
 
     def of(self, group: Group) -> list[int | None]:
         """The blocks of a group that are decomposed."""
-        return [block for own, block in self.blocks if own is group]
+        return [block for owner, block in self.blocks if owner is group]
 
     def largest(self) -> int:
         """Size of the largest matrix."""
@@ -208,12 +208,12 @@ def _values(group: Group, block: int | None, folder: Folder, dtype: str) -> dict
     bases = jk.eigendecompose(
         _factors(group, block, layers, folder), vectors=False, placement="host", dtype=dtype
     )
-    found = {
+    eigenvalues = {
         f"{table}|{key}": np.asarray(spectrum.values)
         for table in _TABLES
         for key, spectrum in getattr(bases, table).items()
     }
-    return found | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
+    return eigenvalues | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
 
 
 def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder: Folder) -> Factors:
@@ -224,7 +224,7 @@ def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder:
     for part in group.parts(block):
         stored = folder.load_part(part)
         terms = stored.terms
-        tables[part.table][part.key + suffix] = stored.whole(part)
+        tables[part.table][part.key + suffix] = stored.unfolded(part)
         if part in stored.counts:
             counts[part.key + suffix] = stored.counts[part]
     return Factors(
@@ -244,10 +244,10 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
         if not (blocks := chosen.of(group)):
             continue
         stacked = chosen.is_whole(group) and blocks[0] is not None
-        found = [(block, folder.load_values(group.name(block))) for block in blocks]
+        block_values = [(block, folder.load_values(group.name(block))) for block in blocks]
         if stacked:
             layers += group.layers
-        for block, values in found:
+        for block, values in block_values:
             if not stacked:
                 layers += group.of_block(block)
             for table, key, array in _entries(values):
@@ -256,9 +256,9 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
                 elif not stacked:
                     tables[table][key] = Spectrum(jnp.asarray(array), None)
         if stacked:
-            for table, key, _ in _entries(found[0][1]):
+            for table, key, _ in _entries(block_values[0][1]):
                 base = key.removesuffix(f"[{blocks[0]}]")
-                rows = [values[f"{table}|{base}[{block}]"] for block, values in found]
+                rows = [values[f"{table}|{base}[{block}]"] for block, values in block_values]
                 tables[table][base] = Spectrum(jnp.asarray(np.stack(rows)), None)
     return jk.Eigenbases(
         **tables,

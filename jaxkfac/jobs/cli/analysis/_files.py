@@ -55,19 +55,19 @@ class Group(NamedTuple):
 
     def names(self, block: int | None) -> list[str]:
         """All names by which ``--decompose`` may select a block."""
-        own = [layer.name for layer in self.layers]
-        return own + ([] if block is None else [f"{name}[{block}]" for name in own])
+        layer_names = [layer.name for layer in self.layers]
+        return layer_names + ([] if block is None else [f"{name}[{block}]" for name in layer_names])
 
     def parts(self, block: int | None) -> Iterator[Part]:
         """The arrays of a block, without repetition."""
-        found: dict[Part, None] = {}
+        unique_parts: dict[Part, None] = {}
         for layer in self.layers:
             if layer.is_diagonal:
-                found[Part("diagonals", layer.name, None)] = None
+                unique_parts[Part("diagonals", layer.name, None)] = None
                 continue
-            found[Part("a_sums", layer.input, block)] = None
-            found[Part("g_sums", layer.name, block)] = None
-        yield from found
+            unique_parts[Part("a_sums", layer.input, block)] = None
+            unique_parts[Part("g_sums", layer.name, block)] = None
+        yield from unique_parts
 
     def of_block(self, block: int | None) -> tuple[Layer, ...]:
         """The layers restricted to one block, with its number in their names."""
@@ -90,10 +90,13 @@ def groups_of(layers: Sequence[Layer]) -> list[Group]:
         parents[root(layer.name)] = root(layer.input)
         first = weights.setdefault(f"{layer.weight.path}{layer.weight.index}", layer.name)
         parents[root(layer.name)] = root(first)
-    found: dict[str, list[Layer]] = {}
+    layers_by_root: dict[str, list[Layer]] = {}
     for layer in layers:
-        found.setdefault(root(layer.name), []).append(layer)
-    return [Group(tuple(own), _blocks(own)) for own in found.values()]
+        layers_by_root.setdefault(root(layer.name), []).append(layer)
+    return [
+        Group(tuple(group_layers), _blocks(group_layers))
+        for group_layers in layers_by_root.values()
+    ]
 
 
 def _blocks(layers: Sequence[Layer]) -> tuple[int | None, ...]:
@@ -122,9 +125,9 @@ def _matrix(matrix: ParameterMatrix, block: int) -> ParameterMatrix:
     def moved(positions: Sequence[int]) -> tuple[int, ...]:
         return tuple(p - (p > axis) for p in positions)
 
-    rest: Any = {name: moved(getattr(matrix, name)) for name in ("inputs", "outputs")}
+    moved_axes: Any = {name: moved(getattr(matrix, name)) for name in ("inputs", "outputs")}
     return dataclasses.replace(
-        matrix, index=(*matrix.index, block), atoms=tuple(atoms), stack=moved(stack), **rest
+        matrix, index=(*matrix.index, block), atoms=tuple(atoms), stack=moved(stack), **moved_axes
     )
 
 
@@ -159,7 +162,7 @@ class StoredSums:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
-    def whole(self, part: Part) -> np.ndarray:
+    def unfolded(self, part: Part) -> np.ndarray:
         """A sum in the form that :class:`~jaxkfac.Factors` has."""
         array = self.arrays[part]
         if part not in self.sizes:
@@ -177,10 +180,10 @@ class Folder:
     path: Path
 
     @property
-    def _asked(self) -> Path:
+    def _options_path(self) -> Path:
         return self.path / "analysis.json"
 
-    def begin(self, asked: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
+    def begin(self, options: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
         """Check the options against the folder; return those the analysis was begun with.
 
         Raises:
@@ -189,23 +192,23 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         for partial in self.path.rglob(f".*{PARTIAL}"):  # left by a killed run
             partial.unlink()
-        asked = json.loads(json.dumps(asked))
-        if resume and self._asked.is_file():
-            known = self.read("analysis.json")
-            for name, value in asked.items():
-                if known.get(name) != value:
+        options = json.loads(json.dumps(options))
+        if resume and self._options_path.is_file():
+            stored_options = self.read("analysis.json")
+            for name, value in options.items():
+                if stored_options.get(name) != value:
                     raise CheckpointMismatchError(
-                        f"{self.path} holds an analysis with {name}={known.get(name)}, and now it "
-                        f"is {value}: give the same options, or --overwrite"
+                        f"{self.path} holds an analysis with {name}={stored_options.get(name)}, "
+                        f"and now it is {value}: give the same options, or --overwrite"
                     )
-            return known
+            return stored_options
         for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        return asked
+        return options
 
-    def note(self, known: Mapping[str, Any]) -> None:
+    def note(self, options: Mapping[str, Any]) -> None:
         """Write the options that the run was begun with."""
-        self.write("analysis.json", known)
+        self.write("analysis.json", options)
 
     def read(self, name: str) -> dict[str, Any]:
         """The plain values in a file.
@@ -234,15 +237,15 @@ class Folder:
 
     def load_part(self, part: Part) -> StoredSums:
         """Read one part."""
-        found = StoredSums()
+        sums = StoredSums()
         with Archive(self._of_part(part), _FORM, f"factor {part}") as stored:
-            found.terms = stored.about["terms"]
+            sums.terms = stored.about["terms"]
             if stored.about["size"] is not None:
-                found.sizes[part] = stored.about["size"]
-            found.arrays[part] = stored.read("sum")
+                sums.sizes[part] = stored.about["size"]
+            sums.arrays[part] = stored.read("sum")
             if "count" in stored.names:
-                found.counts[part] = stored.read("count")
-        return found
+                sums.counts[part] = stored.read("count")
+        return sums
 
     def save_sums(self, name: str, sums: StoredSums) -> None:
         """Write the sums of an unfinished pass."""
@@ -262,19 +265,19 @@ class Folder:
 
     def load_sums(self, name: str) -> StoredSums:
         """Read the sums of a pass; empty for a pass that has not begun."""
-        path, found = self.path / "factors" / name, StoredSums()
+        path, sums = self.path / "factors" / name, StoredSums()
         if not path.exists():
-            return found
+            return sums
         with Archive(path, _FORM, "sums of a pass") as stored:
             about = stored.about
             for i, part in enumerate(about["parts"]):
-                found.arrays[Part(*part)] = stored.read(f"sum/{i}")
+                sums.arrays[Part(*part)] = stored.read(f"sum/{i}")
             for i, part in enumerate(about["counted"]):
-                found.counts[Part(*part)] = stored.read(f"count/{i}")
-            found.sizes = {Part(*part): size for part, size in about["sizes"]}
-            found.terms, found.loss = about["terms"], about["loss"]
-            found.batches = about["batches"]
-        return found
+                sums.counts[Part(*part)] = stored.read(f"count/{i}")
+            sums.sizes = {Part(*part): size for part, size in about["sizes"]}
+            sums.terms, sums.loss = about["terms"], about["loss"]
+            sums.batches = about["batches"]
+        return sums
 
     def drop_sums(self, name: str) -> None:
         (self.path / "factors" / name).unlink(missing_ok=True)

@@ -38,15 +38,15 @@ def raise_non_finite(
             )
     dtype = jax.tree.leaves(params)[0].dtype
     remedy = "" if dtype == jnp.float32 else "; --dtype float32 reaches further"
-    found = _first_inputs(analysis, params, batch, exist)
-    if found is None:
+    first_layer = _first_inputs(analysis, params, batch, exist)
+    if first_layer is None:
         raise NonFiniteFactorError(
             f"{bad} is not finite over {where}, though the inputs of every layer are: the loss "
             f"or its gradient overflows in {dtype}{remedy}"
         )
     raise NonFiniteFactorError(
-        f"the inputs of layer {found} are not finite over {where}, the first such in the model: "
-        f"something before it overflows in {dtype}{remedy}"
+        f"the inputs of layer {first_layer} are not finite over {where}, the first such in the "
+        f"model: something before it overflows in {dtype}{remedy}"
     )
 
 
@@ -56,7 +56,7 @@ def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) 
         analysis.objective, fisher="forward", max_dense=1, uncovered="ignore"
     )
     squares = collect(params, batch, positions=exist).factors
-    found = []
+    bad_layers = []
     for number, layer in enumerate(squares.layers):
         if layer.is_diagonal:
             continue
@@ -66,14 +66,14 @@ def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) 
             block = int(bad[0]) if layer.stack else None
             run = _run(squares.layers, number)
             name = layer.name + ("" if block is None else f"[{block}]")
-            found.append((run, block or 0, number, name))
-    return min(found)[-1] if found else None
+            bad_layers.append((run, block or 0, number, name))
+    return min(bad_layers)[-1] if bad_layers else None
 
 
 def _run(layers: Sequence[Layer], number: int) -> int:
     """Number of changes of stack depth before a layer: the blocks of one stack run in sequence."""
     depths = [layer.stack[:1] for layer in layers[: number + 1]]
-    return sum(one != other for one, other in zip(depths, depths[1:], strict=False))
+    return sum(depth != next_depth for depth, next_depth in zip(depths, depths[1:], strict=False))
 
 
 # ---------------- the passes
@@ -109,18 +109,18 @@ def gather(
         KeyboardInterrupt: ``stopped`` returned true.
     """
     total = len(texts.batches)
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for number in range(len(analysis.passes)):
         done = f"pass-{number}.json"
         if not folder.has(f"factors/{done}"):
-            found = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
-            folder.write(f"factors/{done}", found)
+            totals = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
+            folder.write(f"factors/{done}", totals)
             if stopped():
                 raise KeyboardInterrupt
         folder.drop_sums(f"pass-{number}")  # only now: nobody reads the sums of a finished pass
-        found = folder.read(f"factors/{done}")
-        advance((number + 1) * total, f"pass {number + 1}, loss {found['loss']:.3f}")
-    return found
+        totals = folder.read(f"factors/{done}")
+        advance((number + 1) * total, f"pass {number + 1}, loss {totals['loss']:.3f}")
+    return totals
 
 
 def _one_pass(
@@ -176,9 +176,11 @@ def _add(
                 if not np.isfinite(host).all():
                     bad = bad or part
                     continue
-                known = sums.arrays.get(part)
+                total_so_far = sums.arrays.get(part)
                 sums.arrays[part] = (
-                    host.astype(dtype) if known is None else np.add(known, host, out=known)
+                    host.astype(dtype)
+                    if total_so_far is None
+                    else np.add(total_so_far, host, out=total_so_far)
                 )
             array.delete()
         if table == "a_sums":

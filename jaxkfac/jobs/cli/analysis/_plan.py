@@ -29,9 +29,9 @@ def fit(
     Raises:
         ValueError: a stage does not fit; names the smallest room that would do.
     """
-    held = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
-    found = analysis.fit(room - held, held=held, every=every)
-    rows = plan_rows(analysis, chosen, found)
+    held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
+    pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
+    rows = plan_rows(analysis, chosen, pass_bytes)
     check_stages(rows, room)
     return rows
 
@@ -61,17 +61,17 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
             )
 
 
-def plan_rows(analysis: AnalyzedModel, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:
+def plan_rows(analysis: AnalyzedModel, chosen: Chosen, pass_bytes: PassBytes) -> list[MemoryRow]:
     """The plan of every stage, from the bytes of its largest pass."""
-    options, held = analysis.options, held_rows(analysis)
+    options, rows_held = analysis.options, held_rows(analysis)
     on_cpu = jax.default_backend() == "cpu"
     count = len(analysis.passes)
-    words = "a pass" if count == 1 else f"the largest of {count} passes"
+    pass_text = "a pass" if count == 1 else f"the largest of {count} passes"
     rows = [
-        *held,
-        MemoryRow("gather", f"activations and temporaries of {words}", found.temporaries),
-        MemoryRow("gather", f"factors of {words}", found.factors),
-        MemoryRow("gather", "their sums, triangles folded", found.sums, on_device=on_cpu),
+        *rows_held,
+        MemoryRow("gather", f"activations and temporaries of {pass_text}", pass_bytes.temporaries),
+        MemoryRow("gather", f"factors of {pass_text}", pass_bytes.factors),
+        MemoryRow("gather", "their sums, triangles folded", pass_bytes.sums, on_device=on_cpu),
     ]
     if options.lanczos:
         memory = analysis.product.memory_analysis()

@@ -36,15 +36,16 @@ class PassBytes(NamedTuple):
         return sum(self)
 
 
-def check_room(found: PassBytes, room: int, held: int) -> None:
+def check_room(pass_bytes: PassBytes, room: int, held_bytes: int) -> None:
     """Raise if even the smallest budget does not fit into the room."""
-    if found.total > room:
+    if pass_bytes.total > room:
         raise ValueError(
-            f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
-            f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
-            f"and this process, {bytes_text(found.temporaries)} for activations and "
-            f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
-            "smaller --batch-size, --max-length or --max-dense needs less"
+            f"--device-bytes {bytes_text(room + held_bytes)}: the smallest with which this "
+            f"analysis can do is {bytes_text(pass_bytes.total + held_bytes)}: "
+            f"{bytes_text(held_bytes)} for the model and this process, "
+            f"{bytes_text(pass_bytes.temporaries)} for activations and temporaries, "
+            f"{bytes_text(pass_bytes.factors + pass_bytes.sums)} for factors; a smaller "
+            "--batch-size, --max-length or --max-dense needs less"
         )
 
 
@@ -164,7 +165,7 @@ class AnalyzedModel:
         out = memory.output_size_in_bytes
         return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out, self.batches))
 
-    def fit(self, room: int, *, held: int, every: bool = True) -> PassBytes:
+    def fit(self, room: int, *, held_bytes: int, every: bool = True) -> PassBytes:
         """Find the largest budget of factors with which a pass needs at most ``room`` bytes.
 
         Compiling takes most of the time. What a pass needs beside its factors hardly depends on
@@ -172,7 +173,7 @@ class AnalyzedModel:
 
         Args:
             room: Bytes for a pass.
-            held: Bytes in use beside it, for the error message.
+            held_bytes: Bytes in use beside it, for the error message.
             every: Whether to compile every pass, for running; for planning only the largest is
                 compiled, and the others where they decide whether the budget fits.
 
@@ -180,34 +181,34 @@ class AnalyzedModel:
             ValueError: the smallest budget does not fit; names the room it needs.
         """
         params, batch, _ = self._shapes
-        least, whole = self.collector.budgets(params, batch, self._key_shape)
-        found = self.use(least, every=False)
-        check_room(found, room, held)
-        left = room - (found.total - self._most(least))
+        least, largest = self.collector.budgets(params, batch, self._key_shape)
+        pass_bytes = self.use(least, every=False)
+        check_room(pass_bytes, room, held_bytes)
+        room_for_factors = room - (pass_bytes.total - self._most(least))
         for _ in range(_TRIES):
-            budget = self._largest(least, whole, left)
-            found = self._used(budget, room, every=every)
-            if found.total <= room:
-                return found
+            budget = self._largest(least, largest, room_for_factors)
+            pass_bytes = self._used(budget, room, every=every)
+            if pass_bytes.total <= room:
+                return pass_bytes
             if budget == least:
                 break
-            left -= found.total - room + budget // 64
-        found = self._used(least, room, every=every)
-        check_room(found, room, held)
-        return found
+            room_for_factors -= pass_bytes.total - room + budget // 64
+        pass_bytes = self._used(least, room, every=every)
+        check_room(pass_bytes, room, held_bytes)
+        return pass_bytes
 
     def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:
         """:meth:`use`, compiling every pass if one beside the largest may exceed the room."""
-        found = self.use(max_factor_bytes, every=every)
-        if every or found.total <= room / _SPREAD:
-            return found
+        pass_bytes = self.use(max_factor_bytes, every=every)
+        if every or pass_bytes.total <= room / _SPREAD:
+            return pass_bytes
         return self.use(max_factor_bytes)
 
-    def _largest(self, least: int, whole: int, room: int) -> int:
+    def _largest(self, least: int, largest: int, room: int) -> int:
         """The largest budget whose passes have factors of at most ``room`` bytes, or the least."""
-        if self._most(whole) <= room:
-            return whole
-        low, high = least, whole
+        if self._most(largest) <= room:
+            return largest
+        low, high = least, largest
         for _ in range(_HALVINGS):
             middle = (low + high) // 2
             if self._most(middle) <= room:

@@ -90,7 +90,7 @@ class Prepared(NamedTuple):
         analysis: Programs and passes.
         chosen: The blocks to decompose.
         folder: Folder of all files.
-        known: The options that the analysis was begun with.
+        begun_with: The options that the analysis was begun with.
         rows: Plan of the memory.
         disk: Bytes needed on disk.
         coverage: Which parameters the factors cover.
@@ -101,7 +101,7 @@ class Prepared(NamedTuple):
     analysis: AnalyzedModel
     chosen: Chosen
     folder: Folder
-    known: Mapping[str, Any]
+    begun_with: Mapping[str, Any]
     rows: list[MemoryRow]
     disk: int
     coverage: list[CoverageRow]
@@ -150,38 +150,40 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
         analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like, batches=number)
         chosen = Chosen(groups_of(analysis.layers), options.decompose)
         folder = Folder(path)
-        asked = {
+        options_now = {
             "model": model,
             "weights": [] if arguments.plan else _weights(model),
             "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
             "texts": texts.crc,
         }
-        known = asked
+        begun_with = options_now
         if not arguments.plan:
-            known = folder.begin(asked, resume=arguments.resume)
-        given = arguments.device_bytes
-        room = room_of(None if given is None else int(parse_bytes(given, name="--device-bytes")))
-        if "max_factor_bytes" in known:
+            begun_with = folder.begin(options_now, resume=arguments.resume)
+        device_bytes = arguments.device_bytes
+        room = room_of(
+            None if device_bytes is None else int(parse_bytes(device_bytes, name="--device-bytes"))
+        )
+        if "max_factor_bytes" in begun_with:
             gathers = not folder.has("gathered.json")
-            largest = analysis.use(known["max_factor_bytes"], every=gathers)
+            largest = analysis.use(begun_with["max_factor_bytes"], every=gathers)
             rows = plan_rows(analysis, chosen, largest)
-            if given is not None and room < known["room"]:
+            if device_bytes is not None and room < begun_with["room"]:
                 check_stages(rows, room, gathers=gathers)
         else:
             rows = fit(analysis, chosen, room, every=not arguments.plan)
         needed = disk_bytes(analysis, analysis.shapes)
-        if not arguments.plan and "max_factor_bytes" not in known:
+        if not arguments.plan and "max_factor_bytes" not in begun_with:
             _check_disk(path, needed - (folder.nbytes if arguments.overwrite else 0))
-            known = known | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
+            begun_with = begun_with | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
     sizes = analysis.sizes
     coverage = coverage_rows(analysis.table, sizes)
-    return Prepared(what, texts, analysis, chosen, folder, known, rows, needed, coverage)
+    return Prepared(what, texts, analysis, chosen, folder, begun_with, rows, needed, coverage)
 
 
 def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
     """Load, gather, run Lanczos and decompose; results that exist are read instead."""
     folder, analysis, options = ready.folder, ready.analysis, ready.analysis.options
-    folder.note(ready.known)
+    folder.note(ready.begun_with)
     params: Any = None
     spectrum = _known_spectrum(folder, options) if options.lanczos else None
     exact = options.lanczos > 0 and spectrum is None
@@ -195,7 +197,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
             phase("gathering the factors"),
             _shown("gather", total) as (advance, stopped),
         ):
-            found = gather(
+            totals = gather(
                 analysis,
                 params,
                 ready.texts,
@@ -204,12 +206,12 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
                 advance=advance,
                 stopped=stopped,
             )
-            folder.write("gathered.json", found)
+            folder.write("gathered.json", totals)
     if exact:
         with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
             spectrum = _exact(ready, params)
-        asked = [options.lanczos, options.lanczos_steps]
-        folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
+        lanczos_options = [options.lanczos, options.lanczos_steps]
+        folder.write("exact.json", {"asked": lanczos_options, "found": spectrum._asdict()})
     del params
     give_heap_back()
     with (
@@ -227,9 +229,9 @@ def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | N
     """The stored result of Lanczos, if it was run with the same options."""
     if not folder.has("exact.json"):
         return None
-    known = folder.read("exact.json")
-    same = known["asked"] == [options.lanczos, options.lanczos_steps]
-    return ExactSpectrum(**known["found"]) if same else None
+    stored = folder.read("exact.json")
+    is_same = stored["asked"] == [options.lanczos, options.lanczos_steps]
+    return ExactSpectrum(**stored["found"]) if is_same else None
 
 
 def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
@@ -243,7 +245,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
         return np.array(program(params, few, jnp.asarray(vector)))
 
     with progress("Lanczos", options.lanczos_steps) as shown:
-        found = lanczos(
+        spectrum = lanczos(
             product,
             analysis.num_parameters,
             ready.folder,
@@ -253,7 +255,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
             eps=analysis.eps,
             advance=shown.advance,
         )
-    return found
+    return spectrum
 
 
 @contextlib.contextmanager
@@ -273,11 +275,11 @@ def _weights(model: str) -> list[list[Any]]:
 
 
 def _crc(path: Path) -> str:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return f"{found:08x}"
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
 def _check_disk(path: Path, needed: int) -> None:

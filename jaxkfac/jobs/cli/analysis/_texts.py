@@ -116,18 +116,18 @@ def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> 
     if pretrained.tokenizer is None:
         model = what.experiment.model
         raise ValueError(f"{model} has no tokenizer: put its tokenizer.json beside it")
-    found = what.family.tokens(what.experiment, pretrained, text).validation
-    number = len(found.examples)
+    encoded = what.family.tokens(what.experiment, pretrained, text).validation
+    number = len(encoded.examples)
     size = min(batch_size, number)
     batches, exist, crc = [], [], 0
-    for index, batch in enumerate(dataclasses.replace(found, batch_size=size).in_order()):
+    for index, batch in enumerate(dataclasses.replace(encoded, batch_size=size).in_order()):
         rows = min(size, number - index * size)
-        given = what.family.batch(batch, np.asarray)
+        arrays = what.family.batch(batch, np.asarray)
         # Rows that only fill the last batch hold no text, but their positions would count.
-        given = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), given)
-        batches.append(given)
-        exist.append(np.asarray(what.family.exist(on_device(given))))
-        for leaf in jax.tree.leaves(given):
+        arrays = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), arrays)
+        batches.append(arrays)
+        exist.append(np.asarray(what.family.exist(on_device(arrays))))
+        for leaf in jax.tree.leaves(arrays):
             crc = zlib.crc32(leaf.tobytes(), crc)
     terms = sum(int(batch[2].sum()) for batch in batches)
     return Texts(batches, exist, number, terms, len(text.bad), f"{crc:08x}")

@@ -52,8 +52,8 @@ class DecoderFamily(Family):
     def shapes(self, experiment: Finetuning) -> Any:
         path: str | Path = experiment.model
         if path == "smollm2":
-            (known,) = KNOWN
-            path = cached_file(known)
+            (weights,) = KNOWN
+            path = cached_file(weights)
         return decoder_shapes(path, **self._options(experiment))
 
     def save(self, folder: Path, pretrained: Any) -> None:
@@ -68,8 +68,8 @@ class DecoderFamily(Family):
             )
         for name in ("prefix", "source_key", "target_key"):
             if getattr(experiment, name):
-                words = name.replace("_", "-")
-                raise ValueError(f"--{words} is for pairs, and {experiment.model} is a decoder")
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
         if experiment.dropout:
             raise ValueError(
                 f"--dropout is of encoder-decoders, and {experiment.model} is a decoder, which was "
@@ -84,7 +84,7 @@ class DecoderFamily(Family):
         else:
             train, validation = record_files(experiment.data, strict=strict)
             train.peek()
-        held = held_rows(validation)
+        validation_rows = held_rows(validation)
         chosen = experiment.questions
         if chosen is None:
             chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
@@ -93,7 +93,7 @@ class DecoderFamily(Family):
             questions = element_questions(count, seed=experiment.seed) if count else []
         else:
             questions = read_questions(Path(chosen))
-        return Text(train, held.good, questions, system, held.bad)
+        return Text(train, validation_rows.good, questions, system, validation_rows.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         context, tokenizer = pretrained.config.longest, pretrained.tokenizer
@@ -132,9 +132,9 @@ class DecoderFamily(Family):
             encoded = encoded_of(text.train)
             train = _batches(experiment, encoded, pad_id, longest)
         if text.validation:
-            held = encoded_of(text.validation).examples
-            size = min(experiment.batch_size, len(held))
-            validation = TokenBatches.padded(held, batch_size=size, pad_id=pad_id)
+            validation_examples = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(validation_examples))
+            validation = TokenBatches.padded(validation_examples, batch_size=size, pad_id=pad_id)
         return EncodedText(encoded, train, validation, {})
 
     def rows(self, experiment: Finetuning, batches: Any) -> Any:

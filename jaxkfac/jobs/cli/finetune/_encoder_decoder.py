@@ -102,8 +102,8 @@ class EncoderDecoderFamily(Family):
         keys = {"source": experiment.source_key, "target": experiment.target_key}
         train, validation = pair_files(experiment.data, prefix=prefix, strict=strict, **keys)
         train.peek()
-        held = held_rows(validation)
-        return Text(train, held.good, bad=held.bad)
+        validation_rows = held_rows(validation)
+        return Text(train, validation_rows.good, bad=validation_rows.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         tokenizer, config = pretrained.tokenizer, pretrained.config
@@ -135,14 +135,14 @@ class EncoderDecoderFamily(Family):
                 encoded.examples, num_lengths=experiment.num_lengths or 1, **chosen
             )
         if text.validation:
-            held = encoded_of(text.validation).examples
-            size = min(experiment.batch_size, len(held))
-            validation = PairBatches.padded(held, batch_size=size, **ends)
-            known = text.train  # for files, the pairs of the first window
-            if isinstance(known, FileRows):
-                known = known.peek(experiment.shuffle_window)
-            examples = (encoded or encoded_of(known)).examples
-            targets = ([e.target for e in side] for side in (examples, held))
+            validation_examples = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(validation_examples))
+            validation = PairBatches.padded(validation_examples, batch_size=size, **ends)
+            train_pairs = text.train  # for files, the pairs of the first window
+            if isinstance(train_pairs, FileRows):
+                train_pairs = train_pairs.peek(experiment.shuffle_window)
+            examples = (encoded or encoded_of(train_pairs)).examples
+            targets = ([e.target for e in side] for side in (examples, validation_examples))
             reference["bigram"] = bigram_loss(*targets, vocabulary=config.vocabulary)
         return EncodedText(encoded, train, validation, reference)
 
@@ -215,8 +215,8 @@ def _check(experiment: Finetuning) -> None:
         "--system is the first turn of a conversation": experiment.system is not None,
         "--adapter.split takes fused projections apart": experiment.adapter.split,
     }
-    for words, given in wrong.items():
-        if given:
-            raise ValueError(f"{words}, and {experiment.model} is an encoder-decoder")
+    for complaint, is_set in wrong.items():
+        if is_set:
+            raise ValueError(f"{complaint}, and {experiment.model} is an encoder-decoder")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")

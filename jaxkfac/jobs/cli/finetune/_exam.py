@@ -29,7 +29,7 @@ class Examiner(abc.ABC):
         config, self._probe = problem.config, None
         if config is not None and config.fourier_placement != "none":
             first = problem.family.batch(problem.train.first())
-            self._probe = problem.devices.whole(first[0])
+            self._probe = problem.devices.replicated(first[0])
 
         devices = problem.devices
         compiled = functools.partial(jax.jit, **devices.of_program())
@@ -62,22 +62,22 @@ class Examiner(abc.ABC):
 
     def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
         """Log-likelihoods of every target of a batch, on the host."""
-        given = self.problem.devices.whole(self.problem.family.batch(batch))
-        return np.asarray(self._each_token(self.problem.params, adapters, given))
+        arrays = self.problem.devices.replicated(self.problem.family.batch(batch))
+        return np.asarray(self._each_token(self.problem.params, adapters, arrays))
 
     def loss(self, adapters: Any) -> float | None:
         """Mean loss over the learned tokens of the validation text, nats."""
         if self.problem.validation is None:
             return None
         batches = list(self.problem.validation.in_order())
-        found = (self.log_likelihoods(adapters, x)[x.mask].sum(dtype=np.float64) for x in batches)
-        return -sum(map(float, found)) / sum(batch.num_terms for batch in batches)
+        sums = (self.log_likelihoods(adapters, x)[x.mask].sum(dtype=np.float64) for x in batches)
+        return -sum(map(float, sums)) / sum(batch.num_terms for batch in batches)
 
 
-def fourier_record(step: int, found: Any) -> FourierRecord:
+def fourier_record(step: int, diagnoses: Any) -> FourierRecord:
     """The record of a result of :meth:`Examiner.nonlinearity` that is on the host."""
     layers = {}
-    for name, diagnosis in found.items():
+    for name, diagnosis in diagnoses.items():
         values = diagnosis._asdict()
         coefficients = np.asarray(values.pop("coefficients"))
         slices = coefficients.reshape(-1, coefficients.shape[-1])
@@ -97,9 +97,9 @@ class PairExaminer(Examiner):
         """Validation loss, and scores of the targets generated for the first pairs."""
         if self.problem.validation is None:
             return None
-        asked, scores = self.problem.text.validation[: self.arguments.generate], None
-        if asked:
-            answers, targets = self._answers(adapters, asked), [pair.target for pair in asked]
+        pairs, scores = self.problem.text.validation[: self.arguments.generate], None
+        if pairs:
+            answers, targets = self._answers(adapters, pairs), [pair.target for pair in pairs]
             scores = {"exact match": exact_match(answers, targets)}
             if self.arguments.rouge:
                 scores["ROUGE-L"] = rouge_l(answers, targets)
@@ -108,13 +108,16 @@ class PairExaminer(Examiner):
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
         """Generated targets of the first distinct sources, of the validation pairs if any."""
         text, first = self.problem.text, dict[str, Pair]()
-        for pair in text.validation or text.train:
+        for one_pair in text.validation or text.train:
             if len(first) == count:
                 break
-            first.setdefault(pair.source, pair)
-        asked = list(first.values())
-        answers = zip(asked, self._answers(adapters, asked), strict=True)
-        return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]
+            first.setdefault(one_pair.source, one_pair)
+        pairs = list(first.values())
+        answers = zip(pairs, self._answers(adapters, pairs), strict=True)
+        return [
+            SampleRecord(step, one_pair.source, answer, one_pair.target)
+            for one_pair, answer in answers
+        ]
 
     def _answers(self, adapters: Any, pairs: Sequence[Pair]) -> list[str]:
         """Generate targets, with as many sources at a time as a batch has rows."""
@@ -125,14 +128,14 @@ class PairExaminer(Examiner):
         size, answers = min(experiment.batch_size, len(encoded)), []
         for start in range(0, len(encoded), size):
             sources = encoded[start : start + size]
-            found = generate_targets(
+            generated = generate_targets(
                 pretrained,
                 sources + sources[:1] * (size - len(sources)),  # one shape, so one program
                 max_new_tokens=arguments.sample_tokens or experiment.max_target_length,
                 num_beams=arguments.num_beams,
                 **called,
             )
-            answers += [tokenizer.decode(ids).strip() for ids in found[: len(sources)]]
+            answers += [tokenizer.decode(ids).strip() for ids in generated[: len(sources)]]
         return answers
 
 
@@ -170,8 +173,12 @@ class DecoderExaminer(Examiner):
                 system=problem.text.system,
             )
             for variant in VARIANTS:
-                found = scores.accuracy(variant)
-                accuracy[variant] = [found.value, found.low, found.high]
+                accuracy_interval = scores.accuracy(variant)
+                accuracy[variant] = [
+                    accuracy_interval.value,
+                    accuracy_interval.low,
+                    accuracy_interval.high,
+                ]
                 correct[variant] = scores.correct(variant).tolist()
         return ExamRecord(step, loss, accuracy, correct)
 
@@ -185,8 +192,8 @@ class DecoderExaminer(Examiner):
         answers = generate(pretrained, [ids for _, ids in prompts], max_new_tokens=tokens, **called)
         decode = problem.tokenizer.decode
         return [
-            SampleRecord(step, words, decode(ids).strip())
-            for (words, _), ids in zip(prompts, answers, strict=True)
+            SampleRecord(step, prompt, decode(ids).strip())
+            for (prompt, _), ids in zip(prompts, answers, strict=True)
         ]
 
 
@@ -203,17 +210,17 @@ def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int
     text, tokenizer = problem.text, problem.tokenizer
     if text.questions:
         first = [{"role": "system", "content": text.system}] if text.system else []
-        asked = [
+        candidates = [
             (q.stem, tokenizer.chat([*first, {"role": "user", "content": q.stem}]))
             for q in text.questions[:count]
         ]
     else:
-        asked = [prompt for r in text.some(4 * count) if (prompt := _asked(r, tokenizer))]
-    fitting = [(words, list(ids)) for words, ids in asked if len(ids) <= room]
+        candidates = [prompt for r in text.some(4 * count) if (prompt := _prompt_of(r, tokenizer))]
+    fitting = [(prompt, list(ids)) for prompt, ids in candidates if len(ids) <= room]
     return fitting[:count]
 
 
-def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
+def _prompt_of(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
     """A record up to its first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
         return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None

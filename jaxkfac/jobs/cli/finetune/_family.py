@@ -54,12 +54,12 @@ def held_rows(rows: FileRows | None) -> Held:
     Raises:
         ValueError: no row can be used.
     """
-    found = Held([], [])
+    held_text = Held([], [])
     if rows is not None:
         rows.peek()
         for _, row in rows.read():
-            (found.bad if isinstance(row, Bad) else found.good).append(row)
-    return found
+            (held_text.bad if isinstance(row, Bad) else held_text.good).append(row)
+    return held_text
 
 
 class EncodedText(NamedTuple):

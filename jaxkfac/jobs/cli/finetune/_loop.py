@@ -110,7 +110,7 @@ def write(history: jax.Array, numbers: jax.Array, row: jax.Array) -> jax.Array:
 
 
 class MicroStep:
-    """Callable ``step(adapters, optimizer, given)``, compiled once for each shape of a batch.
+    """Callable ``step(adapters, optimizer, prepared)``, compiled once for each shape of a batch.
 
     The step donates its first two arguments and returns its results in their memory.
 
@@ -131,10 +131,10 @@ class MicroStep:
         self._run = jax.jit(step, donate_argnums=(1, 2), **options)
         self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
-    def __call__(self, adapters: PyTree, optimizer: PyTree, given: PreparedStep) -> MicroResult:
+    def __call__(self, adapters: PyTree, optimizer: PyTree, prepared: PreparedStep) -> MicroResult:
         """Process one micro-batch."""
-        number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
-        arguments = (self._params, adapters, optimizer, given.batch, number)
+        number = self._devices.replicated(jnp.asarray(prepared.number, jnp.int32))
+        arguments = (self._params, adapters, optimizer, prepared.batch, number)
         return self._devices.processes.settled(self.program(*arguments)(*arguments))
 
     def program(self, *arguments: Any) -> Any:
@@ -189,8 +189,8 @@ def _micro_step(
             penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
             grads = jax.tree.map(jnp.add, grads, penalty_grads)
         updates, state = tx.update(grads, state, adapters, **extra)
-        found = (loss, penalty, skipped_updates(state), gradient_norm(grads))
-        numbers = jnp.stack([x.astype(loss.dtype) for x in found])
+        measured = (loss, penalty, skipped_updates(state), gradient_norm(grads))
+        numbers = jnp.stack([x.astype(loss.dtype) for x in measured])
         return MicroResult(optax.apply_updates(adapters, updates), state, numbers)
 
     return micro_step
@@ -221,12 +221,12 @@ class _Unread(NamedTuple):
     """An update whose numbers are still on the device.
 
     Attributes:
-        given: The update's micro-batches, without their arrays.
+        micro_batches: The update's micro-batches, without their arrays.
         numbers: Numbers of its last micro-batch; ready when the update has ended.
         look: Result of ``look`` on the adapters after the update, or ``None``.
     """
 
-    given: list[PreparedStep]
+    micro_batches: list[PreparedStep]
     numbers: jax.Array
     look: Any
 
@@ -274,7 +274,7 @@ class Tuning:
         self._rate = learning_rate(experiment, total)
         self._compiled_before = state.records.compile_seconds, state.records.programs
         history = empty_history(unread * experiment.gradient_accumulation_steps)
-        self._history = problem.devices.whole(history)
+        self._history = problem.devices.is_complete(history)
         self._last = micro_batches(experiment, problem, total - 1).stop - 1
         self._unread: list[_Unread] = []
         self._ahead: PreparedStep | None = None
@@ -282,7 +282,7 @@ class Tuning:
         self._clock = 0.0
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the state exists, with all its records or the numbers they are made from."""
         state = self.state
         counted = len(state.records.losses) + len(self._unread) == state.step
@@ -293,13 +293,13 @@ class Tuning:
         adapters, optimizer, step, *_ = self.state
         if not self._unread:
             self._clock = time.perf_counter()
-        compiled, given = self._micro_step.compile_seconds, []
-        row = sum(len(update.given) for update in self._unread)
+        compiled, prepared = self._micro_step.compile_seconds, []
+        row = sum(len(update.micro_batches) for update in self._unread)
         for number in micro_batches(self._experiment, self._problem, step):
             micro = self._ahead if self._ahead is not None else self._prepared(number)
             adapters, optimizer, numbers = self._micro_step(adapters, optimizer, micro)
-            self._history = write(self._history, numbers, jnp.asarray(row + len(given)))
-            given.append(micro._replace(batch=None))
+            self._history = write(self._history, numbers, jnp.asarray(row + len(prepared)))
+            prepared.append(micro._replace(batch=None))
             self._ahead = None if number == self._last else self._prepared(number + 1)
         self._clock += self._micro_step.compile_seconds - compiled
         look = self._look(step + 1, adapters)
@@ -307,9 +307,9 @@ class Tuning:
             adapters=adapters,
             optimizer=optimizer,
             step=step + 1,
-            position=given[-1].position,
+            position=prepared[-1].position,
         )
-        self._unread.append(_Unread(given, numbers, look))
+        self._unread.append(_Unread(prepared, numbers, look))
         self._wait(ahead=1)
 
     def read(self) -> None:
@@ -323,24 +323,26 @@ class Tuning:
         self._wait(ahead=0)
         first = self.state.step - len(self._unread)
         rates = self._rate(jnp.arange(first, self.state.step))
-        asked = (self._history, rates, [update.look for update in self._unread])
-        history, rates, looks = jax.device_get(asked)
+        on_device = (self._history, rates, [update.look for update in self._unread])
+        history, rates, looks = jax.device_get(on_device)
         losses, penalties, norms, row = [], [], [], 0
         for i, update in enumerate(self._unread):
-            rows = history[row : row + len(update.given)].tolist()
+            rows = history[row : row + len(update.micro_batches)].tolist()
             row += len(rows)
-            learnt = sum(x.learnt for x in update.given)
-            loss = sum(x[0] * y.learnt for x, y in zip(rows, update.given)) / max(learnt, 1)
+            learnt = sum(x.learnt for x in update.micro_batches)
+            loss = sum(x[0] * y.learnt for x, y in zip(rows, update.micro_batches)) / max(learnt, 1)
             penalty = sum(x[1] / len(rows) for x in rows)
             if not (math.isfinite(loss) and math.isfinite(penalty)):
                 raise NonFiniteLossError(_explain(self._experiment, first + i, loss))
             losses.append(loss)
             penalties.append(penalty)
             norms.append(sum(x[3] for x in rows) / len(rows))
-        found = [fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None]
+        fourier_records = [
+            fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None
+        ]
 
         def counted(name: str) -> list[int]:
-            return [sum(getattr(x, name) for x in update.given) for update in self._unread]
+            return [sum(getattr(x, name) for x in update.micro_batches) for update in self._unread]
 
         records, step = self.state.records, self._micro_step
         records = records._replace(
@@ -350,7 +352,7 @@ class Tuning:
             learnt=[*records.learnt, *counted("learnt")],
             examples=[*records.examples, *counted("examples")],
             seconds=[*records.seconds, *self.seconds[-len(self._unread) :]],
-            fourier=[*records.fourier, *found],
+            fourier=[*records.fourier, *fourier_records],
             compile_seconds=self._compiled_before[0] + step.compile_seconds,
             programs=self._compiled_before[1] + step.programs,
             skipped=int(history[row - 1][2]),

@@ -329,11 +329,11 @@ PRESETS: Mapping[str, FinetuneArguments] = MappingProxyType(
 )
 
 
-def default_arguments(words: Sequence[str]) -> FinetuneArguments:
+def default_arguments(argv_words: Sequence[str]) -> FinetuneArguments:
     """The arguments of the preset that the command line names; an unknown name is refused later."""
     named = [
-        word.partition("=")[2] or next(iter(words[number + 1 :]), "")
-        for number, word in enumerate(words)
-        if word.partition("=")[0] == "--preset"
+        argument.partition("=")[2] or next(iter(argv_words[number + 1 :]), "")
+        for number, argument in enumerate(argv_words)
+        if argument.partition("=")[0] == "--preset"
     ]
     return PRESETS.get(named[-1] if named else "", PRESETS["elements"])

@@ -129,13 +129,13 @@ def print_plan(arguments: FinetuneArguments) -> None:
     need, experiment = shapes.need(arguments), arguments.experiment
     rows = [[name, bytes_text(nbytes)] for name, nbytes in need.rows.items() if nbytes]
     rows.append(["sum", bytes_text(need.total)])
-    said = (
+    headline = (
         f"{experiment.model}: {experiment.batch_size} × {experiment.gradient_accumulation_steps} "
         f"rows an update, {experiment.optimizer}, {jnp.dtype(dtype_of(experiment)).name}"
     )
     console = Console()
-    console.print(said, soft_wrap=True, highlight=False)
+    console.print(headline, soft_wrap=True, highlight=False)
     console.print(terminal_table("Plan", ["", "bytes"], rows))
     fits = need.total <= room
-    words = f"It fits {bytes_text(room)}." if fits else remedy(arguments, shapes, room)
-    console.print(words, soft_wrap=True, highlight=False)
+    verdict = f"It fits {bytes_text(room)}." if fits else remedy(arguments, shapes, room)
+    console.print(verdict, soft_wrap=True, highlight=False)

@@ -119,18 +119,18 @@ class FinetuneProblem(NamedTuple):
 
         For streamed files it is taken over the files' bytes and the first batch.
         """
-        held = [] if self.validation is None else self.validation.examples
-        found = 0
+        examples = [] if self.validation is None else self.validation.examples
+        crc = 0
         if isinstance(self.train, BatchStream):
-            found = zlib.crc32(self.train.rows.checksum().encode())
-            for part in self.train.first():
-                found = zlib.crc32(part.tobytes(), found)
+            crc = zlib.crc32(self.train.rows.checksum().encode())
+            for array in self.train.first():
+                crc = zlib.crc32(array.tobytes(), crc)
         else:
-            held = [*self.encoded.examples, *held]
-        for example in held:
-            for part in (np.int64(len(example[0])), *example):
-                found = zlib.crc32(part.tobytes(), found)
-        return f"{found:08x}"
+            examples = [*self.encoded.examples, *examples]
+        for example in examples:
+            for array in (np.int64(len(example[0])), *example):
+                crc = zlib.crc32(array.tobytes(), crc)
+        return f"{crc:08x}"
 
     @property
     def vocabulary(self) -> int:
@@ -161,8 +161,8 @@ class FinetuneProblem(NamedTuple):
 
     def drops(self, experiment: Finetuning) -> bool:
         """Whether training applies dropout, to the adapters' inputs or in the model."""
-        own = 0.0 if self.config is None else self.config.dropout
-        return own > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
+        adapter_rate = 0.0 if self.config is None else self.config.dropout
+        return adapter_rate > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
 
 
 def build_problem(
@@ -179,9 +179,9 @@ def build_problem(
             tokenizer has tokens that the model does not have.
     """
     family = family_of(experiment)
-    found = family.tokens(experiment, pretrained, text)
-    return shaped_problem(experiment, pretrained, found.train, devices)._replace(
-        text=text, **found._asdict()
+    tokens = family.tokens(experiment, pretrained, text)
+    return shaped_problem(experiment, pretrained, tokens.train, devices)._replace(
+        text=text, **tokens._asdict()
     )
 
 
@@ -201,7 +201,7 @@ def shaped_problem(
 def _all_parameters(
     experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
 ) -> FinetuneProblem:
-    apply_fn, held = pretrained.apply_fn, [pretrained.params]
+    apply_fn, params_once = pretrained.apply_fn, [pretrained.params]
 
     def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
         return apply_fn(adapters, inputs, key=key)
@@ -211,8 +211,8 @@ def _all_parameters(
         pretrained=pretrained._replace(params={}),
         config=None,
         adapted=adapted,
-        initial=held.pop,
-        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0]),
+        initial=params_once.pop,
+        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_once[0]),
         rows=rows,
         devices=devices,
     )
@@ -223,14 +223,14 @@ def _adapters(
 ) -> FinetuneProblem:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
-    start, found = experiment.adapter.start, None
+    start, loaded = experiment.adapter.start, None
     if start is not None:
-        found, config = started(experiment, pretrained)
+        loaded, config = started(experiment, pretrained)
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
 
     def fresh(config: Config, inputs: Any) -> Adapters:
-        found = jk.lslora.init(
+        adapters = jk.lslora.init(
             config,
             apply_fn,
             pretrained.params,
@@ -238,22 +238,22 @@ def _adapters(
             key=jax.random.key(experiment.seed),
             dtype=jnp.float32,  # for every base: an update is smaller than bfloat16's step
         )
-        return {name: _own(x) for name, x in found.items()}
+        return {name: _donatable(x) for name, x in adapters.items()}
 
     def initial() -> Adapters:
         if start is not None:
             return started(experiment, pretrained)[0]
         inputs = rows[0]
         if isinstance(config.init_sigma, RmsSigma):
-            inputs = devices.whole(family.batch(batches.first())[0])
+            inputs = devices.replicated(family.batch(batches.first())[0])
         return fresh(config, inputs)
 
-    if found is None:
+    if loaded is None:
         shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have no values to measure
         shapes = jax.eval_shape(lambda: fresh(shaped, rows[0]))
     else:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        found = None  # read again when training begins
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
+        loaded = None  # read again when training begins
 
     return FinetuneProblem(
         family=family,
@@ -267,7 +267,7 @@ def _adapters(
     )
 
 
-def _own(x: Any) -> Any:
+def _donatable(x: Any) -> Any:
     """An adapter unchanged; a copy of a parameter trained in full, because training donates it."""
     if isinstance(x, jk.lslora.Adapter):
         return x
@@ -314,21 +314,21 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
             "give --adapter.init-sigma"
         )
     adapters, config = jk.lslora.load(str(chosen.start), model=pretrained)
-    wanted, had = chosen.fourier_placement, config.fourier_placement
-    if had == "none" and wanted != "none":
+    wanted_placement, had = chosen.fourier_placement, config.fourier_placement
+    if had == "none" and wanted_placement != "none":
         adapters, config = jk.lslora.as_fourier(
-            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted
+            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted_placement
         )
-    elif had != wanted:
+    elif had != wanted_placement:
         raise ValueError(
             f"--adapter.start {chosen.start} has fourier_placement {had!r}, and "
-            f"--adapter.fourier-placement is {wanted!r}: they are different models"
+            f"--adapter.fourier-placement is {wanted_placement!r}: they are different models"
         )
-    asked = _registered(chosen.nonlinearity)
-    if asked not in (AdapterOptions.nonlinearity, config.nonlinearity):
+    wanted_name = _registered(chosen.nonlinearity)
+    if wanted_name not in (AdapterOptions.nonlinearity, config.nonlinearity):
         raise ValueError(
             f"--adapter.start {chosen.start} has the nonlinearity {config.nonlinearity!r}, and "
-            f"--adapter.nonlinearity is {asked!r}: leave it out, or begin anew"
+            f"--adapter.nonlinearity is {wanted_name!r}: leave it out, or begin anew"
         )
     options = {"reg_weight": chosen.reg_weight, "dropout": chosen.dropout}
     wide = {
@@ -346,16 +346,16 @@ def _registered(nonlinearity: str) -> str:
     if not colon:
         return nonlinearity
     try:
-        found = getattr(importlib.import_module(module), name)
+        nonlinearity_object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--adapter.nonlinearity {nonlinearity}: {error}") from error
-    if not isinstance(found, jk.lslora.Nonlinearity):
+    if not isinstance(nonlinearity_object, jk.lslora.Nonlinearity):
         raise ValueError(
             f"--adapter.nonlinearity {nonlinearity}: expected an object of a subclass of "
-            f"jaxkfac.lslora.Nonlinearity, got {type(found).__name__}"
+            f"jaxkfac.lslora.Nonlinearity, got {type(nonlinearity_object).__name__}"
         )
-    jk.lslora.register(found)
-    return found.name
+    jk.lslora.register(nonlinearity_object)
+    return nonlinearity_object.name
 
 
 def objective_of(

@@ -117,8 +117,8 @@ def adapter_curvature(
 
     batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
-    given = devices.whole(batch)
-    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
+    placed_batch = devices.replicated(batch)
+    factors = devices.processes.settled(collect(problem.params, state.adapters, placed_batch, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )
@@ -166,12 +166,16 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment, strict=arguments.strict)
         loading = processes.together("loading the model")
-        with jk.memory.track("load the model"), phase("loading the model"), loading as same:
+        with (
+            jk.memory.track("load the model"),
+            phase("loading the model"),
+            loading as shared_values,
+        ):
             # the checkpoint of a resumed run holds all parameters
             goes_on = arguments.resume and find_checkpoint(folder) is not None
             load = model_shapes if goes_on and experiment.train == "all" else load_model
             problem = build_problem(experiment, load(experiment), text, devices)
-            same.append(problem.data_crc)
+            shared_values.append(problem.data_crc)
         if processes.first:
             _say_what_is_read(problem)
         coverage = adapter_coverage(experiment, problem)
@@ -184,12 +188,14 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state, pattern)
-    kept = devices.described((problem.params, state.adapters, state.optimizer))
-    words = "writing what was trained, and the report"
-    with phase(words), processes.together(words):
+    device_use = devices.described((problem.params, state.adapters, state.optimizer))
+    doing = "writing what was trained, and the report"
+    with phase(doing), processes.together(doing):
         if processes.first:
             saved = _save(arguments, problem, state.adapters)
-            summary = _write_results(arguments, problem, state, curvature, coverage, stages, kept)
+            summary = _write_results(
+                arguments, problem, state, curvature, coverage, stages, device_use
+            )
             _print(arguments, problem, state.records, summary | saved, saved)
 
 
@@ -214,8 +220,8 @@ def _print(
     console = Console()
     console.print(finetune_table(records, summary["comparison"], problem.reference))
     if best := summary["best"]:
-        words = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
-        console.print(f"{words}, of {len(records.losses)}", highlight=False)
+        saved_text = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
+        console.print(f"{saved_text}, of {len(records.losses)}", highlight=False)
     if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)

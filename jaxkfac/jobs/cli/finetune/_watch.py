@@ -42,12 +42,12 @@ class BestKept:
     def __init__(self, arguments: FinetuneArguments, problem: FinetuneProblem, folder: Path):
         self._problem, self._folder = problem, folder
         self._patience = arguments.patience
-        self._asked = arguments.evaluate_every is not None
+        self._is_active = arguments.evaluate_every is not None
         self._saved: list[int] = []
 
     def best(self, records: FinetuneRecords) -> ExamRecord | None:
         """The evaluation whose state is saved."""
-        return records.best if self._asked else None
+        return records.best if self._is_active else None
 
     def stops(self, records: FinetuneRecords) -> bool:
         """Whether the last ``--patience`` evaluations were no better than an earlier one."""
@@ -110,7 +110,7 @@ class BestKept:
                 array.delete()
             leaves = {name: jnp.asarray(stored.read(name)) for name in stored.names}
         adapters: Any = with_leaves({"params": shapes}, leaves)["params"]
-        return state._replace(adapters=self._problem.devices.whole(adapters))
+        return state._replace(adapters=self._problem.devices.replicated(adapters))
 
     def _file(self, step: int) -> Path:
         return self._folder / str(step)
@@ -140,8 +140,8 @@ class Watch:
 
     def reads(self, step: int) -> bool:
         """Whether numbers are read after this update."""
-        asked = self._arguments
-        every = (asked.log_every, asked.checkpoint_every, asked.evaluate_every)
+        arguments = self._arguments
+        every = (arguments.log_every, arguments.checkpoint_every, arguments.evaluate_every)
         return step == self._total or any(step % n == 0 for n in every if n is not None)
 
     def look(self, step: int, adapters: Any) -> Any:
@@ -152,63 +152,65 @@ class Watch:
 
     def note(self, records: FinetuneRecords, step: int) -> None:
         """Log the numbers of the updates after ``step``."""
-        held = float(memory_in_use() or 0)
+        bytes_in_use = float(memory_in_use() or 0)
         for i in range(step, len(records.losses)):
             values = {
                 "loss/train": records.losses[i],
                 "loss/penalty": records.penalties[i],
                 "learning_rate": records.learning_rates[i - len(records.losses)],
                 "tokens_per_second": records.tokens[i] / records.seconds[i],
-                "memory_bytes": held,
+                "memory_bytes": bytes_in_use,
                 "skipped": float(records.skipped),
             }
             if (norm := records.gradient_norms[i - len(records.losses)]) is not None:
                 values["gradient_norm"] = norm
             self._logger.numbers(i + 1, values)
-        for found in records.fourier:
-            if found.step > step:
-                self._note_fourier(found)
+        for fourier in records.fourier:
+            if fourier.step > step:
+                self._note_fourier(fourier)
 
     @phase("examining")
     def examine(self, state: TuneState) -> TuneState:
         """Add the evaluations that are due after this update and not yet in its records."""
-        step, records, asked = state.step, state.records, self._arguments
+        step, records, arguments = state.step, state.records, self._arguments
         end = step in (0, self._total)
         if step == 0 and not records.fourier:
-            found = jax.device_get(self._examiner.nonlinearity(state.adapters))
-            if found is not None:
-                records = records._replace(fourier=[fourier_record(0, found)])
+            values = jax.device_get(self._examiner.nonlinearity(state.adapters))
+            if values is not None:
+                records = records._replace(fourier=[fourier_record(0, values)])
                 self._note_fourier(records.fourier[0])
-        due = end or (asked.evaluate_every and step % asked.evaluate_every == 0)
+        due = end or (arguments.evaluate_every and step % arguments.evaluate_every == 0)
         if due and not any(exam.step == step for exam in records.exams):
             exam = self._examiner.exam(step, state.adapters)
             if exam is not None:
                 records = records._replace(exams=[*records.exams, exam])
-                found = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
+                values = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
                 if exam.loss is not None:
-                    found["loss/validation"] = exam.loss
-                found |= {f"generated/{name}": value for name, value in (exam.scores or {}).items()}
-                self._logger.numbers(step, found)
-        if due and asked.samples and not any(sample.step == step for sample in records.samples):
-            samples = self._examiner.samples(step, state.adapters, count=asked.samples)
+                    values["loss/validation"] = exam.loss
+                values |= {
+                    f"generated/{name}": value for name, value in (exam.scores or {}).items()
+                }
+                self._logger.numbers(step, values)
+        if due and arguments.samples and not any(sample.step == step for sample in records.samples):
+            samples = self._examiner.samples(step, state.adapters, count=arguments.samples)
             records = records._replace(samples=[*records.samples, *samples])
             for number, sample in enumerate(samples):
                 self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")
         return state._replace(records=records)
 
-    def _note_fourier(self, found: Any) -> None:
-        for layer, values in found.layers.items():
+    def _note_fourier(self, record: Any) -> None:
+        for layer, values in record.layers.items():
             names = ("sigma", "deviation", "nonlinearity", "saturated")
             means = {f"{name}/{layer}": float(np.mean(values[name])) for name in names}
-            self._logger.numbers(found.step, means)
+            self._logger.numbers(record.step, means)
 
 
 def words_of(records: FinetuneRecords) -> str:
     """A line about the progress of a run; empty before the first read."""
     if not records.losses:
         return ""
-    held = memory_in_use()
-    memory = "" if held is None else f"  {bytes_text(held)}"
+    bytes_in_use = memory_in_use()
+    memory = "" if bytes_in_use is None else f"  {bytes_text(bytes_in_use)}"
     speed = f"{records.tokens_per_second:,.0f} tokens/s{memory}"
     rate, norm = records.learning_rates[-1], records.gradient_norms[-1]
     return f"loss {records.losses[-1]:.4f}  rate {rate:.2g}  gradient {number(norm)}  {speed}"

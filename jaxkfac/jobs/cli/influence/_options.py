@@ -122,6 +122,6 @@ class InfluenceArguments:
 
     def options(self) -> dict[str, object]:
         """Options that decide the scores."""
-        own = {"damping": self.damping, "query_rank": self.query_rank}
-        own |= {} if self.store is None else {"store": True}  # its scores are rounded
-        return self.options_of_bases() | own
+        of_scores = {"damping": self.damping, "query_rank": self.query_rank}
+        of_scores |= {} if self.store is None else {"store": True}  # its scores are rounded
+        return self.options_of_bases() | of_scores

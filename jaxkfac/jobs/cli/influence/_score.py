@@ -99,8 +99,8 @@ class Scoring(NamedTuple):
     @property
     def max_bytes(self) -> int | None:
         """Budget in bytes, or ``None``."""
-        given = self.arguments.memory
-        return None if given is None else int(parse_bytes(given, name="--memory"))
+        budget = self.arguments.memory
+        return None if budget is None else int(parse_bytes(budget, name="--memory"))
 
     def config_of_bases(self) -> dict[str, Any]:
         """Every option that decides factors and bases."""
@@ -120,13 +120,13 @@ class Scoring(NamedTuple):
 
     def statistics(self) -> Any:
         """The function that collects factors."""
-        given = self.arguments
+        arguments = self.arguments
         return jk.value_grad_and_factors(
             self.objective,
-            fisher=given.fisher,
-            layers=self.reader.layers if given.layers is None else given.layers,
+            fisher=arguments.fisher,
+            layers=self.reader.layers if arguments.layers is None else arguments.layers,
             uncovered="ignore",
-            max_dense=given.max_dense,
+            max_dense=arguments.max_dense,
             max_factor_bytes=self.max_bytes,
         )
 
@@ -183,9 +183,9 @@ def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
     for layers in groups.values():
         keys = {key for layer in layers for key in (layer.input, layer.name)}
         some = {
-            table: {key: whole.pop(key) for key in keys & whole.keys()}
+            table: {key: full_table.pop(key) for key in keys & full_table.keys()}
             for table in tables
-            for whole in [getattr(factors, table)]
+            for full_table in [getattr(factors, table)]
         }
         part = dataclasses.replace(factors, layers=tuple(layers), **some)
         del some
@@ -201,8 +201,8 @@ def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
 
 def _collected(scoring: Scoring) -> jk.Factors:
     """Factors of the chosen texts, summed over batches with their counts."""
-    texts, given, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
-    key = jax.random.key(given.seed)
+    texts, arguments, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
+    key = jax.random.key(arguments.seed)
 
     def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
@@ -211,9 +211,9 @@ def _collected(scoring: Scoring) -> jk.Factors:
     on_host = scoring.max_bytes is not None  # budgeted passes compile themselves, return NumPy
     if not on_host:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    total, done, batches = None, 0, -(-len(texts) // given.batch_size)
+    total, done, batches = None, 0, -(-len(texts) // arguments.batch_size)
     doing = "collecting factors"
-    with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
+    with phase(doing), _explained(arguments), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
             if total is None:
@@ -259,86 +259,88 @@ def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
 
 def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
     """The queries, preconditioned."""
-    given = scoring.arguments
+    arguments = scoring.arguments
     batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    with phase("preconditioning the queries"), _explained(given):
+    all_queries = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    with phase("preconditioning the queries"), _explained(arguments):
         return jk.prepare_queries(
             scoring.objective,
             scoring.pretrained.params,
             bases,
-            scoring.family.batch(whole),
-            damping=given.damping,
-            query_rank=given.query_rank,
+            scoring.family.batch(all_queries),
+            damping=arguments.damping,
+            query_rank=arguments.query_rank,
             max_bytes=scoring.max_bytes,
         )
 
 
 def stored(scoring: Scoring, bases: jk.Eigenbases) -> jk.GradientStore | None:
     """The store of the training texts' gradients, if ``--store`` is given."""
-    given, texts = scoring.arguments, scoring.train.texts
-    if given.store is None:
+    arguments, texts = scoring.arguments, scoring.train.texts
+    if arguments.store is None:
         return None
     with phase("storing gradients"), progress("gradients", len(texts)) as shown:
 
         def batches() -> Iterator[Any]:
             for done, batch in enumerate(scoring.batches(texts)):
-                shown.advance(min(done * given.batch_size, len(texts)), "texts")
+                shown.advance(min(done * arguments.batch_size, len(texts)), "texts")
                 yield batch
 
         params = scoring.pretrained.params
         return jk.gradient_store(
-            scoring.objective, params, bases, batches(), given.store, num_examples=len(texts)
+            scoring.objective, params, bases, batches(), arguments.store, num_examples=len(texts)
         )
 
 
 def scored(
-    scoring: Scoring, held: Queries, stages: Stages, store: jk.GradientStore | None = None
+    scoring: Scoring, preconditioned: Queries, stages: Stages, store: jk.GradientStore | None = None
 ) -> np.ndarray:
     """Scores ``(queries, texts)``; saved from time to time and at the end.
 
     Each save writes all scores, so saving after every batch would take time quadratic in the texts.
     """
     config, texts = scoring.config(), scoring.train.texts
-    found = np.zeros((held.number, 0), np.float32)
+    all_scores = np.zeros((preconditioned.number, 0), np.float32)
     if stages.holds("scores"):
-        found = stages.read("scores", config)["scores"]
-    done = stored = found.shape[1]
+        all_scores = stages.read("scores", config)["scores"]
+    done = stored = all_scores.shape[1]
     batches: Any = scoring.batches(texts, start=done)
     if store is not None and done < len(texts):  # a store is read from its first example on
-        batches, found, done, stored = store, found[:, :0], 0, 0
-    args = scoring.objective, scoring.pretrained.params, held
+        batches, all_scores, done, stored = store, all_scores[:, :0], 0, 0
+    args = scoring.objective, scoring.pretrained.params, preconditioned
     if done == len(texts):
-        return found
-    parts, since = [found], time.monotonic()
+        return all_scores
+    score_blocks, since = [all_scores], time.monotonic()
     with phase("scoring"), progress("scores", len(texts), start=done) as shown:
         try:
             for scores, exist in scores_of_batches(*args, batches):
-                parts.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
-                done += parts[-1].shape[1]
+                score_blocks.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
+                done += score_blocks[-1].shape[1]
                 if time.monotonic() - since >= _SECONDS:
-                    stages.write("scores", config, {"scores": np.concatenate(parts, 1)})
+                    stages.write("scores", config, {"scores": np.concatenate(score_blocks, 1)})
                     stored, since = done, time.monotonic()
                 shown.advance(done, "texts")
         finally:  # also after Ctrl-C
-            found = np.concatenate(parts, 1)
-            if found.shape[1] > stored:
-                stages.write("scores", config, {"scores": found})
-    return found
+            all_scores = np.concatenate(score_blocks, 1)
+            if all_scores.shape[1] > stored:
+                stages.write("scores", config, {"scores": all_scores})
+    return all_scores
 
 
-def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
+def by_token(
+    scoring: Scoring, preconditioned: Queries, texts: Sequence[NumberedText]
+) -> np.ndarray:
     """Scores ``(queries, texts, positions)`` of the layers whose rows are token positions.
 
     Zeros where ``--layers`` excludes all such layers, for example with an encoder's layers alone.
     """
     try:
-        found = [
+        score_blocks = [
             np.asarray(scores)
             for scores, _ in scores_of_batches(
                 scoring.objective,
                 scoring.pretrained.params,
-                held,
+                preconditioned,
                 scoring.batches(texts),
                 per="token",
                 layers=scoring.reader.tokens_of,
@@ -346,5 +348,5 @@ def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> 
         ]
     except UnknownLayerError:
         longest = max(len(scoring.reader.pieces(text)) for text in texts)
-        return np.zeros((held.number, len(texts), longest), np.float32)
-    return np.concatenate(found, 1)[:, : len(texts)]
+        return np.zeros((preconditioned.number, len(texts), longest), np.float32)
+    return np.concatenate(score_blocks, 1)[:, : len(texts)]

@@ -48,11 +48,11 @@ class Stages:
             stored = self.read(stage, config)
             leaves = [jnp.asarray(stored.pop(name)) for name in sorted(stored)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
-        made = make()
-        leaves = jax.tree.leaves(made)
+        result = make()
+        leaves = jax.tree.leaves(result)
         names = (f"{number:06d}" for number in range(len(leaves)))
         self.write(stage, config, dict(zip(names, map(np.asarray, leaves), strict=True)))
-        return made
+        return result
 
     def read(self, stage: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Read the arrays of a stage.

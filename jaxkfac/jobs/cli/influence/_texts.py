@@ -40,21 +40,21 @@ class ScoredTexts(NamedTuple):
     left_out: int
 
     def __str__(self) -> str:
-        words = f"{len(self.texts)} texts"
+        summary = f"{len(self.texts)} texts"
         if self.cut:
-            words += f", {self.cut} of them cut"
+            summary += f", {self.cut} of them cut"
         if self.left_out:
-            words += f", {self.left_out} left out (nothing in their loss)"
-        return words
+            summary += f", {self.left_out} left out (nothing in their loss)"
+        return summary
 
     @property
     def crc(self) -> str:
         """CRC-32 of all tokens."""
-        found = 0
+        crc = 0
         for text in self.texts:
-            for part in (np.int64(len(text.example[0])), *text.example):
-                found = zlib.crc32(part.tobytes(), found)
-        return f"{found:08x}"
+            for array in (np.int64(len(text.example[0])), *text.example):
+                crc = zlib.crc32(array.tobytes(), crc)
+        return f"{crc:08x}"
 
 
 class TextReader(abc.ABC):
@@ -153,20 +153,20 @@ class RecordReader(TextReader):
     """Reads records for a decoder."""
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Example, bool]]]:
-        longest, given = self._arguments.max_length, self._arguments
+        longest, arguments = self._arguments.max_length, self._arguments
         for name in ("prefix", "source_key", "target_key"):
-            if getattr(given, name):
-                words = name.replace("_", "-")
-                raise ValueError(f"--{words} is for pairs, and {given.model} is a decoder")
+            if getattr(arguments, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for pairs, and {arguments.model} is a decoder")
         if longest > (context := self._pretrained.config.longest):
             raise ValueError(
                 f"max_length {longest} is longer than the model's context, {context} tokens: "
                 "lower --max-length"
             )
         for row, record in enumerate(read_records(path), 1):
-            for whole in encode_record(record, self._tokenizer, loss_on=given.loss_on):
-                example = Example(whole.ids[:longest], whole.learnt[:longest])
-                yield row, (example, len(whole.ids) > longest)
+            for full_example in encode_record(record, self._tokenizer, loss_on=arguments.loss_on):
+                example = Example(full_example.ids[:longest], full_example.learnt[:longest])
+                yield row, (example, len(full_example.ids) > longest)
 
     def _learnt(self, example: Example) -> bool:
         return bool(example.learnt.any())
@@ -198,14 +198,14 @@ class PairReader(TextReader):
     tokens_of = r"(decoder/(?!.*(EncDecAttention/[kv]|relative_attention_bias)/).*|lm_head.*)"
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[PairExample, bool]]]:
-        given, found = self._arguments, self._arguments
-        pairs, _ = read_pairs(path, source=given.source_key, target=given.target_key)
+        arguments, limits = self._arguments, self._arguments
+        pairs, _ = read_pairs(path, source=arguments.source_key, target=arguments.target_key)
         for row, pair in enumerate(pairs, 1):
             example, *cut = encode_pair(
-                Pair(given.prefix + pair.source, pair.target),
+                Pair(arguments.prefix + pair.source, pair.target),
                 self._tokenizer,
-                max_source_length=found.max_length,
-                max_target_length=found.max_target_length,
+                max_source_length=limits.max_length,
+                max_target_length=limits.max_target_length,
             )
             yield row, (example, any(cut))
 
