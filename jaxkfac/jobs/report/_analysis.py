@@ -20,17 +20,17 @@ from jaxkfac.jobs.report._page import (
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, families
 from jaxkfac.memory import Stage, bytes_text
 
-# ---------------- what the analysis of a pretrained model measures, as plain values
+# ---------------- the record of an analysis, as plain values
 
 
 class MemoryRow(NamedTuple):
-    """Bytes that a stage of an analysis needs.
+    """Bytes for one purpose in a stage of an analysis.
 
     Attributes:
-        stage: In which; ``"always"`` in each.
-        what: What they are for.
-        nbytes: How many.
-        on_device: Whether they are the device's; on a CPU all are.
+        stage: Stages that need them, separated by commas; ``"always"`` for all.
+        what: Purpose.
+        nbytes: Number of bytes.
+        on_device: Whether they are on the device; on a CPU all are.
     """
 
     stage: str
@@ -40,14 +40,14 @@ class MemoryRow(NamedTuple):
 
 
 class ModelMemory(NamedTuple):
-    """Plan and peaks of one model's analysis.
+    """Planned and measured memory of one model's analysis.
 
     Attributes:
-        model: What it is called.
-        plan: Of the memory, as it was printed beforehand.
+        model: Name of the model.
+        plan: The plan that was printed before the analysis.
         peaks: ``{stage: most bytes of main memory}``, measured.
         passes: Backward passes over each batch.
-        disk: Planned bytes of the disk.
+        disk: Planned bytes on disk.
     """
 
     model: str
@@ -66,15 +66,15 @@ class AnalysisRecord(NamedTuple):
     """An analysis of a pretrained model.
 
     Attributes:
-        model: What it is called.
+        model: Name of the model.
         texts: ``{"texts", "tokens" in the loss, "left out", "loss" in nats a token}``.
-        spectra: Of every factor that was decomposed.
-        capacity: Metrics, perhaps beside those of another model.
+        spectra: Spectra of every decomposed factor.
+        capacity: Metrics, optionally compared with those of another model.
         exact: ``{"eigenvalues", "error_bounds", "steps"}`` of the exact Fisher, or ``None``.
-        plans: Of its memory, with peaks; behind it those of the model it is compared with.
-        coverage: Which parameters factors cover.
-        config: Everything that decided the result.
-        versions: Of the software.
+        plans: Plan and peaks of the model, then of the model it is compared with.
+        coverage: Which parameters the factors cover.
+        config: Every option that decides the result.
+        versions: Versions of the software.
         stages: Times and peaks of this process.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
     """
@@ -112,7 +112,7 @@ class AnalysisRecord(NamedTuple):
 
 
 def stage_sums(plan: Sequence[MemoryRow], *, on_device: bool) -> dict[str, int]:
-    """``{stage: bytes}`` of a plan, with what is always there in each."""
+    """``{stage: bytes}`` of a plan; rows for ``"always"`` count in each stage."""
     stages = [name for row in plan for name in row.stage.split(", ") if name != "always"]
     return {
         stage: sum(
@@ -125,7 +125,7 @@ def stage_sums(plan: Sequence[MemoryRow], *, on_device: bool) -> dict[str, int]:
 
 
 def exact_lines(record: AnalysisRecord) -> list[str]:
-    """Sentences on the eigenvalues of the exact Fisher; none where it was left out."""
+    """Sentences on the eigenvalues of the exact Fisher; empty if they were not computed."""
     if record.exact is None:
         return []
     pairs = zip(record.exact["eigenvalues"], record.exact["error_bounds"], strict=True)
@@ -142,11 +142,11 @@ def exact_lines(record: AnalysisRecord) -> list[str]:
 
 
 class DepthStack(NamedTuple):
-    """Layers that are stacked together: the blocks of a decoder, say.
+    """Layers that are stacked together, such as the blocks of a decoder.
 
     Attributes:
-        name: What their names begin with.
-        layers: ``{rest of the name: record of each block}``.
+        name: Common prefix of their names.
+        layers: ``{remainder of the name: record of each block}``.
     """
 
     name: str
@@ -154,15 +154,15 @@ class DepthStack(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(next(iter(self.layers.values())))
 
     def head(self) -> list[str]:
-        """Headings of :meth:`rows`."""
+        """Headings of the columns of :meth:`rows`."""
         return ["block", *self.layers, "trace", "share"]
 
     def rows(self) -> Iterator[list[str]]:
-        """Of each block the entropy rank of each layer, its trace, and its share of the stack's."""
+        """For each block: entropy rank of each layer, trace, and share of the stack's trace."""
         traces = [sum(x[i].trace for x in self.layers.values()) for i in range(self.depth)]
         total = sum(traces)
         for i, trace in enumerate(traces):
@@ -172,7 +172,7 @@ class DepthStack(NamedTuple):
 
 
 def stacks_of(report: CapacityReport) -> list[DepthStack]:
-    """The stacks of a model, in its order; layers without two factors are left out."""
+    """The stacks of a model in its order, without layers that have no two factors."""
     found: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
     for name, record in report.metrics.layers.items():
         if len(record.slices) < 2 or record.scalars().get("num_above_a") is None:
@@ -183,7 +183,7 @@ def stacks_of(report: CapacityReport) -> list[DepthStack]:
     return [DepthStack(name, layers) for (name, _), layers in found.items()]
 
 
-# ---------------- capacity over depth, a panel for each measure and a line for each layer
+# ---------------- capacity over depth: a panel for each measure, a line for each layer
 
 
 _MEASURES = {
@@ -221,16 +221,16 @@ def depth_figure(stack: DepthStack) -> bytes:
         return svg_bytes(figure)
 
 
-# ---------------- the analysis of a pretrained model for the terminal
+# ---------------- tables for the terminal
 
 
-_FEW = 48  # blocks that a terminal shows one by one
+_FEW = 48  # largest number of blocks that a terminal shows one by one
 
 
 def memory_plan_rows(
     plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
 ) -> list[list[str]]:
-    """``[stage, what, bytes, peak]``: each row of a plan, and the sums with what was measured."""
+    """``[stage, what, bytes, peak]`` for each row of a plan and each sum, with measured peaks."""
     rows = []
     for on_device in (True, False):
         own = [row for row in plan if row.on_device == on_device]
@@ -248,7 +248,7 @@ def memory_plan_rows(
 def memory_plan_table(
     model: str, plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
 ) -> Table:
-    """A plan of memory; with ``peaks`` what was measured stands beside it."""
+    """A table of planned memory; with ``peaks`` it also has the measured values."""
     head, rows = ["stage", "", "plan", "peak"], memory_plan_rows(plan, disk=disk, peaks=peaks)
     if peaks is None:
         head, rows = head[:3], [row[:3] for row in rows]
@@ -256,7 +256,7 @@ def memory_plan_table(
 
 
 def spectra_summary_rows(records: Sequence[SpectrumRecord]) -> list[list[str]]:
-    """A line for each factor, all its blocks together: smallest, and largest where they differ."""
+    """A line for each factor over all its blocks: smallest value, and largest if different."""
     rows = []
     for family in families(records, shared_once=True):
         members = family.members
@@ -283,12 +283,12 @@ SUMMARY_HEAD = [
 
 
 def spectra_summary_table(records: Sequence[SpectrumRecord]) -> Table:
-    """One line for each factor, all its blocks together."""
+    """A table with one line for each factor over all its blocks."""
     return terminal_table("Spectra", SUMMARY_HEAD, spectra_summary_rows(records), words=(0, 1))
 
 
 def depth_table(report: CapacityReport) -> Table | None:
-    """One line for each block of the stacks; ``None`` where there is no stack, or a long one."""
+    """One line for each block of the stacks; ``None`` without stacks or with too many blocks."""
     stacks = stacks_of(report)
     if not stacks or sum(stack.depth for stack in stacks) > _FEW:
         return None
@@ -303,7 +303,7 @@ def depth_table(report: CapacityReport) -> Table | None:
 
 
 def _range(values: Sequence[float | None]) -> str:
-    """The smallest and the largest; an infinite one is the largest."""
+    """Smallest and largest value; ``None`` stands for an infinite value."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
@@ -311,7 +311,7 @@ def _range(values: Sequence[float | None]) -> str:
     return ends[0] if ends[0] == ends[1] else " … ".join(ends)
 
 
-# ---------------- the page of the analysis of a pretrained model
+# ---------------- the page
 
 
 _DEPTH = (
@@ -321,7 +321,7 @@ _DEPTH = (
 
 
 def analysis_page(record: AnalysisRecord) -> str:
-    """Everything that was found, as one self-contained HTML page."""
+    """The results as one self-contained HTML page."""
     texts = record.texts
     lead = (
         f"Factors over {texts['texts']:,g} texts, {texts['tokens']:,g} tokens in the loss, "

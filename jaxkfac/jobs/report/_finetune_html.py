@@ -24,15 +24,14 @@ from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
 from jaxkfac.memory import Stage
 
-# ---------------- loss of a fine-tuning run, and the adapter's nonlinearity over its updates, as
-# panels
+# ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
 
 _COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
 def loss_panels_html(records: FinetuneRecords) -> str:
-    """Loss of each update, its running mean, and that of validation; then what drove them."""
+    """Loss of each update, its running mean and validation loss; then rate and gradient norm."""
     updates = range(1, len(records.losses) + 1)
     lines = [
         Line("one update", updates, records.losses, "a", faint=True),
@@ -78,7 +77,7 @@ def nonlinearity_panels_html(records: Sequence[FourierRecord], phi: Nonlinearity
 def _panel(
     title: str, records: Sequence[FourierRecord], series: dict[str, list[np.ndarray]]
 ) -> str:
-    """Means over a layer's slices; faint, where it has several, the least and the largest."""
+    """Mean over a layer's slices, with faint lines for the smallest and largest of several."""
     steps, lines = [r.step for r in records], []
     for layer, color in _colors(records):
         if layer not in series:
@@ -98,7 +97,7 @@ def _colors(records: Sequence[FourierRecord]) -> Iterator[tuple[str, str]]:
 
 
 def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
-    """An exponential mean, debiased, so that it begins at the first loss."""
+    """A debiased exponential mean, which starts at the first loss."""
     shown, total, weight = [], 0.0, 0.0
     for loss in losses:
         total, weight = decay * total + (1 - decay) * loss, decay * weight + (1 - decay)
@@ -106,7 +105,7 @@ def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
     return shown
 
 
-# ----------------
+# ---------------- the page
 
 
 _ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
@@ -129,22 +128,22 @@ def finetune_page(
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
 ) -> str:
-    """The report of a fine-tuning run as one HTML page; a part without records is left out.
+    """The report of a fine-tuning run as one HTML page; sections without records are left out.
 
     Args:
         title: Heading of the page.
         lead: One sentence below it.
-        records: Of the run.
+        records: Records of the run.
         comparison: ``{variant: {"gained", "lost", "p_value"}}``, before against after.
-        spectra: Of the adapter's factors at the end.
-        capacity: Of the same factors.
+        spectra: Spectra of the adapter's factors at the end.
+        capacity: Capacity of the same factors.
         coverage: Rows of the adapter's layer table.
-        config: Everything that decided the result.
+        config: Every option that decides the result.
         versions: Of the software.
         nonlinearity: Name of the adapter's, where it has one.
         reference: Names of other models and their validation loss.
-        trained: What capacity is of.
-        stages: Peaks of memory.
+        trained: Name of what capacity is measured on.
+        stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
     Returns:
@@ -178,7 +177,7 @@ def finetune_page(
 
 
 def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str]:
-    """What the training has changed, on what was held out where there is some."""
+    """Sentences on what training has changed, on held-out data if there is any."""
     if not records.losses:
         return []
     spent = f"{len(records.losses):,} updates and {sum(records.seconds):.1f} s of training"

@@ -1,4 +1,4 @@
-"""The page of a run: what has come out, curves, factors, layers, memory, configuration."""
+"""The page of a training run: results, curves, factors, layers, memory, configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,18 @@ from jaxkfac.jobs.report._race import (
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
 from jaxkfac.memory import Stage, bytes_text
 
-# ---------------- what has come out of a run, in sentences: who won, by how much, in updates and
-# in seconds
+# ---------------- the result in sentences
 
 
-_Z = 1.959963984540054  # 95 %
+_Z = 1.959963984540054  # normal quantile of a 95 % interval
 
 
 def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) -> list[str]:
-    """Sentences on the runs; the better one on held-out examples is the first.
+    """Sentences on the runs; the better one on held-out examples comes first.
 
     Args:
         runs: ``{"kfac" or "adamw": records}``, with epochs.
-        num_test: How many examples are held out; without it there is no interval.
+        num_test: Number of held-out examples; without it there is no interval.
     """
     known = {name: run for name, run in runs.items() if run.epochs}
     if len(known) < 2:
@@ -41,16 +40,17 @@ def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) ->
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share ``right`` of ``count``."""
+    """Wilson's 95 % interval of a proportion ``right`` of ``count``."""
     middle = right + _Z**2 / (2 * count)
     half = _Z * math.sqrt(right * (1 - right) / count + _Z**2 / (4 * count**2))
     return (middle - half) / (1 + _Z**2 / count), (middle + half) / (1 + _Z**2 / count)
 
 
 def newcombe(first: float, second: float, count: int) -> tuple[float, float]:
-    """Newcombe's 95 % interval of the difference of two shares, each of ``count`` examples.
+    """Newcombe's 95 % interval of the difference of two proportions of ``count`` examples each.
 
-    Of the same examples the true interval is narrower, since both are often right together.
+    If the examples are the same, the true interval is narrower, since both are often right
+    together.
 
     References:
         Newcombe, Interval estimation for the difference between independent proportions, 1998.
@@ -91,7 +91,7 @@ def _held_out(runs: Mapping[str, RunRecords], best: str, other: str, num_test: i
 
 
 def _loss(runs: Mapping[str, RunRecords]) -> str:
-    """When the one with the lower loss had come to where the other ended."""
+    """When the run with the lower loss reached the final loss of the other."""
     low, high = sorted(runs, key=lambda name: runs[name].epochs[-1].train_loss)[:2]
     end = runs[high].epochs[-1]
     epochs = runs[low].epochs
@@ -105,7 +105,7 @@ def _loss(runs: Mapping[str, RunRecords]) -> str:
     )
 
 
-# ----------------
+# ---------------- the page
 
 
 def report_page(
@@ -124,22 +124,22 @@ def report_page(
     answer: Sequence[str] = (),
     num_test: int | None = None,
 ) -> str:
-    """The report of a run as one HTML page; a part without records is left out.
+    """The report of a run as one HTML page; sections without records are left out.
 
     Args:
         title: Heading of the page.
         lead: One sentence below it.
         runs: ``{"kfac" or "adamw": records}``.
-        spectra: Of the factors at the end.
+        spectra: Spectra of the factors at the end.
         coverage: Rows of the layer table.
-        config: Everything that decided the result; may be nested.
-        versions: Of the software.
+        config: Every option that decides the result; may be nested.
+        versions: Versions of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
-        first: Parts of another kind of run, as HTML, which come before all others.
-        answer: What has come out of it, in sentences; by default what the runs say.
-        num_test: How many examples the runs hold out, for the interval of that.
+        first: Sections of another kind of run, as HTML, placed before all others.
+        answer: Sentences on the result; by default derived from the runs.
+        num_test: Number of held-out examples of the runs, for intervals in the answer.
 
     Returns:
         The page, self-contained.

@@ -1,4 +1,4 @@
-"""What a training run measures, its curves, and which optimizer is first at a target."""
+"""Measurements of training runs, their curves, and which optimizer reaches a target first."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 from jaxkfac.curvature.capacity import Interval, mean_interval
 from jaxkfac.jobs.report._page import OPTIMIZERS, Axis, Line, panel_html, panels_html
 
-# ---------------- what a training run measures, as plain values that survive JSON
+# ---------------- records, as plain values that survive JSON
 
 
 class EpochRecord(NamedTuple):
-    """Measured after an epoch.
+    """Measurements after an epoch.
 
     Attributes:
-        step: Updates made.
+        step: Number of updates made.
         examples: Training examples seen, with repetition.
-        seconds: Spent in training steps so far; no compilation, no evaluation.
+        seconds: Seconds spent in training steps so far, without compilation and evaluation.
         train_loss: Mean over the whole training set, nats, without augmentation.
-        train_accuracy: Likewise, in [0, 1].
+        train_accuracy: Over the whole training set, without augmentation, in [0, 1].
         test_loss: Mean over the test set, nats.
-        test_accuracy: In [0, 1].
+        test_accuracy: Over the test set, in [0, 1].
         validation_loss: Mean over the validation set, nats.
-        validation_accuracy: In [0, 1].
+        validation_accuracy: Over the validation set, in [0, 1].
     """
 
     step: int
@@ -40,13 +40,13 @@ class RunRecords(NamedTuple):
     """The history of one optimizer.
 
     Attributes:
-        losses: One for each update, before it, over its examples, nats.
-        epochs: One for each epoch.
-        compile_seconds: Spent compiling, over all sessions of the run.
+        losses: Loss of each update, before it, over its examples, nats.
+        epochs: Record of each epoch.
+        compile_seconds: Seconds spent compiling, over all sessions of the run.
         skipped: Micro-batches and updates left out because something was not finite.
-        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
-            where that is not finite.
-        learning_rates: Of each update.
+        gradient_norms: Norm of the gradient before clipping, averaged over the micro-batches of
+            each update; ``None`` where it is not finite.
+        learning_rates: Learning rate of each update.
     """
 
     losses: list[float]
@@ -58,7 +58,7 @@ class RunRecords(NamedTuple):
 
     @property
     def samples_per_second(self) -> float:
-        """Training examples, without compilation and evaluation; 0 before the first epoch."""
+        """Training examples per second, without compilation and evaluation; 0 at first."""
         return self.epochs[-1].examples / self.epochs[-1].seconds if self.epochs else 0.0
 
     def to_plain(self) -> dict[str, Any]:
@@ -71,13 +71,13 @@ class RunRecords(NamedTuple):
         return cls(**{**plain, "epochs": [EpochRecord(**epoch) for epoch in plain["epochs"]]})
 
 
-# ---------------- which optimizer is first at a target, in updates and in seconds
+# ---------------- the first optimizer at a target, in updates and in seconds
 
 
 TARGET_ERROR = 0.03
-"""Of the validation set."""
+"""Target error on the validation set."""
 TO_TARGET = tuple(f"{unit} to {TARGET_ERROR:.0%}" for unit in ("updates", "s"))
-"""Heads of the columns of :func:`at_target`."""
+"""Headings of the columns of :func:`at_target`."""
 Runs = Mapping[str, Sequence[RunRecords]]
 _UNITS = {"updates": ".0f", "seconds": ".1f"}
 
@@ -88,9 +88,10 @@ def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
 
 
 def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Updates and seconds to the target: of several runs the geometric mean and its interval.
+    """Updates and seconds to the target; for several runs the geometric mean and its interval.
 
-    Where a run does not reach it, how many do: a mean of these alone would be of the lucky ones.
+    If a run misses the target, the cells say how many reach it: a mean over those alone would be
+    biased.
     """
     found = _times(runs)
     if None in found["updates"]:
@@ -102,30 +103,30 @@ def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
-    """A number; of several the mean and, in brackets, its 95 % interval."""
+    """A number; for several numbers their mean and, in brackets, its 95 % interval."""
     if len(numbers) == 1:
         return format(numbers[0], form)
     return _text(mean_interval(numbers), form)
 
 
 def _time(numbers: Sequence[float], form: str) -> str:
-    """As :func:`interval`, of what is positive and compared by its ratios."""
+    """Like :func:`interval`, for positive values that are compared by ratios."""
     return format(numbers[0], form) if len(numbers) == 1 else _text(_geometric(numbers), form)
 
 
 def _geometric(numbers: Sequence[float]) -> Interval:
-    """The geometric mean: Student's interval of the logarithms."""
+    """The geometric mean with Student's interval of the logarithms."""
     return Interval(*map(math.exp, mean_interval(list(map(math.log, numbers)))))
 
 
 def race_sentence(runs: Runs) -> str:
-    """Who is faster to the target: in updates, and in seconds.
+    """Describe which optimizer reaches the target first, in updates and in seconds.
 
-    Of several seeds geometric means and 95 % intervals. One is faster then where the interval of
-    the ratio leaves one out: seed by seed both have seen the same examples.
+    For several seeds it gives geometric means and 95 % intervals. One optimizer then counts as
+    faster if the interval of the ratio excludes one; runs of the same seed see the same examples.
 
     Args:
-        runs: For each optimizer its runs, one for each seed, in the same order.
+        runs: The runs of each optimizer, one for each seed, in the same order.
     """
     known = _known(runs)
     goal, parts = f"{TARGET_ERROR:.0%} error on the validation images", []
@@ -145,13 +146,14 @@ def race_sentence(runs: Runs) -> str:
 
 
 def race_record(runs: Runs) -> dict[str, Any]:
-    """The same as plain values for JSON.
+    """The content of :func:`race_sentence` as plain values for JSON.
 
     Returns:
-        ``sentence``; ``error``, the target; ``optimizers``, of each the ``updates`` and
-        ``seconds`` to it: ``each`` run's, ``None`` where it does not reach it, and ``interval``
-        ``{"mean", "low", "high"}`` of the geometric mean, ``None`` of one run or where one does
-        not; and ``ratios`` of the first optimizer's to the second's, likewise.
+        ``sentence``; ``error``, the target; ``optimizers``, with the ``updates`` and ``seconds`` to
+        the target for each optimizer; and ``ratios`` of the first optimizer's to the second's.
+        ``updates`` and ``seconds`` hold ``each`` run's value, ``None`` if it misses the target, and
+        the ``interval`` ``{"mean", "low", "high"}`` of the geometric mean, ``None`` for a single
+        run or if one misses. A ratio is such an interval, or ``None``.
     """
     known = _known(runs)
     optimizers = {
@@ -171,7 +173,7 @@ def race_record(runs: Runs) -> dict[str, Any]:
 
 
 def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean and 95 % interval; ``None`` of fewer than two, or where one is not known."""
+    """Mean and 95 % interval; ``None`` for fewer than two numbers or if one is ``None``."""
     return _record(numbers, mean_interval)
 
 
@@ -195,7 +197,7 @@ def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
 
 
 def _ratio(runs: Runs, unit: str) -> Interval | None:
-    """Of the first optimizer's to the second's: the geometric mean over the seeds."""
+    """Geometric mean over the seeds of the ratio of the first optimizer to the second."""
     if len(runs) != 2:
         return None
     first, second = (_times(found)[unit] for found in runs.values())
@@ -232,12 +234,11 @@ def _text(found: Interval, form: str) -> str:
     return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 
-# ---------------- loss, error, learning rate and gradient norm of runs, over updates and over
-# seconds
+# ---------------- curves over updates and over seconds
 
 
 def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
-    """Training loss and test error by updates and by training time, then what drove them."""
+    """Training loss and test error by updates and by training time, then rate and gradient norm."""
     ends = {
         "Training loss": [e.train_loss for run in runs.values() for e in run.epochs],
         "Test error": [],
@@ -288,5 +289,5 @@ def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
 
 
 def driven_panels(runs: Mapping[str, Any]) -> list[str]:
-    """Learning rate and gradient norm alone; none for runs that did not record them."""
+    """Panels of learning rate and gradient norm, for the runs that recorded them."""
     return [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed, as one table and one page."""
+"""A table and a page about runs that differ only in their seed."""
 
 from collections.abc import Mapping
 from html import escape
@@ -23,19 +23,19 @@ _HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
 
 
 def seeds_table(runs: Runs) -> Table:
-    """Means and 95 % intervals over the seeds: of the last epoch, and of the time to the target.
+    """Means and 95 % intervals over the seeds, for the last epoch and for the time to the target.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
     """
     return terminal_table(_title(runs), _HEAD, _rows(runs), no_wrap=True)
 
 
 def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
-    """The same as an HTML page, with links to the runs' own.
+    """The table of :func:`seeds_table` as an HTML page, with links to the pages of the runs.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
         folders: ``{seed: page of its run}``.
     """
     links = [f'<a href="{escape(page)}">seed {escape(seed)}</a>' for seed, page in folders.items()]
@@ -59,10 +59,10 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
 
 
 def seeds_record(runs: Runs) -> dict[str, Any]:
-    """The same as plain values for JSON: ``to_target``, and ``final``, the last epoch's intervals.
+    """Plain values for JSON: ``to_target``, and ``final`` with intervals for the last epoch.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
     """
     final = {
         name: {

@@ -11,7 +11,7 @@ from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
-    """When each run is at 3 % error, and its last epoch."""
+    """Updates and seconds to 3 % error, and the last epoch of each run."""
     head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
     rows = []
     for name, run in runs.items():
@@ -33,7 +33,7 @@ def runs_table(runs: Mapping[str, RunRecords]) -> Table:
 
 
 def coverage_table(rows: Sequence[CoverageRow]) -> Table:
-    """Which parameters are covered, by what."""
+    """Which parameters are covered, and by which layer."""
     remarks = "shares its input with, or is not covered because"
     head = ["layer", "kind", "in", "out", "stack", "parameters", "share", remarks]
     cells = []
