@@ -159,7 +159,7 @@ def run_models(arguments: ModelsArguments) -> None:
         cells.append([escape(text) for text in texts])
     head = ["name", "size", "licence", "from", "in the cache"]
     console = Console()
-    console.print(terminal_table("Pretrained weights", head, cells, words=(0, 2, 3, 4)))
+    console.print(terminal_table("Pretrained weights", head, cells, text_columns=(0, 2, 3, 4)))
     for row in rows:
         console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
 
@@ -217,7 +217,9 @@ def run_doctor(arguments: DoctorArguments) -> None:
         mark = "[bold red]![/]" if finding.problem else ""
         rows.append([mark, *(escape(text) for text in finding[:3])])
     console = Console()
-    console.print(terminal_table("Doctor", ["", "what", "is", "to change"], rows, words=range(4)))
+    console.print(
+        terminal_table("Doctor", ["", "what", "is", "to change"], rows, text_columns=range(4))
+    )
     version_list = ", ".join(f"{name} {version}" for name, version in versions().items())
     console.print(f"versions: {version_list}", highlight=False)
     problems = sum(finding.problem for finding in findings)

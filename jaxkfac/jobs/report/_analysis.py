@@ -94,14 +94,14 @@ class AnalysisRecord(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         first, *compared = self.plans
-        own = {name: x for name, x in first.to_dict().items() if name != "model"}
+        of_model = {name: x for name, x in first.to_dict().items() if name != "model"}
         return {
             "model": self.model,
             "texts": dict(self.texts),
             "spectra": [record._asdict() for record in self.spectra],
             **self.capacity.to_dict(),
             "exact": self.exact,
-            **own,
+            **of_model,
             "compared": compared[0].to_dict() if compared else None,
             "coverage": [row._asdict() for row in self.coverage],
             "config": dict(self.config),
@@ -129,11 +129,11 @@ def exact_lines(record: AnalysisRecord) -> list[str]:
     if record.exact is None:
         return []
     pairs = zip(record.exact["eigenvalues"], record.exact["error_bounds"], strict=True)
-    found = ", ".join(f"{number(value)} ± {number(bound)}" for value, bound in pairs)
+    values = ", ".join(f"{number(value)} ± {number(bound)}" for value, bound in pairs)
     largest = record.capacity.metrics.model.scalars()["largest"]
     return [
         f"Exact Fisher on the first texts, after {record.exact['steps']} steps of Lanczos: "
-        f"largest eigenvalues {found}.",
+        f"largest eigenvalues {values}.",
         f"Largest of the Kronecker factors over all texts: {number(largest)}.",
     ]
 
@@ -173,14 +173,14 @@ class DepthStack(NamedTuple):
 
 def stacks_of(report: CapacityReport) -> list[DepthStack]:
     """The stacks of a model in its order, without layers that have no two factors."""
-    found: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
+    layers_by_stack: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
     for name, record in report.metrics.layers.items():
         if len(record.slices) < 2 or record.scalars().get("num_above_a") is None:
             continue
         first = "/".join(name.split("/")[:2])
-        rest = name.removeprefix(f"{first}/").removesuffix("/kernel")
-        found.setdefault((first, len(record.slices)), {})[rest] = record.slices
-    return [DepthStack(name, layers) for (name, _), layers in found.items()]
+        short_name = name.removeprefix(f"{first}/").removesuffix("/kernel")
+        layers_by_stack.setdefault((first, len(record.slices)), {})[short_name] = record.slices
+    return [DepthStack(name, layers) for (name, _), layers in layers_by_stack.items()]
 
 
 # ---------------- capacity over depth: a panel for each measure, a line for each layer
@@ -233,10 +233,12 @@ def memory_plan_rows(
     """``[stage, what, bytes, peak]`` for each row of a plan and each sum, with measured peaks."""
     rows = []
     for on_device in (True, False):
-        own = [row for row in plan if row.on_device == on_device]
+        rows_of_memory = [row for row in plan if row.on_device == on_device]
         where = "" if all(row.on_device for row in plan) or on_device else ", main memory"
-        rows += [[row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in own]
-        for stage, nbytes in stage_sums(own, on_device=on_device).items():
+        rows += [
+            [row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in rows_of_memory
+        ]
+        for stage, nbytes in stage_sums(rows_of_memory, on_device=on_device).items():
             peak = (peaks or {}).get(stage)
             is_resident = not on_device or all(row.on_device for row in plan)
             measured = bytes_text(peak) if peak is not None and is_resident else ""
@@ -252,7 +254,7 @@ def memory_plan_table(
     head, rows = ["stage", "", "plan", "peak"], memory_plan_rows(plan, disk=disk, peaks=peaks)
     if peaks is None:
         head, rows = head[:3], [row[:3] for row in rows]
-    return terminal_table(f"Memory of the analysis of {model}", head, rows, words=(0, 1))
+    return terminal_table(f"Memory of the analysis of {model}", head, rows, text_columns=(0, 1))
 
 
 def spectra_summary_rows(records: Sequence[SpectrumRecord]) -> list[list[str]]:
@@ -284,7 +286,9 @@ SUMMARY_HEAD = [
 
 def spectra_summary_table(records: Sequence[SpectrumRecord]) -> Table:
     """A table with one line for each factor over all its blocks."""
-    return terminal_table("Spectra", SUMMARY_HEAD, spectra_summary_rows(records), words=(0, 1))
+    return terminal_table(
+        "Spectra", SUMMARY_HEAD, spectra_summary_rows(records), text_columns=(0, 1)
+    )
 
 
 def depth_table(report: CapacityReport) -> Table | None:
@@ -295,19 +299,19 @@ def depth_table(report: CapacityReport) -> Table | None:
     table = None
     for stack in stacks:
         title = f"{stack.name}: entropy rank of each layer, and trace"
-        part = terminal_table(title, stack.head(), list(stack.rows()))
+        stack_table = terminal_table(title, stack.head(), list(stack.rows()))
         if table is None:
             table = Table.grid()
-        table.add_row(part)
+        table.add_row(stack_table)
     return table
 
 
 def _range(values: Sequence[float | None]) -> str:
     """Smallest and largest value; ``None`` stands for an infinite value."""
-    known = [value for value in values if value is not None]
-    if not known:
+    finite = [value for value in values if value is not None]
+    if not finite:
         return "–"
-    ends = [number(min(known)), "–" if len(known) < len(values) else number(max(known))]
+    ends = [number(min(finite)), "–" if len(finite) < len(values) else number(max(finite))]
     return ends[0] if ends[0] == ends[1] else " … ".join(ends)
 
 
@@ -348,23 +352,23 @@ def analysis_page(record: AnalysisRecord) -> str:
 
 def _memory(record: AnalysisRecord) -> str:
     peak = record.host_memory.get("peak")
-    known = "" if peak is None else f" The process held at most {bytes_text(peak)}."
+    sentence = "" if peak is None else f" The process held at most {bytes_text(peak)}."
     first, *compared = (_of_model(x) for x in record.plans)
-    others = "".join(
+    comparisons = "".join(
         f"<p>Of {escape(x.model)}, with which it is compared:</p>{text}"
         for x, text in zip(record.plans[1:], compared, strict=True)
     )
     return (
         "<h2>Plan and peaks</h2><p>The plan was made before anything was loaded."
-        f"{known}</p>{first}{others}"
+        f"{sentence}</p>{first}{comparisons}"
     )
 
 
 def _of_model(memory: ModelMemory) -> str:
     rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
-    words = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
+    pass_text = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
     table = table_html(["stage", "", "plan", "peak"], rows, text=2)
-    return f"<p>Gathered in {words} over each batch.</p>{table}"
+    return f"<p>Gathered in {pass_text} over each batch.</p>{table}"
 
 
 def _summary(record: AnalysisRecord) -> str:
@@ -373,12 +377,12 @@ def _summary(record: AnalysisRecord) -> str:
 
 
 def _depth(record: AnalysisRecord) -> list[str]:
-    parts = []
+    sections = []
     for stack in stacks_of(record.capacity):
         table = table_html(stack.head(), list(stack.rows()), text=1)
         figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", _DEPTH)
-        parts.append(
+        sections.append(
             f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
             f"entropy rank of each layer, and trace</summary>{table}</details>"
         )
-    return parts
+    return sections

@@ -30,12 +30,12 @@ class CapacityReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the fields that are ``None``."""
-        parts = {
+        fields = {
             "capacity": self.metrics,
             "capacity_interval": self.interval,
             "capacity_comparison": self.comparison,
         }
-        return {name: part.to_dict() for name, part in parts.items() if part is not None}
+        return {name: value.to_dict() for name, value in fields.items() if value is not None}
 
 
 _TITLES = {"scale-free": "scale-free", "mean": "of the mean loss", "sum": "of the sum over N"}
@@ -67,17 +67,17 @@ def model_head(report: CapacityReport) -> list[str]:
 def model_rows(report: CapacityReport) -> list[ScaleRows]:
     """Every metric of the whole model, by scale."""
     metrics = report.metrics
-    parts = []
+    scales = []
     for scale, values in metrics.model.by_scale().items():
         names = [name for name in values if not _is_of_factors(name)]
-        rows = [(_words(name, metrics), *_cells(report, name)) for name in names]
-        parts.append(ScaleRows(_TITLES[scale], rows))
+        rows = [(_label(name, metrics), *_cells(report, name)) for name in names]
+        scales.append(ScaleRows(_TITLES[scale], rows))
     empty = [""] * (len(model_head(report)) - 2)
     rows = [
-        (_words(name, metrics), number(value), *empty)
+        (_label(name, metrics), number(value), *empty)
         for name, value in vars(metrics.over_layers).items()
     ]
-    return [*parts, ScaleRows("over layers", rows)]
+    return [*scales, ScaleRows("over layers", rows)]
 
 
 def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
@@ -120,9 +120,9 @@ def only_in_one(report: CapacityReport) -> list[str]:
 def _cells(report: CapacityReport, name: str) -> list[str]:
     cells = [number(report.metrics.model.scalars()[name])]
     if report.interval is not None:
-        found = report.interval.model[name]
-        ends = "–" if found is None else f"{number(found.low)} … {number(found.high)}"
-        cells += [number(None if found is None else found.mean), ends]
+        interval = report.interval.model[name]
+        ends = "–" if interval is None else f"{number(interval.low)} … {number(interval.high)}"
+        cells += [number(None if interval is None else interval.mean), ends]
     if report.comparison is not None:
         change = report.comparison.model[name]
         cells += [number(change.before), _change(name, change)]
@@ -145,10 +145,10 @@ def _is_of_factors(name: str) -> bool:
     return name in METRICS and METRICS[name].of_factors
 
 
-def _words(name: str, metrics: CapacityMetrics) -> str:
+def _label(name: str, metrics: CapacityMetrics) -> str:
     label = METRICS[name].label if name in METRICS else None  # quantiles have no entry
-    words = name.replace("num_", "number ").replace("_", " ")
-    return words if label is None else label.format(threshold=metrics.threshold)
+    plain_name = name.replace("num_", "number ").replace("_", " ")
+    return plain_name if label is None else label.format(threshold=metrics.threshold)
 
 
 # ---------------- tables for the terminal
@@ -162,9 +162,9 @@ def capacity_table(report: CapacityReport) -> Table:
 def model_table(report: CapacityReport) -> Table:
     """Every metric of the whole model, with intervals and changes where there are any."""
     table = terminal_table(model_title(report), model_head(report))
-    for part in model_rows(report):
-        table.add_row(part.title, style="dim italic")
-        for row in part.rows:
+    for scale in model_rows(report):
+        table.add_row(scale.title, style="dim italic")
+        for row in scale.rows:
             table.add_row(f"  {row[0]}", *row[1:])
     return table
 
@@ -183,25 +183,25 @@ _FEW = 60  # largest number of rows to show unfolded
 
 def capacity_html(report: CapacityReport) -> str:
     """Tables of the layers, of the whole model, and of the changes."""
-    parts = [_of_layers(layer_rows(report), "every layer")]
+    sections = [_of_layers(layer_rows(report), "every layer")]
     rows = [
         row
-        for part in model_rows(report)
-        for row in ((part.title, *[""] * (len(model_head(report)) - 1)), *part.rows)
+        for scale in model_rows(report)
+        for row in ((scale.title, *[""] * (len(model_head(report)) - 1)), *scale.rows)
     ]
-    parts += [
+    sections += [
         f"<h3>{escape(model_title(report))}</h3>",
         table_html(model_head(report), rows, text=1),
     ]
     if report.interval is not None:
-        parts.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
+        sections.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
     if report.comparison is not None:
-        parts += [
+        sections += [
             f"<h3>Ratio to {escape(report.before)}</h3>",
             _of_layers(change_rows(report), "the ratio of every layer"),
             *(f"<p>{escape(line)}</p>" for line in only_in_one(report)),
         ]
-    return "".join(parts)
+    return "".join(sections)
 
 
 def _of_layers(rows: list[tuple[str, ...]], what: str) -> str:
@@ -210,5 +210,7 @@ def _of_layers(rows: list[tuple[str, ...]], what: str) -> str:
     table = table_html(head, rows, text=1)
     if len(rows) <= _FEW:
         return table
-    whole = table_html(head, rows[-1:], text=1)
-    return f"{whole}<details><summary>{len(rows) - 1} layers: {what}</summary>{table}</details>"
+    total_table = table_html(head, rows[-1:], text=1)
+    return (
+        f"{total_table}<details><summary>{len(rows) - 1} layers: {what}</summary>{table}</details>"
+    )

@@ -39,14 +39,14 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    found = panels(records)
+    titled = panels(records)
     with mpl.rc_context(FIGURE_STYLE):
-        rows = max(math.ceil(len(found) / COLUMNS), 1)
+        rows = max(math.ceil(len(titled) / COLUMNS), 1)
         figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
         axes = figure.subplots(rows, COLUMNS, squeeze=False)
-        for axis in axes.flat[len(found) :]:
+        for axis in axes.flat[len(titled) :]:
             axis.set_axis_off()
-        for axis, (title, members) in zip(axes.flat, found, strict=False):
+        for axis, (title, members) in zip(axes.flat, titled, strict=False):
             _draw_spectra(axis, title, members)
         figure.supxlabel("rank of the eigenvalue", fontsize=9)
         figure.supylabel("eigenvalue", fontsize=9)
@@ -54,14 +54,15 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
 
 
 def panels(
-    records: Sequence[SpectrumRecord], *, apart: bool = False
+    records: Sequence[SpectrumRecord], *, separate: bool = False
 ) -> list[tuple[str, list[SpectrumRecord]]]:
     """Titles and members of the panels, with each factor under the layer that stores it."""
     order = {"A": 0, "G": 0, "diagonal": 1}
-    found = sorted(
-        families(records, shared_once=True, apart=apart), key=lambda family: order[family.side]
+    in_order = sorted(
+        families(records, shared_once=True, separate=separate),
+        key=lambda family: order[family.side],
     )
-    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in found]
+    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in in_order]
 
 
 def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
@@ -70,9 +71,9 @@ def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
     shown = evenly(len(members), _MOST_LINES)
     for number in shown:
         record, alpha = members[number], 1.0 - 0.6 * number / max(len(members) - 1, 1)
-        kept = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
-        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in kept]
+        indices = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
+        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in indices]
         axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
     axis.set_title(title, fontsize=7.5, linespacing=1.25)
@@ -204,8 +205,10 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     from matplotlib.ticker import NullLocator
 
     rows = families(records, shared_once=True)
-    known = [x for r in records for x in (r.condition_raw, r.condition_clipped) if x is not None]
-    low, high = ends(known)
+    conditions = [
+        x for r in records for x in (r.condition_raw, r.condition_clipped) if x is not None
+    ]
+    low, high = ends(conditions)
     infinite = any(record.condition_raw is None for record in records)
     last = math.ceil(math.log10(high) + 1e-9)
     edge = 10.0 ** (last + max(1, round(0.06 * last)))
@@ -273,13 +276,15 @@ _MOST_SLICES = 12  # largest number of slices in one panel
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     """Ranks and condition numbers over depth, then a panel for each factor."""
     over = panels_html(list(_over_depth(records)), legend=_LEGEND)
-    each = [_spectrum(title, members) for title, members in panels(records, apart=True)]
+    panels_of_factors = [
+        _spectrum(title, members) for title, members in panels(records, separate=True)
+    ]
     return (
         f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
         "number, of every factor in the model's order. Where the smallest eigenvalue is not "
         "positive the condition is infinite, and there is a gap.</p>"
-        f"{panels_html(each)}<p>Dots: eigenvalues of the running average, as decomposed. Lines: "
-        "after clipping.</p>"
+        f"{panels_html(panels_of_factors)}<p>Dots: eigenvalues of the running average, as "
+        "decomposed. Lines: after clipping.</p>"
     )
 
 
@@ -303,10 +308,10 @@ def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
     step = -(-len(members) // _MOST_SLICES)
     color, lines = _COLORS[members[0].side], []
     for record in members[::step]:
-        kept = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        indices = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
         name = "".join(f"[{i}]" for i in record.slice)
-        raw, faint = [record.raw[i] for i in kept], len(members) > 1
+        raw, faint = [record.raw[i] for i in indices], len(members) > 1
         lines += [
             Line(f"clipped{name}", ranks, clipped, color),
             Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=faint),

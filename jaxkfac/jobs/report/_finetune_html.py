@@ -38,9 +38,9 @@ def loss_panels_html(records: FinetuneRecords) -> str:
         Line("training", updates, running_mean(records.losses), "a"),
     ]
     legend = [("a", "training")]
-    held = [(e.step, e.loss) for e in records.exams if e.loss is not None]
-    if held:
-        steps, losses = zip(*held)
+    validation = [(e.step, e.loss) for e in records.exams if e.loss is not None]
+    if validation:
+        steps, losses = zip(*validation)
         lines.append(Line("validation", steps, losses, "adamw"))
         legend.append(("adamw", "validation"))
     panel = panel_html("Loss, by updates", lines, Axis("updates"), Axis("nats per learnt token"))
@@ -84,9 +84,9 @@ def _panel(
             continue
         label, values = joined([layer]), series[layer]
         if values[0].size > 1:
-            for word, of in (("least", np.min), ("largest", np.max)):
+            for extreme, of in (("least", np.min), ("largest", np.max)):
                 ends = [float(of(x)) for x in values]
-                lines.append(Line(f"{label}, {word}", steps, ends, color, faint=True))
+                lines.append(Line(f"{label}, {extreme}", steps, ends, color, faint=True))
         lines.append(Line(label, steps, [float(x.mean()) for x in values], color))
     return panel_html(title, lines, Axis("updates"), Axis(""))
 
@@ -149,18 +149,18 @@ def finetune_page(
     Returns:
         The page, self-contained.
     """
-    parts = [_training(records)]
+    sections = [_training(records)]
     if records.exams and records.exams[-1].accuracy:
-        parts.append(_questions(records, comparison))
-    if held := held_out_rows(records, reference):
-        table = table_html(["on text that was held out", "before", "after"], held, text=1)
-        parts.append(f"<h2>Validation</h2>{table}")
+        sections.append(_questions(records, comparison))
+    if rows := held_out_rows(records, reference):
+        table = table_html(["on text that was held out", "before", "after"], rows, text=1)
+        sections.append(f"<h2>Validation</h2>{table}")
     if records.samples:
-        parts += ["<h2>Samples</h2>", _samples(records.samples)]
+        sections += ["<h2>Samples</h2>", _samples(records.samples)]
     if records.fourier:
-        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
+        sections += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
     if capacity:
-        parts += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
+        sections += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
     return report_page(
         title=title,
         lead=lead,
@@ -171,7 +171,7 @@ def finetune_page(
         versions=versions,
         stages=stages,
         host_memory=host_memory,
-        first=parts,
+        first=sections,
         answer=_answer(records, comparison),
     )
 
@@ -181,23 +181,27 @@ def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str
     if not records.losses:
         return []
     spent = f"{len(records.losses):,} updates and {sum(records.seconds):.1f} s of training"
-    said = []
+    sentences = []
     exams = [exam for exam in records.exams if exam.loss is not None]
     if len(exams) > 1:
         before, after = exams[0].loss, exams[-1].loss
-        said.append(f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}.")
+        sentences.append(
+            f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}."
+        )
     else:
         ends = [mean_loss(records.losses, last=last) for last in (False, True)]
-        said.append(f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}.")
-    for variant, found in list(comparison.items())[-1:]:
+        sentences.append(
+            f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}."
+        )
+    for variant, change in list(comparison.items())[-1:]:
         before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
-        p = found["p_value"]
+        p = change["p_value"]
         verdict = "more than chance" if p < 0.05 else "no more than chance would do"
-        said.append(
+        sentences.append(
             f"Questions answered rightly ({variant}): {before[0]:.1%} before, {after[0]:.1%} after "
             f"(95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
         )
-    return said
+    return sentences
 
 
 def _training(records: FinetuneRecords) -> str:

@@ -98,8 +98,10 @@ class FinetuneRecords(NamedTuple):
     @property
     def best(self) -> ExamRecord | None:
         """The evaluation with the least validation loss after the first update, or ``None``."""
-        held = [x for x in self.exams if x.step and x.loss is not None and math.isfinite(x.loss)]
-        return min(held, key=lambda exam: exam.loss or 0.0, default=None)
+        candidates = [
+            x for x in self.exams if x.step and x.loss is not None and math.isfinite(x.loss)
+        ]
+        return min(candidates, key=lambda exam: exam.loss or 0.0, default=None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,22 +115,22 @@ class FinetuneRecords(NamedTuple):
 
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""
-        parts = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
-        return {**self._asdict(), **parts}
+        record_lists = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
+        return {**self._asdict(), **record_lists}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "FinetuneRecords":
         """The inverse of :meth:`to_plain`."""
-        parts = {name: [kind(**x) for x in plain[name]] for name, kind in _KINDS.items()}
-        return cls(**{**plain, **parts})
+        record_lists = {name: [kind(**x) for x in plain[name]] for name, kind in _KINDS.items()}
+        return cls(**{**plain, **record_lists})
 
 
 _KINDS = {"exams": ExamRecord, "fourier": FourierRecord, "samples": SampleRecord}
 
 
-def mean_loss(losses: Sequence[float], *, last: bool, part: float = 0.1) -> float:
+def mean_loss(losses: Sequence[float], *, last: bool, fraction: float = 0.1) -> float:
     """Mean loss of the first or the last tenth of the updates, at least one update."""
-    count = max(1, round(part * len(losses)))
+    count = max(1, round(fraction * len(losses)))
     chosen = losses[-count:] if last else losses[:count]
     return sum(chosen) / len(chosen)
 
@@ -159,9 +161,9 @@ def finetune_table(
 
 def held_out_rows(records: FinetuneRecords, reference: Mapping[str, float]) -> list[list[str]]:
     """``[name, before, after]`` for validation loss, baselines and scores."""
-    rows, held = [], [e.loss for e in records.exams if e.loss is not None]
-    if held:
-        rows.append(["validation loss", f"{held[0]:.4f}", f"{held[-1]:.4f}"])
+    rows, losses = [], [e.loss for e in records.exams if e.loss is not None]
+    if losses:
+        rows.append(["validation loss", f"{losses[0]:.4f}", f"{losses[-1]:.4f}"])
         rows += [[f"that of a {name} model", "", f"{x:.4f}"] for name, x in reference.items()]
     scored = [e.scores for e in records.exams if e.scores is not None]
     if scored:
@@ -177,9 +179,9 @@ def exam_rows(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[l
     rows = []
     for variant in last:
         cells = [_interval(exam[variant]) for exam in (first, last) if variant in exam]
-        found = comparison.get(variant, {})
-        changes = [str(found[x]) for x in ("gained", "lost") if x in found]
-        p_value = [f"{found['p_value']:.2g}"] if "p_value" in found else []
+        change = comparison.get(variant, {})
+        changes = [str(change[x]) for x in ("gained", "lost") if x in change]
+        p_value = [f"{change['p_value']:.2g}"] if "p_value" in change else []
         rows.append([variant.replace("_", " "), *cells, *changes, *p_value])
     return rows
 

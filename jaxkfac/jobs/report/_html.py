@@ -32,11 +32,11 @@ def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) ->
         runs: ``{"kfac" or "adamw": records}``, with epochs.
         num_test: Number of held-out examples; without it there is no interval.
     """
-    known = {name: run for name, run in runs.items() if run.epochs}
-    if len(known) < 2:
-        return [_alone(name, run, num_test) for name, run in known.items()]
-    best, other = sorted(known, key=lambda name: -known[name].epochs[-1].test_accuracy)[:2]
-    return [_held_out(known, best, other, num_test), _loss(known)]
+    finished = {name: run for name, run in runs.items() if run.epochs}
+    if len(finished) < 2:
+        return [_alone(name, run, num_test) for name, run in finished.items()]
+    best, second = sorted(finished, key=lambda name: -finished[name].epochs[-1].test_accuracy)[:2]
+    return [_held_out(finished, best, second, num_test), _loss(finished)]
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
@@ -72,22 +72,25 @@ def _alone(name: str, run: RunRecords, num_test: int | None) -> str:
     )
 
 
-def _held_out(runs: Mapping[str, RunRecords], best: str, other: str, num_test: int | None) -> str:
-    first, second = (runs[name].epochs[-1].test_accuracy for name in (best, other))
-    names = OPTIMIZERS[best][0], OPTIMIZERS[other][0]
-    found = f"{first:.1%} against {second:.1%} of the held-out examples"
+def _held_out(runs: Mapping[str, RunRecords], best: str, second: str, num_test: int | None) -> str:
+    first_accuracy, second_accuracy = (
+        runs[name].epochs[-1].test_accuracy for name in (best, second)
+    )
+    names = OPTIMIZERS[best][0], OPTIMIZERS[second][0]
+    accuracies = f"{first_accuracy:.1%} against {second_accuracy:.1%} of the held-out examples"
     if num_test is None:
-        return f"{names[0]} is right on {found} ({names[1]})."
-    low, high = newcombe(first, second, num_test)
+        return f"{names[0]} is right on {accuracies} ({names[1]})."
+    low, high = newcombe(first_accuracy, second_accuracy, num_test)
     points = (
-        f"{100 * (first - second):.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+        f"{100 * (first_accuracy - second_accuracy):.1f} points, 95 % interval {100 * low:.1f} to "
+        f"{100 * high:.1f}"
     )
     if low <= 0:
         return (
-            f"On held-out examples neither has won: {names[0]} {first:.1%}, {names[1]} "
-            f"{second:.1%} ({points}, which contains zero)."
+            f"On held-out examples neither has won: {names[0]} {first_accuracy:.1%}, {names[1]} "
+            f"{second_accuracy:.1%} ({points}, which contains zero)."
         )
-    return f"{names[0]} has won on held-out examples: {found} for {names[1]} ({points})."
+    return f"{names[0]} has won on held-out examples: {accuracies} for {names[1]} ({points})."
 
 
 def _loss(runs: Mapping[str, RunRecords]) -> str:
@@ -144,22 +147,22 @@ def report_page(
     Returns:
         The page, self-contained.
     """
-    parts = [*first]
+    sections = [*first]
     if runs:
-        parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+        sections += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     if spectra:
-        parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
+        sections += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
     if capacity:
-        parts += ["<h2>Capacity</h2>", capacity_html(capacity)]
+        sections += ["<h2>Capacity</h2>", capacity_html(capacity)]
     if coverage:
-        parts += ["<h2>Coverage</h2>", _coverage(coverage)]
+        sections += ["<h2>Coverage</h2>", _coverage(coverage)]
     if stages:
-        parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
-    parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
+        sections += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
+    sections += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
     if runs and not answer:
         first_at = race_sentence({name: [run] for name, run in runs.items()})
         answer = [first_at, *train_answer(runs, num_test)]
-    return page_html(title, lead, parts, answer=answer)
+    return page_html(title, lead, sections, answer=answer)
 
 
 def _cards(runs: Mapping[str, RunRecords]) -> str:
@@ -207,9 +210,9 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
     return f"{factor_panels_html(spectra)}{shown}"
 
 
-def _host_memory(found: Mapping[str, int | None]) -> str:
-    known = [f"{name} {bytes_text(n)}" for name, n in found.items() if n is not None]
-    return f"<p>Main memory: {', '.join(known)}.</p>" if known else ""
+def _host_memory(memory: Mapping[str, int | None]) -> str:
+    texts = [f"{name} {bytes_text(n)}" for name, n in memory.items() if n is not None]
+    return f"<p>Main memory: {', '.join(texts)}.</p>" if texts else ""
 
 
 def _stages(stages: Stage) -> str:

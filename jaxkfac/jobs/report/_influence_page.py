@@ -117,12 +117,12 @@ def influence_table(query: QueryRecord) -> Table:
     both = [*query.helpful, *reversed(query.harmful)]
     rows = [[number(x.score), str(x.row), _short(x.text)] for x in both]
     title = f"Query {query.row}: {_short(query.text)}"
-    return terminal_table(title, ["score", "row", "text"], rows, words=(2,))
+    return terminal_table(title, ["score", "row", "text"], rows, text_columns=(2,))
 
 
 def _short(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else words[: _SHOWN - 1] + "…"
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= _SHOWN else one_line[: _SHOWN - 1] + "…"
 
 
 def _query(query: QueryRecord) -> str:
@@ -149,13 +149,13 @@ def _texts(texts: Sequence[ScoredText]) -> str:
 def _shaded(text: ScoredText) -> str:
     if not text.tokens:
         return escape(text.text)
-    largest = max(abs(part) for _, part in text.tokens) or 1.0
+    largest = max(abs(share) for _, share in text.tokens) or 1.0
     spans = []
-    for token, part in text.tokens:
-        color, strength = _HELPS if part > 0 else _HARMS, 0.7 * abs(part) / largest
-        words = escape(token).replace("\n", "↵<br>")
+    for token, share in text.tokens:
+        color, strength = _HELPS if share > 0 else _HARMS, 0.7 * abs(share) / largest
+        shown_token = escape(token).replace("\n", "↵<br>")
         spans.append(
             f'<span style="background: rgba({color}, {strength:.2f})" '
-            f'title="{escape(number(part))}">{words}</span>'
+            f'title="{escape(number(share))}">{shown_token}</span>'
         )
     return f'<span style="white-space: pre-wrap">{"".join(spans)}</span>'

@@ -21,7 +21,7 @@ from jaxkfac.plot import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 _FEW = 8  # largest number of layers without a filter
 
 
-def page_html(title: str, lead: str, parts: Sequence[str], *, answer: Sequence[str] = ()) -> str:
+def page_html(title: str, lead: str, sections: Sequence[str], *, answer: Sequence[str] = ()) -> str:
     """A self-contained page: it loads no font, image, script or data from elsewhere.
 
     If the sections show many layers (``data-layer``), the page has a field to filter them by name.
@@ -29,12 +29,12 @@ def page_html(title: str, lead: str, parts: Sequence[str], *, answer: Sequence[s
     Args:
         title: Heading.
         lead: One sentence below the heading.
-        parts: Sections, as HTML.
+        sections: Sections, as HTML.
         answer: Sentences on the result, placed first.
     """
-    look, script = (_part(name) for name in ("_page.css", "_page.js"))
-    body = "\n".join(parts)
-    said = f'<p class="answer">{escape(" ".join(answer))}</p>' if answer else ""
+    look, script = (_packaged_text(name) for name in ("_page.css", "_page.js"))
+    body = "\n".join(sections)
+    answer_html = f'<p class="answer">{escape(" ".join(answer))}</p>' if answer else ""
     field = (
         '<div class="filter"><input type="search" aria-label="layers to show" '
         'placeholder="show layers with … in their name"></div>'
@@ -45,12 +45,12 @@ def page_html(title: str, lead: str, parts: Sequence[str], *, answer: Sequence[s
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{look}</style></head>\n<body><main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{said}{field}\n'
+        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{answer_html}{field}\n'
         f'{body}\n</main><div id="tip"></div><script>{script}</script></body></html>\n'
     )
 
 
-def _part(name: str) -> str:
+def _packaged_text(name: str) -> str:
     return files("jaxkfac.jobs.report").joinpath(name).read_text("utf-8")
 
 
@@ -95,8 +95,8 @@ def table_html(
     def kind(column: int) -> str:
         if column == 0 and text > 1:
             return ' class="name"'
-        words = column < text or (last and column == len(head) - 1)
-        return "" if words else ' class="n"'
+        is_text = column < text or (last and column == len(head) - 1)
+        return "" if is_text else ' class="n"'
 
     top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
     layers = bool(head) and head[0].startswith("layer")
@@ -119,7 +119,7 @@ def terminal_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]] = (),
     *,
-    words: Collection[int] = (0,),
+    text_columns: Collection[int] = (0,),
     no_wrap: bool = False,
     total: bool = False,
 ) -> Table:
@@ -129,14 +129,14 @@ def terminal_table(
         title: Title above the table.
         head: Headings.
         rows: Cells; short rows are padded.
-        words: Indices of the text columns, which are folded in a narrow terminal.
+        text_columns: Indices of the text columns, which are folded in a narrow terminal.
         no_wrap: Whether to fold nothing.
         total: Whether the last row is a total.
     """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, name in enumerate(head):
-        justify = "left" if i in words else "right"
-        overflow = "fold" if i in words else "ellipsis"
+        justify = "left" if i in text_columns else "right"
+        overflow = "fold" if i in text_columns else "ellipsis"
         table.add_column(name, justify=justify, overflow=overflow, no_wrap=no_wrap)
     for i, row in enumerate(rows, 1):
         table.add_row(*row, style="bold" if total and i == len(rows) else None)
@@ -148,13 +148,13 @@ def terminal_table(
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this library and of the packages that affect its numbers."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("jaxkfac", "jax", "jaxlib", "flax", "optax", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 # ---------------- small SVG drawings: a few lines, axes with round numbers, values under the
@@ -251,21 +251,21 @@ def panel_html(
     ys = [w for line in drawn for w in line.y if w is not None]
     across = _scale(xs, x.log, _LEFT, _WIDTH - _RIGHT)
     up = _scale(ys, y.log, _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_grid(across, up), *(_path(line, across, up) for line in drawn)]
+    shapes = [*_grid(across, up), *(_path(line, across, up) for line in drawn)]
     if not ys:
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="90" text-anchor="middle">no value to draw</text>')
-    parts.append(
+        shapes.append(f'<text x="{middle}" y="90" text-anchor="middle">no value to draw</text>')
+    shapes.append(
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x.label)}</text>'
         f'<text transform="translate(9 {_TOP}) rotate(-90)" text-anchor="end">'
         f"{escape(y.label)}</text>"
     )
-    found = f' data-layer="{escape(layer)}"' if layer else ""
+    layer_attribute = f' data-layer="{escape(layer)}"' if layer else ""
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
-        f'<figure class="panel"{found}><figcaption>{escape(title)}</figcaption>'
+        f'<figure class="panel"{layer_attribute}><figcaption>{escape(title)}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}" '
-        f'data-x="{across.data}" data-y="{up.data}">{"".join(parts)}</svg>{below}</figure>'
+        f'data-x="{across.data}" data-y="{up.data}">{"".join(shapes)}</svg>{below}</figure>'
     )
 
 
@@ -277,7 +277,7 @@ def panels_html(panels: Sequence[str], *, legend: Sequence[tuple[str, str]] = ()
         legend: ``(color, text)`` for each entry.
     """
     keys = "".join(
-        f'<span><i class="key {color}"></i>{escape(words)}</span>' for color, words in legend
+        f'<span><i class="key {color}"></i>{escape(text)}</span>' for color, text in legend
     )
     many = " many" if len(panels) > _MANY else ""
     shown = f'<div class="legend">{keys}</div>' if keys else ""
@@ -295,8 +295,8 @@ def _thinned(line: Line) -> Line:
     count = len(line.y)
     if count <= _MOST_POINTS:
         return line
-    kept = [round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
-    x, y, names = ([v[i] for i in kept] if len(v) else [] for v in (line.x, line.y, line.names))
+    indices = [round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
+    x, y, names = ([v[i] for i in indices] if len(v) else [] for v in (line.x, line.y, line.names))
     return line._replace(x=x, y=y, names=names)
 
 
@@ -318,9 +318,9 @@ def _ticks(scale: _Scale, most: int) -> list[float]:
         last = math.floor(math.log10(scale.high) + 1e-9)
         powers = range(first, last + 1)
         return [10.0**k for k in powers[:: max(1, -(-len(powers) // most))]]
-    wanted = (scale.high - scale.low) / most
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = next((power * k for k in (1, 2, 5) if power * k >= wanted), 10 * power)
+    least_step = (scale.high - scale.low) / most
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next((power * k for k in (1, 2, 5) if power * k >= least_step), 10 * power)
     first = math.ceil(scale.low / step - 1e-9)
     return [k * step for k in range(first, math.floor(scale.high / step + 1e-9) + 1)]
 
@@ -329,15 +329,15 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[str]:
     for value in _ticks(up, 4):
         at = f"{up(value):.1f}"
         yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
-        yield f'<text x="{_LEFT - 4}" y="{at}" dy=".32em" text-anchor="end">{_words(value)}</text>'
+        yield f'<text x="{_LEFT - 4}" y="{at}" dy=".32em" text-anchor="end">{_tick(value)}</text>'
     for value in _ticks(across, 4):
         at = f"{across(value):.1f}"
         low = _HEIGHT - _BOTTOM
         yield f'<line class="rule" x1="{at}" x2="{at}" y1="{low}" y2="{low + 3}"/>'
-        yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_words(value)}</text>'
+        yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_tick(value)}</text>'
 
 
-def _words(value: Real) -> str:
+def _tick(value: Real) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         digits, power = f"{value:.1e}".split("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"

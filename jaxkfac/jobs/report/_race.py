@@ -93,12 +93,12 @@ def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
     If a run misses the target, the cells say how many reach it: a mean over those alone would be
     biased.
     """
-    found = _times(runs)
-    if None in found["updates"]:
-        count = sum(x is not None for x in found["updates"])
-        word = f"{count} of {len(runs)} seeds" if count else "never"
-        return word, word
-    updates, seconds = (_time(found[unit], form) for unit, form in _UNITS.items())
+    times = _times(runs)
+    if None in times["updates"]:
+        count = sum(x is not None for x in times["updates"])
+        reach_text = f"{count} of {len(runs)} seeds" if count else "never"
+        return reach_text, reach_text
+    updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
     return updates, seconds
 
 
@@ -128,21 +128,21 @@ def race_sentence(runs: Runs) -> str:
     Args:
         runs: The runs of each optimizer, one for each seed, in the same order.
     """
-    known = _known(runs)
-    goal, parts = f"{TARGET_ERROR:.0%} error on the validation images", []
-    for name, found in known.items():
-        label, times = OPTIMIZERS[name][0], _times(found)
+    finished = _with_epochs(runs)
+    goal, clauses = f"{TARGET_ERROR:.0%} error on the validation images", []
+    for name, runs_of_one in finished.items():
+        label, times = OPTIMIZERS[name][0], _times(runs_of_one)
         if missed := times["updates"].count(None):
-            often = f" in {missed} of {len(found)} seeds" if missed < len(found) else ""
-            parts.append(f"{label} does not reach {goal}{often}")
+            often = f" in {missed} of {len(runs_of_one)} seeds" if missed < len(runs_of_one) else ""
+            clauses.append(f"{label} does not reach {goal}{often}")
             continue
         updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
-        means = f" (geometric means of {len(found)} seeds, 95% intervals)"
-        several = means if len(found) > 1 else ""
-        parts.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
-    said = "; ".join(parts) + "."
-    verdicts = _verdicts(known)
-    return f"{said} {verdicts}" if verdicts else said
+        means = f" (geometric means of {len(runs_of_one)} seeds, 95% intervals)"
+        several = means if len(runs_of_one) > 1 else ""
+        clauses.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
+    sentence = "; ".join(clauses) + "."
+    verdicts = _verdicts(finished)
+    return f"{sentence} {verdicts}" if verdicts else sentence
 
 
 def race_record(runs: Runs) -> dict[str, Any]:
@@ -155,15 +155,15 @@ def race_record(runs: Runs) -> dict[str, Any]:
         the ``interval`` ``{"mean", "low", "high"}`` of the geometric mean, ``None`` for a single
         run or if one misses. A ratio is such an interval, or ``None``.
     """
-    known = _known(runs)
+    finished = _with_epochs(runs)
     optimizers = {
         name: {
-            unit: {"each": each, "interval": _record(each, _geometric)}
-            for unit, each in _times(found).items()
+            unit: {"each": values, "interval": _record(values, _geometric)}
+            for unit, values in _times(runs_of_one).items()
         }
-        for name, found in known.items()
+        for name, runs_of_one in finished.items()
     }
-    ratios = {unit: _ratio(known, unit) for unit in _UNITS}
+    ratios = {unit: _ratio(finished, unit) for unit in _UNITS}
     return {
         "sentence": race_sentence(runs),
         "error": TARGET_ERROR,
@@ -180,12 +180,16 @@ def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
 def _record(
     numbers: Sequence[float | None], mean: Callable[[Sequence[float]], Interval]
 ) -> dict[str, float] | None:
-    known = [x for x in numbers if x is not None]
-    return mean(known)._asdict() if len(known) == len(numbers) > 1 else None
+    finite = [x for x in numbers if x is not None]
+    return mean(finite)._asdict() if len(finite) == len(numbers) > 1 else None
 
 
-def _known(runs: Runs) -> Runs:
-    return {name: found for name, found in runs.items() if found and found[0].epochs}
+def _with_epochs(runs: Runs) -> Runs:
+    return {
+        name: runs_of_one
+        for name, runs_of_one in runs.items()
+        if runs_of_one and runs_of_one[0].epochs
+    }
 
 
 def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
@@ -200,38 +204,42 @@ def _ratio(runs: Runs, unit: str) -> Interval | None:
     """Geometric mean over the seeds of the ratio of the first optimizer to the second."""
     if len(runs) != 2:
         return None
-    first, second = (_times(found)[unit] for found in runs.values())
+    first, second = (_times(runs_of_one)[unit] for runs_of_one in runs.values())
     if len(first) != len(second) or len(first) < 2 or None in (*first, *second):
         return None
     return _geometric([x / y for x, y in zip(first, second, strict=True)])
 
 
 def _verdicts(runs: Runs) -> str:
-    times = {name: _times(found) for name, found in runs.items()}
-    if len(runs) != 2 or any(None in found["updates"] for found in times.values()):
+    times = {name: _times(runs_of_one) for name, runs_of_one in runs.items()}
+    if len(runs) != 2 or any(None in by_unit["updates"] for by_unit in times.values()):
         return ""
     labels = [OPTIMIZERS[name][0] for name in runs]
-    said = []
+    clauses = []
     for unit in _UNITS:
         ratio = _ratio(runs, unit)
         if ratio is not None:
-            words = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
+            ratio_text = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
             low, high = ratio.low, ratio.high
         else:
-            (first, *_), (second, *_) = (found[unit] for found in times.values())
-            words, low, high = "", first / second, first / second
+            (first, *_), (second, *_) = (by_unit[unit] for by_unit in times.values())
+            ratio_text, low, high = "", first / second, first / second
         winner = labels[0] if high < 1 else labels[1] if low > 1 else None
         faster = "neither is shown to be faster" if ratio is not None else "neither is faster"
         faster = faster if winner is None else f"{winner} is faster"
-        said.append((faster, f"in {unit}{words}"))
-    (one, first), (other, second) = said
-    both = "or" if one.startswith("neither") else "and"
-    found = f"{one} {first} {both} {second}" if one == other else f"{one} {first}, {other} {second}"
-    return f"{found[0].upper()}{found[1:]}."
+        clauses.append((faster, f"in {unit}{ratio_text}"))
+    (first_verdict, first), (second_verdict, second) = clauses
+    both = "or" if first_verdict.startswith("neither") else "and"
+    verdict = (
+        f"{first_verdict} {first} {both} {second}"
+        if first_verdict == second_verdict
+        else f"{first_verdict} {first}, {second_verdict} {second}"
+    )
+    return f"{verdict[0].upper()}{verdict[1:]}."
 
 
-def _text(found: Interval, form: str) -> str:
-    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
+def _text(interval: Interval, form: str) -> str:
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
 
 
 # ---------------- curves over updates and over seconds
@@ -273,8 +281,8 @@ def _lines(name: str, run: RunRecords, title: str, axis: str) -> list[Line]:
         return [Line(label, x, y, name)]
     lines = [Line(label, x, [e.train_loss for e in run.epochs], name)]
     if axis == "step" and run.losses:
-        each = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
-        lines.insert(0, each._replace(faint=True))
+        update_line = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
+        lines.insert(0, update_line._replace(faint=True))
     return lines
 
 
@@ -290,4 +298,4 @@ def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
 
 def driven_panels(runs: Mapping[str, Any]) -> list[str]:
     """Panels of learning rate and gradient norm, for the runs that recorded them."""
-    return [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]
+    return [_driven(runs, *drawn) for drawn in _DRIVEN if _has(runs, drawn[1])]

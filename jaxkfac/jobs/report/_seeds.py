@@ -66,11 +66,11 @@ def seeds_record(runs: Runs) -> dict[str, Any]:
     """
     final = {
         name: {
-            measured: interval_record([getattr(run.epochs[-1], measured) for run in found])
+            measured: interval_record([getattr(run.epochs[-1], measured) for run in runs_of_one])
             for measured in EpochRecord._fields
             if measured not in ("step", "examples")
         }
-        for name, found in runs.items()
+        for name, runs_of_one in runs.items()
     }
     return {"to_target": race_record(runs), "final": final}
 
@@ -83,10 +83,10 @@ def _rows(runs: Runs) -> list[list[str]]:
     return [
         [
             OPTIMIZERS[name][0],
-            *at_target(found),
-            interval([run.epochs[-1].train_loss for run in found], ".4f"),
-            interval([100 * run.epochs[-1].test_accuracy for run in found], ".2f"),
-            interval([run.epochs[-1].seconds for run in found], ".1f"),
+            *at_target(runs_of_one),
+            interval([run.epochs[-1].train_loss for run in runs_of_one], ".4f"),
+            interval([100 * run.epochs[-1].test_accuracy for run in runs_of_one], ".2f"),
+            interval([run.epochs[-1].seconds for run in runs_of_one], ".1f"),
         ]
-        for name, found in runs.items()
+        for name, runs_of_one in runs.items()
     ]

@@ -123,7 +123,7 @@ class FactorFamily(NamedTuple):
 
 
 def families(
-    records: Sequence[SpectrumRecord], *, shared_once: bool, apart: bool = False
+    records: Sequence[SpectrumRecord], *, shared_once: bool, separate: bool = False
 ) -> list[FactorFamily]:
     """Group the records over all depths, in the order of the network.
 
@@ -131,9 +131,9 @@ def families(
         records: Records of all factors.
         shared_once: Show a shared input factor only where it is stored, with the names of all its
             readers.
-        apart: Whether layers whose names differ in a number form separate families.
+        separate: Whether layers whose names differ in a number form separate families.
     """
-    name_of = str if apart else lambda layer: _NUMBER.sub("*", layer)
+    name_of = str if separate else lambda layer: _NUMBER.sub("*", layer)
     groups: dict[tuple[str, Side], list[SpectrumRecord]] = {}
     readers: dict[str, list[str]] = {}
     for record in records:
@@ -143,14 +143,16 @@ def families(
             names += [family] if family not in names else []
         if record.source == record.layer or record.side != "A" or not shared_once:
             groups.setdefault((family, record.side), []).append(record)
-    found = []
+    result = []
     for (family, side), members in groups.items():
         names = {record.layer for record in members}
         title = family if len(names) > 1 else names.pop()
         if side == "A" and shared_once:
             title = joined([title, *readers[family][1:]])
-        found.append(FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth)))
-    return found
+        result.append(
+            FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth))
+        )
+    return result
 
 
 def joined(names: Sequence[str]) -> str:

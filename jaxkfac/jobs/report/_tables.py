@@ -42,7 +42,7 @@ def coverage_table(rows: Sequence[CoverageRow]) -> Table:
         numbers = [stack_text(row.stack), str(row.parameters), f"{row.share:.1%}"]
         remark = row.reason or row.shares_input_with or ""
         cells.append([row.name, row.kind, *sizes, *numbers, remark])
-    return terminal_table("Coverage", head, cells, words=(0, 1, 7))
+    return terminal_table("Coverage", head, cells, text_columns=(0, 1, 7))
 
 
 def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
@@ -65,4 +65,4 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
         ]
         for record in records
     ]
-    return terminal_table("Spectra", head, rows, words=(0, 1))
+    return terminal_table("Spectra", head, rows, text_columns=(0, 1))
