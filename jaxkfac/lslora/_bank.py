@@ -1,4 +1,4 @@
-"""Several adapters in one tree, chosen as data."""
+"""Several adapters in one tree, selected by an index that is data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, Adapters, Config, only_adapters
 from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity
 
-# ---------------- the slots of a bank: one axis more, after the stack, in every leaf of an adapter
+# ---------------- slots: an extra axis after the stack in every leaf of an adapter
 
 
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that cannot be part of a key or a folder.
 
     Raises:
-        ValueError: naming it.
+        ValueError: names the first such name.
     """
     for name in names:
         if not name.isidentifier() or name in ("lora", "base_layer"):
@@ -45,7 +45,7 @@ def scaling_of(config: Config | None, layer: str) -> float:
 
 
 def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
-    """``fn(axis of the slots counted from the end, leaf of each adapter)`` for every leaf."""
+    """Apply ``fn(negative slot axis, leaf of each adapter)`` to every leaf."""
     new = {}
     for part, own in OWN_AXES.items():
         leaves = [getattr(adapter, part) for adapter in adapters]
@@ -54,7 +54,7 @@ def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
 
 
 def pick_slot(held: Adapter, slot: Any) -> Adapter:
-    """One slot; NaN where a traced index lies beyond the bank."""
+    """The adapter in one slot; NaN if a traced index is beyond the bank."""
     return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), held)
 
 
@@ -68,7 +68,10 @@ def with_slot(held: Adapter, slot: int, part: Adapter) -> Adapter:
 def padded(
     adapter: Adapter, rank: int, scaling: float, phi: Nonlinearity | None, where: str
 ) -> Adapter:
-    """An adapter at a larger rank, its scaling in ``b``; ``phi`` is the bank's, if it has one."""
+    """An adapter padded to a larger rank, with its scaling multiplied into ``b``.
+
+    ``phi`` is the nonlinearity of the bank, if it has one.
+    """
     extra = rank - adapter.a.shape[-1]
     lead = [(0, 0)] * (adapter.a.ndim - 2)
     out = adapter._replace(
@@ -86,22 +89,22 @@ def padded(
     )
 
 
-# ----------------
+# ---------------- a bank
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Bank:
-    """Named adapters in slots of one array per leaf, padded to the largest rank.
+    """Named adapters in slots, with one array per leaf, padded to the largest rank.
 
-    A pytree of arrays: replacing, enabling or disabling an adapter changes data and no shape, so
-    nothing compiles again. Names live on the host: they are no part of the tree, and a bank that
-    comes out of a transformation has none until ``named`` gives them back.
+    A bank is a pytree of arrays. Replacing, enabling or disabling an adapter changes data but no
+    shape, so nothing is compiled again. Names live on the host and are not part of the tree: a bank
+    that comes out of a transformation has none until ``named`` sets them again.
 
     Attributes:
-        adapters: Leaves ``(*stack, slots, ...)``; what lies beyond an adapter's own rank is zero.
-        enabled: One number per slot; the base model answers for a slot that is not positive.
-        scaled: Whether ``b`` includes each adapter's own scaling.
-        nonlinearity: Name of the one that its adapters have, those of plain LoRA left out.
+        adapters: Leaves ``(*stack, slots, ...)``; entries beyond an adapter's own rank are zero.
+        enabled: One number per slot; a slot that is not positive stands for the base model.
+        scaled: Whether ``b`` includes each adapter's scaling.
+        nonlinearity: Name of the adapters' nonlinearity; plain LoRA is exempt.
     """
 
     def __init__(
@@ -117,14 +120,14 @@ class Bank:
         self._names = names
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, str]]:
-        """Arrays; names are left behind."""
+        """The arrays; names are dropped."""
         key = jax.tree_util.GetAttrKey
         children = ((key("adapters"), self.adapters), (key("enabled"), self.enabled))
         return children, (self.scaled, self.nonlinearity)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[bool, str], children: Sequence[Any]) -> "Bank":
-        """A bank without names."""
+        """Build a bank without names."""
         adapters, enabled = children
         scaled, nonlinearity = static
         return cls(adapters, enabled, scaled, nonlinearity=nonlinearity)
@@ -133,13 +136,13 @@ class Bank:
         return self.enabled.shape[0]
 
     def __repr__(self) -> str:
-        """One line: the arrays would fill the screen."""
+        """One line without the arrays."""
         names = "" if self._names is None else f": {', '.join(map(str, self._names))}"
         return f"Bank of {array_text(self.enabled)} slots on {len(self.adapters)} layers{names}"
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Name of each slot, ``None`` for a free one.
+        """Name of each slot; ``None`` for a free slot.
 
         Raises:
             ValueError: the bank went through a transformation.
@@ -152,7 +155,7 @@ class Bank:
         return self._names
 
     def named(self, names: Sequence[str | None]) -> "Bank":
-        """The bank with names for its slots."""
+        """Return the bank with names for its slots."""
         names = tuple(names)
         check_names([n for n in names if n is not None])
         if len(names) != len(self):
@@ -167,10 +170,10 @@ class Bank:
         return self.names.index(name)
 
     def get(self, name: str, config: Config | None = None) -> Adapters:
-        """One adapter again; at its own rank and scaling if its settings are given.
+        """Return one adapter; with ``config``, at its own rank and scaling.
 
         Raises:
-            ValueError: the bank includes the scalings, and no settings are given.
+            ValueError: the bank includes the scalings, and ``config`` is not given.
         """
         slot = self.index(name)
         self._check_config(config)
@@ -186,16 +189,16 @@ class Bank:
         return found
 
     def set(self, name: str, adapters: Adapters, config: Config | None = None) -> "Bank":
-        """The bank with an adapter put in, enabled: in its slot if the name is known.
+        """Put an adapter into the bank, enabled: into its slot if the name exists, else a free one.
 
         Args:
-            name: Of the adapter.
-            adapters: Of the layers of the bank.
-            config: Its settings, exactly if the bank was made with settings.
+            name: Name of the adapter.
+            adapters: Adapters for the layers of the bank.
+            config: Their settings; required exactly if the bank was made with settings.
 
         Raises:
-            ValueError: no free slot, other layers, another nonlinearity, or a rank larger than the
-                bank's.
+            ValueError: there is no free slot, or the adapters have other layers, another
+                nonlinearity, or a rank larger than the bank's.
         """
         names = list(self.names)
         if name not in names and None not in names:
@@ -222,7 +225,7 @@ class Bank:
         return self._with(new, self.enabled.at[slot].set(1), tuple(names))
 
     def delete(self, name: str) -> "Bank":
-        """The bank with an adapter's slot cleared and free."""
+        """Clear an adapter's slot and free it."""
         slot, names = self.index(name), list(self.names)
         names[slot] = None
         cleared = {
@@ -232,18 +235,18 @@ class Bank:
         return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
 
     def enable(self, name: str) -> "Bank":
-        """The bank with an adapter in use."""
+        """Return the bank with an adapter in use."""
         return self._with(enabled=self.enabled.at[self.index(name)].set(1))
 
     def disable(self, name: str) -> "Bank":
-        """The bank with the base model in an adapter's place; its leaves are kept."""
+        """Return the bank with the base model instead of an adapter, whose leaves are kept."""
         return self._with(enabled=self.enabled.at[self.index(name)].set(0))
 
     def chosen(self, index: Any) -> tuple[dict[str, Adapter], Array | None]:
-        """Adapters for the engine: one slot's, or all with the slot of each example.
+        """Adapters for the engine: of one slot, or of all slots with the slot of each example.
 
         Raises:
-            ValueError: as :meth:`check_index`.
+            ValueError: as for :meth:`check_index`.
         """
         self.check_index(index)
         index = jnp.asarray(index)
@@ -263,10 +266,10 @@ class Bank:
         return found, None
 
     def check_index(self, index: Any) -> None:
-        """Refuse what does not choose slots; how far a traced index reaches is not known.
+        """Refuse an index that selects no slots; the value of a traced index is not checked.
 
         Raises:
-            ValueError: no index, an index that is no integer, or one beyond the bank.
+            ValueError: the index is missing, not an integer, or beyond the bank.
         """
         if index is None:
             raise ValueError("adapter=: a bank needs the slot's index, or one for each example")
@@ -284,10 +287,10 @@ class Bank:
             )
 
     def check_nonlinearity(self, name: str) -> None:
-        """Refuse the name of another nonlinearity than the bank's.
+        """Refuse a nonlinearity other than the bank's.
 
         Raises:
-            ValueError: naming both.
+            ValueError: names both.
         """
         if name != self.nonlinearity:
             raise ValueError(
@@ -301,7 +304,7 @@ class Bank:
         enabled: Any = None,
         names: tuple[str | None, ...] | None = None,
     ) -> "Bank":
-        """The bank with these in place of its own."""
+        """A copy of the bank with some attributes replaced."""
         return Bank(
             self.adapters if adapters is None else adapters,
             self.enabled if enabled is None else enabled,
@@ -318,7 +321,7 @@ class Bank:
             self.check_nonlinearity(config.nonlinearity)
 
 
-# ---------------- make a bank
+# ---------------- making a bank
 
 
 def stack(
@@ -329,23 +332,23 @@ def stack(
 ) -> Bank:
     """Put several adapters of one model into a bank.
 
-    Ranks are padded with zeros to the largest, which changes no output. Plain LoRA may stand
-    beside adapters with a nonlinearity: its sigma is infinite there.
+    Ranks are padded with zeros to the largest, which changes no output. Plain LoRA may share a bank
+    with nonlinear adapters: its sigma is infinite there.
 
     Args:
         adapters: ``{name: adapters}``, all with the same layers.
-        configs: The settings of each, or of all. Needed where their scalings differ: every
-            adapter's own scaling goes into its ``b``. Needed also for another nonlinearity than
-            the Fourier one.
-        slots: How many adapters the bank can hold; as many as are given by default.
+        configs: Settings of each adapter, or one for all. They are required if the scalings
+            differ, because each adapter's scaling is multiplied into its ``b``, and for a
+            nonlinearity other than the Fourier one.
+        slots: Number of slots; by default the number of adapters.
 
     Returns:
-        A :class:`Bank`; the index of a name is its place in ``adapters`` (inside ``jax.jit``,
-        which sorts the keys of dictionaries, its place among the sorted names).
+        A :class:`Bank`. The index of a name is its place in ``adapters``; inside ``jax.jit``,
+        which sorts dictionary keys, it is its place among the sorted names.
 
     Raises:
-        ValueError: names that cannot be used, different layers, too few slots, placements
-            or nonlinearities that differ.
+        ValueError: names that cannot be used, different layers, too few slots, or placements or
+            nonlinearities that differ.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora

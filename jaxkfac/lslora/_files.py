@@ -1,4 +1,4 @@
-"""Adapters to disk and back, in the layout of PEFT."""
+"""Saving and loading adapters in PEFT's layout."""
 
 import contextlib
 import json
@@ -48,14 +48,14 @@ _PRODUCTS = tensor_keys(None)
 
 
 def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stack]:
-    """Every layer that a file adapts.
+    """The layers that a file adapts, as stacks.
 
     Args:
-        tensors: By key.
-        scanned: The component behind which a number is a slice.
+        tensors: Tensors by key.
+        scanned: The component after which a number is the index of a slice.
 
     Raises:
-        CheckpointMismatchError: slices that are missing, or ``b`` of a module, by name.
+        CheckpointMismatchError: slices are missing, or a module has no ``b``; named.
     """
     found: dict[str, dict[int | None, str]] = {}
     for module in adapted_modules(tensors):
@@ -83,7 +83,7 @@ def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.nda
     return tensors[key]
 
 
-# ---------------- adapters from disk, in the layout of PEFT
+# ---------------- loading
 
 
 def load(
@@ -99,38 +99,36 @@ def load(
 ) -> tuple[Adapters, Config]:
     r"""Read one adapter.
 
-    Plain LoRA of PEFT comes back with ``fourier_placement="none"`` and computes what PEFT
-    computes: a warm start, see :func:`as_fourier`. Where PEFT adapts some slices of a stack only,
-    or gives them other ranks, the others' rows and columns are zero.
+    Plain LoRA of PEFT loads with ``fourier_placement="none"`` and computes what PEFT computes; to
+    start LS-LoRA from it, see :func:`as_fourier`. Where PEFT adapts only some slices of a stack, or
+    gives them different ranks, the missing rows and columns are zero.
 
     Args:
-        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
-        name: Of the adapter.
-        model: What ``load_decoder`` returned. All that it is made of is known then: its blocks,
-            and the projections that are apart in the file and fused in the model.
-        like: What :func:`init` returns for any other model, or its shapes. Files that were not
-            written here do not say what is scanned: they need ``model``, ``like`` or
-            ``scanned``.
-        names: As for :func:`save`, with ``model`` or ``like``.
-        scanned: For such files: the component behind which numbers count the slices of one
+        folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
+        name: Name of the adapter.
+        model: Result of ``load_decoder``. It determines everything about the layers: the blocks,
+            and which projections are separate in the file and fused in the model.
+        like: Result of :func:`init` for any other model, or its shapes. Files written by other
+            libraries do not say what is scanned: they need ``model``, ``like`` or ``scanned``.
+        names: As for :func:`save`; used with ``model`` or ``like``.
+        scanned: For such files: the component after which numbers count the slices of one
             stack. With ``"layers"``, ``model.layers.{i}.q_proj`` are slices of
             ``model/layers/q_proj/kernel``.
-        assume: Settings by their names in ``adapter_config.json``, in place of what a file of
-            another writer says or leaves out: ``{"init_sigma": 1.0}``. Files of the original
-            LS-LoRA do not say ``fourier_placement``, and it is ``"output"``.
-        verify: Whether files that were written here must have the checksums that they had.
+        assume: Settings by their names in ``adapter_config.json``, which replace those of another
+            library's file or add to them: ``{"init_sigma": 1.0}``. Files of the original LS-LoRA
+            do not state ``fourier_placement``, which is ``"output"``.
+        verify: Whether to check the checksums of files that this library wrote.
 
     Returns:
-        ``(adapters, config)``, arrays in the file's dtypes (``b`` in float32, where slices have
+        ``(adapters, config)``, with arrays in the file's dtypes (``b`` in float32 if slices have
         different scalings).
 
     Raises:
-        CheckpointMismatchError: keys that are missing, not expected or of another shape, all
-            named.
-        DamagedFileError: a file is damaged, or of another save than the one beside it.
-        ValueError: the file is not finite, of another ``peft_type``, or has a setting
-            that makes another model; its nonlinearity is not known; ``model`` is needed; or
-            ``modules_to_save`` replaces one part of a kernel of ``model`` and another is adapted.
+        CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
+        DamagedFileError: a file is damaged, or belongs to another save than the one beside it.
+        ValueError: a tensor is not finite; the ``peft_type`` differs, or a setting makes another
+            model; the nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces
+            one part of a kernel of ``model`` while another part is adapted.
         FileNotFoundError: there is no such adapter.
 
     Example:
@@ -207,7 +205,7 @@ def load(
 
 @contextlib.contextmanager
 def _settings_of(path: Path) -> Iterator[None]:
-    """Say which file has settings that are not what they should be."""
+    """Add the name of the settings file to errors about its values."""
     try:
         yield
     except JaxkfacError:
@@ -249,7 +247,7 @@ def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[i
     return "; ".join(problems)
 
 
-# ---------------- adapters to disk, in the layout of PEFT
+# ---------------- saving
 
 
 def save(
@@ -265,34 +263,34 @@ def save(
 ) -> None:
     r"""Write one adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    Every slice of a stack is a module of its own: ``<module>.lora_A.weight`` (r, in),
+    Every slice of a stack is a separate module: ``<module>.lora_A.weight`` (r, in),
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
-    Another nonlinearity than the Fourier one has its own name there.
-    Keys carry no adapter name. ``"default"`` is at the folder's root, others in
-    ``folder/name``. Neither file takes its name before both are on the disk, and each has a
+    A nonlinearity other than the Fourier one puts its own name there.
+    Keys carry no adapter name. ``"default"`` is saved at the folder's root, other names in
+    ``folder/name``. Both files are complete on disk before either takes its name, and each has a
     checksum that :func:`load` compares.
 
     Args:
-        folder: Made if it is missing.
-        adapters: What is written, and nothing else.
-        config: Its settings; all are saved.
-        name: An identifier, and not ``"lora"``.
-        dialect: ``peft_type`` of the file: ``"lslora"`` is ``LSLORA``, which only LS-LoRA
-            readers know; ``"peft"`` is ``LORA``, for PEFT with the plug-in
-            ``torch_ref.lslora.peft_plugin`` of the extra ``peft``. Without the plug-in PEFT
-            refuses it. Plain LoRA itself has the dialect ``"peft"``, and needs no plug-in.
+        folder: Created if missing.
+        adapters: The adapters to write.
+        config: Their settings; all are saved.
+        name: An identifier other than ``"lora"``.
+        dialect: ``peft_type`` of the file: ``"lslora"`` writes ``LSLORA``, which only LS-LoRA
+            readers know; ``"peft"`` writes ``LORA``, for PEFT with the plug-in
+            ``torch_ref.lslora.peft_plugin`` of the extra ``peft``. PEFT without the plug-in
+            refuses the file. Plain LoRA must use ``"peft"``, and needs no plug-in.
         names: ``names(layer, index of a slice) -> module``; by default ``layers/q/kernel`` is
             ``layers.{i}.q``.
-        base_model: Where PEFT finds the base model, ``pretrained.path`` say. With ``task_type``
-            its ``AutoPeftModelForCausalLM`` opens the folder; of a model whose PyTorch form keeps
-            fused projections apart, write what :func:`split` returns.
-        task_type: PEFT's word for what the model does: ``"CAUSAL_LM"``.
+        base_model: Where PEFT finds the base model, such as ``pretrained.path``. Together with
+            ``task_type`` it lets ``AutoPeftModelForCausalLM`` open the folder. If the PyTorch model
+            keeps fused projections apart, write the result of :func:`split`.
+        task_type: PEFT's name for the task, such as ``"CAUSAL_LM"``.
 
     Raises:
-        ValueError: a name that cannot be used, two slices with one module name, values that are
-            not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
+        ValueError: a name cannot be used, two slices have one module name, values are not
+            finite, the adapters' rank or placement differs from ``config``'s, or plain LoRA has
             the dialect ``"lslora"``.
-        OSError: the files cannot be written; what is in the folder then is said.
+        OSError: the files cannot be written; the message says what the folder then holds.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -364,7 +362,7 @@ def _to_tensors(
     def put(key: str, x: np.ndarray) -> None:
         if key in tensors:
             raise ValueError(f"two layers would be written as {key!r}: give names=")
-        tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # it makes a scalar a vector
+        tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # which turns a scalar into (1,)
 
     for layer, adapter in only_adapters(jax.device_get(adapters)).items():
         stack = adapter.a.shape[:-2]

@@ -1,4 +1,4 @@
-"""An adapter's folder: where its files lie, what their keys are, and how they are read."""
+"""An adapter's folder: its files, their keys, and how they are read."""
 
 import importlib
 import json
@@ -16,29 +16,32 @@ from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
 
-# ---------------- checksums of the two files of an adapter, which neither JSON nor safetensors has
+# ---------------- checksums of an adapter's two files
 #
-# ``adapter_config.json`` holds one of each file, its own taken with zeros in its place. It is
-# written last, so that files of two different saves do not pass for one adapter. Those of single
-# tensors, in the header of the other file, say which of them is damaged.
+# Neither JSON nor safetensors has checksums. ``adapter_config.json`` holds one for each file; its
+# own
+# is computed with zeros in its place. It is written last, so that files of two different saves are
+# not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
+# which
+# of them is damaged.
 
 
 KEY = "checksums"
 
 
 def tensor_checksum(x: np.ndarray) -> str:
-    """Of a tensor's dtype, shape and values."""
+    """Checksum of a tensor's dtype, shape and values."""
     return checksum(f"{x.dtype.name}{x.shape}".encode() + x.tobytes())
 
 
 def config_text(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
-    """The text of a record, with checksums of other files and of itself in ``record[own]``.
+    """The text of a record, with checksums of the other files and of itself in ``record[own]``.
 
     Args:
-        record: What is written.
-        own: Its key for what this library adds.
+        record: The record to write.
+        own: Key of this library's entries.
         config: Name of the file.
-        files: Content of the others, by name.
+        files: Contents of the other files, by name.
     """
     sums = {name: checksum(data) for name, data in files.items()} | {config: ZEROS}
     record = record | {own: record[own] | {KEY: sums}}
@@ -63,14 +66,14 @@ def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
 def check_tensors(
     path: Path, data: bytes, sums: Mapping[str, str], tensors: Mapping[str, np.ndarray], each: Any
 ) -> None:
-    """Compare the other file with its checksum; where they differ, find the tensors.
+    """Compare the tensors' file with its checksum; on a mismatch find the damaged tensors.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         data: Its content.
-        sums: By name of the file.
-        tensors: What was read from it.
-        each: Checksums of the tensors, by key.
+        sums: Checksums by file name.
+        tensors: Tensors read from the file.
+        each: Checksums of the tensors by key, if the file has any.
 
     Raises:
         DamagedFileError: they differ.
@@ -86,7 +89,7 @@ def check_tensors(
     )
 
 
-# ---------------- safetensors files as NumPy arrays, bfloat16 included
+# ---------------- safetensors files as NumPy arrays, including bfloat16
 
 
 _DTYPES = {
@@ -101,7 +104,7 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     """``(tensors, metadata)`` of a file's content.
 
     Raises:
-        DamagedFileError: it is no whole safetensors file.
+        DamagedFileError: it is not a complete safetensors file.
         ValueError: it holds a dtype that no adapter has.
     """
     safetensors = _package("safetensors")
@@ -120,10 +123,10 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """The content of a file: the same bytes for the same values.
+    """The content of a file, with the same bytes for the same values.
 
-    The package writes metadata in the order of a hash table whose seed differs from process to
-    process. Tensors, which it sorts, keep their places behind the header.
+    The package writes metadata in the order of a hash table whose seed differs between processes,
+    so the header is sorted here. The sorted tensors keep their places behind the header.
     """
     data = _package("safetensors.numpy").save(tensors, metadata)
     length = int.from_bytes(data[:8], "little")
@@ -131,7 +134,7 @@ def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
@@ -144,7 +147,7 @@ def _package(name: str) -> Any:
         ) from None
 
 
-# ----------------
+# ---------------- reading a folder
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -152,12 +155,12 @@ PREFIX = "base_model.model."
 
 
 class SavedModules(NamedTuple):
-    """What is in an adapter's files, without a model.
+    """Contents of an adapter's files, without a model.
 
     Attributes:
-        record: Of ``adapter_config.json``.
-        modules: ``{module: Adapter}``, in order of name, with the numbers in them as numbers.
-        nonlinearity: Of the adapters, or ``None`` for plain LoRA.
+        record: Content of ``adapter_config.json``.
+        modules: ``{module: Adapter}``, sorted by name, with numbers in names compared as numbers.
+        nonlinearity: Nonlinearity of the adapters, or ``None`` for plain LoRA.
     """
 
     record: dict[str, Any]
@@ -166,12 +169,12 @@ class SavedModules(NamedTuple):
 
 
 def tensor_keys(phi: Nonlinearity | None) -> dict[str, str]:
-    """How the key of each leaf of an adapter ends, behind its module's name."""
+    """The ends of the keys of an adapter's leaves, after the module's name."""
     return {"a": "lora_A.weight", "b": "lora_B.weight"} | ({} if phi is None else phi.tensors)
 
 
 def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of the modules that a file has an A of, in its order."""
+    """Names of the modules for which a file has an A, in its order."""
     end = "." + tensor_keys(None)["a"]
     return [key.removeprefix(PREFIX).removesuffix(end) for key in tensors if key.endswith(end)]
 
@@ -179,12 +182,12 @@ def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
 def read_folder(
     folder: Path, *, assume: Mapping[str, Any] | None = None, verify: bool = True
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """``(record, tensors, what was added here)`` of a folder, checked.
+    """Read a folder as ``(record, tensors, this library's metadata)``, and check it.
 
     Raises:
         FileNotFoundError: there is no adapter, or one of its files is missing.
         DamagedFileError: one of its files is damaged; named.
-        ValueError: one of its files is of something else; named.
+        ValueError: one of its files is not an adapter's; named.
     """
     for path in (folder / CONFIG, folder / TENSORS):
         if not path.is_file():
@@ -215,7 +218,7 @@ def _checksums(record: Any) -> Any:
 
 
 def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
-    """What was added here to the header: layers, parameters saved whole, checksums."""
+    """This library's entries of the header: layers, parameters saved in full, checksums."""
     if OWN not in metadata:
         return None
     try:
@@ -230,15 +233,15 @@ def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
 
 
 def adapter_folder(folder: Path | str, name: str) -> Path:
-    """Where PEFT puts an adapter: ``"default"`` at the root, others one level down."""
+    """PEFT's folder of an adapter: ``"default"`` at the root, other names one level down."""
     return Path(folder) if name == "default" else Path(folder) / name
 
 
 def check_finite(tensors: Mapping[str, np.ndarray], where: str = "") -> None:
-    """Refuse tensors that are not finite.
+    """Refuse tensors with NaN or infinity.
 
     Raises:
-        ValueError: naming them, behind the words of ``where``.
+        ValueError: names them, after the prefix ``where``.
     """
     bad = [key for key, x in tensors.items() if not np.isfinite(x.astype(np.float32)).all()]
     if bad:
@@ -252,11 +255,11 @@ def read_modules(
     assume: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> SavedModules:
-    """What the files of an adapter hold; :func:`load` fits it to a model.
+    """Read the files of an adapter without a model; :func:`load` fits them to one.
 
     Args:
-        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
-        name: Of the adapter.
+        folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
+        name: Name of the adapter.
         assume: As for :func:`load`.
         verify: As for :func:`load`.
 
@@ -264,7 +267,7 @@ def read_modules(
         CheckpointMismatchError: a module lacks one of its tensors.
         DamagedFileError: one of the files is damaged.
         FileNotFoundError: there is no such adapter.
-        ValueError: the files are of something else than LoRA or LS-LoRA.
+        ValueError: the files hold something other than LoRA or LS-LoRA.
     """
     record, tensors, _ = read_folder(adapter_folder(folder, name), assume=assume, verify=verify)
     phi = nonlinearity_of(record)
@@ -286,5 +289,5 @@ def read_modules(
 
 
 def _counted(module: str) -> list[tuple[int, str]]:
-    """A key that puts ``layers.2`` before ``layers.10``."""
+    """Sort key that puts ``layers.2`` before ``layers.10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]

@@ -1,4 +1,4 @@
-"""Fresh adapters for the layers that a config names."""
+"""New adapters for the layers that a config targets."""
 
 import math
 from collections.abc import Callable
@@ -35,21 +35,20 @@ from jaxkfac.lslora._config import (
 )
 from jaxkfac.lslora._diagnose import measure
 
-# ---------------- first values of A from what a layer sees: its inputs' covariance (EVA), or the
-# gradient
+# ---------------- A from the inputs' covariance (EVA) or from the gradient
 
 
 Init = Literal["default", "eva", "gradient"]
 _NAMES = {"eva": "factors", "gradient": "gradient"}
-_ROUNDING = 1e-6  # relative to the largest: what float32 sums of squares tell from zero
+_ROUNDING = 1e-6  # relative to the largest value: what float32 sums of squares can tell from zero
 
 
 def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
-    """Refuse a source that ``init`` does not read, and a missing one.
+    """Refuse a source that ``init`` does not use, and a missing one.
 
     Raises:
-        ValueError: naming the argument.
-        TypeError: ``factors`` are none.
+        ValueError: names the argument.
+        TypeError: ``factors`` is no ``Factors``.
     """
     given = {"factors": factors, "gradient": gradient}
     needed = _NAMES.get(init)
@@ -65,7 +64,7 @@ def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
 def covariance(factors: Factors, layer: Layer) -> Any:
     r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
 
-    The mean is known where the factor has the ones of a bias; elsewhere it counts as zero.
+    The mean is known if the factor includes the ones of a bias; otherwise it is taken as zero.
     """
     if layer.name not in factors:
         raise UnknownLayerError(
@@ -105,11 +104,11 @@ def gradient_of(gradient: PyTree, layer: Layer) -> Any:
 def directions(
     init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: PyTree
 ) -> Float[Array, "*stack in r"]:
-    """Orthonormal columns, the strongest first, each with its largest entry positive.
+    """Orthonormal columns, the strongest first, each with a positive largest entry.
 
     Raises:
-        ValueError: fewer directions than the rank, where values are known.
-        NonFiniteFactorError: values that are not finite.
+        ValueError: there are fewer directions than the rank; checked if values are concrete.
+        NonFiniteFactorError: a value is not finite.
     """
     what = "inputs" if init == "eva" else "gradient"
     if init == "eva":
@@ -135,23 +134,23 @@ def directions(
     return jnp.asarray(left * xp.where(largest < 0, -1, 1))
 
 
-# ---------------- a first $\sigma$ from data
+# ---------------- an initial $\sigma$ from data
 
 
 def calibrate(
     adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, factor: float = 1.0
 ) -> Adapters:
-    r"""The adapters with $\sigma = $ ``factor`` times the root mean square of $z$ over a batch.
+    r"""Set $\sigma$ to ``factor`` times the root mean square of $z$ over a batch.
 
     Args:
         adapted: From :func:`attach`.
         params: The base model.
-        adapters: With B other than zero, or with the placement ``"bottleneck"``.
+        adapters: Adapters with B other than zero, or with the placement ``"bottleneck"``.
         inputs: A batch.
         factor: Dimensionless; tanh is 24%, 43% and 76% away from linear at factors 1.75, 1, 1/3.
 
     Returns:
-        The same adapters with another $\sigma$ for each slice.
+        The adapters with the new $\sigma$ for each slice.
 
     Raises:
         ValueError: $z$ is zero on the whole batch, so there is nothing to measure.
@@ -169,8 +168,8 @@ def measured_sigmas(
 ) -> dict[str, Array]:
     r"""Root mean square of $z$ for each slice of each layer with a nonlinearity.
 
-    A fresh adapter of placement ``"output"`` has B = 0 and so z = 0. There it is the root mean
-    square of $s\, x A$, which z has once the columns of B have unit length.
+    A new adapter with placement ``"output"`` has B = 0 and so z = 0. Its value is the root mean
+    square of $s\, x A$, which $z$ has once the columns of B have unit length.
     """
     config = adapted.config
     inside = fresh and config.fourier_placement == "output"
@@ -199,7 +198,7 @@ def measured_sigmas(
     return out
 
 
-# ----------------
+# ---------------- new adapters
 
 
 def init(
@@ -214,29 +213,29 @@ def init(
     factors: Factors | None = None,
     gradient: PyTree = None,
 ) -> Adapters:
-    r"""Adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
+    r"""Create adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
 
-    ``init="eva"`` takes the orthonormal directions in which a layer's inputs vary most for A, and
-    ``"gradient"`` those from which its gradient is largest, the input side of LoRA-GA. B is zero
-    all the same, so that the base stays as it is, and folders are those of any adapter.
+    ``init="eva"`` sets A to the orthonormal directions in which a layer's inputs vary most;
+    ``"gradient"`` sets it to those with the largest gradient, the input side of LoRA-GA. B is zero
+    in all cases, so the base model stays unchanged and folders have the usual form.
 
-    With B = 0 the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
-    coefficients at the first step; in ``"output"`` $c_0$ and $c_3$ have equal ones, since
+    With B = 0, the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
+    coefficients at the first step. With ``"output"``, $c_0$ and $c_3$ have equal gradients, since
     $\varphi(0) = c_0 + c_3$.
 
     Args:
-        config: The settings.
+        config: Settings of the adapters.
         apply_fn: As for :func:`attach`.
-        params: The base model, any kernels in NF4; shapes suffice, unless $\sigma$ is measured.
-        inputs: A batch; shapes suffice, likewise.
-        key: For A.
-        dtype: Of A and B; that of the layer's parameter by default. Coefficients and $\sigma$
-            are float32 at the least.
+        params: The base model, with any kernels in NF4; shapes suffice unless $\sigma$ is measured.
+        inputs: A batch; shapes suffice unless $\sigma$ is measured.
+        key: Key for A.
+        dtype: Dtype of A and B; by default that of the layer's parameter. Coefficients and $\sigma$
+            are float32 or wider.
         init: ``"default"``, ``"eva"`` or ``"gradient"``.
-        factors: For ``"eva"``: factors of the base model on the data. Their inputs are centred
-            where A has the ones of a bias (``bias="joint"``), as in PEFT; a layer without a bias
-            has no mean in its factor, and takes the uncentred second moment.
-        gradient: For ``"gradient"``: of the loss in ``params``, a tree like them.
+        factors: For ``"eva"``: factors of the base model on the data. Their inputs are centered
+            if A includes the ones of a bias (``bias="joint"``), as in PEFT. A layer without a bias
+            has no mean in its factor, so its uncentered second moment is used.
+        gradient: For ``"gradient"``: the gradient of the loss with respect to ``params``.
 
     Returns:
         ``{layer: Adapter}``, and the parameters of ``modules_to_save`` by path.
@@ -244,10 +243,10 @@ def init(
     Raises:
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
         ValueError: the target matches something that cannot be adapted, ``modules_to_save``
-            something quantised or a target as well (but with ``"all-linear"``, which leaves it
-            out), or the rank is larger than a layer; each named. Or ``init`` lacks its source, the
-            source has no such leaf, or has fewer directions than the rank (zeros have none).
-        NonFiniteFactorError: factors or a gradient that are not finite.
+            matches something quantized or targeted as well (``"all-linear"`` skips it instead), or
+            the rank is larger than a layer; each is named. Or the source for ``init`` is missing,
+            lacks a leaf, or has fewer directions than the rank (zeros have none).
+        NonFiniteFactorError: a factor or the gradient is not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -294,7 +293,7 @@ def init(
 def _leave_to_whole(
     adapters: dict[str, Any], layers: list[Layer], whole: set[str], config: Config
 ) -> None:
-    """Take out the adapters of what is trained as a whole, or refuse both for one parameter."""
+    """Drop the adapters of parameters trained in full, or refuse both for one parameter."""
     both = [layer.name for layer in layers if layer.weight.path in whole]
     if both and config.target != ALL_LINEAR:
         raise ValueError(
@@ -307,11 +306,11 @@ def _leave_to_whole(
 
 
 def targeted(config: Config, table: LayerTable) -> list[Layer]:
-    """The layers that a config adapts.
+    """The layers that a config targets.
 
     Raises:
-        UnknownLayerError: none.
-        ValueError: the target matches what cannot be adapted.
+        UnknownLayerError: there are none.
+        ValueError: the target matches something that cannot be adapted.
     """
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]

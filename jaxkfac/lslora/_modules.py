@@ -1,4 +1,4 @@
-"""Modules of a PyTorch model's files: their names, and fused projections."""
+"""Modules in files of PyTorch models: their names, and fused projections."""
 
 import dataclasses
 import math
@@ -11,27 +11,27 @@ import numpy as np
 
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 
-# ---------------- names of layers here, and of modules in a PyTorch model's files
+# ---------------- names of layers here, and of modules in files
 
 
-# From a layer's name and the index of one slice of its stack to a module's name.
+# Maps a layer's name and the index of a slice of its stack to a module's name.
 ModuleNames = Callable[[str, tuple[int, ...]], str]
 
 _LEAVES = ("kernel", "weight", "w", "embedding", "scale", "bias")
-_STACKS = ("layers", "blocks", "layer", "block", "h")  # what Hugging Face numbers
-_COLLECTION = "params"  # Linen's
+_STACKS = ("layers", "blocks", "layer", "block", "h")  # components that Hugging Face numbers
+_COLLECTION = "params"  # Linen's collection
 
 
 def module_name(layer: str, index: tuple[int, ...]) -> str:
-    """The default mapping.
+    """The default name of a module.
 
-    The last component is left out if it is a parameter's usual name, Linen's ``params`` always.
-    The first index, of a scan, goes behind the last ``layers`` or ``blocks`` that has no number
-    yet (else behind the first component); a further one behind ``experts``, else to the end.
+    It drops the last component if that is a usual parameter name, and Linen's ``params`` always.
+    The first index, of a scan, goes after the last ``layers`` or ``blocks`` without a number
+    (else after the first component); further indices go after ``experts``, else to the end.
     ``path[i]`` is read as the index of a stack.
 
     Raises:
-        ValueError: a second block of one parameter, which has no module of its own.
+        ValueError: the layer is a second block of one parameter, which is no module.
 
     Example:
         >>> module_name("params/layers/attn/q_proj/kernel", (3,))
@@ -66,11 +66,11 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
 
 
 def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
-    """The default mapping backwards: a layer of kernels, and the index of the slice.
+    """Invert the default name: a layer with a kernel, and the index of the slice.
 
     Args:
-        module: Of a PyTorch model.
-        scanned: The component behind which a number counts the slices of one stack.
+        module: Name of a module in a PyTorch model.
+        scanned: The component after which a number is the index of a slice.
 
     Example:
         >>> layer_name("model.layers.3.attn.q_proj", "layers"), layer_name("head", "layers")
@@ -85,40 +85,39 @@ def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
 
 
 def whole_name(path: str) -> tuple[str, bool]:
-    """Key of a parameter that is saved whole, and whether a matrix is transposed there."""
+    """Key of a parameter that is saved in full, and whether its matrix is transposed there."""
     module, _, leaf = path.rpartition("/")
     kind = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(leaf, leaf)
     head = module_name(module, ()) if module not in ("", _COLLECTION) else ""
     return f"{head}.{kind}" if head else kind, leaf == "kernel"
 
 
-# ---------------- adapters of a fused projection and of its parts: q, k, v in one kernel, or gate
-# and up
+# ---------------- fused projections and their parts: q, k, v or gate, up in one kernel
 
 
-# {component of a layer's name: {component of a part's name: its outputs}}, in the kernel's order.
+# {component of a layer's name: {component of a part's name: outputs}}, in the kernel's order.
 Parts = Mapping[str, Mapping[str, int]]
 
 
 def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
-    r"""Adapters of fused projections as adapters of their parts, computing the same.
+    r"""Split adapters of fused projections into adapters of their parts, without changing outputs.
 
-    $\varphi(s\,xAB)$ acts on each output alone, and $s\,\varphi(xA)B$ on the bottleneck alone:
-    either way a part has its columns of $B$, and $A$, the coefficients and $\sigma$ of the whole.
-    So files can be read by models that keep the projections apart. Dropout, where there is
-    some, then draws for each part.
+    $\varphi(s\,xAB)$ acts on each output separately, and $s\,\varphi(xA)B$ on the bottleneck
+    separately. In both cases a part gets its columns of $B$, and $A$, the coefficients and $\sigma$
+    of the fused adapter. Models that keep the projections apart can then read the files. Dropout,
+    if any, draws a separate mask for each part.
 
     Args:
-        adapters: From :func:`init`; layers of other names stay as they are.
+        adapters: From :func:`init`; layers with other names stay unchanged.
         config: Their settings.
-        parts: ``{"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}``: what a layer
-            with that component in its name is made of, in the order of its outputs.
+        parts: ``{"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}``: the parts of a layer
+            with that component in its name, in the order of its outputs.
 
     Returns:
-        ``(adapters, config)``; the config names every layer.
+        ``(adapters, config)``; the config targets every layer by name.
 
     Raises:
-        ValueError: outputs that do not add up to the layer's, or a name that is there already.
+        ValueError: the parts' outputs do not add up to the layer's, or a name exists already.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -143,23 +142,23 @@ def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, C
 
 
 def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
-    r"""Adapters of parts as adapters of the fused projection, computing the same.
+    r"""Fuse adapters of parts into adapters of the fused projection, without changing outputs.
 
-    Where the parts share $A$, coefficients and $\sigma$, as :func:`split` leaves them, they
-    become one again. Plain LoRA of parts trained apart becomes one of the sum of their ranks,
-    each part's $B$ in its own columns; a part without an adapter gets zeros.
+    Parts that share $A$, coefficients and $\sigma$, as :func:`split` leaves them, become one
+    adapter again. Plain LoRA of separately trained parts becomes one adapter whose rank is the sum
+    of theirs, with each part's $B$ in its own columns; a part without an adapter gets zeros.
 
     Args:
-        adapters: Layers of other names stay as they are.
+        adapters: Adapters; layers with other names stay unchanged.
         config: Their settings.
         parts: As for :func:`split`.
 
     Returns:
-        ``(adapters, config)``; the config names every layer.
+        ``(adapters, config)``; the config targets every layer by name.
 
     Raises:
-        ValueError: parts that share nothing and have a nonlinearity: $\varphi$ has one set of
-            coefficients a layer; or outputs that are not those of ``parts``.
+        ValueError: nonlinear parts that do not share everything, since $\varphi$ has one set of
+            coefficients a layer; or numbers of outputs that differ from ``parts``.
     """
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, str]] = {}
@@ -196,7 +195,7 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
 def _joined(
     name: str, found: dict[str, Adapter], widths: Mapping[str, int], scales: dict[str, float]
 ) -> tuple[Adapter, float]:
-    """One adapter of the parts, and its scaling."""
+    """One adapter of all parts, and its scaling."""
     first, scaling = next(iter(found.values())), next(iter(scales.values()))
     alike = len(set(scales.values())) == 1 and all(_shares(first, x) for x in found.values())
     if alike and found.keys() == widths.keys():
@@ -219,7 +218,7 @@ def _joined(
 
 
 def _shares(x: Adapter, y: Adapter) -> bool:
-    """Whether all but ``b`` is equal."""
+    """Whether everything except ``b`` is equal."""
     pairs = [(x.a, y.a), (x.coefficients, y.coefficients), (x.sigma, y.sigma)]
     return all(
         p is q or (p is not None and q is not None and np.array_equal(p, q)) for p, q in pairs
@@ -252,7 +251,7 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 
 def _naming(config: Config, ranks: dict[str, int], alphas: dict[str, Any]) -> Config:
-    """The config with these layers, their ranks and alphas spelled out where they differ."""
+    """The config that targets these layers by name, with ranks and alphas where they differ."""
     return dataclasses.replace(
         config,
         target="|".join(map(re.escape, ranks)),

@@ -1,4 +1,4 @@
-"""A file's modules against a pretrained model's parameters: what is a slice of what."""
+"""A file's modules matched to a pretrained model's parameters and their slices."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,17 @@ from jaxkfac.lslora._modules import ModuleNames, Parts
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, is_saved_whole, is_target, nonlinearity_of, pattern_value
 
-# ---------------- from the modules of a file to stacked layers: slices of other ranks, and slices
-# without any
+# ---------------- from the modules of a file to stacked layers
 
 
 class Stack(NamedTuple):
-    """A layer of the model, and what a file calls its slices.
+    """A layer of the model, and the names of its slices in a file.
 
     Attributes:
-        lead: The stack; ``()`` for a layer of its own.
-        inputs: Of a slice.
-        outputs: Of a slice.
-        modules: One for each slice, in order.
+        lead: Shape of the stack; ``()`` for a layer without one.
+        inputs: Inputs of a slice.
+        outputs: Outputs of a slice.
+        modules: Name of the module of each slice, in order.
     """
 
     lead: tuple[int, ...]
@@ -37,7 +36,7 @@ class Stack(NamedTuple):
 
 
 class ModuleSettings(NamedTuple):
-    """One module: what the settings say of it."""
+    """The settings for one module."""
 
     rank: int
     alpha: Any
@@ -52,7 +51,7 @@ def expected_tensors(
 ) -> Shapes:
     """Shapes of the tensors that a file must have, by key.
 
-    A module of which the file has nothing is left out where its settings do not name it.
+    A module without any tensor in the file is skipped if the file's settings do not target it.
     """
     phi = nonlinearity_of(record)
     keys, found = tensor_keys(phi), {}
@@ -71,7 +70,7 @@ def expected_tensors(
 def untargeted(
     record: Mapping[str, Any], stacks: Mapping[str, Stack], stored: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Modules that a file has and its settings do not name: PEFT would leave them out."""
+    """Modules that a file has but its settings do not target: PEFT would skip them."""
     key = tensor_keys(None)["a"]
     modules = [m for stack in stacks.values() for m in stack.modules]
     return [m for m in modules if f"{PREFIX}{m}.{key}" in stored and not is_target(record, m)]
@@ -82,10 +81,10 @@ def stacked(
 ) -> tuple[Adapter, int, Any]:
     r"""A layer's adapter, its rank and its alpha.
 
-    All slices get the largest rank; what is beyond a slice's own is zero, in A and in B, and adds
-    nothing. So does a slice without an adapter: A and B are zero, and both gradients with them.
-    The scaling is that of a slice of the largest rank; what another one's differs by is a factor
-    of its B, which is then float32 at the least.
+    All slices are padded to the largest rank with zeros in A and B, which add nothing. A slice
+    without an adapter has zeros for A and B, and so zero gradients for both. The scaling is that of
+    a slice with the largest rank; other scalings are multiplied into B, which is then float32 or
+    wider.
 
     Raises:
         CheckpointMismatchError: no slice has an adapter.
@@ -132,7 +131,7 @@ def _slice(record: Mapping[str, Any], module: str) -> ModuleSettings:
 
 
 def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> dict[str, Any]:
-    """The tensors of a slice that changes nothing."""
+    """The tensors of a slice whose adapter changes nothing."""
     zeros = {
         "a": np.zeros((rank, stack.inputs), dtype),
         "b": np.zeros((stack.outputs, rank), dtype),
@@ -142,10 +141,10 @@ def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> d
     return zeros | {"coefficients": phi.first(np.float32), "sigma": np.float32(1)}
 
 
-# ----------------
+# ---------------- a pretrained model's parameters
 
 
-# Last component of a path: axes of its own after the stack, and PyTorch's word for it.
+# Last component of a path: number of axes after the stack, and PyTorch's name for it.
 _KINDS = {"kernel": (2, "weight"), "embedding": (2, "weight"), "scale": (1, "weight")}
 _KINDS |= {"bias": (1, "bias")}
 
@@ -156,17 +155,17 @@ class PretrainedModel(Protocol):
 
     @property
     def config(self) -> Any:
-        """Sizes; ``config.parts`` is what fused kernels are made of, see :func:`split`."""
+        """Sizes; ``config.parts`` describes the fused kernels, see :func:`split`."""
         ...
 
     @property
     def params(self) -> PyTree:
-        """Nested dictionary; blocks are stacked."""
+        """Nested dictionary in which blocks are stacked."""
         ...
 
 
 class _Place(NamedTuple):
-    """Where a stored tensor lies in a parameter."""
+    """The place of a stored tensor in a parameter."""
 
     path: str
     index: tuple[int, ...]
@@ -180,7 +179,7 @@ def stacks_of(
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
 ) -> dict[str, Stack]:
-    """The model's layers that a file adapts; of a fused one its parts, if it has those.
+    """The model's layers that a file adapts; for a fused layer its parts, if the file has those.
 
     Raises:
         CheckpointMismatchError: the file adapts a module that the model does not have.
@@ -195,7 +194,7 @@ def stacks_of(
             known |= set(modules)
             stacks[name] = Stack(shape[:-2], shape[-2], outputs.stop - outputs.start, modules)
         whole = {path: stacks.pop(path)}
-        # A pattern such as `.*_proj` names the whole and its parts; the file has one of the two.
+        # A pattern such as `.*_proj` matches the fused layer and its parts; the file has only one.
         forms = [form for form in (whole, stacks) if not present.isdisjoint(_modules(form))]
         for form in forms or (whole, stacks):
             chosen = {
@@ -226,21 +225,21 @@ def whole_parameters(
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
 ) -> dict[str, Any]:
-    """The model's parameters of which a file holds all or some slices, by path.
+    """The parameters of the model that a file holds in full or in some slices, by path.
 
-    PEFT also writes what nobody trained: embeddings, and the base layer of an adapted head. These
-    are left out where they are the model's own.
+    PEFT also writes untrained tensors: embeddings, and the base layer of an adapted head. They are
+    ignored if they equal the model's.
 
     Args:
-        model: Gives the slices that the file does not.
+        model: Provides the slices that the file does not have.
         record: The file's settings.
-        keys: Of the tensors that belong to no adapter.
-        tensors: By key.
-        names: As for the adapters.
+        keys: Keys of the tensors that belong to no adapter.
+        tensors: Tensors by key.
+        names: Module names, as for the adapters.
 
     Raises:
-        CheckpointMismatchError: a tensor that the model does not have, or of another shape.
-        ValueError: the parameter is quantised.
+        CheckpointMismatchError: the model does not have a tensor, or has it with another shape.
+        ValueError: the parameter is quantized.
     """
     leaves, found = leaves_by_path(decoded_shapes(model.params)), {}
     places = _places(model, names) if keys else {}
@@ -280,7 +279,7 @@ def whole_parameters(
 
 
 def _places(model: PretrainedModel, names: ModuleNames) -> dict[str, _Place]:
-    """Where each tensor of the PyTorch model lies here, by its name."""
+    """The place of each of the PyTorch model's tensors here, by name."""
     places = {}
     for path, shape in _shapes(model).items():
         axes, word = _KINDS[path.rpartition("/")[2]]
@@ -297,7 +296,7 @@ def _shapes(model: PretrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _with_parts(path: str, outputs: int, parts: Parts) -> Iterator[tuple[str, slice]]:
-    """A parameter's path and, of a fused one, those of its parts, with their outputs."""
+    """A parameter's path and those of its parts if it is fused, with their outputs."""
     yield path, slice(0, outputs)
     components = path.split("/")
     for whole in parts.keys() & set(components):

@@ -1,4 +1,4 @@
-"""``adapter_config.json``: a config in PEFT's words."""
+"""``adapter_config.json``: an adapter's settings in PEFT's terms."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,15 @@ from typing import Any, Literal
 from jaxkfac.lslora._config import Config, RmsSigma
 from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity
 
-# ---------------- pEFT's settings: which of them change what saved weights compute, and which
-# modules they name
+# ---------------- PEFT's settings: those that change the model, and the modules they target
 
 
 REQUIRED = ("r", "lora_alpha", "target_modules", "lora_dropout")
-# In place of `init_lora_weights` in files of a nonlinear adapter. PEFT knows no such way to begin,
-# says so and stops; without it, it would leave out the nonlinearity and load the rest.
+# Replaces `init_lora_weights` in files of a nonlinear adapter. PEFT does not know this value, says
+# so and stops; otherwise it would drop the nonlinearity and load the rest.
 NEEDS_PLUG_IN = "nonlinear, so PEFT needs torch_ref.lslora.peft_plugin of jaxkfac[peft]"
 
-# How the weights began matters only where that changed the base model's weights as well.
+# The initialization matters only if it changed the base model's weights too.
 _OWN_BEGINNINGS = ("gaussian", "eva", "orthogonal", "mica")
 _READ = (
     *REQUIRED,
@@ -31,7 +30,7 @@ _READ = (
     "bias",
     "init_lora_weights",
 )
-# Where the adapter comes from, and what only its beginning, its training or merging asks for.
+# Origin of the adapter, and options that only matter for initialization, training or merging.
 _WITHOUT_EFFECT = (
     "task_type",
     "auto_mapping",
@@ -52,13 +51,13 @@ _WITHOUT_EFFECT = (
 
 
 def unsupported(record: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that make another model than (LS-)LoRA, or that are not known here.
+    """The settings that describe a model other than (LS-)LoRA, or that are unknown here.
 
-    What is not known counts where it says something: a newer PEFT may compute something else.
+    An unknown setting counts if its value is truthy: a newer PEFT may compute something else.
 
     Args:
-        record: Of ``adapter_config.json``.
-        own: Keys that PEFT does not have.
+        record: Content of ``adapter_config.json``.
+        own: Additional keys, which PEFT does not have.
     """
     known = {*_READ, *_WITHOUT_EFFECT, *own}
     wrong = {key: value for key, value in record.items() if key not in known and value}
@@ -79,7 +78,7 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
     if is_saved_whole(record, module):
         return False
     if not targets:
-        return True  # nothing is said
+        return True  # there is no restriction
     if isinstance(targets, str) or not _named(targets, module):
         return _named(targets, module)
     chosen = record.get("layers_to_transform")
@@ -90,13 +89,13 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
 
 
 def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:
-    """Whether PEFT trains and saves a module whole, by its name or that of something in it."""
+    """Whether PEFT trains and saves a module in full, by its name or by that of a submodule."""
     saved = record.get("modules_to_save") or ()
     return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
 
 def pattern_value(record: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """What ``rank_pattern`` or ``alpha_pattern`` says of a module; the first match counts."""
+    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module; the first match counts."""
     found = (
         value
         for pattern, value in (record.get(key) or {}).items()
@@ -112,7 +111,7 @@ def _named(patterns: str | list[str], module: str) -> bool:
 
 
 def _layer_number(record: Mapping[str, Any], module: str) -> int | None:
-    """The first number in a module's name, or that behind one of ``layers_pattern``."""
+    """The first number in a module's name, or the one after one of ``layers_pattern``."""
     patterns = record.get("layers_pattern")
     if not patterns:
         matches = [re.match(r".*?\.[^.]*\.(\d+)\.", module)]
@@ -122,12 +121,12 @@ def _layer_number(record: Mapping[str, Any], module: str) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
-# ----------------
+# ---------------- writing and reading the record
 
 
 Dialect = Literal["lslora", "peft"]
 
-OWN = "jaxkfac"  # what PEFT has no word for; other readers pass it over
+OWN = "jaxkfac"  # key of the settings that PEFT does not have; other readers ignore it
 _OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
 _OWN_FIELDS += ("init_sigma", "reg_weight")
 _OWN_OPTIONS = ("nonlinearity", "checksums")
@@ -141,15 +140,15 @@ def to_record(
     base_model: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The file's content.
+    """The content of the file.
 
     Args:
-        config: The settings.
-        modules: For each layer the modules that its slices are.
-        whole: Modules that are saved whole.
+        config: Settings of the adapter.
+        modules: For each layer, the modules of its slices.
+        whole: Modules that are saved in full.
         dialect: ``"lslora"`` or ``"peft"``.
         base_model: Where PEFT finds the base model.
-        task_type: PEFT's word for what the model does.
+        task_type: PEFT's name for the task.
     """
     phi = config.phi
     if phi is None and dialect == "lslora":
@@ -167,11 +166,11 @@ def to_record(
         "base_model_name_or_path": base_model,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        # Exactly these modules: a list would also match others that end in one of them.
+        # A pattern of exactly these modules: a list would also match longer names with their ends.
         "target_modules": "|".join(map(re.escape, names)),
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        # Without the ^ PEFT takes them for ends of names.
+        # Without ^, PEFT matches the ends of names.
         "rank_pattern": {f"^{re.escape(m)}": r for m, r in ranks.items() if r != config.rank},
         "alpha_pattern": {f"^{re.escape(m)}": a for m, a in alphas.items() if a != config.alpha},
         "modules_to_save": list(whole) or None,
@@ -187,10 +186,10 @@ def to_record(
             "reg_weight": config.reg_weight,
         },
     }
-    if config.nonlinearity != FOURIER.name:  # of which files say nothing
+    if config.nonlinearity != FOURIER.name:  # files leave out the default
         record[OWN]["nonlinearity"] = config.nonlinearity
     if phi is not None:
-        # A reader that cannot measure starts another layer at 1.
+        # A reader that cannot measure starts a new layer at 1.
         first = 1.0 if isinstance(sigma, RmsSigma) else sigma
         values = (config.fourier_placement, first, config.reg_weight)
         record |= zip(phi.settings, values, strict=True)
@@ -200,12 +199,12 @@ def to_record(
 
 
 def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
-    """A record with the settings that its reader has to say.
+    """Add the settings that the caller must supply to a record.
 
-    Files of the original LS-LoRA do not say where the nonlinearity is: there is one place.
+    Files of the original LS-LoRA do not state the placement, since it has only one.
 
     Raises:
-        ValueError: a file that was written here says all of them itself.
+        ValueError: this library wrote the file, which then states all settings.
     """
     if not isinstance(record, dict):
         return record
@@ -220,11 +219,11 @@ def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
 
 
 def check_record(record: Any, where: str) -> None:
-    """Refuse a record that is not a LoRA or LS-LoRA adapter's, or that does not say all.
+    """Refuse a record that is not of LoRA or LS-LoRA, or that is incomplete.
 
     Raises:
-        ValueError: naming the file, and every setting that is missing or not supported, or a
-            nonlinearity that is not known.
+        ValueError: names the file, and every missing or unsupported setting or an unknown
+            nonlinearity.
     """
     kind = record.get("peft_type") if isinstance(record, dict) else None
     if kind not in ("LSLORA", "LORA"):
@@ -261,10 +260,10 @@ def check_record(record: Any, where: str) -> None:
 
 
 def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
-    """The nonlinearity of a record; ``None`` if it is one of plain LoRA.
+    """The nonlinearity of a record; ``None`` for plain LoRA.
 
     Raises:
-        ValueError: it is not known; with the names that are.
+        ValueError: it is unknown; lists the known names.
     """
     phi = find_nonlinearity(_name(record))
     marked = record.get("init_lora_weights") == NEEDS_PLUG_IN
@@ -283,9 +282,9 @@ def from_record(
     """The config of a checked record.
 
     Args:
-        record: From a file.
-        layers: ``{layer: (rank, alpha)}``, for a file that does not say what the layers are.
-        whole: Paths of the parameters that are saved whole, likewise.
+        record: Content of the file.
+        layers: ``{layer: (rank, alpha)}``, for a file that does not state its layers.
+        whole: Paths of the parameters saved in full, for such a file.
     """
     phi, own = nonlinearity_of(record), record.get(OWN)
     common = {
