@@ -98,22 +98,22 @@ class Adapted:
         if isinstance(adapters, Bank):
             if self.config.phi is not None:
                 adapters.check_nonlinearity(self.config.nonlinearity)
-            own, rows = adapters.chosen(adapter)
+            own_adapters, rows = adapters.chosen(adapter)
         elif adapter is not None:
             raise ValueError("adapter=: these adapters are not a bank; see jk.lslora.stack")
         else:
-            own = only_adapters(adapters)
-            saved = {name: x for name, x in adapters.items() if name not in own}
+            own_adapters = only_adapters(adapters)
+            saved = {name: x for name, x in adapters.items() if name not in own_adapters}
         _check_saved(params, saved)
         params = with_leaves(jax.lax.stop_gradient(params), saved)
-        traced = self.traced(params, inputs, key, tuple(sorted(own)))
+        traced = self.traced(params, inputs, key, tuple(sorted(own_adapters)))
         if rows is not None and rows.shape[0] != traced.num_examples:
             raise ValueError(
                 f"adapter= has {rows.shape[0]} indices, and the outputs have "
                 f"{traced.num_examples} examples on their first axis"
             )
         options, slots = {}, {}
-        for number, (name, leaves) in enumerate(sorted(own.items())):
+        for number, (name, leaves) in enumerate(sorted(own_adapters.items())):
             layer = traced.table[name]
             slots[name] = {"adapter": _checked(leaves, layer, self.config, banked=rows is not None)}
             options[name] = self._options(traced, layer, leaves, key, scaled=scaled, bank=bank)
@@ -297,10 +297,10 @@ def _checked(adapter: Adapter, layer: Layer, config: Config, *, banked: bool) ->
         "coefficients": (*lead, len(find_nonlinearity(config.nonlinearity).initial)),
         "sigma": lead,
     }
-    for part, leaf in adapter._asdict().items():
-        if leaf is not None and tuple(leaf.shape) != expected[part]:
+    for leaf_name, leaf in adapter._asdict().items():
+        if leaf is not None and tuple(leaf.shape) != expected[leaf_name]:
             raise ValueError(
-                f"layer {layer.name!r}: expected {part} of shape {expected[part]}, got "
+                f"layer {layer.name!r}: expected {leaf_name} of shape {expected[leaf_name]}, got "
                 f"{tuple(leaf.shape)}"
             )
     return adapter

@@ -32,8 +32,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_layers(name: str, adapters: Adapters, first: Mapping[str, Any]) -> None:
-    if whole := sorted(adapters.keys() - only_adapters(adapters).keys()):
-        raise ValueError(f"adapter {name!r} holds whole parameters, which a bank cannot: {whole}")
+    if full_parameters := sorted(adapters.keys() - only_adapters(adapters).keys()):
+        raise ValueError(
+            f"adapter {name!r} holds whole parameters, which a bank cannot: {full_parameters}"
+        )
     if different := sorted(adapters.keys() ^ first.keys()):
         raise ValueError(
             f"adapter {name!r} and the others of the bank adapt different layers: {different}"
@@ -47,22 +49,22 @@ def scaling_of(config: Config | None, layer: str) -> float:
 def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
     """Apply ``fn(negative slot axis, leaf of each adapter)`` to every leaf."""
     new = {}
-    for part, own in OWN_AXES.items():
-        leaves = [getattr(adapter, part) for adapter in adapters]
-        new[part] = None if leaves[0] is None else fn(leaves[0].ndim - own, *leaves)
+    for leaf_name, num_axes in OWN_AXES.items():
+        leaves = [getattr(adapter, leaf_name) for adapter in adapters]
+        new[leaf_name] = None if leaves[0] is None else fn(leaves[0].ndim - num_axes, *leaves)
     return Adapter(**new)
 
 
-def pick_slot(held: Adapter, slot: Any) -> Adapter:
+def pick_slot(bank_leaves: Adapter, slot: Any) -> Adapter:
     """The adapter in one slot; NaN if a traced index is beyond the bank."""
-    return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), held)
+    return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), bank_leaves)
 
 
-def with_slot(held: Adapter, slot: int, part: Adapter) -> Adapter:
+def with_slot(bank_leaves: Adapter, slot: int, adapter: Adapter) -> Adapter:
     def write(axis: int, x: Any, y: Any) -> Any:
         return x.at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
 
-    return each_leaf(write, held, part)
+    return each_leaf(write, bank_leaves, adapter)
 
 
 def padded(
@@ -165,8 +167,8 @@ class Bank:
     def index(self, name: str) -> int:
         """The slot of a name, for ``adapter=``."""
         if name not in self.names:
-            known = [n for n in self.names if n is not None]
-            raise ValueError(f"no adapter {name!r}; the bank holds {known}")
+            names = [n for n in self.names if n is not None]
+            raise ValueError(f"no adapter {name!r}; the bank holds {names}")
         return self.names.index(name)
 
     def get(self, name: str, config: Config | None = None) -> Adapters:
@@ -177,16 +179,18 @@ class Bank:
         """
         slot = self.index(name)
         self._check_config(config)
-        found = {}
-        for layer, held in self.adapters.items():
-            part = pick_slot(held, slot)
+        adapters = {}
+        for layer, bank_leaves in self.adapters.items():
+            adapter = pick_slot(bank_leaves, slot)
             if config is not None:
                 rank, scaling = config.rank_of(layer), scaling_of(config, layer)
-                part = part._replace(a=part.a[..., :rank], b=part.b[..., :rank, :] / scaling)
+                adapter = adapter._replace(
+                    a=adapter.a[..., :rank], b=adapter.b[..., :rank, :] / scaling
+                )
                 if config.phi is None:
-                    part = part._replace(coefficients=None, sigma=None)
-            found[layer] = part
-        return found
+                    adapter = adapter._replace(coefficients=None, sigma=None)
+            adapters[layer] = adapter
+        return adapters
 
     def set(self, name: str, adapters: Adapters, config: Config | None = None) -> "Bank":
         """Put an adapter into the bank, enabled: into its slot if the name exists, else a free one.
@@ -209,18 +213,18 @@ class Bank:
         check_layers(name, adapters, self.adapters)
         new = {}
         for layer, added in only_adapters(adapters).items():
-            held = self.adapters[layer]
-            rank = held.a.shape[-1]
+            bank_leaves = self.adapters[layer]
+            rank = bank_leaves.a.shape[-1]
             if added.a.shape[-1] > rank:
                 raise ValueError(
                     f"adapter {name!r} has rank {added.a.shape[-1]} at {layer!r}, and the bank was "
                     f"made for ranks up to {rank}"
                 )
-            if held.is_linear and not added.is_linear:
+            if bank_leaves.is_linear and not added.is_linear:
                 raise ValueError(f"adapter {name!r} has a nonlinearity; this bank is plain LoRA")
-            phi = None if held.is_linear else find_nonlinearity(self.nonlinearity)
-            part = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
-            new[layer] = with_slot(held, slot, part)
+            phi = None if bank_leaves.is_linear else find_nonlinearity(self.nonlinearity)
+            new_slot = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
+            new[layer] = with_slot(bank_leaves, slot, new_slot)
         names[slot] = name
         return self._with(new, self.enabled.at[slot].set(1), tuple(names))
 
@@ -229,8 +233,10 @@ class Bank:
         slot, names = self.index(name), list(self.names)
         names[slot] = None
         cleared = {
-            layer: with_slot(held, slot, jax.tree.map(jnp.zeros_like, pick_slot(held, slot)))
-            for layer, held in self.adapters.items()
+            layer: with_slot(
+                bank_leaves, slot, jax.tree.map(jnp.zeros_like, pick_slot(bank_leaves, slot))
+            )
+            for layer, bank_leaves in self.adapters.items()
         }
         return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
 
@@ -259,11 +265,13 @@ class Bank:
         def quiet(x: Any) -> Any:
             return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
 
-        found = {}
-        for name, held in self.adapters.items():
-            one = pick_slot(held, slot)
-            found[name] = one._replace(b=quiet(one.b), coefficients=quiet(one.coefficients))
-        return found, None
+        adapters = {}
+        for name, bank_leaves in self.adapters.items():
+            adapter = pick_slot(bank_leaves, slot)
+            adapters[name] = adapter._replace(
+                b=quiet(adapter.b), coefficients=quiet(adapter.coefficients)
+            )
+        return adapters, None
 
     def check_index(self, index: Any) -> None:
         """Refuse an index that selects no slots; the value of a traced index is not checked.
@@ -280,8 +288,8 @@ class Bank:
                 f"adapter=: expected an integer, or one for each example, got "
                 f"{index.dtype}{list(index.shape)}"
             )
-        known = isinstance(index, np.ndarray) and index.size > 0
-        if known and (index.max() >= len(self) or index.min() < -1):
+        is_concrete = isinstance(index, np.ndarray) and index.size > 0
+        if is_concrete and (index.max() >= len(self) or index.min() < -1):
             raise ValueError(
                 f"adapter={index.tolist()}: expected indices from -1 to {len(self) - 1}"
             )
@@ -315,8 +323,8 @@ class Bank:
 
     def _check_config(self, config: Config | None) -> None:
         if self.scaled != (config is not None):
-            said = "with settings: give this adapter's" if self.scaled else "without settings"
-            raise ValueError(f"config: the bank was stacked {said}")
+            expected = "with settings: give this adapter's" if self.scaled else "without settings"
+            raise ValueError(f"config: the bank was stacked {expected}")
         if config is not None and config.phi is not None:
             self.check_nonlinearity(config.nonlinearity)
 
@@ -381,20 +389,24 @@ def stack(
         raise ValueError(f"one bank holds one nonlinearity, got {sorted(kinds)}")
     (nonlinearity,) = kinds
     first = next(iter(adapters.values()))
-    held: dict[str, Adapter] = {}
-    for name, each in adapters.items():
-        check_layers(name, each, first)
+    bank_leaves: dict[str, Adapter] = {}
+    for name, one_adapter in adapters.items():
+        check_layers(name, one_adapter, first)
     for layer in only_adapters(first):
-        own = {name: only_adapters(each)[layer] for name, each in adapters.items()}
-        rank = max(x.a.shape[-1] for x in own.values())
-        linear = all(x.is_linear for x in own.values())
+        layer_adapters = {
+            name: only_adapters(one_adapter)[layer] for name, one_adapter in adapters.items()
+        }
+        rank = max(x.a.shape[-1] for x in layer_adapters.values())
+        linear = all(x.is_linear for x in layer_adapters.values())
         phi = None if linear else find_nonlinearity(nonlinearity)
-        parts = [
+        slot_adapters = [
             padded(x, rank, scaling_of(every[name], layer), phi, f"adapter {name!r}")
-            for name, x in own.items()
+            for name, x in layer_adapters.items()
         ]
-        parts += [jax.tree.map(jnp.zeros_like, parts[0])] * (slots - len(parts))
-        held[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *parts)
+        slot_adapters += [jax.tree.map(jnp.zeros_like, slot_adapters[0])] * (
+            slots - len(slot_adapters)
+        )
+        bank_leaves[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *slot_adapters)
     enabled = jnp.arange(slots) < len(adapters)
     names = (*adapters, *[None] * (slots - len(adapters)))
-    return Bank(held, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)
+    return Bank(bank_leaves, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)

@@ -35,7 +35,7 @@ class ProductAxes:
         contract: Contracted axes of this shape.
         shared: Axes of this shape shared with the parameter.
         examples: Axes of this shape that run over examples.
-        others: Remaining row axes of this shape.
+        other_rows: Remaining row axes of this shape.
     """
 
     site: Site
@@ -44,7 +44,7 @@ class ProductAxes:
     contract: tuple[int, ...]
     shared: tuple[int, ...]
     examples: tuple[int, ...]
-    others: tuple[int, ...]
+    other_rows: tuple[int, ...]
 
     @classmethod
     def of(
@@ -58,27 +58,29 @@ class ProductAxes:
         contract, shared = site.eqn.params["dimension_numbers"]
         contract, shared = contract[1 - use.operand], shared[1 - use.operand]
         rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]
-        wanted = site.table.atoms(examples) if index is not None else ()
+        example_atoms = site.table.atoms(examples) if index is not None else ()
         shape: list[int] = []
         at: dict[int, int] = {}
-        found: dict[int, int] = {}
-        others: list[int] = []
+        example_axes: dict[int, int] = {}
+        other_rows: list[int] = []
         for d, size in enumerate(x.shape):
             at[d] = len(shape)
             atoms = site.table.atoms(use.rows[rows.index(d)]) if d in rows else ()
             sizes = [site.table.size(a) for a in atoms]
             if index is None or math.prod(sizes) != size:  # keep the axis: a feature, or a shard
                 atoms, sizes = (), [size]
-            for i, part in enumerate(sizes):
-                if atoms and atoms[i] in wanted:
-                    if atoms[i] in found:
+            for i, atom_size in enumerate(sizes):
+                if atoms and atoms[i] in example_atoms:
+                    if atoms[i] in example_axes:
                         raise _lost(site, use, "its rows run over pairs of examples")
-                    found[atoms[i]] = len(shape)
+                    example_axes[atoms[i]] = len(shape)
                 elif d in rows:
-                    others.append(len(shape))
-                shape.append(part)
+                    other_rows.append(len(shape))
+                shape.append(atom_size)
         single = index is not None and index.shape[-1] == 1  # an example axis of one has no atoms
-        if len(found) != len(wanted) or (index is not None and not wanted and not single):
+        if len(example_axes) != len(example_atoms) or (
+            index is not None and not example_atoms and not single
+        ):
             raise _lost(site, use, "its rows do not run along the examples")
         return cls(
             site,
@@ -86,8 +88,8 @@ class ProductAxes:
             tuple(shape),
             tuple(at[d] for d in contract),
             tuple(at[d] for d in shared),
-            tuple(found[a] for a in wanted),
-            tuple(others),
+            tuple(example_axes[a] for a in example_atoms),
+            tuple(other_rows),
         )
 
     @property
@@ -156,22 +158,22 @@ class ProductAxes:
     def _unflattened(self, matrix: Array, position: int, axes: tuple[Atoms, ...]) -> Array:
         """Split a flat axis, in the parameter's order, into axes in the order of the equation."""
         table, view = self.site.table, self.use.view
-        own = [a for axis in view.own for a in table.atoms(axis)]
+        own_order = [a for axis in view.own for a in table.atoms(axis)]
         flat = [a for axis in axes for a in table.atoms(axis)]
-        ordered = sorted(flat, key=own.index)
+        ordered = sorted(flat, key=own_order.index)
         before, after = matrix.shape[:position], matrix.shape[position + 1 :]
         matrix = matrix.reshape(*before, *map(table.size, ordered), *after)
         if ordered != flat:
             middle = [position + ordered.index(a) for a in flat]
-            rest = range(position + len(flat), matrix.ndim)
-            matrix = matrix.transpose(*range(position), *middle, *rest)
+            trailing = range(position + len(flat), matrix.ndim)
+            matrix = matrix.transpose(*range(position), *middle, *trailing)
         sizes = [math.prod(map(table.size, table.atoms(axis))) for axis in axes]
         return matrix.reshape(*before, *sizes, *after)
 
     def as_product(self, out: Array) -> Array:
         """Move stack, examples, other rows and outputs to where the product has them."""
         stack = list(range(len(self.shared) + self.use.free_stack))
-        where = [*self.examples, *self.others]
+        where = [*self.examples, *self.other_rows]
         rows = [len(stack) + where.index(d) for d in sorted(where)]
         outputs = list(range(len(stack) + len(where), out.ndim))
         free = [stack.pop(), *outputs] if self.use.free_stack else outputs

@@ -137,9 +137,9 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
     phi = find_nonlinearity(nonlinearity)
     if isinstance(adapters, Bank):
         adapters.check_nonlinearity(nonlinearity)
-    held = adapters.adapters if isinstance(adapters, Bank) else adapters
+    tree = adapters.adapters if isinstance(adapters, Bank) else adapters
     distances, weights = [], []
-    for name, (c, sigma) in nonlinearities(held).items():
+    for name, (c, sigma) in nonlinearities(tree).items():
         phi.check(c.shape, f"layer {name!r}")
         distance = phi.regulariser(c)
         distances.append(distance.reshape(-1))
@@ -213,23 +213,23 @@ def diagnose(
     if nonlinearity is None:
         nonlinearity = FOURIER.name if adapted is None else adapted.config.nonlinearity
     phi = find_nonlinearity(nonlinearity)
-    own, found = nonlinearities(adapters), {}
-    for name, (c, sigma) in own.items():
+    nonlinear, diagnoses = nonlinearities(adapters), {}
+    for name, (c, sigma) in nonlinear.items():
         phi.check(c.shape, f"layer {name!r}")
-        found[name] = Diagnosis(
+        diagnoses[name] = Diagnosis(
             coefficients=c,
             sigma=sigma,
             deviation=jnp.abs(c - phi.first(c.dtype)).mean(-1),
             nonlinearity=phi.strength(c),
         )
-    if adapted is None or not own:
-        return found
-    zeros = {n: jnp.zeros(sigma.shape, jnp.float32) for n, (_, sigma) in own.items()}
+    if adapted is None or not nonlinear:
+        return diagnoses
+    zeros = {n: jnp.zeros(sigma.shape, jnp.float32) for n, (_, sigma) in nonlinear.items()}
     like = {n: {"saturated": z, "count": z} for n, z in zeros.items()}
     sums = measure(adapted, params, adapters, inputs, _saturated(phi), like)
     return {
         name: one._replace(saturated=sums[name]["saturated"] / sums[name]["count"])
-        for name, one in found.items()
+        for name, one in diagnoses.items()
     }
 
 

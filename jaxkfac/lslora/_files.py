@@ -57,12 +57,12 @@ def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stac
     Raises:
         CheckpointMismatchError: slices are missing, or a module has no ``b``; named.
     """
-    found: dict[str, dict[int | None, str]] = {}
+    modules_by_layer: dict[str, dict[int | None, str]] = {}
     for module in adapted_modules(tensors):
         layer, index = layer_name(module, scanned)
-        found.setdefault(layer, {})[index] = module
+        modules_by_layer.setdefault(layer, {})[index] = module
     stacks = {}
-    for layer, slices in found.items():
+    for layer, slices in modules_by_layer.items():
         indices = sorted(slices, key=lambda i: -1 if i is None else i)
         if indices not in ([None], list(range(len(indices)))):
             raise CheckpointMismatchError(
@@ -71,13 +71,13 @@ def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stac
             )
         modules = [slices[i] for i in indices]
         lead = () if indices == [None] else (len(indices),)
-        a, b = (_tensor(tensors, modules[0], part) for part in ("a", "b"))
+        a, b = (_tensor(tensors, modules[0], leaf_name) for leaf_name in ("a", "b"))
         stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules)
     return stacks
 
 
-def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.ndarray:
-    key = f"{PREFIX}{module}.{_PRODUCTS[part]}"
+def _tensor(tensors: Mapping[str, np.ndarray], module: str, leaf_name: str) -> np.ndarray:
+    key = f"{PREFIX}{module}.{_PRODUCTS[leaf_name]}"
     if key not in tensors:
         raise CheckpointMismatchError(f"the file lacks {key!r}")
     return tensors[key]
@@ -140,8 +140,8 @@ def load(
     if model is not None and like is not None:
         raise ValueError("load: model= and like= both say what the layers are; pass one")
     where = adapter_folder(folder, name)
-    record, tensors, own = read_folder(where, assume=assume, verify=verify)
-    if model is None and like is None and own is None and scanned is None:
+    record, tensors, metadata = read_folder(where, assume=assume, verify=verify)
+    if model is None and like is None and metadata is None and scanned is None:
         raise ValueError(
             f"{folder} was not written here and does not say which modules one layer scans over: "
             'pass model=, like=jk.lslora.init(...), or scanned="layers", say'
@@ -152,20 +152,23 @@ def load(
         elif like is not None:
             shapes = {n: (x.a.shape, x.b.shape) for n, x in only_adapters(like).items()}
             stacks = {n: _stack(n, a, b, names) for n, (a, b) in shapes.items()}
-        elif own is not None:
-            held = own["layers"].items()
-            stacks = {n: Stack(tuple(a[:-2]), a[-2], b[-1], each) for n, (a, b, each) in held}
+        elif metadata is not None:
+            stored_layers = metadata["layers"].items()
+            stacks = {
+                n: Stack(tuple(a[:-2]), a[-2], b[-1], module_names)
+                for n, (a, b, module_names) in stored_layers
+            }
         else:
             stacks = stacks_in(tensors, str(scanned))
         expected = expected_tensors(record, stacks, tensors)
         left_out = [] if OWN in record else untargeted(record, stacks, tensors)
-    whole: dict[str, Any] = {}
+    full_shapes: dict[str, Any] = {}
     if model is None and like is not None:
-        whole = {path: x.shape for path, x in like.items() if path not in stacks}
-    elif model is None and own is not None:
-        whole = own["whole"]
+        full_shapes = {path: x.shape for path, x in like.items() if path not in stacks}
+    elif model is None and metadata is not None:
+        full_shapes = metadata["whole"]
     expected |= {
-        PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in whole.items()
+        PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in full_shapes.items()
     }
     beside = [] if model is None else [key for key in tensors if key not in expected]
     stored = {key: tuple(x.shape) for key, x in tensors.items() if key not in beside}
@@ -181,7 +184,7 @@ def load(
         layers[layer] = rank, alpha
     if like is not None:
         _check_ranks(adapters, like, str(folder))
-    for path in whole:
+    for path in full_shapes:
         key, transposed = whole_name(path)
         x = tensors[PREFIX + key]
         adapters[path] = jnp.asarray(x.T if transposed else x)
@@ -189,16 +192,17 @@ def load(
     if model is not None:
         replaced = whole_parameters(model, record, beside, tensors, names)
     with _settings_of(where / CONFIG):
-        config = from_record(record, layers, [*whole, *replaced])
+        config = from_record(record, layers, [*full_shapes, *replaced])
     if model is None:
         return adapters, config
     fused, config = fuse(adapters, config, model.config.parts)
     if both := sorted(fused.keys() & replaced.keys()):
-        other = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
+        remedy = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
         raise ValueError(
             f"{where / CONFIG}: modules_to_save replaces some slices or a part of {both}, and the "
             "file adapts others of them; here a kernel is replaced or adapted, not both. Write "
-            f"these modules into the base model, and load the adapter onto that with assume={other}"
+            "these modules into the base model, and load the adapter onto that with "
+            f"assume={remedy}"
         )
     return {**fused, **replaced}, config
 
@@ -309,19 +313,19 @@ def save(
     for layer, adapter in only_adapters(adapters).items():
         _check_settings(layer, adapter, config)
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
-    whole = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
-    tensors = _to_tensors(adapters, modules, whole, tensor_keys(config.phi))
-    saved = sorted({key.rpartition(".")[0] for key, _ in whole.values()})
+    full_names = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
+    tensors = _to_tensors(adapters, modules, full_names, tensor_keys(config.phi))
+    saved = sorted({key.rpartition(".")[0] for key, _ in full_names.values()})
     base = None if base_model is None else str(base_model)
     record = to_record(config, modules, saved, dialect, base, task_type)
     layers = {
         n: [list(x.a.shape), list(x.b.shape), modules[n]]
         for n, x in only_adapters(adapters).items()
     }
-    shapes = {path: list(adapters[path].shape) for path in whole}
+    shapes = {path: list(adapters[path].shape) for path in full_names}
     sums = {key: tensor_checksum(x) for key, x in tensors.items()}
-    own = json.dumps({"layers": layers, "whole": shapes, KEY: sums})
-    data = rendered(tensors, {"format": "pt", OWN: own})
+    metadata = json.dumps({"layers": layers, "whole": shapes, KEY: sums})
+    data = rendered(tensors, {"format": "pt", OWN: metadata})
     folder = adapter_folder(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
     text = config_text(record, OWN, CONFIG, {TENSORS: data})
@@ -337,12 +341,12 @@ def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
         )
     if adapter.coefficients is not None and config.phi is not None:
         config.phi.check(adapter.coefficients.shape, f"layer {layer!r}")
-    rank, said = adapter.a.shape[-1], config.rank_of(layer)
-    if rank != said:
+    rank, config_rank = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != config_rank:
         raise ValueError(
-            f"layer {layer!r}: the adapter has rank {rank}, and the config says {said}, which its "
-            "scaling is made from; save it with the config that it was made with (one out of a "
-            "bank: bank.get(name, config))"
+            f"layer {layer!r}: the adapter has rank {rank}, and the config says {config_rank}, "
+            "which its scaling is made from; save it with the config that it was made with (one "
+            "out of a bank: bank.get(name, config))"
         )
 
 
@@ -353,7 +357,7 @@ def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str
 def _to_tensors(
     adapters: Adapters,
     modules: dict[str, list[str]],
-    whole: dict[str, tuple[str, bool]],
+    full_names: dict[str, tuple[str, bool]],
     keys: dict[str, str],
 ) -> dict[str, np.ndarray]:
     """Every tensor by its key, in PyTorch's orientation, on the host."""
@@ -367,11 +371,13 @@ def _to_tensors(
     for layer, adapter in only_adapters(jax.device_get(adapters)).items():
         stack = adapter.a.shape[:-2]
         for module, index in zip(modules[layer], np.ndindex(*stack), strict=True):
-            for part, leaf in adapter._asdict().items():
+            for leaf_name, leaf in adapter._asdict().items():
                 if leaf is not None:
                     x = np.asarray(leaf[index])
-                    put(f"{PREFIX}{module}.{keys[part]}", x.T if part in ("a", "b") else x)
-    for path, (key, transposed) in whole.items():
+                    put(
+                        f"{PREFIX}{module}.{keys[leaf_name]}", x.T if leaf_name in ("a", "b") else x
+                    )
+    for path, (key, transposed) in full_names.items():
         x = np.asarray(adapters[path])
         if transposed and x.ndim != 2:
             raise ValueError(

@@ -34,17 +34,19 @@ def tensor_checksum(x: np.ndarray) -> str:
     return checksum(f"{x.dtype.name}{x.shape}".encode() + x.tobytes())
 
 
-def config_text(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
-    """The text of a record, with checksums of the other files and of itself in ``record[own]``.
+def config_text(
+    record: dict[str, Any], own_key: str, config: str, files: Mapping[str, bytes]
+) -> bytes:
+    """The text of a record, with checksums of the other files and of itself in ``record[own_key]``.
 
     Args:
         record: The record to write.
-        own: Key of this library's entries.
+        own_key: Key of this library's entries.
         config: Name of the file.
         files: Contents of the other files, by name.
     """
     sums = {name: checksum(data) for name, data in files.items()} | {config: ZEROS}
-    record = record | {own: record[own] | {KEY: sums}}
+    record = record | {own_key: record[own_key] | {KEY: sums}}
     text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
     return sealed(text, config).encode()
 
@@ -55,16 +57,20 @@ def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
     Raises:
         DamagedFileError: they differ.
     """
-    said = sums.get(path.name)
-    if not is_sealed(text, path.name, said):
+    stored = sums.get(path.name)
+    if not is_sealed(text, path.name, stored):
         raise DamagedFileError(
-            f"{path} is damaged, or was edited: its checksum is not {said!r}. If you edited it, "
+            f"{path} is damaged, or was edited: its checksum is not {stored!r}. If you edited it, "
             "pass verify=False"
         )
 
 
 def check_tensors(
-    path: Path, data: bytes, sums: Mapping[str, str], tensors: Mapping[str, np.ndarray], each: Any
+    path: Path,
+    data: bytes,
+    sums: Mapping[str, str],
+    tensors: Mapping[str, np.ndarray],
+    tensor_sums: Any,
 ) -> None:
     """Compare the tensors' file with its checksum; on a mismatch find the damaged tensors.
 
@@ -73,15 +79,19 @@ def check_tensors(
         data: Its content.
         sums: Checksums by file name.
         tensors: Tensors read from the file.
-        each: Checksums of the tensors by key, if the file has any.
+        tensor_sums: Checksums of the tensors by key, if the file has any.
 
     Raises:
         DamagedFileError: they differ.
     """
     if checksum(data) == sums.get(path.name):
         return
-    each = each if isinstance(each, dict) else {}
-    wrong = [key for key, x in tensors.items() if key in each and each[key] != tensor_checksum(x)]
+    tensor_sums = tensor_sums if isinstance(tensor_sums, dict) else {}
+    wrong = [
+        key
+        for key, x in tensors.items()
+        if key in tensor_sums and tensor_sums[key] != tensor_checksum(x)
+    ]
     what = "every tensor" if len(wrong) == len(tensors) else ", ".join(wrong) or "its header"
     raise DamagedFileError(
         f"{path} is damaged, or of another save than the config beside it ({what}): its checksum "
@@ -109,12 +119,12 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     """
     safetensors = _package("safetensors")
     try:
-        found = safetensors.deserialize(data)
+        entries = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise DamagedFileError(f"{path} is damaged, or no safetensors file: {error}") from None
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
-    for key, value in found:
+    for key, value in entries:
         if value["dtype"] not in _DTYPES:
             raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
         flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
@@ -204,29 +214,29 @@ def read_folder(
     check_record(record, str(folder / CONFIG))
     data = (folder / TENSORS).read_bytes()
     tensors, metadata = parsed(folder / TENSORS, data)
-    own = _own_part(folder / TENSORS, metadata)
+    own_metadata = _own_metadata(folder / TENSORS, metadata)
     if sums is not None:
-        each = None if own is None else own.get(KEY)
-        check_tensors(folder / TENSORS, data, sums, tensors, each)
-    return record, tensors, own
+        tensor_sums = None if own_metadata is None else own_metadata.get(KEY)
+        check_tensors(folder / TENSORS, data, sums, tensors, tensor_sums)
+    return record, tensors, own_metadata
 
 
 def _checksums(record: Any) -> Any:
-    own = record.get(OWN) if isinstance(record, dict) else None
-    sums = own.get(KEY) if isinstance(own, dict) else None
+    own_settings = record.get(OWN) if isinstance(record, dict) else None
+    sums = own_settings.get(KEY) if isinstance(own_settings, dict) else None
     return sums if isinstance(sums, dict) else None
 
 
-def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
+def _own_metadata(path: Path, metadata: Mapping[str, str]) -> Any:
     """This library's entries of the header: layers, parameters saved in full, checksums."""
     if OWN not in metadata:
         return None
     try:
-        own = json.loads(metadata[OWN])
-        for layer, (a, b, modules) in own["layers"].items():
+        entries = json.loads(metadata[OWN])
+        for layer, (a, b, modules) in entries["layers"].items():
             if min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules):
                 raise ValueError(f"layer {layer!r} has shapes {a}, {b} and modules {modules}")
-        return own | {"whole": dict(own["whole"])}
+        return entries | {"whole": dict(entries["whole"])}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedFileError(f"{path} is damaged: metadata {OWN!r}: {reason}") from error
@@ -271,23 +281,29 @@ def read_modules(
     """
     record, tensors, _ = read_folder(adapter_folder(folder, name), assume=assume, verify=verify)
     phi = nonlinearity_of(record)
-    parts = tensor_keys(phi)
-    ends = tuple(f".{key}" for key in parts.values())
+    leaf_keys = tensor_keys(phi)
+    ends = tuple(f".{key}" for key in leaf_keys.values())
     names = [key.removeprefix(PREFIX) for key in tensors]
     modules = sorted(
         {n.removesuffix(e) for n in names for e in ends if n.endswith(e)}, key=_counted
     )
-    wanted = [f"{PREFIX}{m}.{key}" for m in modules for key in parts.values()]
-    if missing := [key for key in wanted if key not in tensors]:
+    expected = [f"{PREFIX}{m}.{key}" for m in modules for key in leaf_keys.values()]
+    if missing := [key for key in expected if key not in tensors]:
         raise CheckpointMismatchError(f"{folder} lacks {missing}")
-    found = {}
+    adapters = {}
     for module in modules:
-        own = {part: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"]) for part, key in parts.items()}
-        own = {"coefficients": None, "sigma": None, **own}
-        found[module] = Adapter(**(own | {"a": own["a"].T, "b": own["b"].T}))
-    return SavedModules(record, found, phi)
+        leaves = {
+            leaf_name: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"])
+            for leaf_name, key in leaf_keys.items()
+        }
+        leaves = {"coefficients": None, "sigma": None, **leaves}
+        adapters[module] = Adapter(**(leaves | {"a": leaves["a"].T, "b": leaves["b"].T}))
+    return SavedModules(record, adapters, phi)
 
 
 def _counted(module: str) -> list[tuple[int, str]]:
     """Sort key that puts ``layers.2`` before ``layers.10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
+    return [
+        (int(component), "") if component.isdecimal() else (-1, component)
+        for component in module.split(".")
+    ]

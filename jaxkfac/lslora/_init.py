@@ -50,11 +50,11 @@ def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
         ValueError: names the argument.
         TypeError: ``factors`` is no ``Factors``.
     """
-    given = {"factors": factors, "gradient": gradient}
+    sources = {"factors": factors, "gradient": gradient}
     needed = _NAMES.get(init)
-    if needed is not None and given[needed] is None:
+    if needed is not None and sources[needed] is None:
         raise ValueError(f"init={init!r} reads the {needed}: pass {needed}=")
-    for name, value in given.items():
+    for name, value in sources.items():
         if value is not None and name != needed:
             raise ValueError(f"{name}=: init={init!r} does not read it")
     if factors is not None:
@@ -97,8 +97,8 @@ def gradient_of(gradient: PyTree, layer: Layer) -> Any:
             f"gradient: no leaf {path!r}, which gets an adapter; the nearest paths are "
             f"{nearest(path, leaves)}"
         )
-    found = layer.weight.read(jnp.asarray(leaves[path]))
-    return found if isinstance(found, Tracer) else np.asarray(found, np.float64)
+    matrix = layer.weight.read(jnp.asarray(leaves[path]))
+    return matrix if isinstance(matrix, Tracer) else np.asarray(matrix, np.float64)
 
 
 def directions(
@@ -120,7 +120,7 @@ def directions(
     if not traced and not np.isfinite(matrix).all():
         raise NonFiniteFactorError(f"layer {layer.name!r}: the {what} are not finite")
     xp: Any = jnp if traced else np
-    left, values, _ = xp.linalg.svd(matrix, full_matrices=False)
+    columns, values, _ = xp.linalg.svd(matrix, full_matrices=False)
     if not traced:
         number = int((values > _ROUNDING * values.max(-1, keepdims=True)).sum(-1).min())
         if number < rank:
@@ -129,9 +129,9 @@ def directions(
                 + (" in one of the slices" if layer.stack else "")
                 + f", and the rank is {rank}: give more examples, or a lower rank (rank_pattern=)"
             )
-    left = left[..., :rank]
-    largest = xp.take_along_axis(left, xp.abs(left).argmax(-2)[..., None, :], -2)
-    return jnp.asarray(left * xp.where(largest < 0, -1, 1))
+    columns = columns[..., :rank]
+    largest = xp.take_along_axis(columns, xp.abs(columns).argmax(-2)[..., None, :], -2)
+    return jnp.asarray(columns * xp.where(largest < 0, -1, 1))
 
 
 # ---------------- an initial $\sigma$ from data
@@ -156,10 +156,10 @@ def calibrate(
         ValueError: $z$ is zero on the whole batch, so there is nothing to measure.
     """
     out = dict(adapters)
-    found = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
+    sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
     for name, adapter in only_adapters(adapters).items():
-        if name in found:
-            out[name] = adapter._replace(sigma=factor * found[name])
+        if name in sigmas:
+            out[name] = adapter._replace(sigma=factor * sigmas[name])
     return out
 
 
@@ -183,13 +183,13 @@ def measured_sigmas(
         size = z.size // max(1, total.size)
         return {"squares": total, "count": jnp.full(total.shape, size)}
 
-    own = nonlinearities(adapters)
-    zeros = {n: jnp.zeros(sigma.shape, sigma.dtype) for n, (_, sigma) in own.items()}
+    nonlinear = nonlinearities(adapters)
+    zeros = {n: jnp.zeros(sigma.shape, sigma.dtype) for n, (_, sigma) in nonlinear.items()}
     like = {n: {"squares": z, "count": z} for n, z in zeros.items()}
     sums = measure(adapted, params, adapters, inputs, squares, like)
     out = {}
-    for name, found in sums.items():
-        out[name] = jnp.sqrt(found["squares"] / found["count"])
+    for name, sums_of_layer in sums.items():
+        out[name] = jnp.sqrt(sums_of_layer["squares"] / sums_of_layer["count"])
         if not isinstance(out[name], Tracer) and not np.all(np.asarray(out[name]) > 0):
             raise ValueError(
                 f"layer {name!r}: z is zero on this batch, or no output depends on it, so there "
@@ -269,32 +269,32 @@ def init(
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
-        own = leaves[layer.weight.path].dtype if dtype is None else dtype
-        adapters[layer.name] = _fresh(config, layer, mine, own)
+        leaf_dtype = leaves[layer.weight.path].dtype if dtype is None else dtype
+        adapters[layer.name] = _fresh(config, layer, mine, leaf_dtype)
         if init != "default":
             a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
-            adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(own))
+            adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
-        whole = selector(config.modules_to_save, list(leaves))
-        if quantised := sorted(whole & encoded_paths(params)):
+        full_paths = selector(config.modules_to_save, list(leaves))
+        if quantised := sorted(full_paths & encoded_paths(params)):
             raise ValueError(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
                 "are quantised and cannot be trained: dequantise them, or leave them out"
             )
-        _leave_to_whole(adapters, layers, whole, config)
-        adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
+        _leave_to_whole(adapters, layers, full_paths, config)
+        adapters |= {path: leaf for path, leaf in leaves.items() if path in full_paths}
     if isinstance(config.init_sigma, RmsSigma) and config.phi is not None:
-        found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
-        for name, rms in found.items():
+        sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
+        for name, rms in sigmas.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
     return adapters
 
 
 def _leave_to_whole(
-    adapters: dict[str, Any], layers: list[Layer], whole: set[str], config: Config
+    adapters: dict[str, Any], layers: list[Layer], full_paths: set[str], config: Config
 ) -> None:
     """Drop the adapters of parameters trained in full, or refuse both for one parameter."""
-    both = [layer.name for layer in layers if layer.weight.path in whole]
+    both = [layer.name for layer in layers if layer.weight.path in full_paths]
     if both and config.target != ALL_LINEAR:
         raise ValueError(
             f"target={config.target!r} and modules_to_save={config.modules_to_save!r} both match "
@@ -316,11 +316,11 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     layers = [table[name] for name in names]
     wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if not x.is_dense}
     wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
-    held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
+    layer_paths = {matrix.path for x in table.values() for matrix in (x.weight, x.bias) if matrix}
     if config.target == ALL_LINEAR:
         layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
-        wrong |= {p: r for p, r in table.uncovered if p not in held and config.targets(p)}
+        wrong |= {p: r for p, r in table.uncovered if p not in layer_paths and config.targets(p)}
         names += [path for path in wrong if path not in names]
     if not names or (not layers and not wrong):
         raise UnknownLayerError(

@@ -105,9 +105,9 @@ def approximate_merge(
     Memory:
         ``in (in + out)`` elements for each slice of each layer.
     """
-    own = only_adapters(adapters)
-    traced = adapted.traced(params, inputs, None, tuple(own))
-    ones = {name: traced.table[name].bias is not None for name in own}
+    own_adapters = only_adapters(adapters)
+    traced = adapted.traced(params, inputs, None, tuple(own_adapters))
+    ones = {name: traced.table[name].bias is not None for name in own_adapters}
 
     def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
         use = site.uses[0]
@@ -125,8 +125,8 @@ def approximate_merge(
         }
 
     like = {}
-    for name in own:
-        layer, dtype = traced.table[name], statistics_dtype(own[name].b.dtype)
+    for name in own_adapters:
+        layer, dtype = traced.table[name], statistics_dtype(own_adapters[name].b.dtype)
         n, m = layer.in_features + ones[name], layer.out_features
         shapes = {"xx": (n, n), "xv": (n, m), "vv": ()}
         like[name] = {key: jnp.zeros((*layer.stack, *s), dtype) for key, s in shapes.items()}
@@ -137,9 +137,9 @@ def approximate_merge(
         xx, xv, vv = (np.asarray(sums[layer.name][k], np.float64) for k in ("xx", "xv", "vv"))
         rcond = xx.shape[-1] * np.finfo(sums[layer.name]["xx"].dtype).eps
         solved = np.linalg.pinv(xx, rcond=rcond, hermitian=True) @ xv
-        left = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
+        residual = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
         some = np.where(vv > 0, vv, 1)
-        errors[layer.name] = np.asarray(np.sqrt(np.maximum(left, 0) / some))
+        errors[layer.name] = np.asarray(np.sqrt(np.maximum(residual, 0) / some))
         if not ones[layer.name]:
             return solved, None
         return solved[..., :-1, :], solved[..., -1:, :]
@@ -155,16 +155,16 @@ def _written(
     change: Callable[[Layer], tuple[Any, Any]],
 ) -> PyTree:
     """Add the changes to kernels and biases, and replace parameters that were trained in full."""
-    own = only_adapters(adapters)
+    own_adapters = only_adapters(adapters)
     if quantised := sorted(encoded_paths(params)):
         raise ValueError(
             f"{', '.join(quantised)} are quantised, and a kernel with the branch added would have "
             "to be rounded again: merge into jk.nf4.dequantize(params), and quantise the result "
             "if you must"
         )
-    leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own}
+    leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own_adapters}
     every = adapted.traced(params, inputs, None)
-    for name in own:
+    for name in own_adapters:
         layer = every.table[name]
         _check_mergeable(layer, every.table.layers)
         if any(use.view.scaled for use in every.uses_of(layer)):
@@ -173,24 +173,24 @@ def _written(
                 "constant before it is used, and the branch is not multiplied"
             )
         kernel, bias = change(layer)
-        for part, delta in ((layer.weight, kernel), (layer.bias, bias)):
-            if part is not None and delta is not None:
-                leaf = jnp.asarray(leaves[part.path])
+        for matrix, delta in ((layer.weight, kernel), (layer.bias, bias)):
+            if matrix is not None and delta is not None:
+                leaf = jnp.asarray(leaves[matrix.path])
                 wide = statistics_dtype(leaf.dtype)
-                new = part.read(leaf).astype(wide) + jnp.asarray(delta, wide)
-                leaves[part.path] = part.write(leaf, new)
+                new = matrix.read(leaf).astype(wide) + jnp.asarray(delta, wide)
+                leaves[matrix.path] = matrix.write(leaf, new)
     return with_leaves(params, leaves)
 
 
 def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:
     path, index = layer.weight.path, layer.weight.index
-    for other in every:
-        n = min(len(index), len(other.weight.index))
-        same = other.weight.path == path and other.weight.index[:n] == index[:n]
-        if same and other.name != layer.name:
+    for other_layer in every:
+        n = min(len(index), len(other_layer.weight.index))
+        is_shared = other_layer.weight.path == path and other_layer.weight.index[:n] == index[:n]
+        if is_shared and other_layer.name != layer.name:
             raise ValueError(
                 f"layer {layer.name!r} cannot be merged: its parameter is also read as "
-                f"{other.name!r}, which would change with it"
+                f"{other_layer.name!r}, which would change with it"
             )
 
 

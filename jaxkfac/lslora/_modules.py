@@ -45,24 +45,24 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
             "give names=, a function of the layer's name and a slice's index"
         )
     index = (*map(int, re.findall(r"\[(\d+)\]", layer)), *index)
-    parts = re.sub(r"\[\d+\]", "", layer).split("/")
-    if len(parts) > 1 and parts[0] == _COLLECTION:
-        parts = parts[1:]
-    if len(parts) > 1 and parts[-1] in _LEAVES:
-        parts = parts[:-1]
+    components = re.sub(r"\[\d+\]", "", layer).split("/")
+    if len(components) > 1 and components[0] == _COLLECTION:
+        components = components[1:]
+    if len(components) > 1 and components[-1] in _LEAVES:
+        components = components[:-1]
     if index:
-        behind = (*parts[1:], "")
+        behind = (*components[1:], "")
         stacks = [
             i
-            for i, (part, next_part) in enumerate(zip(parts, behind, strict=True))
-            if part in _STACKS and not next_part.isdecimal()
+            for i, (component, next_component) in enumerate(zip(components, behind, strict=True))
+            if component in _STACKS and not next_component.isdecimal()
         ]
         at = (stacks[-1] if stacks else 0) + 1
-        parts[at:at] = [str(index[0])]
+        components[at:at] = [str(index[0])]
     for i in index[1:]:
-        at = parts.index("experts") + 1 if "experts" in parts else len(parts)
-        parts[at:at] = [str(i)]
-    return ".".join(parts)
+        at = components.index("experts") + 1 if "experts" in components else len(components)
+        components[at:at] = [str(i)]
+    return ".".join(components)
 
 
 def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
@@ -76,12 +76,12 @@ def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
         >>> layer_name("model.layers.3.attn.q_proj", "layers"), layer_name("head", "layers")
         (('model/layers/attn/q_proj/kernel', 3), ('head/kernel', None))
     """
-    parts, index = module.split("."), None
-    for at in range(1, len(parts)):
-        if parts[at - 1] == scanned and parts[at].isdecimal():
-            index = int(parts.pop(at))
+    components, index = module.split("."), None
+    for at in range(1, len(components)):
+        if components[at - 1] == scanned and components[at].isdecimal():
+            index = int(components.pop(at))
             break
-    return "/".join([*parts, "kernel"]), index
+    return "/".join([*components, "kernel"]), index
 
 
 def whole_name(path: str) -> tuple[str, bool]:
@@ -130,14 +130,20 @@ def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, C
     out: dict[str, Any] = {}
     ranks, alphas = {}, {}
     for name, adapter in adapters.items():
-        whole = _component(name, parts) if isinstance(adapter, Adapter) else None
-        own = {name: adapter} if whole is None else _columns(name, adapter, whole, parts[whole])
-        if taken := sorted(own.keys() & out.keys()):
-            raise ValueError(f"layer {name!r} splits into {taken}, which the adapters have already")
-        out |= own
+        fused_name = _component(name, parts) if isinstance(adapter, Adapter) else None
+        split_adapters = (
+            {name: adapter}
+            if fused_name is None
+            else _columns(name, adapter, fused_name, parts[fused_name])
+        )
+        if duplicates := sorted(split_adapters.keys() & out.keys()):
+            raise ValueError(
+                f"layer {name!r} splits into {duplicates}, which the adapters have already"
+            )
+        out |= split_adapters
         if isinstance(adapter, Adapter):
-            ranks |= dict.fromkeys(own, config.rank_of(name))
-            alphas |= dict.fromkeys(own, config.alpha_of(name))
+            ranks |= dict.fromkeys(split_adapters, config.rank_of(name))
+            alphas |= dict.fromkeys(split_adapters, config.alpha_of(name))
     return out, _naming(config, ranks, alphas)
 
 
@@ -163,7 +169,7 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, str]] = {}
     ranks, alphas = {}, {}
-    whole_of = {part: whole for whole, each in parts.items() for part in each}
+    whole_of = {part: fused_name for fused_name, widths_of in parts.items() for part in widths_of}
     for name, adapter in adapters.items():
         part = _component(name, whole_of) if isinstance(adapter, Adapter) else None
         if part is not None:
@@ -172,20 +178,20 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
         out[name] = adapter
         if isinstance(adapter, Adapter):
             ranks[name], alphas[name] = config.rank_of(name), config.alpha_of(name)
-    own = only_adapters(adapters)
+    own_adapters = only_adapters(adapters)
     for name, members in groups.items():
         if name in out:
             raise ValueError(f"layer {name!r} is there already, beside its parts {members}")
         widths = parts[whole_of[next(iter(members))]]
-        found = {part: own[layer] for part, layer in members.items()}
-        for part, adapter in found.items():
+        part_adapters = {part: own_adapters[layer] for part, layer in members.items()}
+        for part, adapter in part_adapters.items():
             if adapter.b.shape[-1] != widths[part]:
                 raise ValueError(
                     f"layer {members[part]!r}: expected {widths[part]} outputs of {part!r}, got "
                     f"{adapter.b.shape[-1]}"
                 )
         scales = {part: config.scaling(layer) for part, layer in members.items()}
-        fused, scaling = _joined(name, found, widths, scales)
+        fused, scaling = _joined(name, part_adapters, widths, scales)
         rank = ranks[name] = fused.a.shape[-1]
         alphas[name] = scaling * (math.sqrt(rank) if config.rslora else rank)
         out[name] = fused
@@ -193,24 +199,31 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
 
 
 def _joined(
-    name: str, found: dict[str, Adapter], widths: Mapping[str, int], scales: dict[str, float]
+    name: str,
+    part_adapters: dict[str, Adapter],
+    widths: Mapping[str, int],
+    scales: dict[str, float],
 ) -> tuple[Adapter, float]:
     """One adapter of all parts, and its scaling."""
-    first, scaling = next(iter(found.values())), next(iter(scales.values()))
-    alike = len(set(scales.values())) == 1 and all(_shares(first, x) for x in found.values())
-    if alike and found.keys() == widths.keys():
-        return first._replace(b=jnp.concatenate([found[part].b for part in widths], -1)), scaling
-    if nonlinear := [part for part, x in found.items() if not x.is_linear]:
+    first, scaling = next(iter(part_adapters.values())), next(iter(scales.values()))
+    alike = len(set(scales.values())) == 1 and all(
+        _shares(first, x) for x in part_adapters.values()
+    )
+    if alike and part_adapters.keys() == widths.keys():
+        return first._replace(
+            b=jnp.concatenate([part_adapters[part].b for part in widths], -1)
+        ), scaling
+    if nonlinear := [part for part, x in part_adapters.items() if not x.is_linear]:
         raise ValueError(
             f"layer {name!r}: {nonlinear} have nonlinearities of their own, and a fused layer has "
             "one set of coefficients: keep the projections apart, or adapt them fused from the "
             "start"
         )
-    present = [part for part in widths if part in found]
-    a = jnp.concatenate([found[part].a for part in present], -1)
+    present = [part for part in widths if part in part_adapters]
+    a = jnp.concatenate([part_adapters[part].a for part in present], -1)
     stack, rows = a.shape[:-2], []
     for part in present:
-        b = found[part].b * (scales[part] / scaling)
+        b = part_adapters[part].b * (scales[part] / scaling)
         before = sum(list(widths.values())[: list(widths).index(part)])
         after = sum(widths.values()) - before - widths[part]
         rows.append(jnp.pad(b, [(0, 0)] * (len(stack) + 1) + [(before, after)]))
@@ -226,7 +239,7 @@ def _shares(x: Adapter, y: Adapter) -> bool:
 
 
 def _columns(
-    name: str, adapter: Adapter, whole: str, widths: Mapping[str, int]
+    name: str, adapter: Adapter, fused_name: str, widths: Mapping[str, int]
 ) -> dict[str, Adapter]:
     outputs = adapter.b.shape[-1]
     if sum(widths.values()) != outputs:
@@ -237,17 +250,17 @@ def _columns(
     ends = np.cumsum(list(widths.values()))
     columns = zip(widths, ends - list(widths.values()), ends, strict=True)
     return {
-        _renamed(name, whole, part): adapter._replace(b=adapter.b[..., start:end])
+        _renamed(name, fused_name, part): adapter._replace(b=adapter.b[..., start:end])
         for part, start, end in columns
     }
 
 
-def _component(name: str, known: Mapping[str, Any]) -> str | None:
-    return next((part for part in name.split("/") if part in known), None)
+def _component(name: str, components: Mapping[str, Any]) -> str | None:
+    return next((component for component in name.split("/") if component in components), None)
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    return "/".join(new if part == old else part for part in name.split("/"))
+    return "/".join(new if component == old else component for component in name.split("/"))
 
 
 def _naming(config: Config, ranks: dict[str, int], alphas: dict[str, Any]) -> Config:

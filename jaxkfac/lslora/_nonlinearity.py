@@ -84,7 +84,7 @@ class Nonlinearity(abc.ABC):
 
     @abc.abstractmethod
     def strength(self, coefficients: Float[Array, "*lead k"]) -> Float[Array, "*lead"]:
-        """Size of the coefficients that bend $\varphi$ beyond its initial form, for diagnosis."""
+        r"""Size of the coefficients that bend $\varphi$ beyond its initial form, for diagnosis."""
 
     def argument(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
         """$x$; by default $u$ itself."""
@@ -117,7 +117,7 @@ class Nonlinearity(abc.ABC):
     @property
     def tensors(self) -> dict[str, str]:
         """The ends of the keys of its leaves in files."""
-        return {part: f"{self.name}_params.{key}" for part, key in _TENSORS.items()}
+        return {leaf_name: f"{self.name}_params.{key}" for leaf_name, key in _TENSORS.items()}
 
     @property
     def settings(self) -> tuple[str, str, str]:
@@ -174,8 +174,8 @@ def width(
     It is in float32 or wider, ready to broadcast over ``z``.
     """
     sigma = _over(sigma, z)
-    found = jnp.abs(sigma) + EPSILON
-    return jnp.where(jnp.isinf(sigma), 1, found) if may_be_linear else found
+    finite_width = jnp.abs(sigma) + EPSILON
+    return jnp.where(jnp.isinf(sigma), 1, finite_width) if may_be_linear else finite_width
 
 
 def over_width(
@@ -195,21 +195,21 @@ def _over(x: Array, z: Array) -> Array:
     return x.astype(wide).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
 
 
-def _each(coefficients: Array, x: Array) -> list[Array]:
+def _broadcast_coefficients(coefficients: Array, x: Array) -> list[Array]:
     return [_over(coefficients[..., k], x) for k in range(coefficients.shape[-1])]
 
 
 # Traced once for all adapters of one shape.
 @functools.partial(jax.jit, static_argnums=0)
 def _value(phi: Nonlinearity, x: Array, coefficients: Array) -> Array:
-    return phi.apply(x, _each(coefficients, x))
+    return phi.apply(x, _broadcast_coefficients(coefficients, x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _derivative(
     phi: Nonlinearity, x: Array, coefficients: Array, cotangent: Array
 ) -> tuple[Array, Array]:
-    du, products = phi.derivative(x, _each(coefficients, x), cotangent)
+    du, products = phi.derivative(x, _broadcast_coefficients(coefficients, x), cotangent)
     rows = tuple(range(coefficients.ndim - 1, x.ndim))
     return du, jnp.stack([product.sum(rows) for product in products], -1)
 
@@ -220,20 +220,20 @@ def _primal(phi: Nonlinearity, u: Array, coefficients: Array) -> Array:
 
 def _forward(phi: Nonlinearity, u: Array, coefficients: Array) -> tuple[Array, tuple[Array, Array]]:
     x = _argument(phi, u)
-    kept = x if x.dtype == u.dtype else u  # half the bytes; x is then recomputed once
-    return _value(phi, x, coefficients), (kept, coefficients)
+    residual = x if x.dtype == u.dtype else u  # half the bytes; x is then recomputed once
+    return _value(phi, x, coefficients), (residual, coefficients)
 
 
 def _backward(
     phi: Nonlinearity, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
-    kept, coefficients = saved
+    residual, coefficients = saved
     # Without the barrier, values that apply computed, such as sine and cosine, are common
     # subexpressions, which a program without a scan keeps.
-    kept = jax.lax.optimization_barrier(kept)
-    x = kept if kept.dtype == cotangent.dtype else _argument(phi, kept)
+    residual = jax.lax.optimization_barrier(residual)
+    x = residual if residual.dtype == cotangent.dtype else _argument(phi, residual)
     du, sums = _derivative(phi, x, coefficients, cotangent)
-    return du.astype(kept.dtype), sums.astype(coefficients.dtype)
+    return du.astype(residual.dtype), sums.astype(coefficients.dtype)
 
 
 _activation = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -50,17 +50,17 @@ _WITHOUT_EFFECT = (
 )
 
 
-def unsupported(record: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
+def unsupported(record: Mapping[str, Any], own_keys: tuple[str, ...]) -> dict[str, Any]:
     """The settings that describe a model other than (LS-)LoRA, or that are unknown here.
 
     An unknown setting counts if its value is truthy: a newer PEFT may compute something else.
 
     Args:
         record: Content of ``adapter_config.json``.
-        own: Additional keys, which PEFT does not have.
+        own_keys: Additional keys, which PEFT does not have.
     """
-    known = {*_READ, *_WITHOUT_EFFECT, *own}
-    wrong = {key: value for key, value in record.items() if key not in known and value}
+    known_keys = {*_READ, *_WITHOUT_EFFECT, *own_keys}
+    wrong = {key: value for key, value in record.items() if key not in known_keys and value}
     if record.get("bias", "none") != "none":
         wrong["bias"] = record["bias"]
     start = record.get("init_lora_weights", True)
@@ -96,12 +96,12 @@ def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:
 
 def pattern_value(record: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """The value of ``rank_pattern`` or ``alpha_pattern`` for a module; the first match counts."""
-    found = (
+    matches = (
         value
         for pattern, value in (record.get(key) or {}).items()
         if re.match(rf"(.*\.)?({pattern})$", module)
     )
-    return next(found, default)
+    return next(matches, default)
 
 
 def _named(patterns: str | list[str], module: str) -> bool:
@@ -135,7 +135,7 @@ _OWN_OPTIONS = ("nonlinearity", "checksums")
 def to_record(
     config: Config,
     modules: Mapping[str, Sequence[str]],
-    whole: Sequence[str],
+    full_modules: Sequence[str],
     dialect: Dialect,
     base_model: str | None,
     task_type: str | None,
@@ -145,7 +145,7 @@ def to_record(
     Args:
         config: Settings of the adapter.
         modules: For each layer, the modules of its slices.
-        whole: Modules that are saved in full.
+        full_modules: Modules that are saved in full.
         dialect: ``"lslora"`` or ``"peft"``.
         base_model: Where PEFT finds the base model.
         task_type: PEFT's name for the task.
@@ -157,7 +157,7 @@ def to_record(
             "with dialect='peft', as stock PEFT does"
         )
     sigma = config.init_sigma
-    names = {module: layer for layer, each in modules.items() for module in each}
+    names = {module: layer for layer, module_names in modules.items() for module in module_names}
     ranks = {m: config.rank_of(n) for m, n in names.items()}
     alphas = {m: config.alpha_of(n) for m, n in names.items()}
     record: dict[str, Any] = {
@@ -173,7 +173,7 @@ def to_record(
         # Without ^, PEFT matches the ends of names.
         "rank_pattern": {f"^{re.escape(m)}": r for m, r in ranks.items() if r != config.rank},
         "alpha_pattern": {f"^{re.escape(m)}": a for m, a in alphas.items() if a != config.alpha},
-        "modules_to_save": list(whole) or None,
+        "modules_to_save": list(full_modules) or None,
         "bias": "none",
         OWN: {
             "target": config.target if isinstance(config.target, str) else list(config.target),
@@ -233,18 +233,18 @@ def check_record(record: Any, where: str) -> None:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     required = (*REQUIRED, *([] if phi is None else phi.settings))
-    missing, own = [key for key in required if key not in record], record.get(OWN)
-    held = own if isinstance(own, dict) else {}
+    missing, own_settings = [key for key in required if key not in record], record.get(OWN)
+    stored_own = own_settings if isinstance(own_settings, dict) else {}
     if OWN in record:
-        missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in held]
+        missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in stored_own]
     if missing:
         raise ValueError(
             f"{where} lacks {missing}; without them it is another model than the one saved. If "
             "you know what they were, pass assume={...}, by these names"
         )
     wrong = unsupported(record, (OWN, *([] if phi is None else phi.settings)))
-    unknown = held.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
-    wrong |= {f"{OWN}.{key}": held[key] for key in sorted(unknown)}
+    unknown = stored_own.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
+    wrong |= {f"{OWN}.{key}": stored_own[key] for key in sorted(unknown)}
     if "init_lora_weights" in wrong:
         raise ValueError(
             f"{where}: init_lora_weights={wrong['init_lora_weights']!r} is not supported: such a "
@@ -272,21 +272,25 @@ def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    own = record.get(OWN)
-    return str(own.get("nonlinearity", FOURIER.name)) if isinstance(own, dict) else FOURIER.name
+    own_settings = record.get(OWN)
+    return (
+        str(own_settings.get("nonlinearity", FOURIER.name))
+        if isinstance(own_settings, dict)
+        else FOURIER.name
+    )
 
 
 def from_record(
-    record: Mapping[str, Any], layers: Mapping[str, tuple[int, Any]], whole: Sequence[str]
+    record: Mapping[str, Any], layers: Mapping[str, tuple[int, Any]], full_paths: Sequence[str]
 ) -> Config:
     """The config of a checked record.
 
     Args:
         record: Content of the file.
         layers: ``{layer: (rank, alpha)}``, for a file that does not state its layers.
-        whole: Paths of the parameters saved in full, for such a file.
+        full_paths: Paths of the parameters saved in full, for such a file.
     """
-    phi, own = nonlinearity_of(record), record.get(OWN)
+    phi, own_settings = nonlinearity_of(record), record.get(OWN)
     common = {
         "rank": record["r"],
         "alpha": record["lora_alpha"],
@@ -297,19 +301,19 @@ def from_record(
     placement, init_sigma, reg_weight = "none", Config.init_sigma, Config.reg_weight
     if phi is not None:
         placement, init_sigma, reg_weight = (record[key] for key in phi.settings)
-    if own is not None:
-        sigma, target = own["init_sigma"], own["target"]
+    if own_settings is not None:
+        sigma, target = own_settings["init_sigma"], own_settings["target"]
         return Config(
             **common,
             target=target if isinstance(target, str) else tuple(target),
-            exclude=own["exclude"],
+            exclude=own_settings["exclude"],
             fourier_placement=placement,
             init_sigma=RmsSigma(*sigma) if isinstance(sigma, list) else sigma,
-            reg_weight=own["reg_weight"],
-            rank_pattern=own["rank_pattern"],
-            alpha_pattern=own["alpha_pattern"],
-            modules_to_save=own["modules_to_save"],
-            experts=own["experts"],
+            reg_weight=own_settings["reg_weight"],
+            rank_pattern=own_settings["rank_pattern"],
+            alpha_pattern=own_settings["alpha_pattern"],
+            modules_to_save=own_settings["modules_to_save"],
+            experts=own_settings["experts"],
         )
     ranks = {n: rank for n, (rank, _) in layers.items() if rank != record["r"]}
     alphas = {n: alpha for n, (_, alpha) in layers.items() if alpha != record["lora_alpha"]}
@@ -319,7 +323,7 @@ def from_record(
         init_sigma=init_sigma,
         reg_weight=reg_weight,
         target="|".join(map(re.escape, layers)),
-        modules_to_save="|".join(map(re.escape, whole)) or None,
+        modules_to_save="|".join(map(re.escape, full_paths)) or None,
         rank_pattern={re.escape(n): rank for n, rank in ranks.items()},
         alpha_pattern={re.escape(n): alpha for n, alpha in alphas.items()},
     )

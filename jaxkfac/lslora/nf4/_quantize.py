@@ -81,7 +81,7 @@ def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str,
         UnknownLayerError: no layer matches, or the tree lacks the parameter of a matching one.
         ValueError: a layer is not dense, or an axis mixes stack, inputs and outputs.
     """
-    found: dict[str, KernelAxes] = {}
+    axes_by_path: dict[str, KernelAxes] = {}
     chosen = selector(layers, [n for n in table if table[n].weight.path in leaves])
     for name in (n for n in table if n in chosen):
         layer, path = table[name], table[name].weight.path
@@ -90,20 +90,20 @@ def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str,
                 f"layer {name!r} is of kind {layer.kind!r}, and only dense layers can be NF4: "
                 "make layers= narrower"
             )
-        own = _from_layer(layer, tuple(leaves[path].shape))
-        if found.setdefault(path, own).inputs != own.inputs:
+        axes = _from_layer(layer, tuple(leaves[path].shape))
+        if axes_by_path.setdefault(path, axes).inputs != axes.inputs:
             raise ValueError(
                 f"layer {name!r}: its parameter is also used in another orientation "
-                f"({found[path].name!r}), and blocks run along the inputs of one: keep it in full "
-                "precision"
+                f"({axes_by_path[path].name!r}), and blocks run along the inputs of one: keep it "
+                "in full precision"
             )
     for name, layer in table.items():
-        if not layer.is_dense and layer.weight.path in found:
+        if not layer.is_dense and layer.weight.path in axes_by_path:
             raise ValueError(
-                f"layer {found[layer.weight.path].name!r}: its parameter is also read as an "
+                f"layer {axes_by_path[layer.weight.path].name!r}: its parameter is also read as an "
                 f"{layer.kind} ({name!r}), which NF4 cannot be: keep it in full precision"
             )
-    return found
+    return axes_by_path
 
 
 def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
@@ -119,8 +119,8 @@ def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
     for size in shape[len(weight.index) :]:
         mine: set[str] = set()
         while size > 1 and atoms and size % atoms[0][0] == 0:
-            part, kind = atoms.pop(0)
-            size //= part
+            atom_size, kind = atoms.pop(0)
+            size //= atom_size
             mine.add(kind)
         if size > 1 or len(mine) > 1:
             raise ValueError(
@@ -208,15 +208,15 @@ def quantize(
     _check_block(block)
     if table is not None and stack:
         raise ValueError(f"stack={stack} and table=: the table has the stack of every layer")
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_encoded)
-    leaves = {path_of(path): leaf for path, leaf in found if _is_floating(leaf)}
+    path_leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_encoded)
+    leaves = {path_of(path): leaf for path, leaf in path_leaves if _is_floating(leaf)}
     axes = axes_of(table, layers, leaves) if table is not None else {}
     if table is None:
         for name in selector(layers, list(leaves)):
             axes[name] = KernelAxes.plain(name, tuple(leaves[name].shape), stack)
     new = {
-        path: _quantized(path, leaves[path], own, block=block, double=double)
-        for path, own in axes.items()
+        path: _quantized(path, leaves[path], kernel_axes, block=block, double=double)
+        for path, kernel_axes in axes.items()
     }
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: new.get(path_of(path), leaf), params, is_leaf=is_encoded
@@ -257,8 +257,8 @@ def quantize_slices(
     if length < 1:
         raise ValueError(f"length={length}: expected the number of slices, at least 1")
     remaining, built, count = iter(slices), None, 0
-    while (each := next(remaining, None)) is not None:
-        shape, dtype = tuple(each.shape), jnp.dtype(each.dtype)
+    while (kernel := next(remaining, None)) is not None:
+        shape, dtype = tuple(kernel.shape), jnp.dtype(kernel.dtype)
         if built is None:
             axes = KernelAxes("the stack", 1, (length, *shape), tuple(sorted(inputs)))
             built = _Builder(axes, dtype, block, double)
@@ -269,9 +269,9 @@ def quantize_slices(
                 f"slice {count}: expected {built.axes.features} {built.dtype}, as the first, got "
                 f"{shape} {dtype}"
             )
-        built.write((count,), each)
+        built.write((count,), kernel)
         count += 1
-        del each  # freed before the next one is read
+        del kernel  # freed before the next one is read
     if built is None or count != length:
         raise ValueError(f"expected {length} slices, got {count}")
     return built.result()

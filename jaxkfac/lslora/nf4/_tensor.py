@@ -61,10 +61,10 @@ def nested_levels() -> np.ndarray:
     low, high = np.float32(0.1), np.float32(1)
     levels = [np.zeros(1, np.float32), np.ones(1, np.float32)]
     for decade in range(7):
-        parts = 2**decade
-        step = np.float64((high - low) / np.float32(parts))
-        i = np.arange(parts + 1)
-        ends = np.where(i < (parts + 1) // 2, low + step * i, high - step * (parts - i))
+        count = 2**decade
+        step = np.float64((high - low) / np.float32(count))
+        i = np.arange(count + 1)
+        ends = np.where(i < (count + 1) // 2, low + step * i, high - step * (count - i))
         ends = ends.astype(np.float32)
         centres = np.float32(10.0 ** (decade - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
         levels += [centres, -centres]
@@ -114,15 +114,15 @@ def encode(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     scales = np.empty((outs, ins // block), np.float32)
     rows = max(1, _AT_ONCE // max(1, ins))
     for start in range(0, outs, rows):
-        part = slice(start, start + rows)
+        row_slice = slice(start, start + rows)
         with np.errstate(over="ignore"):  # values too large for float32 raise below
-            groups = np.asarray(matrix[part], np.float32).reshape(-1, ins // block, block)
-        scales[part] = np.abs(groups).max(-1)
-        if not np.isfinite(scales[part]).all():
+            groups = np.asarray(matrix[row_slice], np.float32).reshape(-1, ins // block, block)
+        scales[row_slice] = np.abs(groups).max(-1)
+        if not np.isfinite(scales[row_slice]).all():
             raise ValueError("NaN or infinite values (as float32)")
-        inverse = np.float32(1) / np.maximum(scales[part], _SMALLEST)
-        found = _nearest(np.clip(groups * inverse[..., None], -1, 1)).reshape(-1, ins)
-        codes[part] = found[:, 0::2] << 4 | found[:, 1::2]
+        inverse = np.float32(1) / np.maximum(scales[row_slice], _SMALLEST)
+        levels = _nearest(np.clip(groups * inverse[..., None], -1, 1)).reshape(-1, ins)
+        codes[row_slice] = levels[:, 0::2] << 4 | levels[:, 1::2]
     return codes, scales
 
 
@@ -269,9 +269,9 @@ class NF4(EncodedParameter):
         order = [d for d in range(len(self.features)) if d not in self.inputs]
         order += self.inputs
         n = len(self.stack)
-        own = sorted(range(len(order)), key=order.__getitem__)
+        own_order = sorted(range(len(order)), key=order.__getitem__)
         values = values.reshape(*self.stack, *(self.features[d] for d in order))
-        return values.transpose(*range(n), *(n + d for d in own))
+        return values.transpose(*range(n), *(n + d for d in own_order))
 
 
 def _look_up(levels: Array, codes: Array) -> Array:
@@ -333,12 +333,14 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
                 f"{name}: expected nested blocks of {NESTED_BLOCK}, got "
                 f"{state.get('nested_blocksize')}"
             )
-        found = _tensor(tensors, f"{name}.nested_absmax").reshape(-1)
+        nested_absmax = _tensor(tensors, f"{name}.nested_absmax").reshape(-1)
         levels = _tensor(tensors, f"{name}.nested_quant_map").reshape(-1)
-        _check_size(f"{name}.nested_absmax", found, -(-blocks // NESTED_BLOCK))
+        _check_size(f"{name}.nested_absmax", nested_absmax, -(-blocks // NESTED_BLOCK))
         _check_size(f"{name}.nested_quant_map", levels, 256)
         offset = jnp.asarray(state.get("nested_offset", 0.0), jnp.float32)
-        nested = Nested(jnp.asarray(found, jnp.float32), jnp.asarray(levels, jnp.float32), offset)
+        nested = Nested(
+            jnp.asarray(nested_absmax, jnp.float32), jnp.asarray(levels, jnp.float32), offset
+        )
     _check_size(name, codes, outs * ins // 2)
     _check_size(f"{name}.absmax", absmax, blocks)
     return NF4(
@@ -413,6 +415,6 @@ def _tensor(tensors: Mapping[str, Any], key: str) -> np.ndarray:
     return np.asarray(tensors[key])
 
 
-def _check_size(key: str, found: np.ndarray, expected: int) -> None:
-    if found.size != expected:
-        raise ValueError(f"{key}: expected {expected} elements, got {found.size}")
+def _check_size(key: str, array: np.ndarray, expected: int) -> None:
+    if array.size != expected:
+        raise ValueError(f"{key}: expected {expected} elements, got {array.size}")
