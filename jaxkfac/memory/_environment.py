@@ -1,4 +1,4 @@
-"""What of this machine and its settings decides bytes and bits, and what to change."""
+"""Settings of this machine that affect memory and numerics, and what to change."""
 
 import importlib.metadata
 import os
@@ -21,10 +21,10 @@ class Finding(NamedTuple):
     """One line of the doctor's table.
 
     Attributes:
-        topic: What was looked at.
-        value: How it is.
-        advice: What to change, or why nothing; empty where there is nothing to say.
-        problem: Whether something will go wrong as it is.
+        topic: Subject.
+        value: Its current value.
+        advice: What to change, or why nothing; may be empty.
+        problem: Whether the current value will cause a failure.
     """
 
     topic: str
@@ -34,16 +34,16 @@ class Finding(NamedTuple):
 
 
 def inspect_environment(environ: Mapping[str, str] | None = None) -> list[Finding]:
-    """Look at devices, allocator, precision, attention, memory and threads.
+    """Inspect devices, allocator, precision, attention, memory and threads.
 
-    Asking for devices starts their backends, which take most of an accelerator's memory unless
-    told not to: set ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` before, where others use it.
+    Querying devices starts their backends, which by default take most of an accelerator's memory.
+    Set ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` first where others use the device.
 
     Args:
-        environ: The environment to judge; by default this process's own.
+        environ: The environment to inspect; by default that of this process.
 
     Returns:
-        Findings, in a fixed order.
+        The findings, in a fixed order.
 
     Example:
         >>> import jaxkfac as jk
@@ -97,7 +97,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _others() -> Finding:
-    """Programs that compute on an NVIDIA GPU beside this one, as the driver counts them."""
+    """Programs that compute on an NVIDIA GPU beside this one, as the driver reports them."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     topic, asked = "other processes", "nvidia-smi lists them"
     try:
@@ -228,7 +228,7 @@ def _compilation(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _setting(name: str) -> Any:
-    return getattr(jax.config, name)  # not in the class: JAX adds them as they are defined
+    return getattr(jax.config, name)  # JAX adds these attributes at run time
 
 
 def _blas_name() -> str:
