@@ -26,7 +26,7 @@ def write_archive(
     arrays: Iterable[tuple[str, np.ndarray]],
     *,
     what: str,
-    **words: Any,
+    **options: Any,
 ) -> None:
     """Write ``arrays`` one by one and ``about`` beside them, atomically.
 
@@ -40,12 +40,12 @@ def write_archive(
         about: Plain values that survive JSON.
         arrays: ``(name, array)``, consumed one after the other.
         what: Name of the content, for errors.
-        words: Further arguments of :func:`whole_file`.
+        options: Further arguments of :func:`whole_file`.
 
     Raises:
         OSError: as for :func:`whole_file`.
     """
-    with whole_file(path, what, **words) as file:
+    with whole_file(path, what, **options) as file:
         summed: Any = _Summed(file)
         blank = _SEAL.format(0).encode()
         with zipfile.ZipFile(summed, "w", zipfile.ZIP_STORED) as archive:
@@ -146,22 +146,22 @@ class Archive:
     def _check(self, form: str, what: str) -> None:
         try:
             self.about: dict[str, Any] = json.loads(self._archive.read(_MANIFEST))
-            found = self.about["format"], self.about["version"]
+            form_and_version = self.about["format"], self.about["version"]
         except Exception as error:
             raise DamagedFileError(
                 f"{self._path} has no readable {_MANIFEST}: it is no {what}, or damaged"
             ) from error
-        if found != (form, _VERSION):
-            raise ValueError(f"{self._path} is {found}, expected {(form, _VERSION)}")
+        if form_and_version != (form, _VERSION):
+            raise ValueError(f"{self._path} is {form_and_version}, expected {(form, _VERSION)}")
         self.names = list(self.about["arrays"])
         if self._archive.comment != self._seal():
             self._raise_damaged()
 
     def _seal(self) -> bytes:
-        crc, left = 0, self._file.seek(0, 2) - len(_SEAL.format(0))
+        crc, remaining = 0, self._file.seek(0, 2) - len(_SEAL.format(0))
         self._file.seek(0)
-        while chunk := self._file.read(min(left, _CHUNK)):
-            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+        while chunk := self._file.read(min(remaining, _CHUNK)):
+            crc, remaining = zlib.crc32(chunk, crc), remaining - len(chunk)
         return _SEAL.format(crc).encode()
 
     def _raise_damaged(self) -> NoReturn:
@@ -193,18 +193,18 @@ class Archive:
                 np.lib.format.read_magic(member)
                 shape, _, stored = np.lib.format.read_array_header_1_0(member)
                 dtype = np.dtype(getattr(ml_dtypes, expected["dtype"], expected["dtype"]))
-                found = {"shape": list(shape), "crc": self._archive.getinfo(f"{name}.npy").CRC}
-                if stored != _plain(dtype) or found["shape"] != expected["shape"]:
+                actual = {"shape": list(shape), "crc": self._archive.getinfo(f"{name}.npy").CRC}
+                if stored != _plain(dtype) or actual["shape"] != expected["shape"]:
                     raise ValueError(
-                        f"it is {stored}{found['shape']}, the manifest says {expected}"
+                        f"it is {stored}{actual['shape']}, the manifest says {expected}"
                     )
                 array = np.empty(shape, dtype)
                 for chunk in _chunks(array):
                     chunk[:] = member.read(len(chunk))
                 if member.read(1):
                     raise ValueError("it is longer than the manifest says")
-            if found["crc"] != expected["crc"]:
-                raise ValueError(f"its checksum is {found['crc']}, the manifest says {expected}")
+            if actual["crc"] != expected["crc"]:
+                raise ValueError(f"its checksum is {actual['crc']}, the manifest says {expected}")
         except MemoryError:
             raise
         except Exception as error:

@@ -62,10 +62,10 @@ def whole_file(
         raise _explained(error, path, what, nbytes, remains) from error
 
 
-def write_text(path: Path, text: str, what: str, **words: Any) -> None:
+def write_text(path: Path, text: str, what: str, **options: Any) -> None:
     """Write ``text`` in UTF-8 atomically; arguments as for :func:`whole_file`."""
     data = text.encode()
-    with whole_file(path, what, nbytes=len(data), **words) as file:
+    with whole_file(path, what, nbytes=len(data), **options) as file:
         file.write(data)
 
 
@@ -170,16 +170,16 @@ def sealed(text: str, name: str) -> str:
     return _with(text, name, ZEROS, checksum(text.encode()))
 
 
-def is_sealed(text: str, name: str, said: object) -> bool:
-    """Whether ``said``, the value of ``name``, is the checksum of the text."""
-    return checksum(_with(text, name, str(said), ZEROS).encode()) == said
+def is_sealed(text: str, name: str, stored: object) -> bool:
+    """Whether ``stored``, the value of ``name``, is the checksum of the text."""
+    return checksum(_with(text, name, str(stored), ZEROS).encode()) == stored
 
 
 def _with(text: str, name: str, old: str, new: str) -> str:
     return text.replace(f'"{name}": "{old}"', f'"{name}": "{new}"')
 
 
-def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **words: Any) -> None:
+def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **options: Any) -> None:
     """Write plain values atomically, with a checksum over every byte.
 
     Args:
@@ -187,13 +187,13 @@ def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **wor
         form: Kind of file, checked by :func:`read_json`.
         plain: Values that survive JSON.
         what: Name of the content, for errors.
-        words: Further arguments of :func:`whole_file`.
+        options: Further arguments of :func:`whole_file`.
 
     Raises:
         OSError: as for :func:`whole_file`.
     """
     text = json.dumps({_FORM: form, **plain, _CRC: ZEROS}, indent=1)
-    write_text(path, sealed(text, _CRC), what, **words)
+    write_text(path, sealed(text, _CRC), what, **options)
 
 
 def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
@@ -211,11 +211,11 @@ def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()  # read_text would normalize line ends
         plain = dict(json.loads(text))
-        said = plain.pop(_CRC, None)
-        if not is_sealed(text, _CRC, said):
-            raise ValueError(f"its checksum is not {said!r}")
-        if (found := plain.pop(_FORM)) != form:
-            raise ValueError(f"it is {found!r}, expected {form!r}")
+        stored = plain.pop(_CRC, None)
+        if not is_sealed(text, _CRC, stored):
+            raise ValueError(f"its checksum is not {stored!r}")
+        if (actual_form := plain.pop(_FORM)) != form:
+            raise ValueError(f"it is {actual_form!r}, expected {form!r}")
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}): {remedy}") from error
     return plain

@@ -51,10 +51,10 @@ def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
     """
     number, unit = size, 1
     if isinstance(size, str):
-        found = _SIZE.fullmatch(size)
-        if found is None or found[2].lower() not in _UNITS:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
-        number, unit = found[1], _UNITS[found[2].lower()]
+        number, unit = match[1], _UNITS[match[2].lower()]
     try:
         # Keep whole numbers exact: a float cannot represent every count of bytes.
         exact = number if isinstance(number, SupportsIndex) else float(number)
@@ -105,10 +105,10 @@ def lower_mark() -> bool:
 
 def _field(name: str) -> int | None:
     try:
-        found = re.search(rf"^{name}:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        match = re.search(rf"^{name}:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(match[1]) * 1024 if match else None
 
 
 # ---------------- free memory
@@ -151,11 +151,11 @@ def free_host_bytes() -> int | None:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    found = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
-    if not found:
+    available = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+    if not available:
         return None
     limits = [x for x in (_container_bytes(), _process_bytes()) if x is not None]
-    return min([found[0], *limits])
+    return min([available[0], *limits])
 
 
 def require(
@@ -202,16 +202,16 @@ def require(
     free = free_host_bytes() if on_cpu else free_bytes(device)
     if free is None or needed <= fraction * free:
         return "device"
-    asked = [f"{bytes_text(free)} are free there"]
+    free_texts = [f"{bytes_text(free)} are free there"]
     if otherwise == "host" and not on_cpu:
         host = free_host_bytes()
         if host is None or needed <= fraction * host:
             return "host"
-        asked.append(f"{bytes_text(host)} are free in main memory")
+        free_texts.append(f"{bytes_text(host)} are free in main memory")
     if fraction < 1:
-        asked.append(f"of which {fraction:.0%} may be taken")
+        free_texts.append(f"of which {fraction:.0%} may be taken")
     raise MemoryBudgetError(
-        f"{what} needs {bytes_text(needed)} on {device}; {', '.join(asked)}: {instead}"
+        f"{what} needs {bytes_text(needed)} on {device}; {', '.join(free_texts)}: {instead}"
     )
 
 
@@ -294,10 +294,10 @@ def asked_bytes(error: BaseException) -> int | None:
     shape, dtype = getattr(root, "shape", None), getattr(root, "dtype", None)
     if isinstance(shape, tuple) and isinstance(dtype, np.dtype):  # NumPy's
         return math.prod(shape) * dtype.itemsize
-    words = str(root)
-    if exact := _COUNT.search(words):
+    message = str(root)
+    if exact := _COUNT.search(message):
         return int(exact[1])
-    if rounded := _REPORTED_SIZE.search(words):
+    if rounded := _REPORTED_SIZE.search(message):
         return round(float(rounded[1]) * _REPORTED_UNITS[rounded[2]])
     return None
 
@@ -340,10 +340,10 @@ def what_was_short(error: BaseException) -> str:
     """The first half of :func:`explain_out_of_memory`: bytes requested, and bytes free."""
     if not is_out_of_memory(error):
         raise ValueError(f"expected an error that says that memory ran out, got {error!r}")
-    asked = asked_bytes(error)
-    words = "" if asked is None else f": {bytes_text(asked)} were asked for"
+    requested = asked_bytes(error)
+    requested_text = "" if requested is None else f": {bytes_text(requested)} were asked for"
     places = [_state(device) for device in _counting()] or [_host()]
-    return f"out of memory{words}; {'; '.join(places)}"
+    return f"out of memory{requested_text}; {'; '.join(places)}"
 
 
 def _root(error: BaseException | None) -> BaseException | None:
@@ -353,9 +353,13 @@ def _root(error: BaseException | None) -> BaseException | None:
             return error
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return error
-        words = str(error)
+        message = str(error)
         # JaxRuntimeError is a RuntimeError; a backend that fails to start raises a plain one.
-        if isinstance(error, RuntimeError) and _MARKS.search(words) and not _SHARED.search(words):
+        if (
+            isinstance(error, RuntimeError)
+            and _MARKS.search(message)
+            and not _SHARED.search(message)
+        ):
             return error
         error = error.__cause__
     return None
@@ -380,7 +384,7 @@ def _state(device: Any) -> str:
 
 
 def _host() -> str:
-    free, held = free_host_bytes(), resident_bytes()
-    there = "an unknown number of bytes are" if free is None else f"{bytes_text(free)} are"
-    own = "" if held is None else f", and this process holds {bytes_text(held)}"
-    return f"in main memory {there} free{own}"
+    free, resident = free_host_bytes(), resident_bytes()
+    free_text = "an unknown number of bytes are" if free is None else f"{bytes_text(free)} are"
+    resident_text = "" if resident is None else f", and this process holds {bytes_text(resident)}"
+    return f"in main memory {free_text} free{resident_text}"

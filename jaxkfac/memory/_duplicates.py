@@ -98,23 +98,23 @@ def duplicate_report(
     least = parse_bytes(min_bytes, name="min_bytes") if min_bytes else 0
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
-    seen: set[frozenset[Place]] = set()
+    known_buffers: set[frozenset[Place]] = set()
     for name, array in [*_named(trees, least), *_unnamed(least, ignore)]:
         places = places_of(array)
-        if places and places not in seen:
-            seen.add(places)
+        if places and places not in known_buffers:
+            known_buffers.add(places)
             by_shape[array.shape].append(_Candidate(name, array))
-    found = []
+    duplicates = []
     for same_shape in by_shape.values():
         while same_shape:
-            first, *rest = same_shape
-            equal = [other for other in rest if _are_equal(first, other)]
-            same_shape = [other for other in rest if other not in equal]
+            first, *remaining = same_shape
+            equal = [candidate for candidate in remaining if _are_equal(first, candidate)]
+            same_shape = [candidate for candidate in remaining if candidate not in equal]
             if equal and not bool(_is_constant(first.array)):
                 sizes = sorted(_bytes(x.array) for x in [first, *equal])
-                found.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
-    found.sort(key=lambda duplicate: -duplicate.wasted_bytes)
-    return DuplicateReport(tuple(found), len(seen), least)
+                duplicates.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
+    duplicates.sort(key=lambda duplicate: -duplicate.wasted_bytes)
+    return DuplicateReport(tuple(duplicates), len(known_buffers), least)
 
 
 class _Candidate:
@@ -168,21 +168,26 @@ def _are_equal(first: _Candidate, second: _Candidate) -> bool:
     if dtypes[0] != dtypes[1] and not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
         return False  # integers and floats may be equal without being copies of each other
     dtype = min(*dtypes, key=lambda d: d.itemsize)
-    if not _same(first.probe.astype(dtype), second.probe.astype(dtype)).all():
+    if not _equal_entries(first.probe.astype(dtype), second.probe.astype(dtype)).all():
         return False
-    one, other = first.array.sharding, second.array.sharding
-    if one.device_set == other.device_set and one.memory_kind == other.memory_kind:
+    first_sharding, second_sharding = first.array.sharding, second.array.sharding
+    if (
+        first_sharding.device_set == second_sharding.device_set
+        and first_sharding.memory_kind == second_sharding.memory_kind
+    ):
         return bool(_equal(first.array, second.array, dtype))
-    one, other = (np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array))
-    return bool(_same(one, other).all())
+    first_values, second_values = (
+        np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array)
+    )
+    return bool(_equal_entries(first_values, second_values).all())
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _equal(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.all(_same(first.astype(dtype), second.astype(dtype)))
+    return jnp.all(_equal_entries(first.astype(dtype), second.astype(dtype)))
 
 
-def _same(first: Any, second: Any) -> Any:
+def _equal_entries(first: Any, second: Any) -> Any:
     """Elementwise equality for JAX or NumPy arrays, with NaN equal to NaN."""
     return (first == second) | ((first != first) & (second != second))
 
@@ -196,7 +201,7 @@ def _probe(array: jax.Array) -> jax.Array:
 
 @jax.jit
 def _is_constant(array: jax.Array) -> jax.Array:
-    return jnp.all(_same(array, array[(0,) * array.ndim]))
+    return jnp.all(_equal_entries(array, array[(0,) * array.ndim]))
 
 
 def _alias(array: jax.Array) -> jax.Array:

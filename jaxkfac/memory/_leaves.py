@@ -101,7 +101,7 @@ def replace_once(
     _check_room(steps.values(), what, delete)
 
     waiting = Counter(place for step in steps.values() for place in step.places)
-    kept: set[Place] = set()
+    needed_places: set[Place] = set()
     for step in steps.values():
         waiting.subtract(step.places)
         source, step.leaf = step.leaf, None
@@ -109,8 +109,12 @@ def replace_once(
             step.result = source
         else:
             step.result = jax.block_until_ready(replace(source, step.target))
-        kept |= places_of(step.result)
-        if delete and step.places and not any(p in kept or waiting[p] for p in step.places):
+        needed_places |= places_of(step.result)
+        if (
+            delete
+            and step.places
+            and not any(p in needed_places or waiting[p] for p in step.places)
+        ):
             release(source)
     return structure.unflatten([step.result for step in order])
 
@@ -150,18 +154,18 @@ def _identity(leaf: Any, places: frozenset[Place]) -> Hashable:
 
 def _check_room(steps: Iterable[_Step], what: str, delete: bool) -> None:
     """Raise if the peak of the sequence does not fit on a device, before anything is deleted."""
-    held: dict[Any, int] = defaultdict(int)
+    current: dict[Any, int] = defaultdict(int)
     most: dict[Any, int] = defaultdict(int)
     for step in steps:
         if step.target is None:
             continue
         for device, nbytes in step.target.bytes_on().items():
-            held[device] += nbytes
-            most[device] = max(most[device], held[device])
+            current[device] += nbytes
+            most[device] = max(most[device], current[device])
         if delete and step.places:
             source = Target(step.leaf.shape, step.leaf.dtype, step.leaf.sharding)
             for device, nbytes in source.bytes_on().items():
-                held[device] -= nbytes
+                current[device] -= nbytes
     if any(device.platform == "cpu" for device in most):  # CPU devices share one memory
         cpu = [device for device in most if device.platform == "cpu"]
         most[cpu[0]] = sum(most.pop(device) for device in cpu)

@@ -67,10 +67,10 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             f"{path}: the index names {len(files)} shards, and {missing} are not beside it; "
             "download the checkpoint again"
         )
-    found = {file: _tensors_in(file) for file in files}
+    tensors_by_file = {file: _tensors_in(file) for file in files}
     if index is not None:
-        _check_index(path, index, found)
-    return [tensor for tensors in found.values() for tensor in tensors]
+        _check_index(path, index, tensors_by_file)
+    return [tensor for tensors in tensors_by_file.values() for tensor in tensors]
 
 
 def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
@@ -129,8 +129,8 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    found = [_tensor(file, name, header[name], 8 + length) for name in names]
-    return sorted(found, key=lambda tensor: tensor.start)
+    stored = [_tensor(file, name, header[name], 8 + length) for name in names]
+    return sorted(stored, key=lambda tensor: tensor.start)
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
@@ -143,13 +143,15 @@ def _tensor(file: Path, name: str, entry: dict[str, Any], data: int) -> StoredTe
     return StoredTensor(name, tuple(entry["shape"]), dtype, file, data + entry["data_offsets"][0])
 
 
-def _check_index(path: Path, index: dict[str, Path], found: dict[Path, list[StoredTensor]]) -> None:
-    held: dict[str, list[Path]] = defaultdict(list)
-    for file, tensors in found.items():
+def _check_index(
+    path: Path, index: dict[str, Path], tensors_by_file: dict[Path, list[StoredTensor]]
+) -> None:
+    files_by_name: dict[str, list[Path]] = defaultdict(list)
+    for file, tensors in tensors_by_file.items():
         for tensor in tensors:
-            held[tensor.name].append(file)
-    absent = [name for name, file in index.items() if file not in held.get(name, [])]
-    extra = [name for name, files in held.items() if [index.get(name)] != files]
+            files_by_name[tensor.name].append(file)
+    absent = [name for name, file in index.items() if file not in files_by_name.get(name, [])]
+    extra = [name for name, files in files_by_name.items() if [index.get(name)] != files]
     if absent or extra:
         raise ValueError(
             f"{path} does not fit its shards: they lack {absent} where the index has them, and "
@@ -209,9 +211,9 @@ def load_safetensors(
         >>> folder.cleanup()
     """
     path = Path(path)
-    wanted = None if dtype is None else checked_dtype(dtype)
+    float_dtype = None if dtype is None else checked_dtype(dtype)
     tensors = stored_tensors(path)
-    targets = [_target(tensor, wanted, sharding) for tensor in tensors]
+    targets = [_target(tensor, float_dtype, sharding) for tensor in tensors]
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     check_targets(
         [Target(t.shape, t.dtype, t.sharding or default) for t in targets], f"loading {path}"
@@ -221,15 +223,15 @@ def load_safetensors(
     }
 
 
-def _target(tensor: StoredTensor, wanted: Any, sharding: LeafSharding | None) -> Target:
+def _target(tensor: StoredTensor, float_dtype: Any, sharding: LeafSharding | None) -> Target:
     where = sharding
     if callable(sharding):
         where = sharding(tensor.name, tensor.shape)
     dtype = tensor.dtype
-    if wanted is not None and jnp.issubdtype(dtype, jnp.floating):
-        dtype = wanted
+    if float_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        dtype = float_dtype
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if tensor.dtype == np.float64 and dtype == np.float32 and wanted is None:
+    if tensor.dtype == np.float64 and dtype == np.float32 and float_dtype is None:
         raise ValueError(
             f"tensor {tensor.name!r} in {tensor.file} is float64: give dtype=, or enable x64"
         )

@@ -59,7 +59,7 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
         (True, True)
     """
     is_one = lambda x: isinstance(x, Sharding | jax.Device)
-    wanted = [
+    shardings = [
         as_sharding(x)
         for x in jax.tree.leaves(
             jax.tree.broadcast(sharding, params, is_leaf=is_one), is_leaf=is_one
@@ -67,7 +67,7 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
     ]
 
     def target_of(leaf: Any, number: int) -> Target | None:
-        target = wanted[number]
+        target = shardings[number]
         if isinstance(leaf, jax.Array):
             if leaf.committed and lies_at(leaf, target):
                 return None
@@ -115,9 +115,9 @@ def put_leaf(leaf: Any, sharding: Sharding | None, *, gives_up: bool = False) ->
     all processes must hold the same values.
     """
     if not (sharding is None or sharding.is_fully_addressable) and _is_here(leaf):
-        whole = np.asarray(leaf)
-        copied = lambda index: np.array(whole[index])
-        return jax.make_array_from_callback(whole.shape, sharding, copied)
+        full_array = np.asarray(leaf)
+        copied = lambda index: np.array(full_array[index])
+        return jax.make_array_from_callback(full_array.shape, sharding, copied)
     placed = jax.device_put(leaf, sharding)
     if isinstance(leaf, np.ndarray) and not gives_up and _shares_memory(placed, leaf):
         # On the CPU, an aligned source is aliased even with may_alias=False.

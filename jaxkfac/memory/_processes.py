@@ -108,9 +108,9 @@ def whole_here(x: Any) -> Any:
             "which names no mesh; give the function that made it out_shardings= of NamedSharding"
         )
     _wait_on_cpu(x.sharding)
-    whole = _placed(x, sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
+    replicated = _placed(x, sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
     _wait_on_cpu(x.sharding)
-    return whole.addressable_data(0)
+    return replicated.addressable_data(0)
 
 
 def _wait_on_cpu(sharding: Sharding) -> None:

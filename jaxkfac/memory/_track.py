@@ -179,12 +179,15 @@ def _peak(mark_before: int, mark: int, at_ends: int) -> Peak:
 
 def _device_stats() -> dict[str, tuple[int, int]]:
     """``{device: (bytes in use, peak so far)}``."""
-    found = {}
+    stats_by_device = {}
     for device in jax.local_devices():
         stats = device.memory_stats()
         if stats and "peak_bytes_in_use" in stats:
-            found[str(device)] = (stats.get("bytes_in_use", 0), stats["peak_bytes_in_use"])
-    return found
+            stats_by_device[str(device)] = (
+                stats.get("bytes_in_use", 0),
+                stats["peak_bytes_in_use"],
+            )
+    return stats_by_device
 
 
 _CURRENT: ContextVar[Stage | None] = ContextVar("_CURRENT", default=None)

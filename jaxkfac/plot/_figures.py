@@ -101,9 +101,9 @@ def capacity(metrics: CapacityMetrics, *, metric: str = "entropy_rank", ax: Any 
     one_of("metric", metric, list(metrics.model.scalars()))
     names, values = [], []
     for name, record in metrics.layers.items():
-        for i, part in enumerate(record.parts):
+        for i, slice_record in enumerate(record.parts):
             names.append(f"{name}[{i}]" if record.slices else name)
-            value = part.scalars().get(metric)
+            value = slice_record.scalars().get(metric)
             values.append(float("nan") if value is None else value)
     with drawing(ax) as axes:
         places = range(len(names))
@@ -234,13 +234,13 @@ def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
         estimates["the smallest set that fits"] = plan.smallest
     rows = dict.fromkeys(row for x in estimates.values() for row, n in x.at_once.items() if n)
     with drawing(ax, height=1.2 + 0.32 * len(estimates)) as axes:
-        left = [0.0] * len(estimates)
+        offsets = [0.0] * len(estimates)
         for i, row in enumerate(rows):
             sizes = [x.at_once.get(row, 0) / 2**30 for x in estimates.values()]
             color = COLORS[i % len(COLORS)]
-            axes.barh(range(len(sizes)), sizes, left=left, color=color, label=row, height=0.7)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        if plan.usable_bytes < 4 * 2**30 * max(left):  # else the bars would be too small to see
+            axes.barh(range(len(sizes)), sizes, left=offsets, color=color, label=row, height=0.7)
+            offsets = [a + b for a, b in zip(offsets, sizes, strict=True)]
+        if plan.usable_bytes < 4 * 2**30 * max(offsets):  # else the bars would be too small to see
             axes.axvline(plan.usable_bytes / 2**30, color=INK, linestyle=(0, (4, 3)))
         axes.set_yticks(range(len(estimates)), list(estimates))
         axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="GiB on the device")
