@@ -1,4 +1,4 @@
-"""Tokens chosen one after the other, whatever the model: likeliest, drawn, or by beams."""
+"""Token by token generation for any model: most likely, sampled, or with beams."""
 
 from jaxkfac.jobs.models.generation._generation import (
     EarlyStopping,
