@@ -326,7 +326,7 @@ def show(record: dict[str, Any], sizes: Sequence[int]) -> None:
         met = "yes" if row["met"] else "no"
         goals.append([row["goal"], str(row["d"] or ""), found, limit, met])
     head = ["goal", "d", "measured", "at most", "met"]
-    console.print(terminal_table("goals", head, goals, words=(0, 4)))
+    console.print(terminal_table("goals", head, goals, text_columns=(0, 4)))
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ UNWANTED = {
     "beartype": "runtime types are for the tests",
     "matplotlib": "extra: report",
     "tyro": "extra: cli",
-    "orbax": "extra: cli",
     "safetensors": "extra: pretrained",
     "grain": "extra: data",
     "pyarrow": "extra: data",

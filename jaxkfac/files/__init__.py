@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and checked when they are read."""
+"""Files that are written atomically, and verified when they are read."""
 
 from jaxkfac.files._archive import Archive, write_archive
 from jaxkfac.files._whole import (

@@ -1,4 +1,4 @@
-"""Named arrays and plain values in one file, every byte of it under a checksum."""
+"""Named arrays and plain values in one file, with every byte covered by a checksum."""
 
 import json
 import zipfile
@@ -13,10 +13,10 @@ import numpy as np
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.files._whole import whole_file
 
-_VERSION = 2  # of version 1 the arrays have checksums, and the file as a whole has none
+_VERSION = 2
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
-_SEAL = "crc32 {:08x}"  # the comment of the zip file: the checksum of all bytes before it
+_SEAL = "crc32 {:08x}"  # comment of the zip file: the checksum of all bytes before it
 
 
 def write_archive(
@@ -26,26 +26,26 @@ def write_archive(
     arrays: Iterable[tuple[str, np.ndarray]],
     *,
     what: str,
-    **words: Any,
+    **options: Any,
 ) -> None:
-    """Write ``arrays`` one by one and ``about`` beside them, whole or not at all.
+    """Write ``arrays`` one by one and ``about`` beside them, atomically.
 
-    The file is a ``.npz`` that NumPy reads too (bfloat16 as its bits), with a manifest that
-    holds the shape, dtype and CRC-32 of every array, and the CRC-32 of the file as its comment.
-    They are computed while it is written, at about 0.6 s of CPU time a GiB.
+    The file is an ``.npz`` that NumPy can read (bfloat16 as its bits), with a manifest that
+    holds the shape, dtype and CRC-32 of every array, and with the CRC-32 of the file as its
+    comment. Checksums are computed while writing, at about 0.6 s of CPU time a GiB.
 
     Args:
-        path: Where the file shall be.
-        form: What kind of file it is, for :class:`Archive`.
+        path: Path of the file.
+        form: Kind of file, checked by :class:`Archive`.
         about: Plain values that survive JSON.
-        arrays: ``(name, array)``; they are read one after the other.
-        what: What is written, for errors.
-        words: As of :func:`whole_file`.
+        arrays: ``(name, array)``, consumed one after the other.
+        what: Name of the content, for errors.
+        options: Further arguments of :func:`whole_file`.
 
     Raises:
-        OSError: as of :func:`whole_file`.
+        OSError: as for :func:`whole_file`.
     """
-    with whole_file(path, what, **words) as file:
+    with whole_file(path, what, **options) as file:
         summed: Any = _Summed(file)
         blank = _SEAL.format(0).encode()
         with zipfile.ZipFile(summed, "w", zipfile.ZIP_STORED) as archive:
@@ -58,7 +58,7 @@ def write_archive(
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> dict[str, Any]:
-    array = np.ascontiguousarray(array).reshape(array.shape)  # it makes a scalar a vector
+    array = np.ascontiguousarray(array).reshape(array.shape)  # which turns a scalar into (1,)
     plain = array.view(_plain(array.dtype))
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
         np.lib.format.write_array_header_1_0(
@@ -71,23 +71,23 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> dict
 
 
 def _plain(dtype: np.dtype) -> np.dtype:
-    """The dtype itself, or of its bits: NumPy's format has no others but its own."""
+    """The dtype, or that of its bits for dtypes that NumPy's format does not have."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def _chunks(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of a contiguous array, which NumPy's own writer and reader would copy."""
+    """The bytes of a contiguous array, without the copy that NumPy's reader and writer make."""
     view = array.reshape(-1).view(np.uint8).data
     return (view[start : start + _CHUNK] for start in range(0, len(view), _CHUNK))
 
 
 class _Summed:
-    """Passes on what is written, and keeps its CRC-32.
+    """Passes data on to a file and computes its CRC-32.
 
-    It cannot seek, so that a zip file is written from front to back.
+    It cannot seek, so a zip file is written from front to back.
 
     Attributes:
-        before: The checksum of all bytes but the last written ones: those of a zip file are its
+        before: Checksum of all bytes except those of the last write, which in a zip file are the
             comment.
     """
 
@@ -104,27 +104,25 @@ class _Summed:
 
 
 class Archive:
-    """A file of :func:`write_archive`, open for reading and found to be whole.
+    """A file of :func:`write_archive`, opened for reading and verified.
 
     Args:
         path: The file.
-        form: What kind of file is expected.
-        what: The same in words, for errors.
-        checked: Whether every byte is read and compared now, or the arrays when they are read.
+        form: Expected kind of file.
+        what: Name of that kind, for errors.
 
     Attributes:
-        about: What was given to :func:`write_archive`.
-        names: Of the arrays, in their order.
+        about: Values given to :func:`write_archive`.
+        names: Names of the arrays, in order.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedFileError: a byte of it is not what was written; the array that it belongs to is
-            named, if it does.
-        ValueError: it is another kind of file, or of a later version.
+        DamagedFileError: the file is damaged; names the damaged array, if it is in one.
+        ValueError: it is another kind of file, or of another version.
     """
 
-    def __init__(self, path: Path, form: str, what: str, *, checked: bool = True) -> None:
-        self._path, self._checked = path, checked
+    def __init__(self, path: Path, form: str, what: str) -> None:
+        self._path = path
         if not path.exists():
             raise FileNotFoundError(f"no {what} at {path}")
         if path.is_dir():
@@ -140,7 +138,7 @@ class Archive:
     def _opened(self, what: str) -> zipfile.ZipFile:
         try:
             return zipfile.ZipFile(self._file)
-        except Exception as error:  # a damaged file fails in many ways
+        except Exception as error:  # damage causes errors of many types
             raise DamagedFileError(
                 f"{self._path} is no {what}, or only a part of one ({error})"
             ) from error
@@ -148,24 +146,22 @@ class Archive:
     def _check(self, form: str, what: str) -> None:
         try:
             self.about: dict[str, Any] = json.loads(self._archive.read(_MANIFEST))
-            found, self._version = self.about["format"], self.about["version"]
+            form_and_version = self.about["format"], self.about["version"]
         except Exception as error:
             raise DamagedFileError(
                 f"{self._path} has no readable {_MANIFEST}: it is no {what}, or damaged"
             ) from error
-        if found != form or self._version not in (1, _VERSION):
-            raise ValueError(
-                f"{self._path} is {(found, self._version)}, expected {(form, _VERSION)}"
-            )
+        if form_and_version != (form, _VERSION):
+            raise ValueError(f"{self._path} is {form_and_version}, expected {(form, _VERSION)}")
         self.names = list(self.about["arrays"])
-        if self._checked and self._version > 1 and self._archive.comment != self._seal():
+        if self._archive.comment != self._seal():
             self._raise_damaged()
 
     def _seal(self) -> bytes:
-        crc, left = 0, self._file.seek(0, 2) - len(_SEAL.format(0))
+        crc, remaining = 0, self._file.seek(0, 2) - len(_SEAL.format(0))
         self._file.seek(0)
-        while chunk := self._file.read(min(left, _CHUNK)):
-            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+        while chunk := self._file.read(min(remaining, _CHUNK)):
+            crc, remaining = zlib.crc32(chunk, crc), remaining - len(chunk)
         return _SEAL.format(crc).encode()
 
     def _raise_damaged(self) -> NoReturn:
@@ -186,31 +182,29 @@ class Archive:
         self._file.close()
 
     def read(self, name: str) -> np.ndarray:
-        """One array, its checksum compared.
+        """Read one array and compare its checksum.
 
         Raises:
-            DamagedFileError: it is absent or damaged.
+            DamagedFileError: the array is missing or damaged.
         """
         try:
             expected = self.about["arrays"][name]
-            with self._archive.open(f"{name}.npy") as member:  # compares with the zip file's own
+            with self._archive.open(f"{name}.npy") as member:  # checks the zip file's own CRC
                 np.lib.format.read_magic(member)
                 shape, _, stored = np.lib.format.read_array_header_1_0(member)
                 dtype = np.dtype(getattr(ml_dtypes, expected["dtype"], expected["dtype"]))
-                found = {"shape": list(shape), "crc": self._archive.getinfo(f"{name}.npy").CRC}
-                if stored != _plain(dtype) or found["shape"] != expected["shape"]:
+                actual = {"shape": list(shape), "crc": self._archive.getinfo(f"{name}.npy").CRC}
+                if stored != _plain(dtype) or actual["shape"] != expected["shape"]:
                     raise ValueError(
-                        f"it is {stored}{found['shape']}, the manifest says {expected}"
+                        f"it is {stored}{actual['shape']}, the manifest says {expected}"
                     )
                 array = np.empty(shape, dtype)
                 for chunk in _chunks(array):
                     chunk[:] = member.read(len(chunk))
                 if member.read(1):
                     raise ValueError("it is longer than the manifest says")
-            if self._version == 1:
-                found["crc"] = zlib.crc32(array.reshape(-1).view(np.uint8).data)
-            if found["crc"] != expected["crc"]:
-                raise ValueError(f"its checksum is {found['crc']}, the manifest says {expected}")
+            if actual["crc"] != expected["crc"]:
+                raise ValueError(f"its checksum is {actual['crc']}, the manifest says {expected}")
         except MemoryError:
             raise
         except Exception as error:

@@ -41,9 +41,10 @@ def test_one_end_of_a_line_is_not_taken_for_another(path):
         read(path)
 
 
-def test_files_of_an_older_version_have_no_checksum_and_are_read(path):
+def test_a_file_without_a_checksum_is_refused(path):
     path.write_text(json.dumps(PLAIN, indent=1))
-    assert read(path) == PLAIN
+    with pytest.raises(DamagedFileError, match="its checksum is not None"):
+        read(path)
 
 
 def test_a_file_of_another_form_is_refused(path):

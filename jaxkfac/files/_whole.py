@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and JSON sealed by a checksum."""
+"""Files that are written atomically, and JSON files with a checksum."""
 
 import contextlib
 import errno
@@ -14,31 +14,31 @@ from typing import Any, BinaryIO
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.memory import bytes_text
 
-# ---------------- one way to write a file: whole, or not at all
+# ---------------- atomic writing
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNCHANGED = "an older file of that name is as it was"
-PARTIAL = ".partial"  # how a file ends that is being written, or whose writer was killed
+PARTIAL = ".partial"  # suffix of files that are being written, or whose writer was killed
 
 
 @contextlib.contextmanager
 def whole_file(
     path: Path, what: str, *, nbytes: int | None = None, remains: str = _UNCHANGED
 ) -> Iterator[BinaryIO]:
-    """Write under another name, then rename: a reader sees the older file or the new one.
+    """Write under another name, then rename: readers see either the old file or the new one.
 
-    The file has the mode that ``open`` would have given it: the umask counts.
+    The file gets the mode that ``open`` would have given it, following the umask.
 
     Args:
-        path: Where the file shall be; its folder is there.
-        what: What is written, for errors.
-        nbytes: How many bytes, where that is known.
-        remains: What still holds after an error.
+        path: Path of the file, in an existing folder.
+        what: Name of the content, for errors.
+        nbytes: Number of bytes, if known.
+        remains: What still holds after an error, for the message.
 
     Raises:
-        OSError: of the kind that the system raised, saying what could not be written, why, how
-            much room was needed and what remains.
+        OSError: of the system's class, with a message that says what could not be written, why,
+            how much room was needed and what remains.
 
     Example:
         >>> import pathlib, tempfile
@@ -62,22 +62,22 @@ def whole_file(
         raise _explained(error, path, what, nbytes, remains) from error
 
 
-def write_text(path: Path, text: str, what: str, **words: Any) -> None:
-    """Write ``text`` in UTF-8, whole or not at all; arguments as of :func:`whole_file`."""
+def write_text(path: Path, text: str, what: str, **options: Any) -> None:
+    """Write ``text`` in UTF-8 atomically; arguments as for :func:`whole_file`."""
     data = text.encode()
-    with whole_file(path, what, nbytes=len(data), **words) as file:
+    with whole_file(path, what, nbytes=len(data), **options) as file:
         file.write(data)
 
 
 def write_together(contents: Mapping[Path, bytes], what: str) -> None:
-    """Write files of one folder that belong together: none is renamed before all are on the disk.
+    """Write files of one folder that belong together: all are on disk before any is renamed.
 
     Args:
-        contents: Of each; they are renamed in this order.
-        what: What is written, for errors.
+        contents: Content of each file; they are renamed in this order.
+        what: Name of the content, for errors.
 
     Raises:
-        OSError: as of :func:`whole_file`.
+        OSError: as for :func:`whole_file`.
     """
     nbytes = sum(map(len, contents.values()))
     partials = {path: _beside(path) for path in contents}
@@ -100,10 +100,10 @@ def write_together(contents: Mapping[Path, bytes], what: str) -> None:
 
 
 def probe_folder(folder: Path) -> None:
-    """Find out whether files can be written to a folder, which is made for it and taken away.
+    """Test whether files can be written to a folder, creating and removing it if missing.
 
     Raises:
-        OSError: they cannot; the folder and the reason are said.
+        OSError: they cannot; the message says the folder and the reason.
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -112,13 +112,13 @@ def probe_folder(folder: Path) -> None:
             probe = _beside(folder / "probe")
             try:
                 with probe.open("xb") as file:
-                    file.write(bytes(1 << 12))  # a name alone takes no room on a full disk
+                    file.write(bytes(1 << 12))  # an empty file would fit on a full disk
                     _to_disk(file)
             finally:
                 probe.unlink(missing_ok=True)
         finally:
             for path in absent:
-                with contextlib.suppress(OSError):  # it was not made, or others write there now
+                with contextlib.suppress(OSError):  # it was not created, or others write there now
                     path.rmdir()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -144,80 +144,78 @@ def _explained(error: OSError, path: Path, what: str, nbytes: int | None, remain
         needed = "" if nbytes is None else f"it needs {bytes_text(nbytes)}, and "
         free = bytes_text(shutil.disk_usage(path.parent).free)
         reason += f": {needed}{path.parent} has {free} free"
-    # OSError itself picks the class of the errno: FileNotFoundError, PermissionError.
+    # OSError itself picks the subclass for the errno: FileNotFoundError, PermissionError.
     return OSError(error.errno, f"{what} could not be saved to {path} ({reason}); {remains}")
 
 
-# ---------------- jSON that holds the checksum of its own text
+# ---------------- JSON that holds the checksum of its own text
 
 
 _FORM, _CRC = "format", "crc32"
-ZEROS = "0" * 8  # in place of a checksum that is not taken yet
+ZEROS = "0" * 8  # placeholder while the checksum is computed
 
 
 def checksum(data: bytes) -> str:
-    """CRC-32 in hexadecimal digits: it sees every error of up to 32 bits in a row."""
+    """CRC-32 in hexadecimal digits; it detects every burst error of up to 32 bits."""
     return f"{zlib.crc32(data):08x}"
 
 
 def sealed(text: str, name: str) -> str:
-    """The text of a JSON object whose value of ``name`` is its checksum.
+    """Insert the checksum of a JSON object's text as the value of ``name``.
 
     Args:
-        text: With :data:`ZEROS` as that value, of which the checksum is taken.
+        text: The text with :data:`ZEROS` as that value; the checksum is computed from this text.
         name: The key.
     """
     return _with(text, name, ZEROS, checksum(text.encode()))
 
 
-def is_sealed(text: str, name: str, said: object) -> bool:
-    """Whether ``said``, the value of ``name``, is the checksum of the text."""
-    return checksum(_with(text, name, str(said), ZEROS).encode()) == said
+def is_sealed(text: str, name: str, stored: object) -> bool:
+    """Whether ``stored``, the value of ``name``, is the checksum of the text."""
+    return checksum(_with(text, name, str(stored), ZEROS).encode()) == stored
 
 
 def _with(text: str, name: str, old: str, new: str) -> str:
     return text.replace(f'"{name}": "{old}"', f'"{name}": "{new}"')
 
 
-def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **words: Any) -> None:
-    """Write plain values with a checksum of every byte, whole or not at all.
+def write_json(path: Path, form: str, plain: Mapping[str, Any], what: str, **options: Any) -> None:
+    """Write plain values atomically, with a checksum over every byte.
 
     Args:
-        path: Where the file shall be.
-        form: What kind of file it is, for :func:`read_json`.
+        path: Path of the file.
+        form: Kind of file, checked by :func:`read_json`.
         plain: Values that survive JSON.
-        what: What is written, for errors.
-        words: As of :func:`whole_file`.
+        what: Name of the content, for errors.
+        options: Further arguments of :func:`whole_file`.
 
     Raises:
-        OSError: as of :func:`whole_file`.
+        OSError: as for :func:`whole_file`.
     """
     text = json.dumps({_FORM: form, **plain, _CRC: ZEROS}, indent=1)
-    write_text(path, sealed(text, _CRC), what, **words)
+    write_text(path, sealed(text, _CRC), what, **options)
 
 
 def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
-    """The values of a file of :func:`write_json`, or of an older one without a checksum.
+    """Read a file of :func:`write_json`.
 
     Args:
         path: The file.
-        form: What kind of file is expected.
-        remedy: What to do about a damaged one, for the error.
+        form: Expected kind of file.
+        remedy: What to do about a damaged file, for the error.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedFileError: a byte of it is not what was written.
+        DamagedFileError: the file is damaged, or of another kind.
     """
     try:
-        text = path.read_bytes().decode()  # read_text would take one end of a line for another
+        text = path.read_bytes().decode()  # read_text would normalize line ends
         plain = dict(json.loads(text))
-        # A changed byte cannot take away both marks of a file that has a checksum.
-        if _FORM in plain or _CRC in plain:
-            said = plain.pop(_CRC, None)
-            if not is_sealed(text, _CRC, said):
-                raise ValueError(f"its checksum is not {said!r}")
-            if (found := plain.pop(_FORM)) != form:
-                raise ValueError(f"it is {found!r}, expected {form!r}")
+        stored = plain.pop(_CRC, None)
+        if not is_sealed(text, _CRC, stored):
+            raise ValueError(f"its checksum is not {stored!r}")
+        if (actual_form := plain.pop(_FORM)) != form:
+            raise ValueError(f"it is {actual_form!r}, expected {form!r}")
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}): {remedy}") from error
     return plain

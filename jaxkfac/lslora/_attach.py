@@ -34,12 +34,12 @@ from jaxkfac.lslora._nonlinearity import find_nonlinearity
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A
 
-# The branch stands beside the product: a constant times the kernel leaves all of it alone.
+# The branch is added beside the product, so a constant that scales the kernel does not scale it.
 _ENTRIES = {key: SlotEntry(0) for key in ("adapter", "index", "key", "extra")}
 
 
 class Adapted:
-    """What :func:`attach` returns: ``adapted(params, adapters, inputs, key=, adapter=)``.
+    """The result of :func:`attach`: ``adapted(params, adapters, inputs, key=, adapter=)``.
 
     Attributes:
         config: The settings.
@@ -63,19 +63,20 @@ class Adapted:
         """Outputs of the adapted model.
 
         Args:
-            params: The base model, any of its kernels in NF4. It is frozen: its gradient is zero.
+            params: The base model; kernels may be NF4. It is frozen: its gradient is zero.
             adapters: From :func:`init`, or a bank of several; ``{}`` is the base model alone.
-            inputs: Of the model.
-            key: For the model's dropout, if it takes one, and the adapters'; without one the
-                adapters drop nothing.
-            adapter: With a bank: a slot's index, or one for each example, as data. -1 is the
-                base model. An index beyond the bank raises, or gives NaN where it is traced.
+            inputs: Inputs of the model.
+            key: Key for the adapters' dropout, and for the model's if it takes one. Without a key
+                the adapters apply no dropout.
+            adapter: With a bank: the index of a slot, or one index per example, as data. -1 is the
+                base model. An index beyond the bank raises, or gives NaN if it is traced.
 
         Raises:
-            UnknownLayerError: adapters of layers that the model does not have.
-            LostRowsError: adapters by row, at a layer whose rows cannot be told apart by example.
-            UncoveredParameterError: a parameter in NF4 is read by something else than the product
-                of a dense layer, or is a stack that cannot be sliced undecoded.
+            UnknownLayerError: adapters for layers that the model does not have.
+            LostRowsError: one adapter per example, at a layer whose rows cannot be assigned to
+                examples.
+            UncoveredParameterError: a parameter in NF4 is read by something other than the product
+                of a dense layer, or is a stack that cannot be sliced without decoding it.
             ValueError: leaves that do not fit the layer, or an index that does not fit the batch.
         """
         return self.run(params, adapters, inputs, key, adapter)
@@ -91,28 +92,28 @@ class Adapted:
         handler: Callable[[Mapping[str, BranchOptions]], Handler] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The same with another handler, whose slots hold ``extra`` beside the adapters."""
+        """Like calling, with another handler, whose slots hold ``extra`` beside the adapters."""
         bank, rows, saved = isinstance(adapters, Bank), None, {}
         scaled = isinstance(adapters, Bank) and adapters.scaled
         if isinstance(adapters, Bank):
             if self.config.phi is not None:
                 adapters.check_nonlinearity(self.config.nonlinearity)
-            own, rows = adapters.chosen(adapter)
+            own_adapters, rows = adapters.chosen(adapter)
         elif adapter is not None:
             raise ValueError("adapter=: these adapters are not a bank; see jk.lslora.stack")
         else:
-            own = only_adapters(adapters)
-            saved = {name: x for name, x in adapters.items() if name not in own}
+            own_adapters = only_adapters(adapters)
+            saved = {name: x for name, x in adapters.items() if name not in own_adapters}
         _check_saved(params, saved)
         params = with_leaves(jax.lax.stop_gradient(params), saved)
-        traced = self.traced(params, inputs, key, tuple(sorted(own)))
+        traced = self.traced(params, inputs, key, tuple(sorted(own_adapters)))
         if rows is not None and rows.shape[0] != traced.num_examples:
             raise ValueError(
                 f"adapter= has {rows.shape[0]} indices, and the outputs have "
                 f"{traced.num_examples} examples on their first axis"
             )
         options, slots = {}, {}
-        for number, (name, leaves) in enumerate(sorted(own.items())):
+        for number, (name, leaves) in enumerate(sorted(own_adapters.items())):
             layer = traced.table[name]
             slots[name] = {"adapter": _checked(leaves, layer, self.config, banked=rows is not None)}
             options[name] = self._options(traced, layer, leaves, key, scaled=scaled, bank=bank)
@@ -128,7 +129,7 @@ class Adapted:
     def traced(
         self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None = None
     ) -> Traced:
-        """The model's trace with these layers tapped; all with ``None``."""
+        """The model's trace with the named layers tapped; ``None`` taps all layers."""
 
         def make() -> Traced:
             return self._trace(params, inputs, key, names)
@@ -203,37 +204,37 @@ class Adapted:
 def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False) -> Adapted:
     r"""The model with the branch added at every layer that has an adapter.
 
-    The program is re-emitted with the branch at the product itself, inside its scan, remat or
-    jit; layers are found as :func:`jaxkfac.find_layers` finds them. A view that multiplies the
-    kernel by a constant multiplies the base product only. A tied parameter is adapted in the
-    orientation that the layer's name says, and in every use of that orientation.
+    The program is emitted again with the branch at the product itself, inside its scan, remat or
+    jit. Layers are found as by :func:`jaxkfac.find_layers`. A constant that multiplies the kernel
+    scales only the base product. A tied parameter is adapted in the orientation that the layer's
+    name states, in every use with that orientation.
 
     Curvature of the adapters needs nothing new: in
     ``jk.Objective(lambda adapters, inputs: adapted(params, adapters, inputs), ...)`` every A and
     B is a dense layer and $\sigma$ a scale. Coefficients are read inside a custom derivative, which
-    no layer rule looks into: they are reported as not covered, which raises by default. Pass
-    ``uncovered="diagonal"``, a second pass over them, or ``"ignore"``. Under ``jax.jit`` build
-    the objective inside the jitted function, with ``params`` an argument of it: what a jitted
-    function closes over is copied into the program.
+    no layer rule looks into; they are reported as uncovered, which raises by default. Pass
+    ``uncovered="diagonal"``, which takes a second pass over them, or ``"ignore"``. Under
+    ``jax.jit`` build the objective inside the jitted function, with ``params`` as an argument of
+    it, since constants of a jitted function are copied into the program.
 
-    Kernels of the base may be NF4 (:mod:`jaxkfac.lslora.nf4`). A product then decodes its own
-    slice, and keeps the codes for its backward pass: a stack is never there in full precision.
-    Outputs are those of the decoded base, to the rounding of the base's dtype.
+    Kernels of the base may be NF4 (:mod:`jaxkfac.lslora.nf4`). A product then decodes only its own
+    slice and keeps the codes for its backward pass, so a stack never exists in full precision.
+    Outputs equal those of the decoded base, up to rounding in the base's dtype.
 
     Args:
-        apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument, which
+        apply_fn: ``apply_fn(params, inputs) -> outputs``; it may have a ``key=`` argument, which
             may be ``None``.
-        config: The settings.
+        config: Settings of the adapters.
         forward_mode: Leave the derivative of $\varphi$ to JAX, so that ``jax.jvp`` and the
-            matrix-free operators work. It keeps more for the backward pass; coefficients are
-            then scales and biases to ``find_layers``.
+            matrix-free operators work. It keeps more for the backward pass, and ``find_layers``
+            then sees the coefficients as scales and biases.
 
     Returns:
         An :class:`Adapted`: ``adapted(params, adapters, inputs, key=None, adapter=None)``.
 
     Memory:
-        For each adapted product $\hat x$ (``out`` or ``rank`` values a row) and the rank's
-        values; of a base in NF4, one decoded kernel at a time.
+        For each adapted product, $\hat x$ (``out`` or ``rank`` values a row) and ``rank`` values a
+        row; with a base in NF4, also one decoded kernel at a time.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -251,7 +252,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
 
 
 def adapt(options: Mapping[str, BranchOptions]) -> Handler:
-    """The handler that adds the branch."""
+    """A handler that adds the branch of each layer."""
 
     def handler(site: Site, operands: list[Any]) -> Any:
         return adapted_product(site, operands, options[str(site.uses[0].layer)])
@@ -280,13 +281,13 @@ def _check_saved(params: PyTree, saved: Mapping[str, Any]) -> None:
 
 
 def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."]:
-    """Key data for each slice of a layer; raw, because slots may be multiplied."""
+    """Key data for each slice of a layer; raw data, because slots may be multiplied."""
     mine = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), number)
     return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
 
 
 def _checked(adapter: Adapter, layer: Layer, config: Config, *, banked: bool) -> Adapter:
-    """The adapter, if its leaves fit the layer."""
+    """The adapter, after checking that its leaves fit the layer."""
     rank, ndim = adapter.a.shape[-1], len(layer.stack)
     slots = adapter.a.shape[ndim : ndim + 1] if banked else ()
     lead = (*layer.stack, *slots)
@@ -296,10 +297,10 @@ def _checked(adapter: Adapter, layer: Layer, config: Config, *, banked: bool) ->
         "coefficients": (*lead, len(find_nonlinearity(config.nonlinearity).initial)),
         "sigma": lead,
     }
-    for part, leaf in adapter._asdict().items():
-        if leaf is not None and tuple(leaf.shape) != expected[part]:
+    for leaf_name, leaf in adapter._asdict().items():
+        if leaf is not None and tuple(leaf.shape) != expected[leaf_name]:
             raise ValueError(
-                f"layer {layer.name!r}: expected {part} of shape {expected[part]}, got "
+                f"layer {layer.name!r}: expected {leaf_name} of shape {expected[leaf_name]}, got "
                 f"{tuple(leaf.shape)}"
             )
     return adapter

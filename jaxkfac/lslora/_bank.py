@@ -1,4 +1,4 @@
-"""Several adapters in one tree, chosen as data."""
+"""Several adapters in one tree, selected by an index that is data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, Adapters, Config, only_adapters
 from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity
 
-# ---------------- the slots of a bank: one axis more, after the stack, in every leaf of an adapter
+# ---------------- slots: an extra axis after the stack in every leaf of an adapter
 
 
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that cannot be part of a key or a folder.
 
     Raises:
-        ValueError: naming it.
+        ValueError: names the first such name.
     """
     for name in names:
         if not name.isidentifier() or name in ("lora", "base_layer"):
@@ -32,8 +32,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_layers(name: str, adapters: Adapters, first: Mapping[str, Any]) -> None:
-    if whole := sorted(adapters.keys() - only_adapters(adapters).keys()):
-        raise ValueError(f"adapter {name!r} holds whole parameters, which a bank cannot: {whole}")
+    if full_parameters := sorted(adapters.keys() - only_adapters(adapters).keys()):
+        raise ValueError(
+            f"adapter {name!r} holds whole parameters, which a bank cannot: {full_parameters}"
+        )
     if different := sorted(adapters.keys() ^ first.keys()):
         raise ValueError(
             f"adapter {name!r} and the others of the bank adapt different layers: {different}"
@@ -45,30 +47,33 @@ def scaling_of(config: Config | None, layer: str) -> float:
 
 
 def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
-    """``fn(axis of the slots counted from the end, leaf of each adapter)`` for every leaf."""
+    """Apply ``fn(negative slot axis, leaf of each adapter)`` to every leaf."""
     new = {}
-    for part, own in OWN_AXES.items():
-        leaves = [getattr(adapter, part) for adapter in adapters]
-        new[part] = None if leaves[0] is None else fn(leaves[0].ndim - own, *leaves)
+    for leaf_name, num_axes in OWN_AXES.items():
+        leaves = [getattr(adapter, leaf_name) for adapter in adapters]
+        new[leaf_name] = None if leaves[0] is None else fn(leaves[0].ndim - num_axes, *leaves)
     return Adapter(**new)
 
 
-def pick_slot(held: Adapter, slot: Any) -> Adapter:
-    """One slot; NaN where a traced index lies beyond the bank."""
-    return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), held)
+def pick_slot(bank_leaves: Adapter, slot: Any) -> Adapter:
+    """The adapter in one slot; NaN if a traced index is beyond the bank."""
+    return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), bank_leaves)
 
 
-def with_slot(held: Adapter, slot: int, part: Adapter) -> Adapter:
+def with_slot(bank_leaves: Adapter, slot: int, adapter: Adapter) -> Adapter:
     def write(axis: int, x: Any, y: Any) -> Any:
         return x.at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
 
-    return each_leaf(write, held, part)
+    return each_leaf(write, bank_leaves, adapter)
 
 
 def padded(
     adapter: Adapter, rank: int, scaling: float, phi: Nonlinearity | None, where: str
 ) -> Adapter:
-    """An adapter at a larger rank, its scaling in ``b``; ``phi`` is the bank's, if it has one."""
+    """An adapter padded to a larger rank, with its scaling multiplied into ``b``.
+
+    ``phi`` is the nonlinearity of the bank, if it has one.
+    """
     extra = rank - adapter.a.shape[-1]
     lead = [(0, 0)] * (adapter.a.ndim - 2)
     out = adapter._replace(
@@ -86,22 +91,22 @@ def padded(
     )
 
 
-# ----------------
+# ---------------- a bank
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Bank:
-    """Named adapters in slots of one array per leaf, padded to the largest rank.
+    """Named adapters in slots, with one array per leaf, padded to the largest rank.
 
-    A pytree of arrays: replacing, enabling or disabling an adapter changes data and no shape, so
-    nothing compiles again. Names live on the host: they are no part of the tree, and a bank that
-    comes out of a transformation has none until ``named`` gives them back.
+    A bank is a pytree of arrays. Replacing, enabling or disabling an adapter changes data but no
+    shape, so nothing is compiled again. Names live on the host and are not part of the tree: a bank
+    that comes out of a transformation has none until ``named`` sets them again.
 
     Attributes:
-        adapters: Leaves ``(*stack, slots, ...)``; what lies beyond an adapter's own rank is zero.
-        enabled: One number per slot; the base model answers for a slot that is not positive.
-        scaled: Whether ``b`` includes each adapter's own scaling.
-        nonlinearity: Name of the one that its adapters have, those of plain LoRA left out.
+        adapters: Leaves ``(*stack, slots, ...)``; entries beyond an adapter's own rank are zero.
+        enabled: One number per slot; a slot that is not positive stands for the base model.
+        scaled: Whether ``b`` includes each adapter's scaling.
+        nonlinearity: Name of the adapters' nonlinearity; plain LoRA is exempt.
     """
 
     def __init__(
@@ -117,14 +122,14 @@ class Bank:
         self._names = names
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, str]]:
-        """Arrays; names are left behind."""
+        """The arrays; names are dropped."""
         key = jax.tree_util.GetAttrKey
         children = ((key("adapters"), self.adapters), (key("enabled"), self.enabled))
         return children, (self.scaled, self.nonlinearity)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[bool, str], children: Sequence[Any]) -> "Bank":
-        """A bank without names."""
+        """Build a bank without names."""
         adapters, enabled = children
         scaled, nonlinearity = static
         return cls(adapters, enabled, scaled, nonlinearity=nonlinearity)
@@ -133,13 +138,13 @@ class Bank:
         return self.enabled.shape[0]
 
     def __repr__(self) -> str:
-        """One line: the arrays would fill the screen."""
+        """One line without the arrays."""
         names = "" if self._names is None else f": {', '.join(map(str, self._names))}"
         return f"Bank of {array_text(self.enabled)} slots on {len(self.adapters)} layers{names}"
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Name of each slot, ``None`` for a free one.
+        """Name of each slot; ``None`` for a free slot.
 
         Raises:
             ValueError: the bank went through a transformation.
@@ -152,7 +157,7 @@ class Bank:
         return self._names
 
     def named(self, names: Sequence[str | None]) -> "Bank":
-        """The bank with names for its slots."""
+        """Return the bank with names for its slots."""
         names = tuple(names)
         check_names([n for n in names if n is not None])
         if len(names) != len(self):
@@ -162,40 +167,42 @@ class Bank:
     def index(self, name: str) -> int:
         """The slot of a name, for ``adapter=``."""
         if name not in self.names:
-            known = [n for n in self.names if n is not None]
-            raise ValueError(f"no adapter {name!r}; the bank holds {known}")
+            names = [n for n in self.names if n is not None]
+            raise ValueError(f"no adapter {name!r}; the bank holds {names}")
         return self.names.index(name)
 
     def get(self, name: str, config: Config | None = None) -> Adapters:
-        """One adapter again; at its own rank and scaling if its settings are given.
+        """Return one adapter; with ``config``, at its own rank and scaling.
 
         Raises:
-            ValueError: the bank includes the scalings, and no settings are given.
+            ValueError: the bank includes the scalings, and ``config`` is not given.
         """
         slot = self.index(name)
         self._check_config(config)
-        found = {}
-        for layer, held in self.adapters.items():
-            part = pick_slot(held, slot)
+        adapters = {}
+        for layer, bank_leaves in self.adapters.items():
+            adapter = pick_slot(bank_leaves, slot)
             if config is not None:
                 rank, scaling = config.rank_of(layer), scaling_of(config, layer)
-                part = part._replace(a=part.a[..., :rank], b=part.b[..., :rank, :] / scaling)
+                adapter = adapter._replace(
+                    a=adapter.a[..., :rank], b=adapter.b[..., :rank, :] / scaling
+                )
                 if config.phi is None:
-                    part = part._replace(coefficients=None, sigma=None)
-            found[layer] = part
-        return found
+                    adapter = adapter._replace(coefficients=None, sigma=None)
+            adapters[layer] = adapter
+        return adapters
 
     def set(self, name: str, adapters: Adapters, config: Config | None = None) -> "Bank":
-        """The bank with an adapter put in, enabled: in its slot if the name is known.
+        """Put an adapter into the bank, enabled: into its slot if the name exists, else a free one.
 
         Args:
-            name: Of the adapter.
-            adapters: Of the layers of the bank.
-            config: Its settings, exactly if the bank was made with settings.
+            name: Name of the adapter.
+            adapters: Adapters for the layers of the bank.
+            config: Their settings; required exactly if the bank was made with settings.
 
         Raises:
-            ValueError: no free slot, other layers, another nonlinearity, or a rank larger than the
-                bank's.
+            ValueError: there is no free slot, or the adapters have other layers, another
+                nonlinearity, or a rank larger than the bank's.
         """
         names = list(self.names)
         if name not in names and None not in names:
@@ -206,44 +213,46 @@ class Bank:
         check_layers(name, adapters, self.adapters)
         new = {}
         for layer, added in only_adapters(adapters).items():
-            held = self.adapters[layer]
-            rank = held.a.shape[-1]
+            bank_leaves = self.adapters[layer]
+            rank = bank_leaves.a.shape[-1]
             if added.a.shape[-1] > rank:
                 raise ValueError(
                     f"adapter {name!r} has rank {added.a.shape[-1]} at {layer!r}, and the bank was "
                     f"made for ranks up to {rank}"
                 )
-            if held.is_linear and not added.is_linear:
+            if bank_leaves.is_linear and not added.is_linear:
                 raise ValueError(f"adapter {name!r} has a nonlinearity; this bank is plain LoRA")
-            phi = None if held.is_linear else find_nonlinearity(self.nonlinearity)
-            part = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
-            new[layer] = with_slot(held, slot, part)
+            phi = None if bank_leaves.is_linear else find_nonlinearity(self.nonlinearity)
+            new_slot = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
+            new[layer] = with_slot(bank_leaves, slot, new_slot)
         names[slot] = name
         return self._with(new, self.enabled.at[slot].set(1), tuple(names))
 
     def delete(self, name: str) -> "Bank":
-        """The bank with an adapter's slot cleared and free."""
+        """Clear an adapter's slot and free it."""
         slot, names = self.index(name), list(self.names)
         names[slot] = None
         cleared = {
-            layer: with_slot(held, slot, jax.tree.map(jnp.zeros_like, pick_slot(held, slot)))
-            for layer, held in self.adapters.items()
+            layer: with_slot(
+                bank_leaves, slot, jax.tree.map(jnp.zeros_like, pick_slot(bank_leaves, slot))
+            )
+            for layer, bank_leaves in self.adapters.items()
         }
         return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
 
     def enable(self, name: str) -> "Bank":
-        """The bank with an adapter in use."""
+        """Return the bank with an adapter in use."""
         return self._with(enabled=self.enabled.at[self.index(name)].set(1))
 
     def disable(self, name: str) -> "Bank":
-        """The bank with the base model in an adapter's place; its leaves are kept."""
+        """Return the bank with the base model instead of an adapter, whose leaves are kept."""
         return self._with(enabled=self.enabled.at[self.index(name)].set(0))
 
     def chosen(self, index: Any) -> tuple[dict[str, Adapter], Array | None]:
-        """Adapters for the engine: one slot's, or all with the slot of each example.
+        """Adapters for the engine: of one slot, or of all slots with the slot of each example.
 
         Raises:
-            ValueError: as :meth:`check_index`.
+            ValueError: as for :meth:`check_index`.
         """
         self.check_index(index)
         index = jnp.asarray(index)
@@ -256,17 +265,19 @@ class Bank:
         def quiet(x: Any) -> Any:
             return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
 
-        found = {}
-        for name, held in self.adapters.items():
-            one = pick_slot(held, slot)
-            found[name] = one._replace(b=quiet(one.b), coefficients=quiet(one.coefficients))
-        return found, None
+        adapters = {}
+        for name, bank_leaves in self.adapters.items():
+            adapter = pick_slot(bank_leaves, slot)
+            adapters[name] = adapter._replace(
+                b=quiet(adapter.b), coefficients=quiet(adapter.coefficients)
+            )
+        return adapters, None
 
     def check_index(self, index: Any) -> None:
-        """Refuse what does not choose slots; how far a traced index reaches is not known.
+        """Refuse an index that selects no slots; the value of a traced index is not checked.
 
         Raises:
-            ValueError: no index, an index that is no integer, or one beyond the bank.
+            ValueError: the index is missing, not an integer, or beyond the bank.
         """
         if index is None:
             raise ValueError("adapter=: a bank needs the slot's index, or one for each example")
@@ -277,17 +288,17 @@ class Bank:
                 f"adapter=: expected an integer, or one for each example, got "
                 f"{index.dtype}{list(index.shape)}"
             )
-        known = isinstance(index, np.ndarray) and index.size > 0
-        if known and (index.max() >= len(self) or index.min() < -1):
+        is_concrete = isinstance(index, np.ndarray) and index.size > 0
+        if is_concrete and (index.max() >= len(self) or index.min() < -1):
             raise ValueError(
                 f"adapter={index.tolist()}: expected indices from -1 to {len(self) - 1}"
             )
 
     def check_nonlinearity(self, name: str) -> None:
-        """Refuse the name of another nonlinearity than the bank's.
+        """Refuse a nonlinearity other than the bank's.
 
         Raises:
-            ValueError: naming both.
+            ValueError: names both.
         """
         if name != self.nonlinearity:
             raise ValueError(
@@ -301,7 +312,7 @@ class Bank:
         enabled: Any = None,
         names: tuple[str | None, ...] | None = None,
     ) -> "Bank":
-        """The bank with these in place of its own."""
+        """A copy of the bank with some attributes replaced."""
         return Bank(
             self.adapters if adapters is None else adapters,
             self.enabled if enabled is None else enabled,
@@ -312,13 +323,13 @@ class Bank:
 
     def _check_config(self, config: Config | None) -> None:
         if self.scaled != (config is not None):
-            said = "with settings: give this adapter's" if self.scaled else "without settings"
-            raise ValueError(f"config: the bank was stacked {said}")
+            expected = "with settings: give this adapter's" if self.scaled else "without settings"
+            raise ValueError(f"config: the bank was stacked {expected}")
         if config is not None and config.phi is not None:
             self.check_nonlinearity(config.nonlinearity)
 
 
-# ---------------- make a bank
+# ---------------- making a bank
 
 
 def stack(
@@ -329,23 +340,23 @@ def stack(
 ) -> Bank:
     """Put several adapters of one model into a bank.
 
-    Ranks are padded with zeros to the largest, which changes no output. Plain LoRA may stand
-    beside adapters with a nonlinearity: its sigma is infinite there.
+    Ranks are padded with zeros to the largest, which changes no output. Plain LoRA may share a bank
+    with nonlinear adapters: its sigma is infinite there.
 
     Args:
         adapters: ``{name: adapters}``, all with the same layers.
-        configs: The settings of each, or of all. Needed where their scalings differ: every
-            adapter's own scaling goes into its ``b``. Needed also for another nonlinearity than
-            the Fourier one.
-        slots: How many adapters the bank can hold; as many as are given by default.
+        configs: Settings of each adapter, or one for all. They are required if the scalings
+            differ, because each adapter's scaling is multiplied into its ``b``, and for a
+            nonlinearity other than the Fourier one.
+        slots: Number of slots; by default the number of adapters.
 
     Returns:
-        A :class:`Bank`; the index of a name is its place in ``adapters`` (inside ``jax.jit``,
-        which sorts the keys of dictionaries, its place among the sorted names).
+        A :class:`Bank`. The index of a name is its place in ``adapters``; inside ``jax.jit``,
+        which sorts dictionary keys, it is its place among the sorted names.
 
     Raises:
-        ValueError: names that cannot be used, different layers, too few slots, placements
-            or nonlinearities that differ.
+        ValueError: names that cannot be used, different layers, too few slots, or placements or
+            nonlinearities that differ.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -378,20 +389,24 @@ def stack(
         raise ValueError(f"one bank holds one nonlinearity, got {sorted(kinds)}")
     (nonlinearity,) = kinds
     first = next(iter(adapters.values()))
-    held: dict[str, Adapter] = {}
-    for name, each in adapters.items():
-        check_layers(name, each, first)
+    bank_leaves: dict[str, Adapter] = {}
+    for name, one_adapter in adapters.items():
+        check_layers(name, one_adapter, first)
     for layer in only_adapters(first):
-        own = {name: only_adapters(each)[layer] for name, each in adapters.items()}
-        rank = max(x.a.shape[-1] for x in own.values())
-        linear = all(x.is_linear for x in own.values())
+        layer_adapters = {
+            name: only_adapters(one_adapter)[layer] for name, one_adapter in adapters.items()
+        }
+        rank = max(x.a.shape[-1] for x in layer_adapters.values())
+        linear = all(x.is_linear for x in layer_adapters.values())
         phi = None if linear else find_nonlinearity(nonlinearity)
-        parts = [
+        slot_adapters = [
             padded(x, rank, scaling_of(every[name], layer), phi, f"adapter {name!r}")
-            for name, x in own.items()
+            for name, x in layer_adapters.items()
         ]
-        parts += [jax.tree.map(jnp.zeros_like, parts[0])] * (slots - len(parts))
-        held[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *parts)
+        slot_adapters += [jax.tree.map(jnp.zeros_like, slot_adapters[0])] * (
+            slots - len(slot_adapters)
+        )
+        bank_leaves[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *slot_adapters)
     enabled = jnp.arange(slots) < len(adapters)
     names = (*adapters, *[None] * (slots - len(adapters)))
-    return Bank(held, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)
+    return Bank(bank_leaves, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)

@@ -1,4 +1,4 @@
-"""The low-rank branch at one product, whatever the order of its operands and axes."""
+"""The low-rank branch at one product, for any order of its operands and axes."""
 
 import dataclasses
 import math
@@ -15,27 +15,27 @@ from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width
 
-# ---------------- the axes of one product, and the two low-rank products that follow them
+# ---------------- the axes of a product, and the two low-rank products along them
 
 
-Operand = Array | np.ndarray  # a tracer, or a constant of the program
+Operand = Array | np.ndarray  # a tracer or a constant
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductAxes:
-    """How the axes of one product and of an adapter go together.
+    """How the axes of a product correspond to those of an adapter.
 
-    Inside, values are ``(stack..., examples..., other rows..., features...)``; the examples are
-    there only if adapters are mixed by row.
+    Inner values are ``(stack..., examples..., other rows..., features...)``; example axes exist
+    only if adapters differ by example.
 
     Attributes:
         site: The product.
-        use: Its use.
+        use: The use of the parameter.
         shape: Shape of the data operand with its row axes split into atoms.
-        contract: Its contracted axes, there.
-        shared: Its axes shared with the parameter, there.
-        examples: Its axes that run over examples, there.
-        others: Its remaining row axes, there.
+        contract: Contracted axes of this shape.
+        shared: Axes of this shape shared with the parameter.
+        examples: Axes of this shape that run over examples.
+        other_rows: Remaining row axes of this shape.
     """
 
     site: Site
@@ -44,7 +44,7 @@ class ProductAxes:
     contract: tuple[int, ...]
     shared: tuple[int, ...]
     examples: tuple[int, ...]
-    others: tuple[int, ...]
+    other_rows: tuple[int, ...]
 
     @classmethod
     def of(
@@ -58,27 +58,29 @@ class ProductAxes:
         contract, shared = site.eqn.params["dimension_numbers"]
         contract, shared = contract[1 - use.operand], shared[1 - use.operand]
         rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]
-        wanted = site.table.atoms(examples) if index is not None else ()
+        example_atoms = site.table.atoms(examples) if index is not None else ()
         shape: list[int] = []
         at: dict[int, int] = {}
-        found: dict[int, int] = {}
-        others: list[int] = []
+        example_axes: dict[int, int] = {}
+        other_rows: list[int] = []
         for d, size in enumerate(x.shape):
             at[d] = len(shape)
             atoms = site.table.atoms(use.rows[rows.index(d)]) if d in rows else ()
             sizes = [site.table.size(a) for a in atoms]
-            if index is None or math.prod(sizes) != size:  # whole, a feature, or a shard
+            if index is None or math.prod(sizes) != size:  # keep the axis: a feature, or a shard
                 atoms, sizes = (), [size]
-            for i, part in enumerate(sizes):
-                if atoms and atoms[i] in wanted:
-                    if atoms[i] in found:
+            for i, atom_size in enumerate(sizes):
+                if atoms and atoms[i] in example_atoms:
+                    if atoms[i] in example_axes:
                         raise _lost(site, use, "its rows run over pairs of examples")
-                    found[atoms[i]] = len(shape)
+                    example_axes[atoms[i]] = len(shape)
                 elif d in rows:
-                    others.append(len(shape))
-                shape.append(part)
-        single = index is not None and index.shape[-1] == 1  # an axis of one has no atoms
-        if len(found) != len(wanted) or (index is not None and not wanted and not single):
+                    other_rows.append(len(shape))
+                shape.append(atom_size)
+        single = index is not None and index.shape[-1] == 1  # an example axis of one has no atoms
+        if len(example_axes) != len(example_atoms) or (
+            index is not None and not example_atoms and not single
+        ):
             raise _lost(site, use, "its rows do not run along the examples")
         return cls(
             site,
@@ -86,8 +88,8 @@ class ProductAxes:
             tuple(shape),
             tuple(at[d] for d in contract),
             tuple(at[d] for d in shared),
-            tuple(found[a] for a in wanted),
-            tuple(others),
+            tuple(example_axes[a] for a in example_atoms),
+            tuple(other_rows),
         )
 
     @property
@@ -96,7 +98,7 @@ class ProductAxes:
         return len(self.shared) + self.use.free_stack + len(self.examples)
 
     def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
-        """Each example's adapter out of a bank: one gather; the adapter itself without one."""
+        """Each example's adapter, gathered from a bank; without an index the adapter itself."""
         stack = [self.shape[d] for d in self.shared]
         if self.use.free_stack:
             stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
@@ -125,7 +127,7 @@ class ProductAxes:
         return [d for d in range(ndim) if d not in mine]
 
     def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
-        """``x A`` as ``(stack..., examples..., other rows..., rank)``."""
+        """Compute ``x A`` as ``(stack..., examples..., other rows..., rank)``."""
         a = self._unflattened(a, a.ndim - 2, self.use.in_axes)
         n = len(self.contract)
         stack = a.ndim - 1 - n - len(self.examples)
@@ -140,11 +142,11 @@ class ProductAxes:
             ((self.contract, inputs), ((*self.shared, *self.examples), tuple(batch))),
             **options,
         )
-        # A free stack is a free axis of A: it comes after the rows.
+        # A free stack is a free axis of A, so dot_general puts it after the rows.
         return jnp.moveaxis(out, -2, 0) if self.use.free_stack else out
 
     def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
-        """``h B`` as ``(stack..., examples..., other rows..., outputs...)``."""
+        """Compute ``h B`` as ``(stack..., examples..., other rows..., outputs...)``."""
         b = self._unflattened(b, b.ndim - 1, self._outputs)
         lead = tuple(range(self.lead))
         return jax.lax.dot_general(h, b, (((h.ndim - 1,), (self.lead,)), (lead, lead)), **options)
@@ -154,24 +156,24 @@ class ProductAxes:
         return self.use.out_axes[1:] if self.use.free_stack else self.use.out_axes
 
     def _unflattened(self, matrix: Array, position: int, axes: tuple[Atoms, ...]) -> Array:
-        """A flat axis, in the parameter's own order, as axes in the order of the equation."""
+        """Split a flat axis, in the parameter's order, into axes in the order of the equation."""
         table, view = self.site.table, self.use.view
-        own = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+        own_order = [a for axis in view.remaining_axes for a in table.atoms(axis)]
         flat = [a for axis in axes for a in table.atoms(axis)]
-        ordered = sorted(flat, key=own.index)
+        ordered = sorted(flat, key=own_order.index)
         before, after = matrix.shape[:position], matrix.shape[position + 1 :]
         matrix = matrix.reshape(*before, *map(table.size, ordered), *after)
         if ordered != flat:
             middle = [position + ordered.index(a) for a in flat]
-            rest = range(position + len(flat), matrix.ndim)
-            matrix = matrix.transpose(*range(position), *middle, *rest)
+            trailing = range(position + len(flat), matrix.ndim)
+            matrix = matrix.transpose(*range(position), *middle, *trailing)
         sizes = [math.prod(map(table.size, table.atoms(axis))) for axis in axes]
         return matrix.reshape(*before, *sizes, *after)
 
     def as_product(self, out: Array) -> Array:
-        """Stack, examples, other rows and outputs put where the product has them."""
+        """Move stack, examples, other rows and outputs to where the product has them."""
         stack = list(range(len(self.shared) + self.use.free_stack))
-        where = [*self.examples, *self.others]
+        where = [*self.examples, *self.other_rows]
         rows = [len(stack) + where.index(d) for d in sorted(where)]
         outputs = list(range(len(stack) + len(where), out.ndim))
         free = [stack.pop(), *outputs] if self.use.free_stack else outputs
@@ -182,10 +184,10 @@ class ProductAxes:
 
 
 def _rank_first(a: Array) -> Array:
-    """``(in..., rank)`` as ``(rank, in...)``, so that A's gradient is ``dh.T x``, not ``x.T dh``.
+    """Transpose ``(in..., rank)`` to ``(rank, in...)``, so that A's gradient is ``dh.T x``.
 
-    On the CPU the first is much faster. XLA folds a plain transposition into the product and is
-    back at the second; one with a split axis it leaves alone.
+    On the CPU this is much faster than ``x.T dh``. XLA folds a plain transposition into the product
+    and returns to the slow form; it leaves a transposition with a split axis alone.
     """
     *sizes, rank = a.shape
     if len(sizes) == 1:
@@ -202,22 +204,22 @@ def _lost(site: Site, use: Use, what: str) -> LostRowsError:
     )
 
 
-# ----------------
+# ---------------- the branch
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchOptions:
-    """What is fixed of a branch.
+    """Static options of a branch.
 
     Attributes:
         phi: The nonlinearity, or ``None``.
-        placement: Where the nonlinearity is.
-        scaling: What the product of the two low-rank factors is multiplied by.
+        placement: Position of the nonlinearity.
+        scaling: Factor of the low-rank product.
         may_be_linear: Whether an infinite sigma stands for the identity.
-        forward_mode: Whether the branch must be differentiable by ``jvp``.
-        dropout: Probability, where there is a key.
-        key_impl: Of the key whose data is in the slot.
-        uses: Number of each use of the layer, so that each draws its own dropout.
+        forward_mode: Whether the branch must support ``jvp``.
+        dropout: Dropout probability, applied where there is a key.
+        key_impl: Implementation of the key whose data is in the slot.
+        uses: Number of each use of the layer, so that each use draws its own dropout mask.
         examples: Atoms of the example axis.
     """
 
@@ -233,12 +235,12 @@ class BranchOptions:
 
 
 class Branch(NamedTuple):
-    r"""One evaluation.
+    r"""The values of one evaluation.
 
     Attributes:
         inside: ``x A`` as ``(stack..., rows..., rank)``.
-        u: $z / (|\sigma| + \epsilon)$, with $z$ what the nonlinearity is applied to; likewise.
-        added: What is added to the product, with its axes.
+        u: $z / (|\sigma| + \epsilon)$, where $z$ is the input of the nonlinearity; same layout.
+        added: The branch's output, with the axes of the product.
         width: $|\sigma| + \epsilon$, ready to broadcast; ``None`` without a nonlinearity.
     """
 
@@ -249,7 +251,7 @@ class Branch(NamedTuple):
 
     @property
     def z(self) -> Array:
-        """Computed when asked for."""
+        """$z$, computed on access."""
         return self.u if self.width is None else _scaled(self.u, self.width)
 
 
@@ -262,7 +264,7 @@ def adapted_product(
 
 
 def add(base: Array, added: Array) -> Array:
-    """The sum in the wider of the two dtypes, cast back."""
+    """The sum, computed in the wider of the two dtypes and cast to that of ``base``."""
     wide = statistics_dtype(base.dtype, added.dtype)
     if base.dtype == added.dtype:
         return base + added
@@ -272,14 +274,14 @@ def add(base: Array, added: Array) -> Array:
 def branch(
     site: Site, operands: list[Operand | DeferredParameter], options: BranchOptions
 ) -> Branch:
-    """The branch of a site's only use.
+    """The branch at a site with a single use.
 
     Raises:
-        LostRowsError: adapters are mixed by row, and the rows cannot be told apart by example.
+        LostRowsError: adapters differ by example, and the rows cannot be assigned to examples.
     """
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
-    assert not isinstance(x, DeferredParameter)  # it is the parameter that may be encoded
+    assert not isinstance(x, DeferredParameter)  # only the parameter may be encoded
     slot = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot)
     if "key" in slot:
         x = _dropped(x, slot["key"], options, use)
@@ -305,7 +307,7 @@ def branch(
         infinite = sigma if options.may_be_linear else None
         return activation(curve, u, c, infinite, forward_mode=options.forward_mode)
 
-    # Every scalar multiplies the rank's values, never the outputs': no pass over those is its own.
+    # Scalars multiply the rank's values, not the outputs, so none costs a pass over the outputs.
     if options.placement == "bottleneck":
         u = _scaled(inside, 1 / wide)
         return Branch(inside, u, axes.as_product(up(_scaled(phi(u), options.scaling))), wide)
@@ -314,12 +316,12 @@ def branch(
 
 
 def _scaled(h: Array, scale: Array | float) -> Array:
-    """The product in float32 at the least, so that it is rounded once."""
+    """The product in float32 or wider, so that it is rounded only once."""
     return h.astype(statistics_dtype(h.dtype)) * scale
 
 
 def _dropped(x: Operand, key: Array, options: BranchOptions, use: Use) -> Array:
-    """Inverted dropout; experts of one product draw from the first one's key."""
+    """Apply inverted dropout; experts in one product share the first expert's key."""
     key = jax.random.wrap_key_data(key.reshape(-1, key.shape[-1])[0], impl=options.key_impl)
     keep = 1 - options.dropout
     mask = jax.random.bernoulli(jax.random.fold_in(key, options.uses[id(use)]), keep, x.shape)

@@ -1,4 +1,4 @@
-"""What an adapter is made from, and what it is."""
+"""Settings and leaves of an adapter."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearit
 # ---------------- one layer's adapter
 
 
-# How many axes of its own each leaf of an adapter has, after the stack.
+# Number of axes of each leaf behind the stack.
 OWN_AXES = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
 
@@ -22,14 +22,14 @@ class Adapter(NamedTuple):
     r"""The trained leaves of one layer's branch.
 
     Leading axes are the layer's stack: scanned slices, then experts. In a :class:`Bank` one
-    more axis, the bank's slots, follows them.
+    axis, the bank's slots, follows them.
 
     Attributes:
-        a: $A$, what maps the layer's inputs to the bottleneck.
-        b: $B$, what maps the bottleneck to the layer's outputs.
-        coefficients: Of the nonlinearity, for each slice, float32: $c_0 \ldots c_3$ of the Fourier
-            one; ``None`` for plain LoRA.
-        sigma: $\sigma$ of each slice, float32; ``None`` for plain LoRA. Infinite in a bank,
+        a: $A$, which maps the layer's inputs to the bottleneck.
+        b: $B$, which maps the bottleneck to the layer's outputs.
+        coefficients: Coefficients of the nonlinearity for each slice, float32: $c_0 \ldots c_3$ for
+            the Fourier one; ``None`` for plain LoRA.
+        sigma: $\sigma$ of each slice, float32; ``None`` for plain LoRA. In a bank it is infinite
             where the slot holds plain LoRA.
     """
 
@@ -50,15 +50,15 @@ class Adapter(NamedTuple):
         return self.coefficients is None
 
 
-# {layer: Adapter}, and {path: array} for the parameters of ``modules_to_save``.
+# {layer: Adapter}, with {path: array} for the parameters of ``modules_to_save``.
 Adapters = Mapping[str, Any]
 
 
 def only_adapters(adapters: Adapters) -> dict[str, Adapter]:
-    """The adapters of a tree, without the parameters that are trained whole.
+    """The adapters of a tree, without the parameters that are trained in full.
 
     Raises:
-        TypeError: it is no tree of adapters, but a bank or nothing.
+        TypeError: the argument is not a tree of adapters, but a bank, for example.
     """
     if not isinstance(adapters, Mapping):
         raise TypeError(
@@ -70,7 +70,7 @@ def only_adapters(adapters: Adapters) -> dict[str, Adapter]:
 
 
 def nonlinearities(adapters: Adapters) -> dict[str, tuple[Array, Array]]:
-    """``(coefficients, sigma)`` of every adapter that has them."""
+    """``(coefficients, sigma)`` of every adapter with a nonlinearity."""
     return {
         name: (x.coefficients, x.sigma)
         for name, x in only_adapters(adapters).items()
@@ -78,16 +78,16 @@ def nonlinearities(adapters: Adapters) -> dict[str, tuple[Array, Array]]:
     }
 
 
-# ---------------- what an adapter is made from
+# ---------------- settings
 
 
 Placement = Literal["output", "bottleneck", "none"]
-Number = float | int  # the runtime type hook does not take an int for a float
+Number = float | int  # the runtime type checker does not accept an int as a float
 ALL_LINEAR = "all-linear"
 
 
 class RmsSigma(NamedTuple):
-    r"""A first $\sigma$ that is measured: ``factor`` times the root mean square of $z$.
+    r"""An initial $\sigma$ measured on data: ``factor`` times the root mean square of $z$.
 
     Attributes:
         factor: Dimensionless, positive.
@@ -98,44 +98,44 @@ class RmsSigma(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    r"""Settings of one LS-LoRA adapter; all of them are saved with it.
+    r"""Settings of one LS-LoRA adapter; saved with it.
 
     With $\hat x = \tanh(z / (|\sigma| + 10^{-6}))$ and
     $\varphi(z) = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$, a layer $W$ becomes
 
     $$ y = x W + \varphi(s\, x A B) \quad\text{or}\quad y = x W + s\, \varphi(x A) B , $$
 
-    with $s$ = ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora``. The first coefficients
-    $[0, 1, 0, 0]$ make $\varphi$ the tanh, and not the identity: 24%, 43% and 76% away from
+    with $s$ = ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora``. The initial coefficients
+    $[0, 1, 0, 0]$ make $\varphi$ the tanh, not the identity: it is 24%, 43% and 76% away from
     linear (root mean square over normal z, relative) at std(z)/σ = 0.57, 1 and 3.
 
     Attributes:
         rank: $r$, the width of the bottleneck.
-        alpha: See above; not 0, which a bank could not divide by again.
-        target: Which layers: a full-match pattern over layer names (paths of kernels), a tuple
-            of suffixes of them with or without the last component (``("q_proj", "v_proj")``),
+        alpha: Numerator of the scaling $s$; not 0, because a bank divides by it.
+        target: Layers to adapt: a full-match pattern over layer names (paths of kernels), a tuple
+            of suffixes of names with or without the last component (``("q_proj", "v_proj")``),
             or ``"all-linear"``, every dense layer.
         exclude: Full-match pattern of layers to leave out, or ``None``.
-        fourier_placement: ``"output"`` is the first formula, the original; ``"bottleneck"``
-            the second: $\varphi$ on $r$ values instead of ``out``. They are different models.
-            ``"none"`` is plain LoRA, $\varphi$ the identity: no coefficients and no $\sigma$.
-        init_sigma: First $\sigma$: a number, or ``RmsSigma(factor)`` to measure it.
-        reg_weight: What the training script multiplies ``fourier_loss`` with.
-        rslora: Divide ``alpha`` by the root of the rank.
-        dropout: Probability in [0, 1), of the branch's inputs, where a key is given.
-        rank_pattern: ``{pattern: rank}``, full matches over layer names; the first counts.
-        alpha_pattern: ``{pattern: alpha}``, likewise.
-        modules_to_save: Full-match pattern of parameters that are trained whole and saved
-            beside the adapter, or ``None``.
-        experts: See ``find_layers``: parameters that are read as a stack of experts.
-        nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or one that was registered, see
-            :class:`Nonlinearity`. ``fourier_placement`` and ``init_sigma`` are its own then.
+        fourier_placement: ``"output"`` is the first formula, that of the original; ``"bottleneck"``
+            the second, with $\varphi$ on $r$ values instead of ``out``. They are different models.
+            ``"none"`` is plain LoRA, with $\varphi$ the identity: no coefficients and no $\sigma$.
+        init_sigma: Initial $\sigma$: a number, or ``RmsSigma(factor)`` to measure it.
+        reg_weight: Factor by which the training script multiplies ``fourier_loss``.
+        rslora: Whether to divide ``alpha`` by the root of the rank.
+        dropout: Dropout probability in [0, 1) of the branch's inputs, where a key is given.
+        rank_pattern: ``{pattern: rank}``, full matches over layer names; the first match counts.
+        alpha_pattern: ``{pattern: alpha}``, matched like ``rank_pattern``.
+        modules_to_save: Full-match pattern of parameters to train in full and save beside the
+            adapter, or ``None``.
+        experts: Parameters to read as a stack of experts; see ``find_layers``.
+        nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or a registered one, see
+            :class:`Nonlinearity`. ``fourier_placement`` and ``init_sigma`` then apply to that one.
 
     Raises:
-        ValueError: a value out of its range, a nonlinearity that is not known, or a pattern that is
-            no regular expression.
+        ValueError: a value out of its range, an unknown nonlinearity, or a pattern that is not a
+            regular expression.
 
-    Numbers of NumPy or JAX become Python's, so that they can be saved.
+    Scalars of NumPy or JAX are converted to Python's, so that they can be saved.
 
     Example:
         >>> import jaxkfac.lslora
@@ -191,20 +191,20 @@ class Config:
         return None if self.fourier_placement == "none" else find_nonlinearity(self.nonlinearity)
 
     def rank_of(self, layer: str) -> int:
-        """The rank at a layer, by name."""
+        """The rank at a layer."""
         return _first_match(self.rank_pattern, layer, self.rank)
 
     def alpha_of(self, layer: str) -> Number:
-        """Alpha at a layer, by name."""
+        """Alpha at a layer."""
         return _first_match(self.alpha_pattern, layer, self.alpha)
 
     def scaling(self, layer: str) -> float:
-        """$s$ at a layer, by name."""
+        """The scaling $s$ at a layer."""
         rank = self.rank_of(layer)
         return self.alpha_of(layer) / (math.sqrt(rank) if self.rslora else rank)
 
     def targets(self, layer: str) -> bool:
-        """Whether ``target`` names a layer and ``exclude`` does not; all of them for all-linear."""
+        """Whether ``target`` matches a layer and ``exclude`` does not."""
         if self.exclude is not None and re.fullmatch(self.exclude, layer):
             return False
         if self.target == ALL_LINEAR:
@@ -220,7 +220,7 @@ def _first_match(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value without scalars of NumPy or JAX, at any depth."""
+    """The value with NumPy and JAX scalars converted to Python's, at any depth."""
     if isinstance(value, RmsSigma):
         return RmsSigma(_plain(value.factor))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What the coefficients have become: measured, regularized, diagnosed."""
+"""Measuring, regularizing and diagnosing the trained coefficients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearit
 
 # ---------------- statistics of every branch, in one backward pass over a batch
 #
-# Like curvature, they arrive as the cotangents of slots: a scan stacks them, several uses add up,
-# and nothing is kept but sums.
+# As for curvature, the statistics are the cotangents of slots: a scan stacks them, several uses add
+# up, and only sums are kept.
 
 
-# From a site, its operands and its branch to sums over rows, with the site's stacked axes first.
+# Maps a site, its operands and its branch to sums over rows, with the stacked axes in front.
 Statistic = Callable[[Site, list[Any], Branch], PyTree]
 
 
@@ -37,11 +37,11 @@ def measure(
 
     Args:
         adapted: The adapted model.
-        params: Its base.
+        params: Parameters of the base model.
         adapters: Its adapters.
         inputs: A batch.
-        statistic: What to sum.
-        like: For each layer, zeros of the statistic's form with the layer's stack first.
+        statistic: The statistic to sum.
+        like: For each layer, zeros in the form of the statistic, with the layer's stack in front.
 
     Returns:
         ``{layer: sums}``; zero where no output depends on a layer.
@@ -76,7 +76,7 @@ def measure(
 
 @jax.custom_vjp
 def _emit(slot: PyTree, sums: PyTree, out: Any) -> Any:
-    """``out``; the cotangent of ``slot`` is ``sums``, whatever that of ``out``."""
+    """Return ``out``; the cotangent of ``slot`` is ``sums``, whatever the cotangent of ``out``."""
     return out
 
 
@@ -91,16 +91,16 @@ def _backward(sums: PyTree, cotangent: Any) -> tuple[PyTree, PyTree, Any]:
 _emit.defvjp(_forward, _backward)
 
 
-# ---------------- the regulariser of the coefficients, whatever their nonlinearity
+# ---------------- the regularizer of the coefficients
 
 
 def fourier_loss(adapters: Adapters | Bank) -> Float[Array, ""]:
-    r"""Mean over layers of $\frac14 \|c - [0, 1, 0, 0]\|^2$, not yet times ``reg_weight``.
+    r"""Mean over layers of $\frac14 \|c - [0, 1, 0, 0]\|^2$, without the factor ``reg_weight``.
 
-    This is :func:`regulariser` of the Fourier nonlinearity.
+    This is :func:`regulariser` for the Fourier nonlinearity.
 
     Args:
-        adapters: One adapter's tree, or a bank.
+        adapters: A tree of adapters, or a bank.
 
     Returns:
         A scalar on the device, in the coefficients' dtype.
@@ -119,14 +119,14 @@ def fourier_loss(adapters: Adapters | Bank) -> Float[Array, ""]:
 
 
 def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""]:
-    """Mean over layers of a nonlinearity's own regulariser, not yet times ``reg_weight``.
+    """Mean over layers of the nonlinearity's regularizer, without the factor ``reg_weight``.
 
-    Each slice of a stack (scan, experts) is a layer. Of a bank, the enabled adapters count; plain
-    LoRA has no coefficients and does not.
+    Each slice of a stack (scan, experts) counts as a layer. In a bank, only enabled adapters count;
+    plain LoRA has no coefficients and is skipped.
 
     Args:
-        adapters: One adapter's tree, or a bank.
-        nonlinearity: Its name: ``config.nonlinearity``.
+        adapters: A tree of adapters, or a bank.
+        nonlinearity: Name of the nonlinearity, ``config.nonlinearity``.
 
     Returns:
         A scalar on the device, in the coefficients' dtype.
@@ -137,9 +137,9 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
     phi = find_nonlinearity(nonlinearity)
     if isinstance(adapters, Bank):
         adapters.check_nonlinearity(nonlinearity)
-    held = adapters.adapters if isinstance(adapters, Bank) else adapters
+    tree = adapters.adapters if isinstance(adapters, Bank) else adapters
     distances, weights = [], []
-    for name, (c, sigma) in nonlinearities(held).items():
+    for name, (c, sigma) in nonlinearities(tree).items():
         phi.check(c.shape, f"layer {name!r}")
         distance = phi.regulariser(c)
         distances.append(distance.reshape(-1))
@@ -154,19 +154,19 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
     return (jnp.concatenate(distances) * weight).sum() / jnp.maximum(weight.sum(), 1)
 
 
-# ---------------- how far each adapter's nonlinearity is from its first form, and from linear
+# ---------------- diagnosis: distance from the initial form and from linear
 
 
 class Diagnosis(NamedTuple):
     r"""The nonlinearity of one layer's adapter; leading axes are the layer's stack.
 
-    What is said of tanh is so for the Fourier nonlinearity; others say their own.
+    The formulas are those of the Fourier nonlinearity; others define their own.
 
     Attributes:
         coefficients: $c_0 \ldots c_3$.
         sigma: $\sigma$.
-        deviation: Mean of $|c - [0, 1, 0, 0]|$, the distance from where they started.
-        nonlinearity: $|c_2| + |c_3|$. Zero still leaves a tanh.
+        deviation: Mean of $|c - [0, 1, 0, 0]|$, the distance from the initial coefficients.
+        nonlinearity: $|c_2| + |c_3|$. At zero a tanh remains.
         saturated: Fraction of a batch's values with $|\hat x| > 0.95$, where tanh has lost nine
             tenths of its slope; ``None`` without a batch.
     """
@@ -188,14 +188,14 @@ def diagnose(
     *,
     nonlinearity: str | None = None,
 ) -> dict[str, Diagnosis]:
-    """Numbers of every layer's nonlinearity, as arrays on the device.
+    """Diagnose the nonlinearity of every layer, with arrays on the device.
 
     Args:
-        adapters: One adapter's tree; plain LoRA has nothing to diagnose.
-        adapted: From :func:`attach`, for the saturated fraction.
-        params: The base model, likewise.
-        inputs: A batch, likewise: one backward pass over it.
-        nonlinearity: Its name. That of ``adapted`` by default, and without it ``"fourier"``.
+        adapters: A tree of adapters; plain LoRA is skipped.
+        adapted: From :func:`attach`; needed for the saturated fraction.
+        params: The base model; needed with ``adapted``.
+        inputs: A batch; needed with ``adapted``, takes one backward pass.
+        nonlinearity: Name of the nonlinearity; by default that of ``adapted``, else ``"fourier"``.
 
     Returns:
         ``{layer: Diagnosis}``.
@@ -213,23 +213,23 @@ def diagnose(
     if nonlinearity is None:
         nonlinearity = FOURIER.name if adapted is None else adapted.config.nonlinearity
     phi = find_nonlinearity(nonlinearity)
-    own, found = nonlinearities(adapters), {}
-    for name, (c, sigma) in own.items():
+    nonlinear, diagnoses = nonlinearities(adapters), {}
+    for name, (c, sigma) in nonlinear.items():
         phi.check(c.shape, f"layer {name!r}")
-        found[name] = Diagnosis(
+        diagnoses[name] = Diagnosis(
             coefficients=c,
             sigma=sigma,
             deviation=jnp.abs(c - phi.first(c.dtype)).mean(-1),
             nonlinearity=phi.strength(c),
         )
-    if adapted is None or not own:
-        return found
-    zeros = {n: jnp.zeros(sigma.shape, jnp.float32) for n, (_, sigma) in own.items()}
+    if adapted is None or not nonlinear:
+        return diagnoses
+    zeros = {n: jnp.zeros(sigma.shape, jnp.float32) for n, (_, sigma) in nonlinear.items()}
     like = {n: {"saturated": z, "count": z} for n, z in zeros.items()}
     sums = measure(adapted, params, adapters, inputs, _saturated(phi), like)
     return {
         name: one._replace(saturated=sums[name]["saturated"] / sums[name]["count"])
-        for name, one in found.items()
+        for name, one in diagnoses.items()
     }
 
 

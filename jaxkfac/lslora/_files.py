@@ -1,4 +1,4 @@
-"""Adapters to disk and back, in the layout of PEFT."""
+"""Saving and loading adapters in PEFT's layout."""
 
 import contextlib
 import json
@@ -48,21 +48,21 @@ _PRODUCTS = tensor_keys(None)
 
 
 def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stack]:
-    """Every layer that a file adapts.
+    """The layers that a file adapts, as stacks.
 
     Args:
-        tensors: By key.
-        scanned: The component behind which a number is a slice.
+        tensors: Tensors by key.
+        scanned: The component after which a number is the index of a slice.
 
     Raises:
-        CheckpointMismatchError: slices that are missing, or ``b`` of a module, by name.
+        CheckpointMismatchError: slices are missing, or a module has no ``b``; named.
     """
-    found: dict[str, dict[int | None, str]] = {}
+    modules_by_layer: dict[str, dict[int | None, str]] = {}
     for module in adapted_modules(tensors):
         layer, index = layer_name(module, scanned)
-        found.setdefault(layer, {})[index] = module
+        modules_by_layer.setdefault(layer, {})[index] = module
     stacks = {}
-    for layer, slices in found.items():
+    for layer, slices in modules_by_layer.items():
         indices = sorted(slices, key=lambda i: -1 if i is None else i)
         if indices not in ([None], list(range(len(indices)))):
             raise CheckpointMismatchError(
@@ -71,19 +71,19 @@ def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stac
             )
         modules = [slices[i] for i in indices]
         lead = () if indices == [None] else (len(indices),)
-        a, b = (_tensor(tensors, modules[0], part) for part in ("a", "b"))
+        a, b = (_tensor(tensors, modules[0], leaf_name) for leaf_name in ("a", "b"))
         stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules)
     return stacks
 
 
-def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.ndarray:
-    key = f"{PREFIX}{module}.{_PRODUCTS[part]}"
+def _tensor(tensors: Mapping[str, np.ndarray], module: str, leaf_name: str) -> np.ndarray:
+    key = f"{PREFIX}{module}.{_PRODUCTS[leaf_name]}"
     if key not in tensors:
         raise CheckpointMismatchError(f"the file lacks {key!r}")
     return tensors[key]
 
 
-# ---------------- adapters from disk, in the layout of PEFT
+# ---------------- loading
 
 
 def load(
@@ -99,38 +99,36 @@ def load(
 ) -> tuple[Adapters, Config]:
     r"""Read one adapter.
 
-    Plain LoRA of PEFT comes back with ``fourier_placement="none"`` and computes what PEFT
-    computes: a warm start, see :func:`as_fourier`. Where PEFT adapts some slices of a stack only,
-    or gives them other ranks, the others' rows and columns are zero.
+    Plain LoRA of PEFT loads with ``fourier_placement="none"`` and computes what PEFT computes; to
+    start LS-LoRA from it, see :func:`as_fourier`. Where PEFT adapts only some slices of a stack, or
+    gives them different ranks, the missing rows and columns are zero.
 
     Args:
-        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
-        name: Of the adapter.
-        model: What ``load_decoder`` returned. All that it is made of is known then: its blocks,
-            and the projections that are apart in the file and fused in the model.
-        like: What :func:`init` returns for any other model, or its shapes. Files that were not
-            written here do not say what is scanned: they need ``model``, ``like`` or
-            ``scanned``.
-        names: As for :func:`save`, with ``model`` or ``like``.
-        scanned: For such files: the component behind which numbers count the slices of one
+        folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
+        name: Name of the adapter.
+        model: Result of ``load_decoder``. It determines everything about the layers: the blocks,
+            and which projections are separate in the file and fused in the model.
+        like: Result of :func:`init` for any other model, or its shapes. Files written by other
+            libraries do not say what is scanned: they need ``model``, ``like`` or ``scanned``.
+        names: As for :func:`save`; used with ``model`` or ``like``.
+        scanned: For such files: the component after which numbers count the slices of one
             stack. With ``"layers"``, ``model.layers.{i}.q_proj`` are slices of
             ``model/layers/q_proj/kernel``.
-        assume: Settings by their names in ``adapter_config.json``, in place of what a file of
-            another writer says or leaves out: ``{"init_sigma": 1.0}``. Files of the original
-            LS-LoRA do not say ``fourier_placement``, and it is ``"output"``.
-        verify: Whether files that were written here must have the checksums that they had.
+        assume: Settings by their names in ``adapter_config.json``, which replace those of another
+            library's file or add to them: ``{"init_sigma": 1.0}``. Files of the original LS-LoRA
+            do not state ``fourier_placement``, which is ``"output"``.
+        verify: Whether to check the checksums of files that this library wrote.
 
     Returns:
-        ``(adapters, config)``, arrays in the file's dtypes (``b`` in float32, where slices have
+        ``(adapters, config)``, with arrays in the file's dtypes (``b`` in float32 if slices have
         different scalings).
 
     Raises:
-        CheckpointMismatchError: keys that are missing, not expected or of another shape, all
-            named.
-        DamagedFileError: a file is damaged, or of another save than the one beside it.
-        ValueError: the file is not finite, of another ``peft_type``, or has a setting
-            that makes another model; its nonlinearity is not known; ``model`` is needed; or
-            ``modules_to_save`` replaces one part of a kernel of ``model`` and another is adapted.
+        CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
+        DamagedFileError: a file is damaged, or belongs to another save than the one beside it.
+        ValueError: a tensor is not finite; the ``peft_type`` differs, or a setting makes another
+            model; the nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces
+            one part of a kernel of ``model`` while another part is adapted.
         FileNotFoundError: there is no such adapter.
 
     Example:
@@ -142,8 +140,8 @@ def load(
     if model is not None and like is not None:
         raise ValueError("load: model= and like= both say what the layers are; pass one")
     where = adapter_folder(folder, name)
-    record, tensors, own = read_folder(where, assume=assume, verify=verify)
-    if model is None and like is None and own is None and scanned is None:
+    record, tensors, metadata = read_folder(where, assume=assume, verify=verify)
+    if model is None and like is None and metadata is None and scanned is None:
         raise ValueError(
             f"{folder} was not written here and does not say which modules one layer scans over: "
             'pass model=, like=jk.lslora.init(...), or scanned="layers", say'
@@ -154,20 +152,23 @@ def load(
         elif like is not None:
             shapes = {n: (x.a.shape, x.b.shape) for n, x in only_adapters(like).items()}
             stacks = {n: _stack(n, a, b, names) for n, (a, b) in shapes.items()}
-        elif own is not None:
-            held = own["layers"].items()
-            stacks = {n: Stack(tuple(a[:-2]), a[-2], b[-1], each) for n, (a, b, each) in held}
+        elif metadata is not None:
+            stored_layers = metadata["layers"].items()
+            stacks = {
+                n: Stack(tuple(a[:-2]), a[-2], b[-1], module_names)
+                for n, (a, b, module_names) in stored_layers
+            }
         else:
             stacks = stacks_in(tensors, str(scanned))
         expected = expected_tensors(record, stacks, tensors)
         left_out = [] if OWN in record else untargeted(record, stacks, tensors)
-    whole: dict[str, Any] = {}
+    full_shapes: dict[str, Any] = {}
     if model is None and like is not None:
-        whole = {path: x.shape for path, x in like.items() if path not in stacks}
-    elif model is None and own is not None:
-        whole = own["whole"]
+        full_shapes = {path: x.shape for path, x in like.items() if path not in stacks}
+    elif model is None and metadata is not None:
+        full_shapes = metadata["whole"]
     expected |= {
-        PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in whole.items()
+        PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in full_shapes.items()
     }
     beside = [] if model is None else [key for key in tensors if key not in expected]
     stored = {key: tuple(x.shape) for key, x in tensors.items() if key not in beside}
@@ -183,7 +184,7 @@ def load(
         layers[layer] = rank, alpha
     if like is not None:
         _check_ranks(adapters, like, str(folder))
-    for path in whole:
+    for path in full_shapes:
         key, transposed = whole_name(path)
         x = tensors[PREFIX + key]
         adapters[path] = jnp.asarray(x.T if transposed else x)
@@ -191,23 +192,24 @@ def load(
     if model is not None:
         replaced = whole_parameters(model, record, beside, tensors, names)
     with _settings_of(where / CONFIG):
-        config = from_record(record, layers, [*whole, *replaced])
+        config = from_record(record, layers, [*full_shapes, *replaced])
     if model is None:
         return adapters, config
     fused, config = fuse(adapters, config, model.config.parts)
     if both := sorted(fused.keys() & replaced.keys()):
-        other = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
+        remedy = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
         raise ValueError(
             f"{where / CONFIG}: modules_to_save replaces some slices or a part of {both}, and the "
             "file adapts others of them; here a kernel is replaced or adapted, not both. Write "
-            f"these modules into the base model, and load the adapter onto that with assume={other}"
+            "these modules into the base model, and load the adapter onto that with "
+            f"assume={remedy}"
         )
     return {**fused, **replaced}, config
 
 
 @contextlib.contextmanager
 def _settings_of(path: Path) -> Iterator[None]:
-    """Say which file has settings that are not what they should be."""
+    """Add the name of the settings file to errors about its values."""
     try:
         yield
     except JaxkfacError:
@@ -249,7 +251,7 @@ def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[i
     return "; ".join(problems)
 
 
-# ---------------- adapters to disk, in the layout of PEFT
+# ---------------- saving
 
 
 def save(
@@ -265,34 +267,34 @@ def save(
 ) -> None:
     r"""Write one adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    Every slice of a stack is a module of its own: ``<module>.lora_A.weight`` (r, in),
+    Every slice of a stack is a separate module: ``<module>.lora_A.weight`` (r, in),
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
-    Another nonlinearity than the Fourier one has its own name there.
-    Keys carry no adapter name. ``"default"`` is at the folder's root, others in
-    ``folder/name``. Neither file takes its name before both are on the disk, and each has a
+    A nonlinearity other than the Fourier one puts its own name there.
+    Keys carry no adapter name. ``"default"`` is saved at the folder's root, other names in
+    ``folder/name``. Both files are complete on disk before either takes its name, and each has a
     checksum that :func:`load` compares.
 
     Args:
-        folder: Made if it is missing.
-        adapters: What is written, and nothing else.
-        config: Its settings; all are saved.
-        name: An identifier, and not ``"lora"``.
-        dialect: ``peft_type`` of the file: ``"lslora"`` is ``LSLORA``, which only LS-LoRA
-            readers know; ``"peft"`` is ``LORA``, for PEFT with the plug-in
-            ``torch_ref.lslora.peft_plugin`` of the extra ``peft``. Without the plug-in PEFT
-            refuses it. Plain LoRA itself has the dialect ``"peft"``, and needs no plug-in.
+        folder: Created if missing.
+        adapters: The adapters to write.
+        config: Their settings; all are saved.
+        name: An identifier other than ``"lora"``.
+        dialect: ``peft_type`` of the file: ``"lslora"`` writes ``LSLORA``, which only LS-LoRA
+            readers know; ``"peft"`` writes ``LORA``, for PEFT with the plug-in
+            ``torch_ref.lslora.peft_plugin`` of the extra ``peft``. PEFT without the plug-in
+            refuses the file. Plain LoRA must use ``"peft"``, and needs no plug-in.
         names: ``names(layer, index of a slice) -> module``; by default ``layers/q/kernel`` is
             ``layers.{i}.q``.
-        base_model: Where PEFT finds the base model, ``pretrained.path`` say. With ``task_type``
-            its ``AutoPeftModelForCausalLM`` opens the folder; of a model whose PyTorch form keeps
-            fused projections apart, write what :func:`split` returns.
-        task_type: PEFT's word for what the model does: ``"CAUSAL_LM"``.
+        base_model: Where PEFT finds the base model, such as ``pretrained.path``. Together with
+            ``task_type`` it lets ``AutoPeftModelForCausalLM`` open the folder. If the PyTorch model
+            keeps fused projections apart, write the result of :func:`split`.
+        task_type: PEFT's name for the task, such as ``"CAUSAL_LM"``.
 
     Raises:
-        ValueError: a name that cannot be used, two slices with one module name, values that are
-            not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
+        ValueError: a name cannot be used, two slices have one module name, values are not
+            finite, the adapters' rank or placement differs from ``config``'s, or plain LoRA has
             the dialect ``"lslora"``.
-        OSError: the files cannot be written; what is in the folder then is said.
+        OSError: the files cannot be written; the message says what the folder then holds.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -311,19 +313,19 @@ def save(
     for layer, adapter in only_adapters(adapters).items():
         _check_settings(layer, adapter, config)
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
-    whole = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
-    tensors = _to_tensors(adapters, modules, whole, tensor_keys(config.phi))
-    saved = sorted({key.rpartition(".")[0] for key, _ in whole.values()})
+    full_names = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
+    tensors = _to_tensors(adapters, modules, full_names, tensor_keys(config.phi))
+    saved = sorted({key.rpartition(".")[0] for key, _ in full_names.values()})
     base = None if base_model is None else str(base_model)
     record = to_record(config, modules, saved, dialect, base, task_type)
     layers = {
         n: [list(x.a.shape), list(x.b.shape), modules[n]]
         for n, x in only_adapters(adapters).items()
     }
-    shapes = {path: list(adapters[path].shape) for path in whole}
+    shapes = {path: list(adapters[path].shape) for path in full_names}
     sums = {key: tensor_checksum(x) for key, x in tensors.items()}
-    own = json.dumps({"layers": layers, "whole": shapes, KEY: sums})
-    data = rendered(tensors, {"format": "pt", OWN: own})
+    metadata = json.dumps({"layers": layers, "whole": shapes, KEY: sums})
+    data = rendered(tensors, {"format": "pt", OWN: metadata})
     folder = adapter_folder(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
     text = config_text(record, OWN, CONFIG, {TENSORS: data})
@@ -339,12 +341,12 @@ def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
         )
     if adapter.coefficients is not None and config.phi is not None:
         config.phi.check(adapter.coefficients.shape, f"layer {layer!r}")
-    rank, said = adapter.a.shape[-1], config.rank_of(layer)
-    if rank != said:
+    rank, config_rank = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != config_rank:
         raise ValueError(
-            f"layer {layer!r}: the adapter has rank {rank}, and the config says {said}, which its "
-            "scaling is made from; save it with the config that it was made with (one out of a "
-            "bank: bank.get(name, config))"
+            f"layer {layer!r}: the adapter has rank {rank}, and the config says {config_rank}, "
+            "which its scaling is made from; save it with the config that it was made with (one "
+            "out of a bank: bank.get(name, config))"
         )
 
 
@@ -355,7 +357,7 @@ def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str
 def _to_tensors(
     adapters: Adapters,
     modules: dict[str, list[str]],
-    whole: dict[str, tuple[str, bool]],
+    full_names: dict[str, tuple[str, bool]],
     keys: dict[str, str],
 ) -> dict[str, np.ndarray]:
     """Every tensor by its key, in PyTorch's orientation, on the host."""
@@ -364,16 +366,18 @@ def _to_tensors(
     def put(key: str, x: np.ndarray) -> None:
         if key in tensors:
             raise ValueError(f"two layers would be written as {key!r}: give names=")
-        tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # it makes a scalar a vector
+        tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # which turns a scalar into (1,)
 
     for layer, adapter in only_adapters(jax.device_get(adapters)).items():
         stack = adapter.a.shape[:-2]
         for module, index in zip(modules[layer], np.ndindex(*stack), strict=True):
-            for part, leaf in adapter._asdict().items():
+            for leaf_name, leaf in adapter._asdict().items():
                 if leaf is not None:
                     x = np.asarray(leaf[index])
-                    put(f"{PREFIX}{module}.{keys[part]}", x.T if part in ("a", "b") else x)
-    for path, (key, transposed) in whole.items():
+                    put(
+                        f"{PREFIX}{module}.{keys[leaf_name]}", x.T if leaf_name in ("a", "b") else x
+                    )
+    for path, (key, transposed) in full_names.items():
         x = np.asarray(adapters[path])
         if transposed and x.ndim != 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""An adapter's folder: where its files lie, what their keys are, and how they are read."""
+"""An adapter's folder: its files, their keys, and how they are read."""
 
 import importlib
 import json
@@ -16,32 +16,37 @@ from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
 
-# ---------------- checksums of the two files of an adapter, which neither JSON nor safetensors has
+# ---------------- checksums of an adapter's two files
 #
-# ``adapter_config.json`` holds one of each file, its own taken with zeros in its place. It is
-# written last, so that files of two different saves do not pass for one adapter. Those of single
-# tensors, in the header of the other file, say which of them is damaged.
+# Neither JSON nor safetensors has checksums. ``adapter_config.json`` holds one for each file; its
+# own
+# is computed with zeros in its place. It is written last, so that files of two different saves are
+# not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
+# which
+# of them is damaged.
 
 
 KEY = "checksums"
 
 
 def tensor_checksum(x: np.ndarray) -> str:
-    """Of a tensor's dtype, shape and values."""
+    """Checksum of a tensor's dtype, shape and values."""
     return checksum(f"{x.dtype.name}{x.shape}".encode() + x.tobytes())
 
 
-def config_text(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
-    """The text of a record, with checksums of other files and of itself in ``record[own]``.
+def config_text(
+    record: dict[str, Any], own_key: str, config: str, files: Mapping[str, bytes]
+) -> bytes:
+    """The text of a record, with checksums of the other files and of itself in ``record[own_key]``.
 
     Args:
-        record: What is written.
-        own: Its key for what this library adds.
+        record: The record to write.
+        own_key: Key of this library's entries.
         config: Name of the file.
-        files: Content of the others, by name.
+        files: Contents of the other files, by name.
     """
     sums = {name: checksum(data) for name, data in files.items()} | {config: ZEROS}
-    record = record | {own: record[own] | {KEY: sums}}
+    record = record | {own_key: record[own_key] | {KEY: sums}}
     text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
     return sealed(text, config).encode()
 
@@ -52,33 +57,41 @@ def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
     Raises:
         DamagedFileError: they differ.
     """
-    said = sums.get(path.name)
-    if not is_sealed(text, path.name, said):
+    stored = sums.get(path.name)
+    if not is_sealed(text, path.name, stored):
         raise DamagedFileError(
-            f"{path} is damaged, or was edited: its checksum is not {said!r}. If you edited it, "
+            f"{path} is damaged, or was edited: its checksum is not {stored!r}. If you edited it, "
             "pass verify=False"
         )
 
 
 def check_tensors(
-    path: Path, data: bytes, sums: Mapping[str, str], tensors: Mapping[str, np.ndarray], each: Any
+    path: Path,
+    data: bytes,
+    sums: Mapping[str, str],
+    tensors: Mapping[str, np.ndarray],
+    tensor_sums: Any,
 ) -> None:
-    """Compare the other file with its checksum; where they differ, find the tensors.
+    """Compare the tensors' file with its checksum; on a mismatch find the damaged tensors.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         data: Its content.
-        sums: By name of the file.
-        tensors: What was read from it.
-        each: Checksums of the tensors, by key.
+        sums: Checksums by file name.
+        tensors: Tensors read from the file.
+        tensor_sums: Checksums of the tensors by key, if the file has any.
 
     Raises:
         DamagedFileError: they differ.
     """
     if checksum(data) == sums.get(path.name):
         return
-    each = each if isinstance(each, dict) else {}
-    wrong = [key for key, x in tensors.items() if key in each and each[key] != tensor_checksum(x)]
+    tensor_sums = tensor_sums if isinstance(tensor_sums, dict) else {}
+    wrong = [
+        key
+        for key, x in tensors.items()
+        if key in tensor_sums and tensor_sums[key] != tensor_checksum(x)
+    ]
     what = "every tensor" if len(wrong) == len(tensors) else ", ".join(wrong) or "its header"
     raise DamagedFileError(
         f"{path} is damaged, or of another save than the config beside it ({what}): its checksum "
@@ -86,7 +99,7 @@ def check_tensors(
     )
 
 
-# ---------------- safetensors files as NumPy arrays, bfloat16 included
+# ---------------- safetensors files as NumPy arrays, including bfloat16
 
 
 _DTYPES = {
@@ -101,17 +114,17 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     """``(tensors, metadata)`` of a file's content.
 
     Raises:
-        DamagedFileError: it is no whole safetensors file.
+        DamagedFileError: it is not a complete safetensors file.
         ValueError: it holds a dtype that no adapter has.
     """
     safetensors = _package("safetensors")
     try:
-        found = safetensors.deserialize(data)
+        entries = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise DamagedFileError(f"{path} is damaged, or no safetensors file: {error}") from None
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
-    for key, value in found:
+    for key, value in entries:
         if value["dtype"] not in _DTYPES:
             raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
         flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
@@ -120,10 +133,10 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """The content of a file: the same bytes for the same values.
+    """The content of a file, with the same bytes for the same values.
 
-    The package writes metadata in the order of a hash table whose seed differs from process to
-    process. Tensors, which it sorts, keep their places behind the header.
+    The package writes metadata in the order of a hash table whose seed differs between processes,
+    so the header is sorted here. The sorted tensors keep their places behind the header.
     """
     data = _package("safetensors.numpy").save(tensors, metadata)
     length = int.from_bytes(data[:8], "little")
@@ -131,7 +144,7 @@ def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
@@ -144,7 +157,7 @@ def _package(name: str) -> Any:
         ) from None
 
 
-# ----------------
+# ---------------- reading a folder
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -152,12 +165,12 @@ PREFIX = "base_model.model."
 
 
 class SavedModules(NamedTuple):
-    """What is in an adapter's files, without a model.
+    """Contents of an adapter's files, without a model.
 
     Attributes:
-        record: Of ``adapter_config.json``.
-        modules: ``{module: Adapter}``, in order of name, with the numbers in them as numbers.
-        nonlinearity: Of the adapters, or ``None`` for plain LoRA.
+        record: Content of ``adapter_config.json``.
+        modules: ``{module: Adapter}``, sorted by name, with numbers in names compared as numbers.
+        nonlinearity: Nonlinearity of the adapters, or ``None`` for plain LoRA.
     """
 
     record: dict[str, Any]
@@ -166,12 +179,12 @@ class SavedModules(NamedTuple):
 
 
 def tensor_keys(phi: Nonlinearity | None) -> dict[str, str]:
-    """How the key of each leaf of an adapter ends, behind its module's name."""
+    """The ends of the keys of an adapter's leaves, after the module's name."""
     return {"a": "lora_A.weight", "b": "lora_B.weight"} | ({} if phi is None else phi.tensors)
 
 
 def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of the modules that a file has an A of, in its order."""
+    """Names of the modules for which a file has an A, in its order."""
     end = "." + tensor_keys(None)["a"]
     return [key.removeprefix(PREFIX).removesuffix(end) for key in tensors if key.endswith(end)]
 
@@ -179,12 +192,12 @@ def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
 def read_folder(
     folder: Path, *, assume: Mapping[str, Any] | None = None, verify: bool = True
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """``(record, tensors, what was added here)`` of a folder, checked.
+    """Read a folder as ``(record, tensors, this library's metadata)``, and check it.
 
     Raises:
         FileNotFoundError: there is no adapter, or one of its files is missing.
         DamagedFileError: one of its files is damaged; named.
-        ValueError: one of its files is of something else; named.
+        ValueError: one of its files is not an adapter's; named.
     """
     for path in (folder / CONFIG, folder / TENSORS):
         if not path.is_file():
@@ -201,44 +214,44 @@ def read_folder(
     check_record(record, str(folder / CONFIG))
     data = (folder / TENSORS).read_bytes()
     tensors, metadata = parsed(folder / TENSORS, data)
-    own = _own_part(folder / TENSORS, metadata)
+    own_metadata = _own_metadata(folder / TENSORS, metadata)
     if sums is not None:
-        each = None if own is None else own.get(KEY)
-        check_tensors(folder / TENSORS, data, sums, tensors, each)
-    return record, tensors, own
+        tensor_sums = None if own_metadata is None else own_metadata.get(KEY)
+        check_tensors(folder / TENSORS, data, sums, tensors, tensor_sums)
+    return record, tensors, own_metadata
 
 
 def _checksums(record: Any) -> Any:
-    own = record.get(OWN) if isinstance(record, dict) else None
-    sums = own.get(KEY) if isinstance(own, dict) else None
+    own_settings = record.get(OWN) if isinstance(record, dict) else None
+    sums = own_settings.get(KEY) if isinstance(own_settings, dict) else None
     return sums if isinstance(sums, dict) else None
 
 
-def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
-    """What was added here to the header: layers, parameters saved whole, checksums."""
+def _own_metadata(path: Path, metadata: Mapping[str, str]) -> Any:
+    """This library's entries of the header: layers, parameters saved in full, checksums."""
     if OWN not in metadata:
         return None
     try:
-        own = json.loads(metadata[OWN])
-        for layer, (a, b, modules) in own["layers"].items():
+        entries = json.loads(metadata[OWN])
+        for layer, (a, b, modules) in entries["layers"].items():
             if min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules):
                 raise ValueError(f"layer {layer!r} has shapes {a}, {b} and modules {modules}")
-        return own | {"whole": dict(own["whole"])}
+        return entries | {"whole": dict(entries["whole"])}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedFileError(f"{path} is damaged: metadata {OWN!r}: {reason}") from error
 
 
 def adapter_folder(folder: Path | str, name: str) -> Path:
-    """Where PEFT puts an adapter: ``"default"`` at the root, others one level down."""
+    """PEFT's folder of an adapter: ``"default"`` at the root, other names one level down."""
     return Path(folder) if name == "default" else Path(folder) / name
 
 
 def check_finite(tensors: Mapping[str, np.ndarray], where: str = "") -> None:
-    """Refuse tensors that are not finite.
+    """Refuse tensors with NaN or infinity.
 
     Raises:
-        ValueError: naming them, behind the words of ``where``.
+        ValueError: names them, after the prefix ``where``.
     """
     bad = [key for key, x in tensors.items() if not np.isfinite(x.astype(np.float32)).all()]
     if bad:
@@ -252,11 +265,11 @@ def read_modules(
     assume: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> SavedModules:
-    """What the files of an adapter hold; :func:`load` fits it to a model.
+    """Read the files of an adapter without a model; :func:`load` fits them to one.
 
     Args:
-        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
-        name: Of the adapter.
+        folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
+        name: Name of the adapter.
         assume: As for :func:`load`.
         verify: As for :func:`load`.
 
@@ -264,27 +277,33 @@ def read_modules(
         CheckpointMismatchError: a module lacks one of its tensors.
         DamagedFileError: one of the files is damaged.
         FileNotFoundError: there is no such adapter.
-        ValueError: the files are of something else than LoRA or LS-LoRA.
+        ValueError: the files hold something other than LoRA or LS-LoRA.
     """
     record, tensors, _ = read_folder(adapter_folder(folder, name), assume=assume, verify=verify)
     phi = nonlinearity_of(record)
-    parts = tensor_keys(phi)
-    ends = tuple(f".{key}" for key in parts.values())
+    leaf_keys = tensor_keys(phi)
+    ends = tuple(f".{key}" for key in leaf_keys.values())
     names = [key.removeprefix(PREFIX) for key in tensors]
     modules = sorted(
         {n.removesuffix(e) for n in names for e in ends if n.endswith(e)}, key=_counted
     )
-    wanted = [f"{PREFIX}{m}.{key}" for m in modules for key in parts.values()]
-    if missing := [key for key in wanted if key not in tensors]:
+    expected = [f"{PREFIX}{m}.{key}" for m in modules for key in leaf_keys.values()]
+    if missing := [key for key in expected if key not in tensors]:
         raise CheckpointMismatchError(f"{folder} lacks {missing}")
-    found = {}
+    adapters = {}
     for module in modules:
-        own = {part: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"]) for part, key in parts.items()}
-        own = {"coefficients": None, "sigma": None, **own}
-        found[module] = Adapter(**(own | {"a": own["a"].T, "b": own["b"].T}))
-    return SavedModules(record, found, phi)
+        leaves = {
+            leaf_name: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"])
+            for leaf_name, key in leaf_keys.items()
+        }
+        leaves = {"coefficients": None, "sigma": None, **leaves}
+        adapters[module] = Adapter(**(leaves | {"a": leaves["a"].T, "b": leaves["b"].T}))
+    return SavedModules(record, adapters, phi)
 
 
 def _counted(module: str) -> list[tuple[int, str]]:
-    """A key that puts ``layers.2`` before ``layers.10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
+    """Sort key that puts ``layers.2`` before ``layers.10``."""
+    return [
+        (int(component), "") if component.isdecimal() else (-1, component)
+        for component in module.split(".")
+    ]

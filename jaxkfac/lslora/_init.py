@@ -1,4 +1,4 @@
-"""Fresh adapters for the layers that a config names."""
+"""New adapters for the layers that a config targets."""
 
 import math
 from collections.abc import Callable
@@ -35,27 +35,26 @@ from jaxkfac.lslora._config import (
 )
 from jaxkfac.lslora._diagnose import measure
 
-# ---------------- first values of A from what a layer sees: its inputs' covariance (EVA), or the
-# gradient
+# ---------------- A from the inputs' covariance (EVA) or from the gradient
 
 
 Init = Literal["default", "eva", "gradient"]
 _NAMES = {"eva": "factors", "gradient": "gradient"}
-_ROUNDING = 1e-6  # relative to the largest: what float32 sums of squares tell from zero
+_ROUNDING = 1e-6  # relative to the largest value: what float32 sums of squares can tell from zero
 
 
 def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
-    """Refuse a source that ``init`` does not read, and a missing one.
+    """Refuse a source that ``init`` does not use, and a missing one.
 
     Raises:
-        ValueError: naming the argument.
-        TypeError: ``factors`` are none.
+        ValueError: names the argument.
+        TypeError: ``factors`` is no ``Factors``.
     """
-    given = {"factors": factors, "gradient": gradient}
+    sources = {"factors": factors, "gradient": gradient}
     needed = _NAMES.get(init)
-    if needed is not None and given[needed] is None:
+    if needed is not None and sources[needed] is None:
         raise ValueError(f"init={init!r} reads the {needed}: pass {needed}=")
-    for name, value in given.items():
+    for name, value in sources.items():
         if value is not None and name != needed:
             raise ValueError(f"{name}=: init={init!r} does not read it")
     if factors is not None:
@@ -65,7 +64,7 @@ def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
 def covariance(factors: Factors, layer: Layer) -> Any:
     r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
 
-    The mean is known where the factor has the ones of a bias; elsewhere it counts as zero.
+    The mean is known if the factor includes the ones of a bias; otherwise it is taken as zero.
     """
     if layer.name not in factors:
         raise UnknownLayerError(
@@ -98,18 +97,18 @@ def gradient_of(gradient: PyTree, layer: Layer) -> Any:
             f"gradient: no leaf {path!r}, which gets an adapter; the nearest paths are "
             f"{nearest(path, leaves)}"
         )
-    found = layer.weight.read(jnp.asarray(leaves[path]))
-    return found if isinstance(found, Tracer) else np.asarray(found, np.float64)
+    matrix = layer.weight.read(jnp.asarray(leaves[path]))
+    return matrix if isinstance(matrix, Tracer) else np.asarray(matrix, np.float64)
 
 
 def directions(
     init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: PyTree
 ) -> Float[Array, "*stack in r"]:
-    """Orthonormal columns, the strongest first, each with its largest entry positive.
+    """Orthonormal columns, the strongest first, each with a positive largest entry.
 
     Raises:
-        ValueError: fewer directions than the rank, where values are known.
-        NonFiniteFactorError: values that are not finite.
+        ValueError: there are fewer directions than the rank; checked if values are concrete.
+        NonFiniteFactorError: a value is not finite.
     """
     what = "inputs" if init == "eva" else "gradient"
     if init == "eva":
@@ -121,7 +120,7 @@ def directions(
     if not traced and not np.isfinite(matrix).all():
         raise NonFiniteFactorError(f"layer {layer.name!r}: the {what} are not finite")
     xp: Any = jnp if traced else np
-    left, values, _ = xp.linalg.svd(matrix, full_matrices=False)
+    columns, values, _ = xp.linalg.svd(matrix, full_matrices=False)
     if not traced:
         number = int((values > _ROUNDING * values.max(-1, keepdims=True)).sum(-1).min())
         if number < rank:
@@ -130,37 +129,37 @@ def directions(
                 + (" in one of the slices" if layer.stack else "")
                 + f", and the rank is {rank}: give more examples, or a lower rank (rank_pattern=)"
             )
-    left = left[..., :rank]
-    largest = xp.take_along_axis(left, xp.abs(left).argmax(-2)[..., None, :], -2)
-    return jnp.asarray(left * xp.where(largest < 0, -1, 1))
+    columns = columns[..., :rank]
+    largest = xp.take_along_axis(columns, xp.abs(columns).argmax(-2)[..., None, :], -2)
+    return jnp.asarray(columns * xp.where(largest < 0, -1, 1))
 
 
-# ---------------- a first $\sigma$ from data
+# ---------------- an initial $\sigma$ from data
 
 
 def calibrate(
     adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, factor: float = 1.0
 ) -> Adapters:
-    r"""The adapters with $\sigma = $ ``factor`` times the root mean square of $z$ over a batch.
+    r"""Set $\sigma$ to ``factor`` times the root mean square of $z$ over a batch.
 
     Args:
         adapted: From :func:`attach`.
         params: The base model.
-        adapters: With B other than zero, or with the placement ``"bottleneck"``.
+        adapters: Adapters with B other than zero, or with the placement ``"bottleneck"``.
         inputs: A batch.
         factor: Dimensionless; tanh is 24%, 43% and 76% away from linear at factors 1.75, 1, 1/3.
 
     Returns:
-        The same adapters with another $\sigma$ for each slice.
+        The adapters with the new $\sigma$ for each slice.
 
     Raises:
         ValueError: $z$ is zero on the whole batch, so there is nothing to measure.
     """
     out = dict(adapters)
-    found = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
+    sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
     for name, adapter in only_adapters(adapters).items():
-        if name in found:
-            out[name] = adapter._replace(sigma=factor * found[name])
+        if name in sigmas:
+            out[name] = adapter._replace(sigma=factor * sigmas[name])
     return out
 
 
@@ -169,8 +168,8 @@ def measured_sigmas(
 ) -> dict[str, Array]:
     r"""Root mean square of $z$ for each slice of each layer with a nonlinearity.
 
-    A fresh adapter of placement ``"output"`` has B = 0 and so z = 0. There it is the root mean
-    square of $s\, x A$, which z has once the columns of B have unit length.
+    A new adapter with placement ``"output"`` has B = 0 and so z = 0. Its value is the root mean
+    square of $s\, x A$, which $z$ has once the columns of B have unit length.
     """
     config = adapted.config
     inside = fresh and config.fourier_placement == "output"
@@ -184,13 +183,13 @@ def measured_sigmas(
         size = z.size // max(1, total.size)
         return {"squares": total, "count": jnp.full(total.shape, size)}
 
-    own = nonlinearities(adapters)
-    zeros = {n: jnp.zeros(sigma.shape, sigma.dtype) for n, (_, sigma) in own.items()}
+    nonlinear = nonlinearities(adapters)
+    zeros = {n: jnp.zeros(sigma.shape, sigma.dtype) for n, (_, sigma) in nonlinear.items()}
     like = {n: {"squares": z, "count": z} for n, z in zeros.items()}
     sums = measure(adapted, params, adapters, inputs, squares, like)
     out = {}
-    for name, found in sums.items():
-        out[name] = jnp.sqrt(found["squares"] / found["count"])
+    for name, sums_of_layer in sums.items():
+        out[name] = jnp.sqrt(sums_of_layer["squares"] / sums_of_layer["count"])
         if not isinstance(out[name], Tracer) and not np.all(np.asarray(out[name]) > 0):
             raise ValueError(
                 f"layer {name!r}: z is zero on this batch, or no output depends on it, so there "
@@ -199,7 +198,7 @@ def measured_sigmas(
     return out
 
 
-# ----------------
+# ---------------- new adapters
 
 
 def init(
@@ -214,29 +213,29 @@ def init(
     factors: Factors | None = None,
     gradient: PyTree = None,
 ) -> Adapters:
-    r"""Adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
+    r"""Create adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
 
-    ``init="eva"`` takes the orthonormal directions in which a layer's inputs vary most for A, and
-    ``"gradient"`` those from which its gradient is largest, the input side of LoRA-GA. B is zero
-    all the same, so that the base stays as it is, and folders are those of any adapter.
+    ``init="eva"`` sets A to the orthonormal directions in which a layer's inputs vary most;
+    ``"gradient"`` sets it to those with the largest gradient, the input side of LoRA-GA. B is zero
+    in all cases, so the base model stays unchanged and folders have the usual form.
 
-    With B = 0 the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
-    coefficients at the first step; in ``"output"`` $c_0$ and $c_3$ have equal ones, since
+    With B = 0, the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
+    coefficients at the first step. With ``"output"``, $c_0$ and $c_3$ have equal gradients, since
     $\varphi(0) = c_0 + c_3$.
 
     Args:
-        config: The settings.
+        config: Settings of the adapters.
         apply_fn: As for :func:`attach`.
-        params: The base model, any kernels in NF4; shapes suffice, unless $\sigma$ is measured.
-        inputs: A batch; shapes suffice, likewise.
-        key: For A.
-        dtype: Of A and B; that of the layer's parameter by default. Coefficients and $\sigma$
-            are float32 at the least.
+        params: The base model, with any kernels in NF4; shapes suffice unless $\sigma$ is measured.
+        inputs: A batch; shapes suffice unless $\sigma$ is measured.
+        key: Key for A.
+        dtype: Dtype of A and B; by default that of the layer's parameter. Coefficients and $\sigma$
+            are float32 or wider.
         init: ``"default"``, ``"eva"`` or ``"gradient"``.
-        factors: For ``"eva"``: factors of the base model on the data. Their inputs are centred
-            where A has the ones of a bias (``bias="joint"``), as in PEFT; a layer without a bias
-            has no mean in its factor, and takes the uncentred second moment.
-        gradient: For ``"gradient"``: of the loss in ``params``, a tree like them.
+        factors: For ``"eva"``: factors of the base model on the data. Their inputs are centered
+            if A includes the ones of a bias (``bias="joint"``), as in PEFT. A layer without a bias
+            has no mean in its factor, so its uncentered second moment is used.
+        gradient: For ``"gradient"``: the gradient of the loss with respect to ``params``.
 
     Returns:
         ``{layer: Adapter}``, and the parameters of ``modules_to_save`` by path.
@@ -244,10 +243,10 @@ def init(
     Raises:
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
         ValueError: the target matches something that cannot be adapted, ``modules_to_save``
-            something quantised or a target as well (but with ``"all-linear"``, which leaves it
-            out), or the rank is larger than a layer; each named. Or ``init`` lacks its source, the
-            source has no such leaf, or has fewer directions than the rank (zeros have none).
-        NonFiniteFactorError: factors or a gradient that are not finite.
+            matches something quantized or targeted as well (``"all-linear"`` skips it instead), or
+            the rank is larger than a layer; each is named. Or the source for ``init`` is missing,
+            lacks a leaf, or has fewer directions than the rank (zeros have none).
+        NonFiniteFactorError: a factor or the gradient is not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -270,32 +269,32 @@ def init(
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
-        own = leaves[layer.weight.path].dtype if dtype is None else dtype
-        adapters[layer.name] = _fresh(config, layer, mine, own)
+        leaf_dtype = leaves[layer.weight.path].dtype if dtype is None else dtype
+        adapters[layer.name] = _fresh(config, layer, mine, leaf_dtype)
         if init != "default":
             a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
-            adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(own))
+            adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
-        whole = selector(config.modules_to_save, list(leaves))
-        if quantised := sorted(whole & encoded_paths(params)):
+        full_paths = selector(config.modules_to_save, list(leaves))
+        if quantised := sorted(full_paths & encoded_paths(params)):
             raise ValueError(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
                 "are quantised and cannot be trained: dequantise them, or leave them out"
             )
-        _leave_to_whole(adapters, layers, whole, config)
-        adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
+        _leave_to_whole(adapters, layers, full_paths, config)
+        adapters |= {path: leaf for path, leaf in leaves.items() if path in full_paths}
     if isinstance(config.init_sigma, RmsSigma) and config.phi is not None:
-        found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
-        for name, rms in found.items():
+        sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
+        for name, rms in sigmas.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
     return adapters
 
 
 def _leave_to_whole(
-    adapters: dict[str, Any], layers: list[Layer], whole: set[str], config: Config
+    adapters: dict[str, Any], layers: list[Layer], full_paths: set[str], config: Config
 ) -> None:
-    """Take out the adapters of what is trained as a whole, or refuse both for one parameter."""
-    both = [layer.name for layer in layers if layer.weight.path in whole]
+    """Drop the adapters of parameters trained in full, or refuse both for one parameter."""
+    both = [layer.name for layer in layers if layer.weight.path in full_paths]
     if both and config.target != ALL_LINEAR:
         raise ValueError(
             f"target={config.target!r} and modules_to_save={config.modules_to_save!r} both match "
@@ -307,21 +306,21 @@ def _leave_to_whole(
 
 
 def targeted(config: Config, table: LayerTable) -> list[Layer]:
-    """The layers that a config adapts.
+    """The layers that a config targets.
 
     Raises:
-        UnknownLayerError: none.
-        ValueError: the target matches what cannot be adapted.
+        UnknownLayerError: there are none.
+        ValueError: the target matches something that cannot be adapted.
     """
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
     wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if not x.is_dense}
     wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
-    held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
+    layer_paths = {matrix.path for x in table.values() for matrix in (x.weight, x.bias) if matrix}
     if config.target == ALL_LINEAR:
         layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
-        wrong |= {p: r for p, r in table.uncovered if p not in held and config.targets(p)}
+        wrong |= {p: r for p, r in table.uncovered if p not in layer_paths and config.targets(p)}
         names += [path for path in wrong if path not in names]
     if not names or (not layers and not wrong):
         raise UnknownLayerError(

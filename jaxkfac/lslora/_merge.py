@@ -1,4 +1,4 @@
-"""Adapters in another form: merged into kernels, or given a nonlinearity."""
+"""Adapters in other forms: merged into kernels, or given a nonlinearity."""
 
 import dataclasses
 import math
@@ -19,18 +19,18 @@ from jaxkfac.lslora._config import Adapters, Config, only_adapters
 from jaxkfac.lslora._diagnose import measure
 from jaxkfac.lslora._nonlinearity import EPSILON, FOURIER
 
-# ---------------- adapters written into the base model's kernels: exactly for plain LoRA, else
-# approximately
+# ---------------- merging into kernels: exact for plain LoRA, else approximate
 
 
 class ApproximateMerge(NamedTuple):
-    """What :func:`approximate_merge` returns.
+    """Result of :func:`approximate_merge`.
 
     Attributes:
-        params: The base model with other kernels (and biases).
-        errors: For each slice of each layer, the root mean square of what the kernel misses of
-            the branch's output over the batch, relative to that output's own. 0 is exact, 1
-            is as good as leaving the adapter out. Below 1e-3 it is rounding.
+        params: The base model with changed kernels (and biases).
+        errors: For each slice of each layer, the root mean square over the batch of the part of
+            the branch's output that the kernel does not reproduce, relative to that output's root
+            mean square. 0 is exact, and 1 is no better than without the adapter. Values below
+            1e-3 are rounding.
     """
 
     params: PyTree
@@ -38,7 +38,7 @@ class ApproximateMerge(NamedTuple):
 
 
 def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> PyTree:
-    """The base model with plain LoRA added to its kernels: the same function without a branch.
+    """Add plain LoRA to the base model's kernels: the same function, without a branch.
 
     Args:
         adapted: From :func:`attach`, with ``fourier_placement="none"``.
@@ -48,7 +48,7 @@ def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> 
 
     Raises:
         ValueError: the adapters have a nonlinearity; or a kernel is also read by something that
-            is not adapted, or multiplied by a constant before it is used.
+            is not adapted, or is multiplied by a constant before its use.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -83,31 +83,31 @@ def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> 
 def approximate_merge(
     adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any
 ) -> ApproximateMerge:
-    r"""The base model with each branch replaced by the linear map nearest to it on a batch.
+    r"""Replace each branch of the model by the linear map nearest to it on a batch.
 
     For each slice of each layer, with input rows $x$ and the branch's outputs $v$, the kernel
-    gets $M = \arg\min \sum \|v - x M\|^2$, and the layer's bias, where it has one of its own, an
-    intercept. The batch should be typical and have more rows than a layer has inputs: what the
-    inputs never do is not learned.
+    gets $M = \arg\min \sum \|v - x M\|^2$, and the layer's bias, if it has one, an intercept. The
+    batch should be typical and have more rows than a layer has inputs: directions that its inputs
+    do not cover are not fitted.
 
     Args:
         adapted: From :func:`attach`.
         params: The base model.
         adapters: Its adapters.
-        inputs: A batch: one backward pass over it.
+        inputs: A batch; takes one backward pass.
 
     Returns:
-        An :class:`ApproximateMerge`: read its ``errors`` before the parameters are used.
+        An :class:`ApproximateMerge`; check its ``errors`` before using the parameters.
 
     Raises:
-        ValueError: as for :func:`merge`, but for the nonlinearity.
+        ValueError: as for :func:`merge`, except for the nonlinearity.
 
     Memory:
         ``in (in + out)`` elements for each slice of each layer.
     """
-    own = only_adapters(adapters)
-    traced = adapted.traced(params, inputs, None, tuple(own))
-    ones = {name: traced.table[name].bias is not None for name in own}
+    own_adapters = only_adapters(adapters)
+    traced = adapted.traced(params, inputs, None, tuple(own_adapters))
+    ones = {name: traced.table[name].bias is not None for name in own_adapters}
 
     def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
         use = site.uses[0]
@@ -125,8 +125,8 @@ def approximate_merge(
         }
 
     like = {}
-    for name in own:
-        layer, dtype = traced.table[name], statistics_dtype(own[name].b.dtype)
+    for name in own_adapters:
+        layer, dtype = traced.table[name], statistics_dtype(own_adapters[name].b.dtype)
         n, m = layer.in_features + ones[name], layer.out_features
         shapes = {"xx": (n, n), "xv": (n, m), "vv": ()}
         like[name] = {key: jnp.zeros((*layer.stack, *s), dtype) for key, s in shapes.items()}
@@ -137,9 +137,9 @@ def approximate_merge(
         xx, xv, vv = (np.asarray(sums[layer.name][k], np.float64) for k in ("xx", "xv", "vv"))
         rcond = xx.shape[-1] * np.finfo(sums[layer.name]["xx"].dtype).eps
         solved = np.linalg.pinv(xx, rcond=rcond, hermitian=True) @ xv
-        left = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
+        residual = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
         some = np.where(vv > 0, vv, 1)
-        errors[layer.name] = np.asarray(np.sqrt(np.maximum(left, 0) / some))
+        errors[layer.name] = np.asarray(np.sqrt(np.maximum(residual, 0) / some))
         if not ones[layer.name]:
             return solved, None
         return solved[..., :-1, :], solved[..., -1:, :]
@@ -154,17 +154,17 @@ def _written(
     inputs: Any,
     change: Callable[[Layer], tuple[Any, Any]],
 ) -> PyTree:
-    """Kernels and biases with what ``change`` says added; whole parameters replaced."""
-    own = only_adapters(adapters)
+    """Add the changes to kernels and biases, and replace parameters that were trained in full."""
+    own_adapters = only_adapters(adapters)
     if quantised := sorted(encoded_paths(params)):
         raise ValueError(
             f"{', '.join(quantised)} are quantised, and a kernel with the branch added would have "
             "to be rounded again: merge into jk.nf4.dequantize(params), and quantise the result "
             "if you must"
         )
-    leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own}
+    leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own_adapters}
     every = adapted.traced(params, inputs, None)
-    for name in own:
+    for name in own_adapters:
         layer = every.table[name]
         _check_mergeable(layer, every.table.layers)
         if any(use.view.scaled for use in every.uses_of(layer)):
@@ -173,35 +173,35 @@ def _written(
                 "constant before it is used, and the branch is not multiplied"
             )
         kernel, bias = change(layer)
-        for part, delta in ((layer.weight, kernel), (layer.bias, bias)):
-            if part is not None and delta is not None:
-                leaf = jnp.asarray(leaves[part.path])
+        for matrix, delta in ((layer.weight, kernel), (layer.bias, bias)):
+            if matrix is not None and delta is not None:
+                leaf = jnp.asarray(leaves[matrix.path])
                 wide = statistics_dtype(leaf.dtype)
-                new = part.read(leaf).astype(wide) + jnp.asarray(delta, wide)
-                leaves[part.path] = part.write(leaf, new)
+                new = matrix.read(leaf).astype(wide) + jnp.asarray(delta, wide)
+                leaves[matrix.path] = matrix.write(leaf, new)
     return with_leaves(params, leaves)
 
 
 def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:
     path, index = layer.weight.path, layer.weight.index
-    for other in every:
-        n = min(len(index), len(other.weight.index))
-        same = other.weight.path == path and other.weight.index[:n] == index[:n]
-        if same and other.name != layer.name:
+    for other_layer in every:
+        n = min(len(index), len(other_layer.weight.index))
+        is_shared = other_layer.weight.path == path and other_layer.weight.index[:n] == index[:n]
+        if is_shared and other_layer.name != layer.name:
             raise ValueError(
                 f"layer {layer.name!r} cannot be merged: its parameter is also read as "
-                f"{other.name!r}, which would change with it"
+                f"{other_layer.name!r}, which would change with it"
             )
 
 
 def _matrix(site: Site, side: Rows) -> Array:
-    """``(stack..., rows, features)``, the features in the parameter's own order."""
+    """Values as ``(stack..., rows, features)``, with features in the parameter's own order."""
     x = side.x.transpose(*side.batch, *side.rows, *side.feature_axes)
     x = in_own_order(site, site.uses[0], side, x, lead=len(side.batch) + len(side.rows))
     return x.reshape(*x.shape[: len(side.batch)], -1, x.shape[-1])
 
 
-# ---------------- a nonlinearity for an adapter that was trained without one
+# ---------------- adding a nonlinearity to plain LoRA
 
 
 def as_fourier(
@@ -211,24 +211,24 @@ def as_fourier(
     sigma: float,
     fourier_placement: Literal["output", "bottleneck"] = "output",
 ) -> tuple[Adapters, Config]:
-    r"""Plain LoRA with a nonlinearity that can be trained, and that starts close to linear.
+    r"""Give plain LoRA a trainable nonlinearity that starts close to linear.
 
     $\varphi(z) = \sigma \tanh(z / \sigma) = z - z^3 / 3\sigma^2 + \ldots$: the relative error is
-    $(z/\sigma)^2 / 3$, below float32's rounding for $\sigma > 3000\,|z|$, where $\varphi$ has
-    also next to nothing to learn from. The coefficients start at $[0, \sigma + 10^{-6}, 0, 0]$:
-    ``fourier_loss``, the distance from $[0, 1, 0, 0]$, is then large, and pulls at $c_1$.
+    $(z/\sigma)^2 / 3$, which is below float32's rounding for $\sigma > 3000\,|z|$, where $\varphi$
+    also has almost no gradient. The coefficients start at $[0, \sigma + 10^{-6}, 0, 0]$, so
+    ``fourier_loss``, the distance from $[0, 1, 0, 0]$, is large at first and pulls on $c_1$.
 
     Args:
-        adapters: Plain LoRA; from :func:`load`, for example.
+        adapters: Plain LoRA, for example from :func:`load`.
         config: Its settings.
-        sigma: First $\sigma$, in units of $z$: several times its root mean square.
+        sigma: Initial $\sigma$, in units of $z$: several times its root mean square.
         fourier_placement: See :class:`Config`.
 
     Returns:
         ``(adapters, config)``.
 
     Raises:
-        ValueError: the adapters have a nonlinearity already, or a sigma that is not positive.
+        ValueError: the adapters already have a nonlinearity, or sigma is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora

@@ -1,4 +1,4 @@
-"""Modules of a PyTorch model's files: their names, and fused projections."""
+"""Modules in files of PyTorch models: their names, and fused projections."""
 
 import dataclasses
 import math
@@ -11,27 +11,27 @@ import numpy as np
 
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 
-# ---------------- names of layers here, and of modules in a PyTorch model's files
+# ---------------- names of layers here, and of modules in files
 
 
-# From a layer's name and the index of one slice of its stack to a module's name.
+# Maps a layer's name and the index of a slice of its stack to a module's name.
 ModuleNames = Callable[[str, tuple[int, ...]], str]
 
 _LEAVES = ("kernel", "weight", "w", "embedding", "scale", "bias")
-_STACKS = ("layers", "blocks", "layer", "block", "h")  # what Hugging Face numbers
-_COLLECTION = "params"  # Linen's
+_STACKS = ("layers", "blocks", "layer", "block", "h")  # components that Hugging Face numbers
+_COLLECTION = "params"  # Linen's collection
 
 
 def module_name(layer: str, index: tuple[int, ...]) -> str:
-    """The default mapping.
+    """The default name of a module.
 
-    The last component is left out if it is a parameter's usual name, Linen's ``params`` always.
-    The first index, of a scan, goes behind the last ``layers`` or ``blocks`` that has no number
-    yet (else behind the first component); a further one behind ``experts``, else to the end.
+    It drops the last component if that is a usual parameter name, and Linen's ``params`` always.
+    The first index, of a scan, goes after the last ``layers`` or ``blocks`` without a number
+    (else after the first component); further indices go after ``experts``, else to the end.
     ``path[i]`` is read as the index of a stack.
 
     Raises:
-        ValueError: a second block of one parameter, which has no module of its own.
+        ValueError: the layer is a second block of one parameter, which is no module.
 
     Example:
         >>> module_name("params/layers/attn/q_proj/kernel", (3,))
@@ -45,80 +45,79 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
             "give names=, a function of the layer's name and a slice's index"
         )
     index = (*map(int, re.findall(r"\[(\d+)\]", layer)), *index)
-    parts = re.sub(r"\[\d+\]", "", layer).split("/")
-    if len(parts) > 1 and parts[0] == _COLLECTION:
-        parts = parts[1:]
-    if len(parts) > 1 and parts[-1] in _LEAVES:
-        parts = parts[:-1]
+    components = re.sub(r"\[\d+\]", "", layer).split("/")
+    if len(components) > 1 and components[0] == _COLLECTION:
+        components = components[1:]
+    if len(components) > 1 and components[-1] in _LEAVES:
+        components = components[:-1]
     if index:
-        behind = (*parts[1:], "")
+        behind = (*components[1:], "")
         stacks = [
             i
-            for i, (part, next_part) in enumerate(zip(parts, behind, strict=True))
-            if part in _STACKS and not next_part.isdecimal()
+            for i, (component, next_component) in enumerate(zip(components, behind, strict=True))
+            if component in _STACKS and not next_component.isdecimal()
         ]
         at = (stacks[-1] if stacks else 0) + 1
-        parts[at:at] = [str(index[0])]
+        components[at:at] = [str(index[0])]
     for i in index[1:]:
-        at = parts.index("experts") + 1 if "experts" in parts else len(parts)
-        parts[at:at] = [str(i)]
-    return ".".join(parts)
+        at = components.index("experts") + 1 if "experts" in components else len(components)
+        components[at:at] = [str(i)]
+    return ".".join(components)
 
 
 def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
-    """The default mapping backwards: a layer of kernels, and the index of the slice.
+    """Invert the default name: a layer with a kernel, and the index of the slice.
 
     Args:
-        module: Of a PyTorch model.
-        scanned: The component behind which a number counts the slices of one stack.
+        module: Name of a module in a PyTorch model.
+        scanned: The component after which a number is the index of a slice.
 
     Example:
         >>> layer_name("model.layers.3.attn.q_proj", "layers"), layer_name("head", "layers")
         (('model/layers/attn/q_proj/kernel', 3), ('head/kernel', None))
     """
-    parts, index = module.split("."), None
-    for at in range(1, len(parts)):
-        if parts[at - 1] == scanned and parts[at].isdecimal():
-            index = int(parts.pop(at))
+    components, index = module.split("."), None
+    for at in range(1, len(components)):
+        if components[at - 1] == scanned and components[at].isdecimal():
+            index = int(components.pop(at))
             break
-    return "/".join([*parts, "kernel"]), index
+    return "/".join([*components, "kernel"]), index
 
 
 def whole_name(path: str) -> tuple[str, bool]:
-    """Key of a parameter that is saved whole, and whether a matrix is transposed there."""
+    """Key of a parameter that is saved in full, and whether its matrix is transposed there."""
     module, _, leaf = path.rpartition("/")
     kind = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(leaf, leaf)
     head = module_name(module, ()) if module not in ("", _COLLECTION) else ""
     return f"{head}.{kind}" if head else kind, leaf == "kernel"
 
 
-# ---------------- adapters of a fused projection and of its parts: q, k, v in one kernel, or gate
-# and up
+# ---------------- fused projections and their parts: q, k, v or gate, up in one kernel
 
 
-# {component of a layer's name: {component of a part's name: its outputs}}, in the kernel's order.
+# {component of a layer's name: {component of a part's name: outputs}}, in the kernel's order.
 Parts = Mapping[str, Mapping[str, int]]
 
 
 def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
-    r"""Adapters of fused projections as adapters of their parts, computing the same.
+    r"""Split adapters of fused projections into adapters of their parts, without changing outputs.
 
-    $\varphi(s\,xAB)$ acts on each output alone, and $s\,\varphi(xA)B$ on the bottleneck alone:
-    either way a part has its columns of $B$, and $A$, the coefficients and $\sigma$ of the whole.
-    So files can be read by models that keep the projections apart. Dropout, where there is
-    some, then draws for each part.
+    $\varphi(s\,xAB)$ acts on each output separately, and $s\,\varphi(xA)B$ on the bottleneck
+    separately. In both cases a part gets its columns of $B$, and $A$, the coefficients and $\sigma$
+    of the fused adapter. Models that keep the projections apart can then read the files. Dropout,
+    if any, draws a separate mask for each part.
 
     Args:
-        adapters: From :func:`init`; layers of other names stay as they are.
+        adapters: From :func:`init`; layers with other names stay unchanged.
         config: Their settings.
-        parts: ``{"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}``: what a layer
-            with that component in its name is made of, in the order of its outputs.
+        parts: ``{"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}``: the parts of a layer
+            with that component in its name, in the order of its outputs.
 
     Returns:
-        ``(adapters, config)``; the config names every layer.
+        ``(adapters, config)``; the config targets every layer by name.
 
     Raises:
-        ValueError: outputs that do not add up to the layer's, or a name that is there already.
+        ValueError: the parts' outputs do not add up to the layer's, or a name exists already.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -131,40 +130,46 @@ def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, C
     out: dict[str, Any] = {}
     ranks, alphas = {}, {}
     for name, adapter in adapters.items():
-        whole = _component(name, parts) if isinstance(adapter, Adapter) else None
-        own = {name: adapter} if whole is None else _columns(name, adapter, whole, parts[whole])
-        if taken := sorted(own.keys() & out.keys()):
-            raise ValueError(f"layer {name!r} splits into {taken}, which the adapters have already")
-        out |= own
+        fused_name = _component(name, parts) if isinstance(adapter, Adapter) else None
+        split_adapters = (
+            {name: adapter}
+            if fused_name is None
+            else _columns(name, adapter, fused_name, parts[fused_name])
+        )
+        if duplicates := sorted(split_adapters.keys() & out.keys()):
+            raise ValueError(
+                f"layer {name!r} splits into {duplicates}, which the adapters have already"
+            )
+        out |= split_adapters
         if isinstance(adapter, Adapter):
-            ranks |= dict.fromkeys(own, config.rank_of(name))
-            alphas |= dict.fromkeys(own, config.alpha_of(name))
+            ranks |= dict.fromkeys(split_adapters, config.rank_of(name))
+            alphas |= dict.fromkeys(split_adapters, config.alpha_of(name))
     return out, _naming(config, ranks, alphas)
 
 
 def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
-    r"""Adapters of parts as adapters of the fused projection, computing the same.
+    r"""Fuse adapters of parts into adapters of the fused projection, without changing outputs.
 
-    Where the parts share $A$, coefficients and $\sigma$, as :func:`split` leaves them, they
-    become one again. Plain LoRA of parts trained apart becomes one of the sum of their ranks,
-    each part's $B$ in its own columns; a part without an adapter gets zeros.
+    Parts that share $A$, coefficients and $\sigma$, as :func:`split` leaves them, become one
+    adapter again. Plain LoRA of separately trained parts becomes one adapter whose rank is the sum
+    of theirs, with each part's $B$ in its own columns; a part without an adapter gets zeros.
 
     Args:
-        adapters: Layers of other names stay as they are.
+        adapters: Adapters; layers with other names stay unchanged.
         config: Their settings.
         parts: As for :func:`split`.
 
     Returns:
-        ``(adapters, config)``; the config names every layer.
+        ``(adapters, config)``; the config targets every layer by name.
 
     Raises:
-        ValueError: parts that share nothing and have a nonlinearity: $\varphi$ has one set of
-            coefficients a layer; or outputs that are not those of ``parts``.
+        ValueError: nonlinear parts that do not share everything, since $\varphi$ has one set of
+            coefficients a layer; or numbers of outputs that differ from ``parts``.
     """
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, str]] = {}
     ranks, alphas = {}, {}
-    whole_of = {part: whole for whole, each in parts.items() for part in each}
+    whole_of = {part: fused_name for fused_name, widths_of in parts.items() for part in widths_of}
     for name, adapter in adapters.items():
         part = _component(name, whole_of) if isinstance(adapter, Adapter) else None
         if part is not None:
@@ -173,20 +178,20 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
         out[name] = adapter
         if isinstance(adapter, Adapter):
             ranks[name], alphas[name] = config.rank_of(name), config.alpha_of(name)
-    own = only_adapters(adapters)
+    own_adapters = only_adapters(adapters)
     for name, members in groups.items():
         if name in out:
             raise ValueError(f"layer {name!r} is there already, beside its parts {members}")
         widths = parts[whole_of[next(iter(members))]]
-        found = {part: own[layer] for part, layer in members.items()}
-        for part, adapter in found.items():
+        part_adapters = {part: own_adapters[layer] for part, layer in members.items()}
+        for part, adapter in part_adapters.items():
             if adapter.b.shape[-1] != widths[part]:
                 raise ValueError(
                     f"layer {members[part]!r}: expected {widths[part]} outputs of {part!r}, got "
                     f"{adapter.b.shape[-1]}"
                 )
         scales = {part: config.scaling(layer) for part, layer in members.items()}
-        fused, scaling = _joined(name, found, widths, scales)
+        fused, scaling = _joined(name, part_adapters, widths, scales)
         rank = ranks[name] = fused.a.shape[-1]
         alphas[name] = scaling * (math.sqrt(rank) if config.rslora else rank)
         out[name] = fused
@@ -194,24 +199,31 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
 
 
 def _joined(
-    name: str, found: dict[str, Adapter], widths: Mapping[str, int], scales: dict[str, float]
+    name: str,
+    part_adapters: dict[str, Adapter],
+    widths: Mapping[str, int],
+    scales: dict[str, float],
 ) -> tuple[Adapter, float]:
-    """One adapter of the parts, and its scaling."""
-    first, scaling = next(iter(found.values())), next(iter(scales.values()))
-    alike = len(set(scales.values())) == 1 and all(_shares(first, x) for x in found.values())
-    if alike and found.keys() == widths.keys():
-        return first._replace(b=jnp.concatenate([found[part].b for part in widths], -1)), scaling
-    if nonlinear := [part for part, x in found.items() if not x.is_linear]:
+    """One adapter of all parts, and its scaling."""
+    first, scaling = next(iter(part_adapters.values())), next(iter(scales.values()))
+    alike = len(set(scales.values())) == 1 and all(
+        _shares(first, x) for x in part_adapters.values()
+    )
+    if alike and part_adapters.keys() == widths.keys():
+        return first._replace(
+            b=jnp.concatenate([part_adapters[part].b for part in widths], -1)
+        ), scaling
+    if nonlinear := [part for part, x in part_adapters.items() if not x.is_linear]:
         raise ValueError(
             f"layer {name!r}: {nonlinear} have nonlinearities of their own, and a fused layer has "
             "one set of coefficients: keep the projections apart, or adapt them fused from the "
             "start"
         )
-    present = [part for part in widths if part in found]
-    a = jnp.concatenate([found[part].a for part in present], -1)
+    present = [part for part in widths if part in part_adapters]
+    a = jnp.concatenate([part_adapters[part].a for part in present], -1)
     stack, rows = a.shape[:-2], []
     for part in present:
-        b = found[part].b * (scales[part] / scaling)
+        b = part_adapters[part].b * (scales[part] / scaling)
         before = sum(list(widths.values())[: list(widths).index(part)])
         after = sum(widths.values()) - before - widths[part]
         rows.append(jnp.pad(b, [(0, 0)] * (len(stack) + 1) + [(before, after)]))
@@ -219,7 +231,7 @@ def _joined(
 
 
 def _shares(x: Adapter, y: Adapter) -> bool:
-    """Whether all but ``b`` is equal."""
+    """Whether everything except ``b`` is equal."""
     pairs = [(x.a, y.a), (x.coefficients, y.coefficients), (x.sigma, y.sigma)]
     return all(
         p is q or (p is not None and q is not None and np.array_equal(p, q)) for p, q in pairs
@@ -227,7 +239,7 @@ def _shares(x: Adapter, y: Adapter) -> bool:
 
 
 def _columns(
-    name: str, adapter: Adapter, whole: str, widths: Mapping[str, int]
+    name: str, adapter: Adapter, fused_name: str, widths: Mapping[str, int]
 ) -> dict[str, Adapter]:
     outputs = adapter.b.shape[-1]
     if sum(widths.values()) != outputs:
@@ -238,21 +250,21 @@ def _columns(
     ends = np.cumsum(list(widths.values()))
     columns = zip(widths, ends - list(widths.values()), ends, strict=True)
     return {
-        _renamed(name, whole, part): adapter._replace(b=adapter.b[..., start:end])
+        _renamed(name, fused_name, part): adapter._replace(b=adapter.b[..., start:end])
         for part, start, end in columns
     }
 
 
-def _component(name: str, known: Mapping[str, Any]) -> str | None:
-    return next((part for part in name.split("/") if part in known), None)
+def _component(name: str, components: Mapping[str, Any]) -> str | None:
+    return next((component for component in name.split("/") if component in components), None)
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    return "/".join(new if part == old else part for part in name.split("/"))
+    return "/".join(new if component == old else component for component in name.split("/"))
 
 
 def _naming(config: Config, ranks: dict[str, int], alphas: dict[str, Any]) -> Config:
-    """The config with these layers, their ranks and alphas spelled out where they differ."""
+    """The config that targets these layers by name, with ranks and alphas where they differ."""
     return dataclasses.replace(
         config,
         target="|".join(map(re.escape, ranks)),

@@ -1,4 +1,4 @@
-"""Nonlinearities of an adapter's hidden values, registered by name; the Fourier series."""
+"""Nonlinearities of an adapter's hidden values, registered by name; the Fourier nonlinearity."""
 
 import abc
 import functools
@@ -12,28 +12,29 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- what an adapter's nonlinearity has to say: one class for each, registered by name
+# ---------------- the interface of a nonlinearity
 #
-# The engine does the rest: $\sigma$, stacks and banks, precision, the derivative's bookkeeping,
-# files. A new one is a file with a subclass, and its line in ``_registry.py``.
+# The engine handles the rest: $\sigma$, stacks and banks, precision, the custom derivative, files.
+# A
+# new nonlinearity is a subclass with an instance passed to :func:`register`.
 
 
 class Nonlinearity(abc.ABC):
     r"""A function $\varphi(u)$ of each element, $u = z / (|\sigma| + 10^{-6})$, with coefficients.
 
-    A subclass writes $\varphi$ in terms of $x$ = :meth:`argument` $(u)$, the one array that is kept
-    for the backward pass, and of its coefficients, which broadcast over $x$. All arrays that its
-    methods get are in float32 or float64, and all they return are in that dtype. An object is
-    hashable and does not change: its methods are traced once for each shape.
+    A subclass defines $\varphi$ in terms of $x$ = :meth:`argument` $(u)$, the only array kept for
+    the backward pass, and of its coefficients, which broadcast over $x$. Its methods receive arrays
+    in float32 or float64 and return arrays of the same dtype. An instance must be hashable and
+    immutable: its methods are traced once for each shape.
 
     Attributes:
-        name: An identifier: what ``Config.nonlinearity`` says, and its word in files. Its tensors
-            are ``<name>_params.weight`` and ``<name>_params.sigma``.
-        initial: The first coefficients; there are as many as these. With them
-            $\varphi(u) = u + O(u^2)$: a fresh adapter, with $u = 0$, must change nothing.
-        formula: $\varphi$ in a line of text, for tables.
-        strength_formula: :meth:`strength` likewise.
-        saturated_formula: :meth:`saturated` likewise.
+        name: An identifier, used in ``Config.nonlinearity`` and in files. Its tensors are
+            ``<name>_params.weight`` and ``<name>_params.sigma``.
+        initial: The initial coefficients, which also define their number. They must give
+            $\varphi(u) = u + O(u^2)$, because a new adapter, with $u = 0$, must change nothing.
+        formula: $\varphi$ as a line of text, for tables.
+        strength_formula: :meth:`strength` as a line of text.
+        saturated_formula: :meth:`saturated` as a line of text.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -59,7 +60,7 @@ class Nonlinearity(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]]) -> Array:
-        r"""$\varphi$ as a function of $x$, of its shape.
+        r"""$\varphi$ as a function of $x$, with the shape of $x$.
 
         Args:
             x: From :meth:`argument`.
@@ -70,42 +71,42 @@ class Nonlinearity(abc.ABC):
     def derivative(
         self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]], cotangent: Array
     ) -> tuple[Array, Sequence[Array]]:
-        r"""The cotangent of $u$, and for each coefficient what sums over rows to its own.
+        r"""The cotangent of $u$, and for each coefficient an array whose sum over rows is its own.
 
         Args:
-            x: From :meth:`argument`, all that is left of $u$.
+            x: From :meth:`argument`; $u$ itself is not kept.
             c: As for :meth:`apply`.
-            cotangent: Of $\varphi$.
+            cotangent: Cotangent of $\varphi$.
 
         Returns:
-            ``(cotangent of u, (cotangent * dphi/dc0, ...))``, each of the shape of ``x``.
+            ``(cotangent of u, (cotangent * dphi/dc0, ...))``, each with the shape of ``x``.
         """
 
     @abc.abstractmethod
     def strength(self, coefficients: Float[Array, "*lead k"]) -> Float[Array, "*lead"]:
-        """Size of the coefficients that bend it beyond its first form, for a diagnosis."""
+        r"""Size of the coefficients that bend $\varphi$ beyond its initial form, for diagnosis."""
 
     def argument(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
         """$x$; by default $u$ itself."""
         return u
 
     def saturated(self, x: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Where next to no gradient passes to $u$; by default nowhere."""
+        """Where almost no gradient passes to $u$; by default nowhere."""
         return jnp.zeros(x.shape, bool)
 
     def regulariser(self, coefficients: Float[Array, "*lead k"]) -> Float[Array, "*lead"]:
-        """The penalty of each set; by default the mean square of its distance from ``initial``."""
+        """The penalty of each set; by default its mean squared distance from ``initial``."""
         return jnp.square(coefficients - self.first(coefficients.dtype)).mean(-1)
 
     def first(self, dtype: DTypeLike) -> np.ndarray:
-        """``initial`` as an array; NumPy's, so that no use of it builds a device constant."""
+        """``initial`` as a NumPy array, so that using it builds no device constant."""
         return np.asarray(self.initial, dtype)
 
     def check(self, shape: tuple[int, ...], where: str) -> None:
-        """Refuse coefficients of another number.
+        """Refuse coefficients of the wrong number.
 
         Raises:
-            ValueError: saying where they are.
+            ValueError: says where they are.
         """
         if shape[-1] != len(self.initial):
             raise ValueError(
@@ -115,24 +116,25 @@ class Nonlinearity(abc.ABC):
 
     @property
     def tensors(self) -> dict[str, str]:
-        """How the keys of its leaves end in files."""
-        return {part: f"{self.name}_params.{key}" for part, key in _TENSORS.items()}
+        """The ends of the keys of its leaves in files."""
+        return {leaf_name: f"{self.name}_params.{key}" for leaf_name, key in _TENSORS.items()}
 
     @property
     def settings(self) -> tuple[str, str, str]:
-        """Its placement, first sigma and weight of the regulariser in ``adapter_config.json``."""
+        """Names of its placement, initial sigma and weight in ``adapter_config.json``."""
         return f"{self.name}_placement", "init_sigma", f"{self.name}_reg_weight"
 
 
 _TENSORS = {"coefficients": "weight", "sigma": "sigma"}
 
 
-# ---------------- a nonlinearity applied to an array, with a derivative that keeps one array
+# ---------------- applying a nonlinearity, with a derivative that keeps one array
 #
-# Written with library functions, $\varphi$ keeps all it computes for its backward pass: tanh, sine
-# and cosine. Here that starts from $x$ alone, and $\sigma$ stays outside: where $z$ is a product,
-# as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the smaller of its operands, and neither
-# $\sigma$ nor its gradient costs a pass over $z$.
+# Written with library functions, $\varphi$ would keep all its intermediate values for the backward
+# pass: tanh, sine and cosine. Here the backward pass starts from $x$ alone, and $\sigma$ stays
+# outside: where $z$ is a product, as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the
+# smaller
+# operand, so neither $\sigma$ nor its gradient costs a pass over $z$.
 
 
 EPSILON = 1e-6  # keeps z / (|sigma| + EPSILON) finite
@@ -146,14 +148,14 @@ def activation(
     *,
     forward_mode: bool = False,
 ) -> Float[Array, "..."]:
-    r"""$\varphi$ of $u = z / (|\sigma| + 10^{-6})$, in float32 at the least.
+    r"""$\varphi$ of $u = z / (|\sigma| + 10^{-6})$, in float32 or wider.
 
     Args:
         phi: The nonlinearity.
         u: Any float dtype; its leading axes are those of the coefficients.
         coefficients: One set for each entry of the leading axes.
-        sigma: Passed only where an infinite one stands for the identity.
-        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more.
+        sigma: Pass it only if an infinite one stands for the identity.
+        forward_mode: Leave the derivative to JAX, for ``jvp``; this keeps more arrays.
 
     Memory:
         The backward pass keeps one array of the size and dtype of ``u``.
@@ -169,17 +171,17 @@ def width(
 ) -> Float[Array, "..."]:
     r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that stands for the identity.
 
-    In float32 at the least, ready to broadcast over ``z``.
+    It is in float32 or wider, ready to broadcast over ``z``.
     """
     sigma = _over(sigma, z)
-    found = jnp.abs(sigma) + EPSILON
-    return jnp.where(jnp.isinf(sigma), 1, found) if may_be_linear else found
+    finite_width = jnp.abs(sigma) + EPSILON
+    return jnp.where(jnp.isinf(sigma), 1, finite_width) if may_be_linear else finite_width
 
 
 def over_width(
     sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
 ) -> Float[Array, "..."]:
-    r"""$u = z / (|\sigma| + 10^{-6})$, in float32 at the least."""
+    r"""$u = z / (|\sigma| + 10^{-6})$, in float32 or wider."""
     return z.astype(statistics_dtype(z.dtype)) / width(sigma, z, may_be_linear)
 
 
@@ -188,26 +190,26 @@ def _argument(phi: Nonlinearity, u: Array) -> Array:
 
 
 def _over(x: Array, z: Array) -> Array:
-    """A value for each entry of the leading axes of ``z``, ready to broadcast."""
+    """Expand ``x``, one value per entry of the leading axes of ``z``, to broadcast over ``z``."""
     wide = statistics_dtype(z.dtype)
     return x.astype(wide).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
 
 
-def _each(coefficients: Array, x: Array) -> list[Array]:
+def _broadcast_coefficients(coefficients: Array, x: Array) -> list[Array]:
     return [_over(coefficients[..., k], x) for k in range(coefficients.shape[-1])]
 
 
-# Traced once for all adapters of a shape.
+# Traced once for all adapters of one shape.
 @functools.partial(jax.jit, static_argnums=0)
 def _value(phi: Nonlinearity, x: Array, coefficients: Array) -> Array:
-    return phi.apply(x, _each(coefficients, x))
+    return phi.apply(x, _broadcast_coefficients(coefficients, x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _derivative(
     phi: Nonlinearity, x: Array, coefficients: Array, cotangent: Array
 ) -> tuple[Array, Array]:
-    du, products = phi.derivative(x, _each(coefficients, x), cotangent)
+    du, products = phi.derivative(x, _broadcast_coefficients(coefficients, x), cotangent)
     rows = tuple(range(coefficients.ndim - 1, x.ndim))
     return du, jnp.stack([product.sum(rows) for product in products], -1)
 
@@ -218,30 +220,30 @@ def _primal(phi: Nonlinearity, u: Array, coefficients: Array) -> Array:
 
 def _forward(phi: Nonlinearity, u: Array, coefficients: Array) -> tuple[Array, tuple[Array, Array]]:
     x = _argument(phi, u)
-    kept = x if x.dtype == u.dtype else u  # half the bytes, and then x is computed once more
-    return _value(phi, x, coefficients), (kept, coefficients)
+    residual = x if x.dtype == u.dtype else u  # half the bytes; x is then recomputed once
+    return _value(phi, x, coefficients), (residual, coefficients)
 
 
 def _backward(
     phi: Nonlinearity, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
-    kept, coefficients = saved
-    # Without the barrier what apply computed, sine and cosine say, are common subexpressions, which
-    # a program that is no scan keeps.
-    kept = jax.lax.optimization_barrier(kept)
-    x = kept if kept.dtype == cotangent.dtype else _argument(phi, kept)
+    residual, coefficients = saved
+    # Without the barrier, values that apply computed, such as sine and cosine, are common
+    # subexpressions, which a program without a scan keeps.
+    residual = jax.lax.optimization_barrier(residual)
+    x = residual if residual.dtype == cotangent.dtype else _argument(phi, residual)
     du, sums = _derivative(phi, x, coefficients, cotangent)
-    return du.astype(kept.dtype), sums.astype(coefficients.dtype)
+    return du.astype(residual.dtype), sums.astype(coefficients.dtype)
 
 
 _activation = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _activation.defvjp(_forward, _backward)
 
 
-# ---------------- the learnable Fourier nonlinearity, the one that the adapter is named after
+# ---------------- the Fourier nonlinearity, after which the adapter is named
 
 
-SATURATED = 0.95  # |x| above which the slope of tanh, 1 - x^2, is below a tenth
+SATURATED = 0.95  # above this |x| the slope of tanh, 1 - x^2, is below a tenth
 
 # sin(pi x / 2) = x R(x^2) and cos(pi x / 2) = (1 - x^2) T(x^2) on [-1, 1], constant term first:
 # Chebyshev interpolants of degree 4 in x^2, which leave 6.6e-9 and 0.9e-9 before rounding.
@@ -254,7 +256,7 @@ _T += (-0.0008935355013407152, 2.360068951361764e-05)
 class Fourier(Nonlinearity):
     r"""$\varphi = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$, $\hat x = \tanh u$.
 
-    $\hat x$ also gives the slope of tanh, so it is all that the backward pass needs.
+    $\hat x$ also gives the slope of tanh, so the backward pass needs nothing else.
     """
 
     name = "fourier"
@@ -274,7 +276,7 @@ class Fourier(Nonlinearity):
         self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]], cotangent: Array
     ) -> tuple[Array, Sequence[Array]]:
         sine, cosine = sin_cos_pi(x)
-        # Without these products XLA may keep the sine and cosine of the forward pass.
+        # Without these products XLA may keep the forward pass's sine and cosine.
         by_sine, by_cosine = cotangent * sine, cotangent * cosine
         du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)
         return du, (cotangent, cotangent * x, by_sine, by_cosine)
@@ -299,22 +301,22 @@ def fourier(
 ) -> Float[Array, "..."]:
     r"""$\varphi(z) = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$.
 
-    $\hat x = \tanh(z / (|\sigma| + 10^{-6}))$. Computed in float32 at the least: bfloat16 is off
-    by up to 0.012.
+    $\hat x = \tanh(z / (|\sigma| + 10^{-6}))$. It is computed in float32 or wider: bfloat16 has
+    errors up to 0.012.
 
     Args:
         z: Any float dtype; its leading axes are those of ``sigma``.
         coefficients: One set for each entry of the leading axes.
-        sigma: Likewise.
+        sigma: One value for each entry of the leading axes.
         may_be_linear: Whether an infinite $\sigma$ stands for the identity.
-        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more.
+        forward_mode: Leave the derivative to JAX, for ``jvp``; this keeps more arrays.
 
     Returns:
         $\varphi(z)$ in float32, or in the dtype of ``z`` if that is wider.
 
     Memory:
         The backward pass keeps ``z``, for the gradient of ``sigma``, and $\hat x$, both in the
-        dtype of the result. An adapter keeps one of the two.
+        dtype of the result. An adapter keeps only one of the two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -331,14 +333,14 @@ def fourier(
 def sin_cos_pi(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     r"""$\sin \pi x$ and $\cos \pi x$ for $|x| \le 1$.
 
-    In float32 by polynomials, through the half angle; the error is below 1e-6. Other dtypes
-    use the library's functions.
+    In float32 it uses polynomials of the half angle, with an error below 1e-6. Other dtypes use
+    the library's functions.
     """
     if x.dtype != jnp.float32:
         return jnp.sin(math.pi * x), jnp.cos(math.pi * x)
     u = x * x
     s, c = x * _horner(_R, u), (1 - u) * _horner(_T, u)
-    return 2 * s * c, (c - s) * (c + s)  # as 1 - 2 s^2 the cosine has twice the error
+    return 2 * s * c, (c - s) * (c + s)  # the form 1 - 2 s^2 has twice the error
 
 
 def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
@@ -351,21 +353,23 @@ def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
 # ---------------- nonlinearities by name
 
 
-# The one table of this package that grows: a file names its nonlinearity, and what reads the file
-# must find a class that the caller may have written.
+# This table grows at run time: a file names its nonlinearity, and its reader must find an object
+# that
+# the caller may have defined.
 _KNOWN: dict[str, Nonlinearity] = {}
 
 
 def register(nonlinearity: Nonlinearity) -> None:
-    """Make a nonlinearity known by its name, to :class:`Config` and to files.
+    """Register a nonlinearity by its name, for :class:`Config` and for files.
 
     Args:
-        nonlinearity: One object for the life of the process, hashable, that does not change: what
-            it computes is traced once for each shape.
+        nonlinearity: One hashable, immutable object for the life of the process: its methods are
+            traced once for each shape.
 
     Raises:
-        TypeError: it has no hash, as a dataclass that is not frozen, or that holds an array.
-        ValueError: a name that is no identifier or belongs to another object, or no coefficients.
+        TypeError: it is not hashable, such as a dataclass that is not frozen or holds an array.
+        ValueError: its name is no identifier or belongs to another object, or it has no
+            coefficients.
     """
     name = nonlinearity.name
     if not name.isidentifier():
@@ -385,10 +389,10 @@ def register(nonlinearity: Nonlinearity) -> None:
 
 
 def find_nonlinearity(name: str) -> Nonlinearity:
-    """The nonlinearity of a name.
+    """The nonlinearity with a name.
 
     Raises:
-        ValueError: it is not known; with the names that are.
+        ValueError: the name is unknown; lists the known names.
     """
     if name not in _KNOWN:
         raise ValueError(

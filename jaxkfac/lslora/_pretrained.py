@@ -1,4 +1,4 @@
-"""A file's modules against a pretrained model's parameters: what is a slice of what."""
+"""A file's modules matched to a pretrained model's parameters and their slices."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,17 @@ from jaxkfac.lslora._modules import ModuleNames, Parts
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, is_saved_whole, is_target, nonlinearity_of, pattern_value
 
-# ---------------- from the modules of a file to stacked layers: slices of other ranks, and slices
-# without any
+# ---------------- from the modules of a file to stacked layers
 
 
 class Stack(NamedTuple):
-    """A layer of the model, and what a file calls its slices.
+    """A layer of the model, and the names of its slices in a file.
 
     Attributes:
-        lead: The stack; ``()`` for a layer of its own.
-        inputs: Of a slice.
-        outputs: Of a slice.
-        modules: One for each slice, in order.
+        lead: Shape of the stack; ``()`` for a layer without one.
+        inputs: Inputs of a slice.
+        outputs: Outputs of a slice.
+        modules: Name of the module of each slice, in order.
     """
 
     lead: tuple[int, ...]
@@ -37,7 +36,7 @@ class Stack(NamedTuple):
 
 
 class ModuleSettings(NamedTuple):
-    """One module: what the settings say of it."""
+    """The settings for one module."""
 
     rank: int
     alpha: Any
@@ -52,26 +51,30 @@ def expected_tensors(
 ) -> Shapes:
     """Shapes of the tensors that a file must have, by key.
 
-    A module of which the file has nothing is left out where its settings do not name it.
+    A module without any tensor in the file is skipped if the file's settings do not target it.
     """
     phi = nonlinearity_of(record)
-    keys, found = tensor_keys(phi), {}
+    keys, shapes = tensor_keys(phi), {}
     for stack in stacks.values():
         for module in stack.modules:
             rank = _slice(record, module).rank
-            own: Shapes = {"a": (rank, stack.inputs), "b": (stack.outputs, rank), "sigma": ()}
-            own["coefficients"] = () if phi is None else (len(phi.initial),)
-            names = {part: f"{PREFIX}{module}.{key}" for part, key in keys.items()}
-            there = any(name in stored for name in names.values())
-            if there or OWN in record or is_target(record, module):
-                found |= {name: own[part] for part, name in names.items()}
-    return found
+            leaf_shapes: Shapes = {
+                "a": (rank, stack.inputs),
+                "b": (stack.outputs, rank),
+                "sigma": (),
+            }
+            leaf_shapes["coefficients"] = () if phi is None else (len(phi.initial),)
+            names = {leaf_name: f"{PREFIX}{module}.{key}" for leaf_name, key in keys.items()}
+            is_stored = any(name in stored for name in names.values())
+            if is_stored or OWN in record or is_target(record, module):
+                shapes |= {name: leaf_shapes[leaf_name] for leaf_name, name in names.items()}
+    return shapes
 
 
 def untargeted(
     record: Mapping[str, Any], stacks: Mapping[str, Stack], stored: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Modules that a file has and its settings do not name: PEFT would leave them out."""
+    """Modules that a file has but its settings do not target: PEFT would skip them."""
     key = tensor_keys(None)["a"]
     modules = [m for stack in stacks.values() for m in stack.modules]
     return [m for m in modules if f"{PREFIX}{m}.{key}" in stored and not is_target(record, m)]
@@ -82,42 +85,46 @@ def stacked(
 ) -> tuple[Adapter, int, Any]:
     r"""A layer's adapter, its rank and its alpha.
 
-    All slices get the largest rank; what is beyond a slice's own is zero, in A and in B, and adds
-    nothing. So does a slice without an adapter: A and B are zero, and both gradients with them.
-    The scaling is that of a slice of the largest rank; what another one's differs by is a factor
-    of its B, which is then float32 at the least.
+    All slices are padded to the largest rank with zeros in A and B, which add nothing. A slice
+    without an adapter has zeros for A and B, and so zero gradients for both. The scaling is that of
+    a slice with the largest rank; other scalings are multiplied into B, which is then float32 or
+    wider.
 
     Raises:
         CheckpointMismatchError: no slice has an adapter.
     """
     phi = nonlinearity_of(record)
     keys = tensor_keys(phi)
-    each: list[dict[str, np.ndarray]] = []
+    module_tensors: list[dict[str, np.ndarray]] = []
     for module in stack.modules:
-        names = {part: f"{PREFIX}{module}.{key}" for part, key in keys.items()}
-        each.append({part: tensors[name] for part, name in names.items() if name in tensors})
+        names = {leaf_name: f"{PREFIX}{module}.{key}" for leaf_name, key in keys.items()}
+        module_tensors.append(
+            {leaf_name: tensors[name] for leaf_name, name in names.items() if name in tensors}
+        )
     slices = [_slice(record, m) for m in stack.modules]
-    present = [s for s, held in zip(slices, each) if "a" in held]
+    present = [s for s, leaf_tensors in zip(slices, module_tensors) if "a" in leaf_tensors]
     if not present:
         raise CheckpointMismatchError(f"the file has no adapter of layer {layer!r}")
     widest = max(present, key=lambda s: s.rank)
-    dtype = next(held["a"].dtype for held in each if "a" in held)
-    leaves: dict[str, list[np.ndarray]] = {part: [] for part in keys}
-    for own, held in zip(slices, each):
-        if "a" not in held:
-            held |= _nothing(stack, widest.rank, dtype, phi)
-        extra = widest.rank - held["a"].shape[0]
-        held["a"] = np.pad(held["a"], [(0, extra), (0, 0)])
-        held["b"] = np.pad(held["b"], [(0, 0), (0, extra)])
-        if own.scaling != widest.scaling:
-            wide = np.promote_types(held["b"].dtype, np.float32)
-            held["b"] = held["b"].astype(wide) * wide.type(own.scaling / widest.scaling)
-        for part, x in held.items():
-            leaves[part].append(x.T if part in ("a", "b") else x)
+    dtype = next(leaf_tensors["a"].dtype for leaf_tensors in module_tensors if "a" in leaf_tensors)
+    leaves: dict[str, list[np.ndarray]] = {leaf_name: [] for leaf_name in keys}
+    for settings, leaf_tensors in zip(slices, module_tensors):
+        if "a" not in leaf_tensors:
+            leaf_tensors |= _nothing(stack, widest.rank, dtype, phi)
+        extra = widest.rank - leaf_tensors["a"].shape[0]
+        leaf_tensors["a"] = np.pad(leaf_tensors["a"], [(0, extra), (0, 0)])
+        leaf_tensors["b"] = np.pad(leaf_tensors["b"], [(0, 0), (0, extra)])
+        if settings.scaling != widest.scaling:
+            wide = np.promote_types(leaf_tensors["b"].dtype, np.float32)
+            leaf_tensors["b"] = leaf_tensors["b"].astype(wide) * wide.type(
+                settings.scaling / widest.scaling
+            )
+        for leaf_name, x in leaf_tensors.items():
+            leaves[leaf_name].append(x.T if leaf_name in ("a", "b") else x)
     arrays: dict[str, Any] = {"coefficients": None, "sigma": None}
-    for part, parts in leaves.items():
-        x = np.stack(parts)
-        arrays[part] = jnp.asarray(x.reshape((*stack.lead, *x.shape[1:])))
+    for leaf_name, slice_arrays in leaves.items():
+        x = np.stack(slice_arrays)
+        arrays[leaf_name] = jnp.asarray(x.reshape((*stack.lead, *x.shape[1:])))
     return Adapter(**arrays), widest.rank, widest.alpha
 
 
@@ -132,7 +139,7 @@ def _slice(record: Mapping[str, Any], module: str) -> ModuleSettings:
 
 
 def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> dict[str, Any]:
-    """The tensors of a slice that changes nothing."""
+    """The tensors of a slice whose adapter changes nothing."""
     zeros = {
         "a": np.zeros((rank, stack.inputs), dtype),
         "b": np.zeros((stack.outputs, rank), dtype),
@@ -142,10 +149,10 @@ def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> d
     return zeros | {"coefficients": phi.first(np.float32), "sigma": np.float32(1)}
 
 
-# ----------------
+# ---------------- a pretrained model's parameters
 
 
-# Last component of a path: axes of its own after the stack, and PyTorch's word for it.
+# Last component of a path: number of axes after the stack, and PyTorch's name for it.
 _KINDS = {"kernel": (2, "weight"), "embedding": (2, "weight"), "scale": (1, "weight")}
 _KINDS |= {"bias": (1, "bias")}
 
@@ -156,17 +163,17 @@ class PretrainedModel(Protocol):
 
     @property
     def config(self) -> Any:
-        """Sizes; ``config.parts`` is what fused kernels are made of, see :func:`split`."""
+        """Sizes; ``config.parts`` describes the fused kernels, see :func:`split`."""
         ...
 
     @property
     def params(self) -> PyTree:
-        """Nested dictionary; blocks are stacked."""
+        """Nested dictionary in which blocks are stacked."""
         ...
 
 
 class _Place(NamedTuple):
-    """Where a stored tensor lies in a parameter."""
+    """The place of a stored tensor in a parameter."""
 
     path: str
     index: tuple[int, ...]
@@ -180,39 +187,39 @@ def stacks_of(
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
 ) -> dict[str, Stack]:
-    """The model's layers that a file adapts; of a fused one its parts, if it has those.
+    """The model's layers that a file adapts; for a fused layer its parts, if the file has those.
 
     Raises:
         CheckpointMismatchError: the file adapts a module that the model does not have.
     """
-    present, known, found = set(adapted_modules(tensors)), set[str](), {}
+    present, all_modules, result = set(adapted_modules(tensors)), set[str](), {}
     for path, shape in _shapes(model).items():
         if not path.endswith("/kernel"):
             continue
         stacks = {}
         for name, outputs in _with_parts(path, shape[-1], model.config.parts):
             modules = [names(name, index) for index in np.ndindex(*shape[:-2])]
-            known |= set(modules)
+            all_modules |= set(modules)
             stacks[name] = Stack(shape[:-2], shape[-2], outputs.stop - outputs.start, modules)
-        whole = {path: stacks.pop(path)}
-        # A pattern such as `.*_proj` names the whole and its parts; the file has one of the two.
-        forms = [form for form in (whole, stacks) if not present.isdisjoint(_modules(form))]
-        for form in forms or (whole, stacks):
+        fused = {path: stacks.pop(path)}
+        # A pattern such as `.*_proj` matches the fused layer and its parts; the file has only one.
+        forms = [form for form in (fused, stacks) if not present.isdisjoint(_modules(form))]
+        for form in forms or (fused, stacks):
             chosen = {
                 name: stack
                 for name, stack in form.items()
                 if any(m in present or is_target(record, m) for m in stack.modules)
             }
             if chosen:
-                found |= chosen
+                result |= chosen
                 break
-    if unknown := [m for m in adapted_modules(tensors) if m not in known]:
+    if unknown := [m for m in adapted_modules(tensors) if m not in all_modules]:
         raise CheckpointMismatchError(
             f"the model has no module {unknown[0]!r}, which the file adapts; the nearest are "
-            f"{nearest(unknown[0], sorted(known))}"
+            f"{nearest(unknown[0], sorted(all_modules))}"
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
         )
-    return found
+    return result
 
 
 def _modules(stacks: Mapping[str, Stack]) -> set[str]:
@@ -226,68 +233,68 @@ def whole_parameters(
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
 ) -> dict[str, Any]:
-    """The model's parameters of which a file holds all or some slices, by path.
+    """The parameters of the model that a file holds in full or in some slices, by path.
 
-    PEFT also writes what nobody trained: embeddings, and the base layer of an adapted head. These
-    are left out where they are the model's own.
+    PEFT also writes untrained tensors: embeddings, and the base layer of an adapted head. They are
+    ignored if they equal the model's.
 
     Args:
-        model: Gives the slices that the file does not.
+        model: Provides the slices that the file does not have.
         record: The file's settings.
-        keys: Of the tensors that belong to no adapter.
-        tensors: By key.
-        names: As for the adapters.
+        keys: Keys of the tensors that belong to no adapter.
+        tensors: Tensors by key.
+        names: Module names, as for the adapters.
 
     Raises:
-        CheckpointMismatchError: a tensor that the model does not have, or of another shape.
-        ValueError: the parameter is quantised.
+        CheckpointMismatchError: the model does not have a tensor, or has it with another shape.
+        ValueError: the parameter is quantized.
     """
-    leaves, found = leaves_by_path(decoded_shapes(model.params)), {}
+    leaves, parameters = leaves_by_path(decoded_shapes(model.params)), {}
     places = _places(model, names) if keys else {}
     quantised = encoded_paths(model.params)
     for key in keys:
-        own = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-        if own not in places:
+        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if name not in places:
             raise CheckpointMismatchError(
                 f"the file has {key!r}, which is no tensor of an adapter, and the model has no "
-                f"parameter for it; the nearest are {nearest(own, places)}"
+                f"parameter for it; the nearest are {nearest(name, places)}"
             )
-        place = places[own]
+        place = places[name]
         if place.path in quantised:
             raise ValueError(
                 f"the file saves {key!r} whole, and {place.path!r} is quantised: load the model "
                 "with a narrower quantize="
             )
         value = tensors[key].T if place.transposed else tensors[key]
-        held = np.asarray(leaves[place.path])[place.index][..., place.outputs]
-        if held.shape != value.shape:
+        model_slice = np.asarray(leaves[place.path])[place.index][..., place.outputs]
+        if model_slice.shape != value.shape:
             raise CheckpointMismatchError(
                 f"the file's {key!r} has shape {tensors[key].shape}, and the model's parameter "
-                f"{place.path!r} takes {held.shape} there"
+                f"{place.path!r} takes {model_slice.shape} there"
             )
-        value = value.astype(held.dtype)
-        if not is_saved_whole(record, own) and np.array_equal(value, held):
+        value = value.astype(model_slice.dtype)
+        if not is_saved_whole(record, name) and np.array_equal(value, model_slice):
             continue
         if ".base_layer." in key:
             raise CheckpointMismatchError(
                 f"the file's {key!r} is not the model's {place.path!r}: the adapter belongs to "
                 "another base model"
             )
-        if place.path not in found:
-            found[place.path] = np.array(leaves[place.path])
-        found[place.path][place.index][..., place.outputs] = value
-    return {path: jnp.asarray(x) for path, x in found.items()}
+        if place.path not in parameters:
+            parameters[place.path] = np.array(leaves[place.path])
+        parameters[place.path][place.index][..., place.outputs] = value
+    return {path: jnp.asarray(x) for path, x in parameters.items()}
 
 
 def _places(model: PretrainedModel, names: ModuleNames) -> dict[str, _Place]:
-    """Where each tensor of the PyTorch model lies here, by its name."""
+    """The place of each of the PyTorch model's tensors here, by name."""
     places = {}
     for path, shape in _shapes(model).items():
-        axes, word = _KINDS[path.rpartition("/")[2]]
+        axes, torch_leaf = _KINDS[path.rpartition("/")[2]]
         kernel = path.endswith("/kernel")
         for name, outputs in _with_parts(path, shape[-1], model.config.parts):
             for index in np.ndindex(*shape[:-axes]):
-                places[f"{names(name, index)}.{word}"] = _Place(path, index, outputs, kernel)
+                places[f"{names(name, index)}.{torch_leaf}"] = _Place(path, index, outputs, kernel)
     return places
 
 
@@ -297,12 +304,14 @@ def _shapes(model: PretrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _with_parts(path: str, outputs: int, parts: Parts) -> Iterator[tuple[str, slice]]:
-    """A parameter's path and, of a fused one, those of its parts, with their outputs."""
+    """A parameter's path and those of its parts if it is fused, with their outputs."""
     yield path, slice(0, outputs)
     components = path.split("/")
-    for whole in parts.keys() & set(components):
+    for fused_name in parts.keys() & set(components):
         start = 0
-        for part, width in parts[whole].items():
-            name = "/".join(part if each == whole else each for each in components)
+        for part, width in parts[fused_name].items():
+            name = "/".join(
+                part if component == fused_name else component for component in components
+            )
             yield name, slice(start, start + width)
             start += width

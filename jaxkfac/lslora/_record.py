@@ -1,4 +1,4 @@
-"""``adapter_config.json``: a config in PEFT's words."""
+"""``adapter_config.json``: an adapter's settings in PEFT's terms."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,15 @@ from typing import Any, Literal
 from jaxkfac.lslora._config import Config, RmsSigma
 from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity
 
-# ---------------- pEFT's settings: which of them change what saved weights compute, and which
-# modules they name
+# ---------------- PEFT's settings: those that change the model, and the modules they target
 
 
 REQUIRED = ("r", "lora_alpha", "target_modules", "lora_dropout")
-# In place of `init_lora_weights` in files of a nonlinear adapter. PEFT knows no such way to begin,
-# says so and stops; without it, it would leave out the nonlinearity and load the rest.
+# Replaces `init_lora_weights` in files of a nonlinear adapter. PEFT does not know this value, says
+# so and stops; otherwise it would drop the nonlinearity and load the rest.
 NEEDS_PLUG_IN = "nonlinear, so PEFT needs torch_ref.lslora.peft_plugin of jaxkfac[peft]"
 
-# How the weights began matters only where that changed the base model's weights as well.
+# The initialization matters only if it changed the base model's weights too.
 _OWN_BEGINNINGS = ("gaussian", "eva", "orthogonal", "mica")
 _READ = (
     *REQUIRED,
@@ -31,7 +30,7 @@ _READ = (
     "bias",
     "init_lora_weights",
 )
-# Where the adapter comes from, and what only its beginning, its training or merging asks for.
+# Origin of the adapter, and options that only matter for initialization, training or merging.
 _WITHOUT_EFFECT = (
     "task_type",
     "auto_mapping",
@@ -51,17 +50,17 @@ _WITHOUT_EFFECT = (
 )
 
 
-def unsupported(record: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that make another model than (LS-)LoRA, or that are not known here.
+def unsupported(record: Mapping[str, Any], own_keys: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that describe a model other than (LS-)LoRA, or that are unknown here.
 
-    What is not known counts where it says something: a newer PEFT may compute something else.
+    An unknown setting counts if its value is truthy: a newer PEFT may compute something else.
 
     Args:
-        record: Of ``adapter_config.json``.
-        own: Keys that PEFT does not have.
+        record: Content of ``adapter_config.json``.
+        own_keys: Additional keys, which PEFT does not have.
     """
-    known = {*_READ, *_WITHOUT_EFFECT, *own}
-    wrong = {key: value for key, value in record.items() if key not in known and value}
+    known_keys = {*_READ, *_WITHOUT_EFFECT, *own_keys}
+    wrong = {key: value for key, value in record.items() if key not in known_keys and value}
     if record.get("bias", "none") != "none":
         wrong["bias"] = record["bias"]
     start = record.get("init_lora_weights", True)
@@ -79,7 +78,7 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
     if is_saved_whole(record, module):
         return False
     if not targets:
-        return True  # nothing is said
+        return True  # there is no restriction
     if isinstance(targets, str) or not _named(targets, module):
         return _named(targets, module)
     chosen = record.get("layers_to_transform")
@@ -90,19 +89,19 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
 
 
 def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:
-    """Whether PEFT trains and saves a module whole, by its name or that of something in it."""
+    """Whether PEFT trains and saves a module in full, by its name or by that of a submodule."""
     saved = record.get("modules_to_save") or ()
     return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
 
 def pattern_value(record: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """What ``rank_pattern`` or ``alpha_pattern`` says of a module; the first match counts."""
-    found = (
+    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module; the first match counts."""
+    matches = (
         value
         for pattern, value in (record.get(key) or {}).items()
         if re.match(rf"(.*\.)?({pattern})$", module)
     )
-    return next(found, default)
+    return next(matches, default)
 
 
 def _named(patterns: str | list[str], module: str) -> bool:
@@ -112,7 +111,7 @@ def _named(patterns: str | list[str], module: str) -> bool:
 
 
 def _layer_number(record: Mapping[str, Any], module: str) -> int | None:
-    """The first number in a module's name, or that behind one of ``layers_pattern``."""
+    """The first number in a module's name, or the one after one of ``layers_pattern``."""
     patterns = record.get("layers_pattern")
     if not patterns:
         matches = [re.match(r".*?\.[^.]*\.(\d+)\.", module)]
@@ -122,12 +121,12 @@ def _layer_number(record: Mapping[str, Any], module: str) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
-# ----------------
+# ---------------- writing and reading the record
 
 
 Dialect = Literal["lslora", "peft"]
 
-OWN = "jaxkfac"  # what PEFT has no word for; other readers pass it over
+OWN = "jaxkfac"  # key of the settings that PEFT does not have; other readers ignore it
 _OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
 _OWN_FIELDS += ("init_sigma", "reg_weight")
 _OWN_OPTIONS = ("nonlinearity", "checksums")
@@ -136,20 +135,20 @@ _OWN_OPTIONS = ("nonlinearity", "checksums")
 def to_record(
     config: Config,
     modules: Mapping[str, Sequence[str]],
-    whole: Sequence[str],
+    full_modules: Sequence[str],
     dialect: Dialect,
     base_model: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The file's content.
+    """The content of the file.
 
     Args:
-        config: The settings.
-        modules: For each layer the modules that its slices are.
-        whole: Modules that are saved whole.
+        config: Settings of the adapter.
+        modules: For each layer, the modules of its slices.
+        full_modules: Modules that are saved in full.
         dialect: ``"lslora"`` or ``"peft"``.
         base_model: Where PEFT finds the base model.
-        task_type: PEFT's word for what the model does.
+        task_type: PEFT's name for the task.
     """
     phi = config.phi
     if phi is None and dialect == "lslora":
@@ -158,7 +157,7 @@ def to_record(
             "with dialect='peft', as stock PEFT does"
         )
     sigma = config.init_sigma
-    names = {module: layer for layer, each in modules.items() for module in each}
+    names = {module: layer for layer, module_names in modules.items() for module in module_names}
     ranks = {m: config.rank_of(n) for m, n in names.items()}
     alphas = {m: config.alpha_of(n) for m, n in names.items()}
     record: dict[str, Any] = {
@@ -167,14 +166,14 @@ def to_record(
         "base_model_name_or_path": base_model,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        # Exactly these modules: a list would also match others that end in one of them.
+        # A pattern of exactly these modules: a list would also match longer names with their ends.
         "target_modules": "|".join(map(re.escape, names)),
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        # Without the ^ PEFT takes them for ends of names.
+        # Without ^, PEFT matches the ends of names.
         "rank_pattern": {f"^{re.escape(m)}": r for m, r in ranks.items() if r != config.rank},
         "alpha_pattern": {f"^{re.escape(m)}": a for m, a in alphas.items() if a != config.alpha},
-        "modules_to_save": list(whole) or None,
+        "modules_to_save": list(full_modules) or None,
         "bias": "none",
         OWN: {
             "target": config.target if isinstance(config.target, str) else list(config.target),
@@ -187,10 +186,10 @@ def to_record(
             "reg_weight": config.reg_weight,
         },
     }
-    if config.nonlinearity != FOURIER.name:  # of which files say nothing
+    if config.nonlinearity != FOURIER.name:  # files leave out the default
         record[OWN]["nonlinearity"] = config.nonlinearity
     if phi is not None:
-        # A reader that cannot measure starts another layer at 1.
+        # A reader that cannot measure starts a new layer at 1.
         first = 1.0 if isinstance(sigma, RmsSigma) else sigma
         values = (config.fourier_placement, first, config.reg_weight)
         record |= zip(phi.settings, values, strict=True)
@@ -200,12 +199,12 @@ def to_record(
 
 
 def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
-    """A record with the settings that its reader has to say.
+    """Add the settings that the caller must supply to a record.
 
-    Files of the original LS-LoRA do not say where the nonlinearity is: there is one place.
+    Files of the original LS-LoRA do not state the placement, since it has only one.
 
     Raises:
-        ValueError: a file that was written here says all of them itself.
+        ValueError: this library wrote the file, which then states all settings.
     """
     if not isinstance(record, dict):
         return record
@@ -220,11 +219,11 @@ def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
 
 
 def check_record(record: Any, where: str) -> None:
-    """Refuse a record that is not a LoRA or LS-LoRA adapter's, or that does not say all.
+    """Refuse a record that is not of LoRA or LS-LoRA, or that is incomplete.
 
     Raises:
-        ValueError: naming the file, and every setting that is missing or not supported, or a
-            nonlinearity that is not known.
+        ValueError: names the file, and every missing or unsupported setting or an unknown
+            nonlinearity.
     """
     kind = record.get("peft_type") if isinstance(record, dict) else None
     if kind not in ("LSLORA", "LORA"):
@@ -234,18 +233,18 @@ def check_record(record: Any, where: str) -> None:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     required = (*REQUIRED, *([] if phi is None else phi.settings))
-    missing, own = [key for key in required if key not in record], record.get(OWN)
-    held = own if isinstance(own, dict) else {}
+    missing, own_settings = [key for key in required if key not in record], record.get(OWN)
+    stored_own = own_settings if isinstance(own_settings, dict) else {}
     if OWN in record:
-        missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in held]
+        missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in stored_own]
     if missing:
         raise ValueError(
             f"{where} lacks {missing}; without them it is another model than the one saved. If "
             "you know what they were, pass assume={...}, by these names"
         )
     wrong = unsupported(record, (OWN, *([] if phi is None else phi.settings)))
-    unknown = held.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
-    wrong |= {f"{OWN}.{key}": held[key] for key in sorted(unknown)}
+    unknown = stored_own.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
+    wrong |= {f"{OWN}.{key}": stored_own[key] for key in sorted(unknown)}
     if "init_lora_weights" in wrong:
         raise ValueError(
             f"{where}: init_lora_weights={wrong['init_lora_weights']!r} is not supported: such a "
@@ -261,10 +260,10 @@ def check_record(record: Any, where: str) -> None:
 
 
 def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
-    """The nonlinearity of a record; ``None`` if it is one of plain LoRA.
+    """The nonlinearity of a record; ``None`` for plain LoRA.
 
     Raises:
-        ValueError: it is not known; with the names that are.
+        ValueError: it is unknown; lists the known names.
     """
     phi = find_nonlinearity(_name(record))
     marked = record.get("init_lora_weights") == NEEDS_PLUG_IN
@@ -273,21 +272,25 @@ def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    own = record.get(OWN)
-    return str(own.get("nonlinearity", FOURIER.name)) if isinstance(own, dict) else FOURIER.name
+    own_settings = record.get(OWN)
+    return (
+        str(own_settings.get("nonlinearity", FOURIER.name))
+        if isinstance(own_settings, dict)
+        else FOURIER.name
+    )
 
 
 def from_record(
-    record: Mapping[str, Any], layers: Mapping[str, tuple[int, Any]], whole: Sequence[str]
+    record: Mapping[str, Any], layers: Mapping[str, tuple[int, Any]], full_paths: Sequence[str]
 ) -> Config:
     """The config of a checked record.
 
     Args:
-        record: From a file.
-        layers: ``{layer: (rank, alpha)}``, for a file that does not say what the layers are.
-        whole: Paths of the parameters that are saved whole, likewise.
+        record: Content of the file.
+        layers: ``{layer: (rank, alpha)}``, for a file that does not state its layers.
+        full_paths: Paths of the parameters saved in full, for such a file.
     """
-    phi, own = nonlinearity_of(record), record.get(OWN)
+    phi, own_settings = nonlinearity_of(record), record.get(OWN)
     common = {
         "rank": record["r"],
         "alpha": record["lora_alpha"],
@@ -298,19 +301,19 @@ def from_record(
     placement, init_sigma, reg_weight = "none", Config.init_sigma, Config.reg_weight
     if phi is not None:
         placement, init_sigma, reg_weight = (record[key] for key in phi.settings)
-    if own is not None:
-        sigma, target = own["init_sigma"], own["target"]
+    if own_settings is not None:
+        sigma, target = own_settings["init_sigma"], own_settings["target"]
         return Config(
             **common,
             target=target if isinstance(target, str) else tuple(target),
-            exclude=own["exclude"],
+            exclude=own_settings["exclude"],
             fourier_placement=placement,
             init_sigma=RmsSigma(*sigma) if isinstance(sigma, list) else sigma,
-            reg_weight=own["reg_weight"],
-            rank_pattern=own["rank_pattern"],
-            alpha_pattern=own["alpha_pattern"],
-            modules_to_save=own["modules_to_save"],
-            experts=own["experts"],
+            reg_weight=own_settings["reg_weight"],
+            rank_pattern=own_settings["rank_pattern"],
+            alpha_pattern=own_settings["alpha_pattern"],
+            modules_to_save=own_settings["modules_to_save"],
+            experts=own_settings["experts"],
         )
     ranks = {n: rank for n, (rank, _) in layers.items() if rank != record["r"]}
     alphas = {n: alpha for n, (_, alpha) in layers.items() if alpha != record["lora_alpha"]}
@@ -320,7 +323,7 @@ def from_record(
         init_sigma=init_sigma,
         reg_weight=reg_weight,
         target="|".join(map(re.escape, layers)),
-        modules_to_save="|".join(map(re.escape, whole)) or None,
+        modules_to_save="|".join(map(re.escape, full_paths)) or None,
         rank_pattern={re.escape(n): rank for n, rank in ranks.items()},
         alpha_pattern={re.escape(n): alpha for n, alpha in alphas.items()},
     )

@@ -1,4 +1,4 @@
-"""Load, cast and place once; ask for room; say what ran out; watch peaks; find second copies."""
+"""Loading, casting and placing without copies; free memory, peaks, duplicates, processes."""
 
 from jaxkfac.memory._budget import (
     TROUBLESHOOTING_PAGE,

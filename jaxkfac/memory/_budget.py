@@ -1,4 +1,4 @@
-"""Free memory: the question asked before a large allocation, and the errors when it ran out."""
+"""Free memory: the check before a large allocation, and errors that say memory ran out."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkfac._errors import JaxkfacError
 
-# ---------------- sizes as people write them: 80GB, 74.5GiB, 80e9
+# ---------------- sizes with units: 80GB, 74.5GiB, 80e9
 
 
 ByteSize = int | float | str | SupportsIndex
@@ -27,21 +27,22 @@ ACCEPTED = 'a positive number of bytes, as 80e9, or a size with a unit, as "80GB
 
 
 def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
-    """The bytes of a size as a person writes it.
+    """Convert a size to bytes.
 
-    Every argument of this library that asks for bytes takes what this function takes.
+    Every argument of this library that takes bytes accepts the forms described here.
 
     Args:
         size: A number of bytes, or a string of a number and a unit: ``B``, ``kB``, ``MB``,
             ``GB``, ``TB``, ``PB`` are powers of 1000; ``KiB``, ``MiB``, ``GiB``, ``TiB``,
             ``PiB`` powers of 1024. Case and spaces do not matter.
-        name: Of the argument, for the error.
+        name: Name of the argument, for the error.
 
     Returns:
         Whole bytes, rounded down.
 
     Raises:
-        ValueError: no such unit, or not at least one byte; what is accepted is said.
+        ValueError: the unit is unknown, or the size is less than one byte; lists the accepted
+            forms.
 
     Example:
         >>> import jaxkfac as jk
@@ -50,12 +51,12 @@ def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
     """
     number, unit = size, 1
     if isinstance(size, str):
-        found = _SIZE.fullmatch(size)
-        if found is None or found[2].lower() not in _UNITS:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
-        number, unit = found[1], _UNITS[found[2].lower()]
+        number, unit = match[1], _UNITS[match[2].lower()]
     try:
-        # Whole numbers stay exact: a float has no room for every count of bytes.
+        # Keep whole numbers exact: a float cannot represent every count of bytes.
         exact = number if isinstance(number, SupportsIndex) else float(number)
         nbytes = exact.__index__() * unit if isinstance(exact, SupportsIndex) else exact * unit
     except (TypeError, ValueError):
@@ -65,52 +66,52 @@ def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
     return int(nbytes)
 
 
-# ---------------- what the kernel knows about this process's main memory
+# ---------------- main memory of this process, from the kernel
 
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-# The kernel adds up pages by thread, and both numbers are a little behind.
+# The kernel sums pages over threads, so both numbers lag a little.
 _SLACK = 4 << 20
 
 
 def resident_bytes() -> int | None:
-    """Bytes of main memory that belong to the process now; ``None`` but on Linux."""
+    """Bytes of main memory that the process uses now; ``None`` on systems other than Linux."""
     return _field("VmRSS")
 
 
 def address_space_bytes() -> int | None:
-    """Bytes of addresses that the process has mapped; ``None`` but on Linux."""
+    """Bytes of address space that the process has mapped; ``None`` on systems other than Linux."""
     return _field("VmSize")
 
 
 def resident_mark() -> int | None:
-    """The most they ever were, or were since :func:`lower_mark`."""
+    """The high-water mark of :func:`resident_bytes`, at most since :func:`lower_mark`."""
     return _field("VmHWM")
 
 
 def lower_mark() -> bool:
     """Set the mark to what is resident now; ``False`` where that is not allowed.
 
-    The mark belongs to the process: everything that reads it sees the lower one.
+    The mark belongs to the process, so every reader of it sees the lowered value.
     """
     with contextlib.suppress(OSError):
         _CLEAR.write_text("5")
         mark, now = resident_mark(), resident_bytes()
-        # A sandboxed kernel may accept the write and do nothing.
+        # A sandboxed kernel may accept the write without any effect.
         return mark is not None and now is not None and mark <= now + _SLACK
     return False
 
 
 def _field(name: str) -> int | None:
     try:
-        found = re.search(rf"^{name}:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        match = re.search(rf"^{name}:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(match[1]) * 1024 if match else None
 
 
-# ----------------
+# ---------------- free memory
 
 
 _MEMINFO = Path("/proc/meminfo")
@@ -118,7 +119,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryBudgetError(JaxkfacError, MemoryError):
-    """An allocation would not fit; raised before it is tried."""
+    """An allocation would not fit; raised before it is attempted."""
 
 
 def free_bytes(device: Any) -> int | None:
@@ -128,8 +129,8 @@ def free_bytes(device: Any) -> int | None:
         device: A ``jax.Device``.
 
     Returns:
-        The allocator's limit less what is in use, in bytes; fragments count as free. ``None``
-        where no such count is kept, as on the CPU: see :func:`free_host_bytes`.
+        The allocator's limit minus the bytes in use; fragmented memory counts as free. ``None``
+        where no such count exists, as on the CPU: see :func:`free_host_bytes`.
     """
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
@@ -140,21 +141,21 @@ def free_bytes(device: Any) -> int | None:
 def free_host_bytes() -> int | None:
     """Bytes of main memory that this process can still take without swapping.
 
-    The kernel's estimate, or what a container's limit or the process's own (``ulimit -v``)
-    leaves if that is less. Files in the page cache count as free, because they give way.
+    This is the kernel's estimate, or what remains of a container's limit or of the process's own
+    limit (``ulimit -v``) if that is less. The page cache counts as free, because it gives way.
 
     Returns:
-        Bytes; ``None`` where the system does not say (it is Linux that does).
+        Bytes; ``None`` on systems other than Linux.
     """
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    found = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
-    if not found:
+    available = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+    if not available:
         return None
     limits = [x for x in (_container_bytes(), _process_bytes()) if x is not None]
-    return min([found[0], *limits])
+    return min([available[0], *limits])
 
 
 def require(
@@ -166,25 +167,25 @@ def require(
     fraction: float = 1.0,
     instead: str = "ask for less, or free arrays first (jk.memory.duplicate_report() finds some)",
 ) -> Literal["device", "host"]:
-    """Ask for room before a large allocation: answer where it goes, or raise with the numbers.
+    """Check that a large allocation fits: return where to put it, or raise with the numbers.
 
-    Nothing is reserved. An unknown limit is no limit.
+    Nothing is reserved. An unknown limit counts as no limit.
 
     Args:
-        nbytes: What will be allocated at once, in bytes or as ``"2GB"``.
-        device: The ``jax.Device`` where it is wanted. On the CPU the question is about main memory.
-        what: Names the allocation in the error.
-        otherwise: Where ``device`` has no room: ``"host"`` answers so, if main memory has;
-            ``"raise"`` does not ask there.
-        fraction: Of the free memory that may be taken, in (0, 1]; the rest is for
-            fragmentation and for what runs beside it.
-        instead: What the error says to do.
+        nbytes: Size of the allocation, in bytes or as ``"2GB"``.
+        device: The preferred ``jax.Device``. For a CPU device, main memory is checked.
+        what: Name of the allocation, for the error.
+        otherwise: What to do if ``device`` has no room: ``"host"`` returns ``"host"`` if main
+            memory has room; ``"raise"`` raises without checking main memory.
+        fraction: Fraction of the free memory that may be used, in (0, 1]; the remainder allows for
+            fragmentation and for other allocations.
+        instead: Advice in the error.
 
     Returns:
         ``"device"`` or ``"host"``.
 
     Raises:
-        MemoryBudgetError: with what is needed and what is free.
+        MemoryBudgetError: with the bytes needed and the bytes free.
 
     Example:
         >>> import jax, jaxkfac as jk
@@ -201,21 +202,21 @@ def require(
     free = free_host_bytes() if on_cpu else free_bytes(device)
     if free is None or needed <= fraction * free:
         return "device"
-    asked = [f"{bytes_text(free)} are free there"]
+    free_texts = [f"{bytes_text(free)} are free there"]
     if otherwise == "host" and not on_cpu:
         host = free_host_bytes()
         if host is None or needed <= fraction * host:
             return "host"
-        asked.append(f"{bytes_text(host)} are free in main memory")
+        free_texts.append(f"{bytes_text(host)} are free in main memory")
     if fraction < 1:
-        asked.append(f"of which {fraction:.0%} may be taken")
+        free_texts.append(f"of which {fraction:.0%} may be taken")
     raise MemoryBudgetError(
-        f"{what} needs {bytes_text(needed)} on {device}; {', '.join(asked)}: {instead}"
+        f"{what} needs {bytes_text(needed)} on {device}; {', '.join(free_texts)}: {instead}"
     )
 
 
 def bytes_text(nbytes: int | float) -> str:
-    """Three digits and a binary unit."""
+    """Format bytes with three digits and a binary unit."""
     for unit in ("B", "KiB", "MiB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -224,7 +225,7 @@ def bytes_text(nbytes: int | float) -> str:
 
 
 def _container_bytes() -> int | None:
-    """What the process's memory cgroup leaves, if it has a limit."""
+    """Bytes left under the limit of the process's memory cgroup, if there is one."""
     for limit, usage in (
         ("memory.max", "memory.current"),  # version 2
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
@@ -243,9 +244,9 @@ def _container_bytes() -> int | None:
 
 
 def _process_bytes() -> int | None:
-    """What the process's limit on its address space leaves, if it has one."""
+    """Bytes left under the process's address space limit, if there is one."""
     used = address_space_bytes()
-    if used is None:  # not Linux: there the module below may be missing
+    if used is None:  # not Linux, where the module imported below may be missing
         return None
     import resource
 
@@ -253,8 +254,7 @@ def _process_bytes() -> int | None:
     return None if most == resource.RLIM_INFINITY else max(most - used, 0)
 
 
-# ---------------- errors that say that memory ran out: which they are, what they asked for, what
-# to do
+# ---------------- errors that say memory ran out: recognizing and explaining them
 
 
 TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
@@ -264,7 +264,7 @@ _MARKS = re.compile(
     r"|std::bad_alloc|Cannot allocate memory",
     re.DOTALL | re.IGNORECASE,
 )
-# A kernel's own few hundred KiB: no batch size and no other process changes them.
+# A compiler's limit of a few hundred KiB, which no batch size and no other process changes.
 _SHARED = re.compile(r"shared memory", re.IGNORECASE)
 _COUNT = re.compile(r"(\d+) ?(?:bytes|B)\b")
 _REPORTED_SIZE = re.compile(r"\b(\d+(?:\.\d+)?) ?([KMGTP])i?B?\b")
@@ -272,11 +272,11 @@ _REPORTED_UNITS = {unit: 1024**power for power, unit in enumerate("KMGTP", start
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that memory ran out.
+    """Whether an error, or the error behind it, says that memory ran out.
 
-    ``jax.errors.JaxRuntimeError`` with the status RESOURCE_EXHAUSTED, ``MemoryError`` (NumPy's and
-    :class:`MemoryBudgetError` among them), and ``OSError`` with ``ENOMEM``. A compiler that finds
-    a kernel's shared memory too small has the same status and is not meant.
+    This recognizes ``jax.errors.JaxRuntimeError`` with the status RESOURCE_EXHAUSTED,
+    ``MemoryError`` (including NumPy's and :class:`MemoryBudgetError`), and ``OSError`` with
+    ``ENOMEM``. A compiler error about a kernel's shared memory has the same status but is excluded.
 
     Example:
         >>> import jaxkfac as jk
@@ -287,34 +287,34 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """The bytes that could not be had, as the error says them; ``None`` if it does not."""
+    """The bytes that could not be allocated, read from the error; ``None`` if it does not say."""
     root = _root(error)
     if root is None:
         return None
     shape, dtype = getattr(root, "shape", None), getattr(root, "dtype", None)
     if isinstance(shape, tuple) and isinstance(dtype, np.dtype):  # NumPy's
         return math.prod(shape) * dtype.itemsize
-    words = str(root)
-    if exact := _COUNT.search(words):
+    message = str(root)
+    if exact := _COUNT.search(message):
         return int(exact[1])
-    if rounded := _REPORTED_SIZE.search(words):
+    if rounded := _REPORTED_SIZE.search(message):
         return round(float(rounded[1]) * _REPORTED_UNITS[rounded[2]])
     return None
 
 
 def explain_out_of_memory(error: BaseException) -> str:
-    """What was asked for, what there is, and what to try first.
+    """Explain what could not be allocated, what is free, and what to try first.
 
-    Call it while the error is handled: what the failed step held is then still in use.
+    Call it while handling the error: memory held by the failed step then still counts as used.
 
     Args:
-        error: One for which :func:`is_out_of_memory` is true.
+        error: An error for which :func:`is_out_of_memory` is true.
 
     Returns:
         A paragraph.
 
     Raises:
-        ValueError: an error of another kind.
+        ValueError: it is another kind of error.
 
     Example:
         >>> import jaxkfac as jk
@@ -337,32 +337,36 @@ GENERAL = (
 
 
 def what_was_short(error: BaseException) -> str:
-    """The first half of :func:`explain_out_of_memory`: the bytes asked for, and those there."""
+    """The first half of :func:`explain_out_of_memory`: bytes requested, and bytes free."""
     if not is_out_of_memory(error):
         raise ValueError(f"expected an error that says that memory ran out, got {error!r}")
-    asked = asked_bytes(error)
-    words = "" if asked is None else f": {bytes_text(asked)} were asked for"
+    requested = asked_bytes(error)
+    requested_text = "" if requested is None else f": {bytes_text(requested)} were asked for"
     places = [_state(device) for device in _counting()] or [_host()]
-    return f"out of memory{words}; {'; '.join(places)}"
+    return f"out of memory{requested_text}; {'; '.join(places)}"
 
 
 def _root(error: BaseException | None) -> BaseException | None:
-    """The error of the chain that says so itself."""
+    """The error in the chain of causes that itself says memory ran out."""
     while error is not None:
         if isinstance(error, MemoryError):
             return error
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return error
-        words = str(error)
-        # JaxRuntimeError is a RuntimeError; a backend that does not start raises a plain one.
-        if isinstance(error, RuntimeError) and _MARKS.search(words) and not _SHARED.search(words):
+        message = str(error)
+        # JaxRuntimeError is a RuntimeError; a backend that fails to start raises a plain one.
+        if (
+            isinstance(error, RuntimeError)
+            and _MARKS.search(message)
+            and not _SHARED.search(message)
+        ):
             return error
         error = error.__cause__
     return None
 
 
 def _counting() -> list[Any]:
-    """Devices whose allocator counts."""
+    """Devices whose allocator reports a limit."""
     return [device for device in jax.local_devices() if "bytes_limit" in _stats(device)]
 
 
@@ -380,7 +384,7 @@ def _state(device: Any) -> str:
 
 
 def _host() -> str:
-    free, held = free_host_bytes(), resident_bytes()
-    there = "an unknown number of bytes are" if free is None else f"{bytes_text(free)} are"
-    own = "" if held is None else f", and this process holds {bytes_text(held)}"
-    return f"in main memory {there} free{own}"
+    free, resident = free_host_bytes(), resident_bytes()
+    free_text = "an unknown number of bytes are" if free is None else f"{bytes_text(free)} are"
+    resident_text = "" if resident is None else f", and this process holds {bytes_text(resident)}"
+    return f"in main memory {free_text} free{resident_text}"

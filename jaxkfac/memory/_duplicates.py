@@ -1,4 +1,4 @@
-"""Find arrays that are held twice: a tree that was cast, and its old copy, say."""
+"""Find arrays that are in memory twice, such as a tree and its cast copy."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Duplicate:
-    """One set of values in several places.
+    """One set of values in several places in memory.
 
     Attributes:
-        names: Of the arrays that hold these values, each in memory of its own.
-        wasted_bytes: What all of them but the smallest occupy, over all devices.
+        names: Names of the arrays with these values, each in separate memory.
+        wasted_bytes: Bytes of all of them except the smallest, over all devices.
     """
 
     names: tuple[str, ...]
@@ -32,12 +32,12 @@ class Duplicate:
 
 @dataclasses.dataclass(frozen=True)
 class DuplicateReport:
-    """What :func:`duplicate_report` found; ``print`` shows it as a table.
+    """Result of :func:`duplicate_report`; ``print`` shows it as a table.
 
     Attributes:
-        duplicates: The largest waste first.
-        looked_at: How many arrays were compared.
-        min_bytes: Smaller ones were not.
+        duplicates: Duplicates, the largest waste first.
+        looked_at: Number of arrays compared.
+        min_bytes: Smaller arrays were skipped.
     """
 
     duplicates: tuple[Duplicate, ...]
@@ -46,7 +46,7 @@ class DuplicateReport:
 
     @property
     def wasted_bytes(self) -> int:
-        """Of all duplicates together."""
+        """Wasted bytes of all duplicates together."""
         return sum(duplicate.wasted_bytes for duplicate in self.duplicates)
 
     def __str__(self) -> str:
@@ -66,26 +66,26 @@ class DuplicateReport:
 def duplicate_report(
     *, min_bytes: ByteSize = 1 << 20, ignore: Sequence[jax.Array] = (), **trees: PyTree
 ) -> DuplicateReport:
-    """Live arrays with equal values in different memory, whatever their dtypes and devices.
+    """Find live arrays with equal values in different memory, over all dtypes and devices.
 
     A float32 array and its bfloat16 copy are duplicates: values are compared in the narrower
-    dtype. Arrays that share a buffer are one. An array whose entries are all equal (a fresh
-    bias, an optimizer's first moments) says nothing and is left out.
+    dtype. Arrays that share a buffer count as one. Constant arrays (a new bias, an optimizer's
+    initial moments) are skipped.
 
     Args:
-        min_bytes: Smaller arrays are not looked at, in bytes over all devices, or ``"4MiB"``;
-            0 looks at all.
-        ignore: Arrays that are not looked at unless a tree has them, such as the
-            ``jax.live_arrays()`` of before.
-        **trees: Trees whose arrays get names, ``params=params``; others are named by what and
-            where they are.
+        min_bytes: Arrays with fewer bytes over all devices are skipped; a number or ``"4MiB"``.
+            0 compares all.
+        ignore: Arrays to skip unless a tree contains them, such as an earlier
+            ``jax.live_arrays()``.
+        **trees: Trees whose arrays get names, ``params=params``; other arrays are named by dtype,
+            shape and device.
 
     Returns:
         The report.
 
     Memory:
-        Nothing where both arrays are on the same devices; else one pair of arrays in main
-        memory, while it is compared.
+        None if both arrays are on the same devices; otherwise one pair of arrays in main memory
+        while it is compared.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -98,27 +98,27 @@ def duplicate_report(
     least = parse_bytes(min_bytes, name="min_bytes") if min_bytes else 0
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
-    seen: set[frozenset[Place]] = set()
+    known_buffers: set[frozenset[Place]] = set()
     for name, array in [*_named(trees, least), *_unnamed(least, ignore)]:
         places = places_of(array)
-        if places and places not in seen:
-            seen.add(places)
+        if places and places not in known_buffers:
+            known_buffers.add(places)
             by_shape[array.shape].append(_Candidate(name, array))
-    found = []
+    duplicates = []
     for same_shape in by_shape.values():
         while same_shape:
-            first, *rest = same_shape
-            equal = [other for other in rest if _are_equal(first, other)]
-            same_shape = [other for other in rest if other not in equal]
+            first, *remaining = same_shape
+            equal = [candidate for candidate in remaining if _are_equal(first, candidate)]
+            same_shape = [candidate for candidate in remaining if candidate not in equal]
             if equal and not bool(_is_constant(first.array)):
                 sizes = sorted(_bytes(x.array) for x in [first, *equal])
-                found.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
-    found.sort(key=lambda duplicate: -duplicate.wasted_bytes)
-    return DuplicateReport(tuple(found), len(seen), least)
+                duplicates.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
+    duplicates.sort(key=lambda duplicate: -duplicate.wasted_bytes)
+    return DuplicateReport(tuple(duplicates), len(known_buffers), least)
 
 
 class _Candidate:
-    """An array, and a few of its entries, which tell most others of its shape apart at once."""
+    """An array and a few of its entries, which quickly rule out most others of its shape."""
 
     def __init__(self, name: str, array: jax.Array) -> None:
         self.name, self.array = name, array
@@ -131,14 +131,14 @@ class _Candidate:
 def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Array]]:
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), _part_here(leaf))
-        for name, tree in trees.items()  # in the caller's order, which a dictionary's leaves lose
+        for name, tree in trees.items()  # in the caller's order, which dictionary leaves lose
         for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
         if _is_large(leaf, min_bytes)
     ]
 
 
 def _part_here(array: jax.Array) -> jax.Array:
-    """Of an array on several processes the first part that this one has: it asks no other."""
+    """The array, or this process's first shard of it, which needs no other process."""
     return array if array.is_fully_addressable else array.addressable_shards[0].data
 
 
@@ -166,40 +166,45 @@ def _bytes(array: jax.Array) -> int:
 def _are_equal(first: _Candidate, second: _Candidate) -> bool:
     dtypes = first.array.dtype, second.array.dtype
     if dtypes[0] != dtypes[1] and not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
-        return False  # an index and a float may well be equal; neither is a copy of the other
+        return False  # integers and floats may be equal without being copies of each other
     dtype = min(*dtypes, key=lambda d: d.itemsize)
-    if not _same(first.probe.astype(dtype), second.probe.astype(dtype)).all():
+    if not _equal_entries(first.probe.astype(dtype), second.probe.astype(dtype)).all():
         return False
-    one, other = first.array.sharding, second.array.sharding
-    if one.device_set == other.device_set and one.memory_kind == other.memory_kind:
+    first_sharding, second_sharding = first.array.sharding, second.array.sharding
+    if (
+        first_sharding.device_set == second_sharding.device_set
+        and first_sharding.memory_kind == second_sharding.memory_kind
+    ):
         return bool(_equal(first.array, second.array, dtype))
-    one, other = (np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array))
-    return bool(_same(one, other).all())
+    first_values, second_values = (
+        np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array)
+    )
+    return bool(_equal_entries(first_values, second_values).all())
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _equal(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.all(_same(first.astype(dtype), second.astype(dtype)))
+    return jnp.all(_equal_entries(first.astype(dtype), second.astype(dtype)))
 
 
-def _same(first: Any, second: Any) -> Any:
-    """Which entries are equal, of JAX or NumPy; a copy of NaN is NaN."""
+def _equal_entries(first: Any, second: Any) -> Any:
+    """Elementwise equality for JAX or NumPy arrays, with NaN equal to NaN."""
     return (first == second) | ((first != first) & (second != second))
 
 
 @jax.jit
 def _probe(array: jax.Array) -> jax.Array:
-    """Up to 32 entries, far apart in every axis."""
+    """Up to 32 entries, spread over every axis."""
     positions = jnp.arange(32)
     return array[tuple((positions * 7919 + 1) % n for n in array.shape)]
 
 
 @jax.jit
 def _is_constant(array: jax.Array) -> jax.Array:
-    return jnp.all(_same(array, array[(0,) * array.ndim]))
+    return jnp.all(_equal_entries(array, array[(0,) * array.ndim]))
 
 
 def _alias(array: jax.Array) -> jax.Array:
-    """The same buffers; an array keeps what NumPy once read of it, and this one is dropped."""
+    """A temporary array on the same buffers; the original would keep NumPy's copy of its values."""
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

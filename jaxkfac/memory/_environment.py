@@ -1,4 +1,4 @@
-"""What of this machine and its settings decides bytes and bits, and what to change."""
+"""Settings of this machine that affect memory and numerics, and what to change."""
 
 import importlib.metadata
 import os
@@ -21,10 +21,10 @@ class Finding(NamedTuple):
     """One line of the doctor's table.
 
     Attributes:
-        topic: What was looked at.
-        value: How it is.
-        advice: What to change, or why nothing; empty where there is nothing to say.
-        problem: Whether something will go wrong as it is.
+        topic: Subject.
+        value: Its current value.
+        advice: What to change, or why nothing; may be empty.
+        problem: Whether the current value will cause a failure.
     """
 
     topic: str
@@ -34,16 +34,16 @@ class Finding(NamedTuple):
 
 
 def inspect_environment(environ: Mapping[str, str] | None = None) -> list[Finding]:
-    """Look at devices, allocator, precision, attention, memory and threads.
+    """Inspect devices, allocator, precision, attention, memory and threads.
 
-    Asking for devices starts their backends, which take most of an accelerator's memory unless
-    told not to: set ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` before, where others use it.
+    Querying devices starts their backends, which by default take most of an accelerator's memory.
+    Set ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` first where others use the device.
 
     Args:
-        environ: The environment to judge; by default this process's own.
+        environ: The environment to inspect; by default that of this process.
 
     Returns:
-        Findings, in a fixed order.
+        The findings, in a fixed order.
 
     Example:
         >>> import jaxkfac as jk
@@ -55,7 +55,7 @@ def inspect_environment(environ: Mapping[str, str] | None = None) -> list[Findin
     return [
         _backends(environ),
         *_devices(),
-        *([_others()] if on_gpu else []),
+        *([_other_programs()] if on_gpu else []),
         *(_allocator(environ) if on_gpu else _no_allocator(environ)),
         _precision(environ, on_gpu),
         _attention(on_gpu),
@@ -65,20 +65,20 @@ def inspect_environment(environ: Mapping[str, str] | None = None) -> list[Findin
 
 
 def _backends(environ: Mapping[str, str]) -> Finding:
-    asked = environ.get("JAX_PLATFORMS", "")
+    platforms = environ.get("JAX_PLATFORMS", "")
     default = jax.default_backend()
-    found = f"default {default}; JAX_PLATFORMS={asked or 'unset'}"
-    if default == "cpu" and ("cuda" in asked or Path("/dev/nvidia0").exists()):
+    value = f"default {default}; JAX_PLATFORMS={platforms or 'unset'}"
+    if default == "cpu" and ("cuda" in platforms or Path("/dev/nvidia0").exists()):
         plugin = _has("jax-cuda12-plugin") or _has("jax-cuda13-plugin")
         why = "the CUDA plug-in is installed but did not start" if plugin else "no CUDA plug-in"
         advice = f'a GPU is meant, and {why}: pip install "jaxkfac[gpu]" fitting the driver'
-        return Finding("backends", found, advice, problem=True)
+        return Finding("backends", value, advice, problem=True)
     try:
         jax.devices("cpu")
     except RuntimeError:
-        advice = f"there is no CPU backend, which host work needs: JAX_PLATFORMS={asked},cpu"
-        return Finding("backends", found, advice, problem=True)
-    return Finding("backends", found)
+        advice = f"there is no CPU backend, which host work needs: JAX_PLATFORMS={platforms},cpu"
+        return Finding("backends", value, advice, problem=True)
+    return Finding("backends", value)
 
 
 def _devices() -> Iterator[Finding]:
@@ -96,21 +96,21 @@ def _devices() -> Iterator[Finding]:
         yield Finding(f"device {_short(device)}", f"{name}; {memory}; memory kinds {kinds}")
 
 
-def _others() -> Finding:
-    """Programs that compute on an NVIDIA GPU beside this one, as the driver counts them."""
+def _other_programs() -> Finding:
+    """Programs that compute on an NVIDIA GPU beside this one, as the driver reports them."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
-    topic, asked = "other processes", "nvidia-smi lists them"
+    topic, how_to_list = "other processes", "nvidia-smi lists them"
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return Finding(topic, "unknown", f"{asked}, where it is installed")
+        return Finding(topic, "unknown", f"{how_to_list}, where it is installed")
     rows = [row.split(",", 1) for row in done.stdout.splitlines() if "," in row]
-    others = [f"{pid.strip()} ({used.strip()})" for pid, used in rows if int(pid) != os.getpid()]
-    if not others:
-        return Finding(topic, "none seen", f"{asked}; a container may hide those of others")
+    programs = [f"{pid.strip()} ({used.strip()})" for pid, used in rows if int(pid) != os.getpid()]
+    if not programs:
+        return Finding(topic, "none seen", f"{how_to_list}; a container may hide those of others")
     return Finding(
         topic,
-        ", ".join(others),
+        ", ".join(programs),
         "hold memory that this process cannot have: end your own ones, or share by "
         f"{_PREALLOCATE}=false and {_FRACTION}",
     )
@@ -206,13 +206,13 @@ def _host(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("main memory", "unknown" if free is None else f"{bytes_text(free)} free")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-    given = [f"{name}={environ[name]}" for name in names if name in environ]
+    settings = [f"{name}={environ[name]}" for name in names if name in environ]
     blas = _blas_name()
     yield Finding(
         "BLAS threads",
-        f"{', '.join(given) or 'unset'}; {cores} cores; NumPy has {blas}",
+        f"{', '.join(settings) or 'unset'}; {cores} cores; NumPy has {blas}",
         ""
-        if given
+        if settings
         else "the count changes the last bits of a decomposition: OPENBLAS_NUM_THREADS=1, "
         "before the first import",
     )
@@ -228,13 +228,13 @@ def _compilation(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _setting(name: str) -> Any:
-    return getattr(jax.config, name)  # not in the class: JAX adds them as they are defined
+    return getattr(jax.config, name)  # JAX adds these attributes at run time
 
 
 def _blas_name() -> str:
     config: Any = np.show_config(mode="dicts")
-    found = config.get("Build Dependencies", {}).get("blas", {})
-    return f"{found.get('name', 'an unknown BLAS')} {found.get('version', '')}".strip()
+    blas = config.get("Build Dependencies", {}).get("blas", {})
+    return f"{blas.get('name', 'an unknown BLAS')} {blas.get('version', '')}".strip()
 
 
 def _short(device: Any) -> str:

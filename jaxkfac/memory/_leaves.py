@@ -12,21 +12,21 @@ import numpy as np
 
 from jaxkfac.memory._budget import require
 
-# ---------------- numPy memory that XLA on the CPU takes over as it is, instead of copying it
+# ---------------- NumPy memory that XLA on the CPU uses without copying
 
 
-_ALIGNMENT = 64  # bytes, that XLA asks of every buffer
+_ALIGNMENT = 64  # bytes; XLA requires this alignment of a buffer
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array without values, in aligned memory of its own."""
+    """An uninitialized array in its own aligned memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
-# ----------------
+# ---------------- replacing leaves
 
 
 PyTree = Any
@@ -35,14 +35,14 @@ Place = tuple[Any, int]  # a device and an address on it
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a leaf is to become."""
+    """The shape, dtype and sharding that a leaf is to have."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.Sharding | None  # None: not on any device
 
     def bytes_on(self) -> dict[Any, int]:
-        """Bytes on each device; nothing for what lies in an accelerator's host memory."""
+        """Bytes on each device, without those in an accelerator's host memory."""
         if self.sharding is None:
             return {}
         shard = self.sharding.shard_shape(self.shape)
@@ -55,10 +55,10 @@ class Target:
 
 @dataclasses.dataclass
 class _Step:
-    """One distinct array: the leaf that stands for it, its target, its result."""
+    """One distinct array: a leaf that stands for it, its target, and its result."""
 
     leaf: Any
-    target: Target | None  # None: right as it is
+    target: Target | None  # None: the leaf stays as it is
     places: frozenset[Place]
     result: Any = None
 
@@ -71,18 +71,18 @@ def replace_once(
     what: str,
     delete: bool,
 ) -> PyTree:
-    """Map every leaf to its target; a source is deleted before the next leaf is touched.
+    """Map every leaf to its target; a source is deleted before the next leaf is processed.
 
-    Leaves that are one array, or several names of one buffer, become one array again. A buffer
-    that another leaf or a result still needs is not deleted: deleting an array takes its
+    Leaves that are one array, or several arrays on one buffer, become one array again. A buffer
+    that another leaf or a result still needs is not deleted, because deleting an array takes its
     memory from every array that shares it.
 
     Args:
-        tree: Concrete leaves.
-        target_of: Given a leaf and its number; ``None`` where the leaf is right as it is.
-        replace: Makes the target.
-        what: Names the operation in errors.
-        delete: Whether sources are deleted.
+        tree: A tree of concrete leaves.
+        target_of: Function of a leaf and its number; ``None`` keeps the leaf.
+        replace: Function of a leaf and a target that returns the new leaf.
+        what: Name of the operation, for errors.
+        delete: Whether to delete sources.
     """
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
     steps: dict[Hashable, _Step] = {}
@@ -101,7 +101,7 @@ def replace_once(
     _check_room(steps.values(), what, delete)
 
     waiting = Counter(place for step in steps.values() for place in step.places)
-    kept: set[Place] = set()
+    needed_places: set[Place] = set()
     for step in steps.values():
         waiting.subtract(step.places)
         source, step.leaf = step.leaf, None
@@ -109,36 +109,40 @@ def replace_once(
             step.result = source
         else:
             step.result = jax.block_until_ready(replace(source, step.target))
-        kept |= places_of(step.result)
-        if delete and step.places and not any(p in kept or waiting[p] for p in step.places):
+        needed_places |= places_of(step.result)
+        if (
+            delete
+            and step.places
+            and not any(p in needed_places or waiting[p] for p in step.places)
+        ):
             release(source)
     return structure.unflatten([step.result for step in order])
 
 
 def release(array: jax.Array) -> None:
-    """Delete an array and give its memory back now."""
+    """Delete an array and free its memory now."""
     array.delete()
-    # Memory that XLA took over from NumPy goes when JAX next looks for such leftovers, which it
-    # does in Python's garbage collector; the youngest generation is enough.
+    # JAX frees memory that XLA took over from NumPy in a callback of Python's garbage collector;
+    # collecting the youngest generation is enough.
     gc.collect(0)
 
 
 def places_of(leaf: Any) -> frozenset[Place]:
-    """Where the buffers of an array lie; empty for what has none of its own to delete."""
+    """Device and address of an array's buffers; empty for leaves without a buffer to delete."""
     if not is_numeric_array(leaf) or leaf.size == 0:
         return frozenset()
     return frozenset((s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards)
 
 
 def is_numeric_array(leaf: Any) -> bool:
-    """Whether ``leaf`` is a JAX array of numbers: random keys are arrays of something else."""
+    """Whether ``leaf`` is a numeric JAX array; random keys are not."""
     return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )
 
 
 def check_targets(targets: Iterable[Target], what: str) -> None:
-    """Ask for room for all of ``targets`` together."""
+    """Raise if there is no room for all ``targets`` together."""
     _check_room([_Step(None, target, frozenset()) for target in targets], what, delete=False)
 
 
@@ -149,19 +153,19 @@ def _identity(leaf: Any, places: frozenset[Place]) -> Hashable:
 
 
 def _check_room(steps: Iterable[_Step], what: str, delete: bool) -> None:
-    """Ask for the highest point of the sequence on each device before anything is consumed."""
-    held: dict[Any, int] = defaultdict(int)
+    """Raise if the peak of the sequence does not fit on a device, before anything is deleted."""
+    current: dict[Any, int] = defaultdict(int)
     most: dict[Any, int] = defaultdict(int)
     for step in steps:
         if step.target is None:
             continue
         for device, nbytes in step.target.bytes_on().items():
-            held[device] += nbytes
-            most[device] = max(most[device], held[device])
+            current[device] += nbytes
+            most[device] = max(most[device], current[device])
         if delete and step.places:
             source = Target(step.leaf.shape, step.leaf.dtype, step.leaf.sharding)
             for device, nbytes in source.bytes_on().items():
-                held[device] -= nbytes
+                current[device] -= nbytes
     if any(device.platform == "cpu" for device in most):  # CPU devices share one memory
         cpu = [device for device in most if device.platform == "cpu"]
         most[cpu[0]] = sum(most.pop(device) for device in cpu)

@@ -1,4 +1,4 @@
-"""Load a checkpoint in its target dtype and place, one tensor at a time."""
+"""Load a checkpoint into its target dtype and sharding, one tensor at a time."""
 
 import json
 from collections import defaultdict
@@ -16,11 +16,10 @@ from jax.typing import DTypeLike
 from jaxkfac.memory._leaves import Target, aligned_empty, check_targets, release
 from jaxkfac.memory._place import as_sharding, checked_dtype, convert
 
-# ---------------- the files of a safetensors checkpoint, checked whole before a byte of a tensor
-# is read
+# ---------------- the files of a safetensors checkpoint, all checked before a tensor is read
 
 
-# What the format calls a dtype. Sub-byte formats are packed, and JAX has no array like that.
+# Names of dtypes in the format. Packed sub-byte formats are missing: JAX has no such arrays.
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -45,21 +44,21 @@ _DTYPES: dict[str, Any] = {
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies."""
+    """The place of one tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     file: Path
-    start: int  # bytes from the beginning of the file
+    start: int  # offset in bytes from the beginning of the file
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """Every tensor of a checkpoint, in the order of its files and of their bytes.
+    """All tensors of a checkpoint, in the order of its files and of their bytes.
 
     Raises:
-        FileNotFoundError: no such path, nothing in the folder, or a shard is missing.
-        ValueError: what the files hold is not what their headers or the index say.
+        FileNotFoundError: the path does not exist, the folder is empty, or a shard is missing.
+        ValueError: the contents of the files contradict their headers or the index.
     """
     index, files = _files_of(path)
     missing = [file.name for file in files if not file.is_file()]
@@ -68,14 +67,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             f"{path}: the index names {len(files)} shards, and {missing} are not beside it; "
             "download the checkpoint again"
         )
-    found = {file: _tensors_in(file) for file in files}
+    tensors_by_file = {file: _tensors_in(file) for file in files}
     if index is not None:
-        _check_index(path, index, found)
-    return [tensor for tensors in found.values() for tensor in tensors]
+        _check_index(path, index, tensors_by_file)
+    return [tensor for tensors in tensors_by_file.values() for tensor in tensors]
 
 
 def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
-    """``{name: file}`` of an index, if there is one, and the files in order."""
+    """``{name: file}`` of an index, or ``None`` without one, and the files in order."""
     if path.is_dir():
         for pattern in ("model.safetensors.index.json", "model.safetensors"):
             if (path / pattern).is_file():
@@ -117,9 +116,9 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # The library checks the header, and that offsets leave no hole and end with the file.
-        # It maps the file, and mapped pages count as resident once touched: tensors are
-        # therefore read, not taken from here.
+        # The library checks the header, and that the tensors cover the file without gaps.
+        # It maps the file, and mapped pages count as resident once touched, so the tensors are
+        # read separately.
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()
     except (SafetensorError, OSError) as error:
@@ -130,8 +129,8 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    found = [_tensor(file, name, header[name], 8 + length) for name in names]
-    return sorted(found, key=lambda tensor: tensor.start)
+    stored = [_tensor(file, name, header[name], 8 + length) for name in names]
+    return sorted(stored, key=lambda tensor: tensor.start)
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
@@ -144,13 +143,15 @@ def _tensor(file: Path, name: str, entry: dict[str, Any], data: int) -> StoredTe
     return StoredTensor(name, tuple(entry["shape"]), dtype, file, data + entry["data_offsets"][0])
 
 
-def _check_index(path: Path, index: dict[str, Path], found: dict[Path, list[StoredTensor]]) -> None:
-    held: dict[str, list[Path]] = defaultdict(list)
-    for file, tensors in found.items():
+def _check_index(
+    path: Path, index: dict[str, Path], tensors_by_file: dict[Path, list[StoredTensor]]
+) -> None:
+    files_by_name: dict[str, list[Path]] = defaultdict(list)
+    for file, tensors in tensors_by_file.items():
         for tensor in tensors:
-            held[tensor.name].append(file)
-    absent = [name for name, file in index.items() if file not in held.get(name, [])]
-    extra = [name for name, files in held.items() if [index.get(name)] != files]
+            files_by_name[tensor.name].append(file)
+    absent = [name for name, file in index.items() if file not in files_by_name.get(name, [])]
+    extra = [name for name, files in files_by_name.items() if [index.get(name)] != files]
     if absent or extra:
         raise ValueError(
             f"{path} does not fit its shards: they lack {absent} where the index has them, and "
@@ -158,7 +159,7 @@ def _check_index(path: Path, index: dict[str, Path], found: dict[Path, list[Stor
         )
 
 
-# ----------------
+# ---------------- loading
 
 
 LeafSharding = Sharding | jax.Device | Callable[[str, tuple[int, ...]], Any]
@@ -167,38 +168,37 @@ LeafSharding = Sharding | jax.Device | Callable[[str, tuple[int, ...]], Any]
 def load_safetensors(
     path: str | Path, *, dtype: DTypeLike | None = None, sharding: LeafSharding | None = None
 ) -> dict[str, jax.Array]:
-    """Load a safetensors checkpoint, of one file or of shards, tensor by tensor.
+    """Load a safetensors checkpoint, one file or shards, tensor by tensor.
 
-    Every header is checked, and room asked for, before the first tensor is read. A tensor is
-    read into memory of its own (a mapped file would count as resident next to its arrays),
-    placed, converted there, and its stored form deleted before the next one.
+    Every header and the free memory are checked before the first tensor is read. A tensor is
+    read into its own memory (a mapped file would count as resident next to its arrays), placed,
+    converted there, and its stored form is deleted before the next one.
 
     Args:
         path: A ``.safetensors`` file, an index (``model.safetensors.index.json``), or a folder
-            with ``model.safetensors.index.json``, ``model.safetensors``, or one file of another
-            name.
-        dtype: What floating tensors become; others keep theirs. ``None`` keeps all.
+            with ``model.safetensors.index.json``, ``model.safetensors``, or a single file of
+            another name.
+        dtype: Dtype for floating tensors; others keep theirs. ``None`` keeps all dtypes.
         sharding: A ``jax.sharding.Sharding`` or a device for all tensors, or a function of name
-            and shape that gives one. ``None``: the default device, uncommitted.
+            and shape that returns one. ``None`` means the default device, uncommitted.
 
     Returns:
-        ``{name: array}``, flat, names as they are in the file
+        ``{name: array}``, flat, with the names of the file
         (``model.layers.0.mlp.up_proj.weight``), in the order of the files. Shapes are as stored:
-        a PyTorch ``Linear`` weight is (out, in). While x64 is off, 64-bit integers become 32-bit
-        ones.
+        a PyTorch ``Linear`` weight is (out, in). With x64 off, 64-bit integers become 32-bit
+        integers.
 
     Raises:
-        FileNotFoundError: no checkpoint there, or a shard of the index is missing, by name.
-        ValueError: a file that is truncated or no safetensors file; an index that does not fit
-            its shards, each tensor named; a stored dtype that JAX does not have, or that is
-            64 bits wide and cannot be kept (a float without ``dtype=``, an integer that does
-            not fit 32 bits).
-        MemoryBudgetError: before anything is read, if it would not fit.
+        FileNotFoundError: there is no checkpoint, or a shard of the index is missing; named.
+        ValueError: a file is truncated or no safetensors file; an index does not fit its shards,
+            with each tensor named; or a stored dtype does not exist in JAX or is a 64-bit type
+            that cannot be kept (a float without ``dtype=``, an integer that does not fit 32 bits).
+        MemoryBudgetError: it would not fit; raised before anything is read.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:
-        The checkpoint in its target dtype, and one stored tensor, on the device and in main
-        memory alike; without conversion, on the CPU nothing beyond the arrays.
+        The checkpoint in its target dtype and one stored tensor, both on the device and in main
+        memory; without conversion, on the CPU nothing beyond the arrays.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy, jax.numpy as jnp, jaxkfac as jk
@@ -211,9 +211,9 @@ def load_safetensors(
         >>> folder.cleanup()
     """
     path = Path(path)
-    wanted = None if dtype is None else checked_dtype(dtype)
+    float_dtype = None if dtype is None else checked_dtype(dtype)
     tensors = stored_tensors(path)
-    targets = [_target(tensor, wanted, sharding) for tensor in tensors]
+    targets = [_target(tensor, float_dtype, sharding) for tensor in tensors]
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     check_targets(
         [Target(t.shape, t.dtype, t.sharding or default) for t in targets], f"loading {path}"
@@ -223,15 +223,15 @@ def load_safetensors(
     }
 
 
-def _target(tensor: StoredTensor, wanted: Any, sharding: LeafSharding | None) -> Target:
+def _target(tensor: StoredTensor, float_dtype: Any, sharding: LeafSharding | None) -> Target:
     where = sharding
     if callable(sharding):
         where = sharding(tensor.name, tensor.shape)
     dtype = tensor.dtype
-    if wanted is not None and jnp.issubdtype(dtype, jnp.floating):
-        dtype = wanted
+    if float_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        dtype = float_dtype
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if tensor.dtype == np.float64 and dtype == np.float32 and wanted is None:
+    if tensor.dtype == np.float64 and dtype == np.float32 and float_dtype is None:
         raise ValueError(
             f"tensor {tensor.name!r} in {tensor.file} is float64: give dtype=, or enable x64"
         )
@@ -240,11 +240,11 @@ def _target(tensor: StoredTensor, wanted: Any, sharding: LeafSharding | None) ->
 
 def _load(tensor: StoredTensor, target: Target) -> jax.Array:
     stored = _read(tensor)
-    if tensor.dtype.itemsize == 8 and target.dtype != tensor.dtype:  # JAX has no such array now
+    if tensor.dtype.itemsize == 8 and target.dtype != tensor.dtype:  # x64 is off
         if tensor.dtype.kind in "iu":
             _check_range(tensor, stored, target.dtype)
         stored = stored.astype(target.dtype)
-    placed = jax.device_put(stored, target.sharding)  # on the CPU it takes the memory over
+    placed = jax.device_put(stored, target.sharding)  # on the CPU this takes over the memory
     del stored
     if placed.dtype == target.dtype:
         return jax.block_until_ready(placed)
@@ -254,14 +254,14 @@ def _load(tensor: StoredTensor, target: Target) -> jax.Array:
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:
-    """The tensor in aligned memory that nobody else holds."""
+    """The tensor in aligned memory that nothing else references."""
     stored = aligned_empty(tensor.shape, tensor.dtype)
     view: Any = stored.reshape(-1).view(np.uint8)
     nbytes = stored.nbytes
     with tensor.file.open("rb", buffering=0) as file:
         file.seek(tensor.start)
         done = 0
-        while done < nbytes:  # one call reads 2 GiB at the most
+        while done < nbytes:  # one call reads at most 2 GiB
             count = file.readinto(memoryview(view)[done:])
             if not count:
                 raise ValueError(

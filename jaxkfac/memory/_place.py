@@ -1,4 +1,4 @@
-"""Cast a tree, or move it to its devices, without a second copy of it."""
+"""Cast a tree, or move it to its devices, without holding two copies."""
 
 import math
 from collections.abc import Sequence
@@ -20,36 +20,36 @@ from jax.typing import DTypeLike
 
 from jaxkfac.memory._leaves import Target, aligned_empty, is_numeric_array, replace_once
 
-# ---------------- move a tree to its devices without a second copy of it
+# ---------------- moving a tree to its devices
 
 
 PyTree = Any
 
 
 def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTree:
-    """Move leaves to where they belong, one at a time, deleting each source.
+    """Move leaves to a sharding, one at a time, deleting each source.
 
     Args:
-        params: Any tree of arrays: JAX's, random keys, NumPy's and numbers.
-        sharding: A ``jax.sharding.Sharding`` or a device, for all leaves, or a tree of them
+        params: Any tree of JAX arrays, random keys, NumPy arrays and numbers.
+        sharding: A ``jax.sharding.Sharding`` or a device for all leaves, or a tree of them
             whose structure is a prefix of that of ``params``.
-        delete: Delete sources that were moved. Every other array that shares their memory dies
-            with them, so go on with the result alone. ``False`` keeps both trees.
+        delete: Whether to delete sources that were moved. Every other array that shares their
+            memory becomes unusable too, so use only the result. ``False`` keeps both trees.
 
     Returns:
-        The tree, committed. A leaf that is committed to an equivalent sharding in the same
-        memory kind is the same object. One that lies there uncommitted is committed without a
-        copy. NumPy sources cannot be deleted, but the result never shares their memory, so a
-        later write into them does not show.
+        The committed tree. A leaf that is already committed to an equivalent sharding in the same
+        memory kind is returned as the same object; an uncommitted one there is committed without a
+        copy. NumPy sources cannot be deleted, but the result never shares their memory, so later
+        writes to them do not change it.
 
     Raises:
-        ValueError: a leaf is deleted, by name, or ``sharding`` does not fit the tree.
-        TypeError: something in ``sharding`` is neither a sharding nor a device.
-        MemoryBudgetError: before anything is consumed, if it would not fit.
+        ValueError: a leaf is deleted (named), or ``sharding`` does not fit the tree.
+        TypeError: an entry of ``sharding`` is neither a sharding nor a device.
+        MemoryBudgetError: it would not fit; raised before anything is deleted.
 
     Memory:
-        The tree and one leaf, wherever both old and new places are on one device; on a device
-        that held nothing, the tree alone.
+        The tree and one leaf, where old and new sharding share a device; on a device that held
+        nothing, only the tree.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -59,7 +59,7 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
         (True, True)
     """
     is_one = lambda x: isinstance(x, Sharding | jax.Device)
-    wanted = [
+    shardings = [
         as_sharding(x)
         for x in jax.tree.leaves(
             jax.tree.broadcast(sharding, params, is_leaf=is_one), is_leaf=is_one
@@ -67,19 +67,19 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
     ]
 
     def target_of(leaf: Any, number: int) -> Target | None:
-        target = wanted[number]
+        target = shardings[number]
         if isinstance(leaf, jax.Array):
             if leaf.committed and lies_at(leaf, target):
                 return None
-            if not is_numeric_array(leaf):  # a random key: its bytes are not worth counting
+            if not is_numeric_array(leaf):  # a random key, whose size does not matter
                 return Target(leaf.shape, np.uint32, target)
             return Target(leaf.shape, leaf.dtype, target)
         value = np.asarray(leaf)
         return Target(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), target)
 
-    # Deleted afterwards rather than donated: a source that device_put was given with
-    # donate=True and a sharding of another CPU device crashes the process (jax 0.10.2) as soon
-    # as it is asked whether it is deleted. A transfer needs its source until the end anyway.
+    # Sources are deleted afterwards, not donated: with donate=True and a sharding on another CPU
+    # device, device_put crashes the process (jax 0.10.2) as soon as the source is asked whether it
+    # is deleted. A transfer needs its source until the end anyway.
     return replace_once(
         params,
         target_of,
@@ -90,7 +90,7 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
 
 
 def as_sharding(place: Any) -> Sharding:
-    """A device stands for the sharding that has everything on it."""
+    """The sharding itself; for a device, the sharding that places everything on it."""
     if isinstance(place, Sharding):
         return place
     if isinstance(place, jax.Device):
@@ -99,7 +99,7 @@ def as_sharding(place: Any) -> Sharding:
 
 
 def lies_at(array: jax.Array, sharding: Sharding) -> bool:
-    """Whether ``array`` has the layout over devices and the memory kind of ``sharding``."""
+    """Whether ``array`` already has the layout and memory kind of ``sharding``."""
     kind = sharding.memory_kind or array.sharding.memory_kind
     return (
         array.sharding.is_equivalent_to(sharding, array.ndim) and array.sharding.memory_kind == kind
@@ -107,26 +107,26 @@ def lies_at(array: jax.Array, sharding: Sharding) -> bool:
 
 
 def put_leaf(leaf: Any, sharding: Sharding | None, *, gives_up: bool = False) -> jax.Array:
-    """``device_put``, whose result shares no memory with a NumPy source.
+    """Like ``device_put``, with a result that shares no memory with a NumPy source.
 
-    With ``gives_up`` it may: the caller has no more use for the source, which is the only one.
+    With ``gives_up`` the result may share it: the caller drops the source, the only reference.
 
-    From a process to the devices of several each puts its own part: nothing is exchanged, so that
-    what the processes hold must be the same.
+    Onto devices of several processes, each process puts its own shards. Nothing is exchanged, so
+    all processes must hold the same values.
     """
     if not (sharding is None or sharding.is_fully_addressable) and _is_here(leaf):
-        whole = np.asarray(leaf)
-        copied = lambda index: np.array(whole[index])
-        return jax.make_array_from_callback(whole.shape, sharding, copied)
+        full_array = np.asarray(leaf)
+        copied = lambda index: np.array(full_array[index])
+        return jax.make_array_from_callback(full_array.shape, sharding, copied)
     placed = jax.device_put(leaf, sharding)
     if isinstance(leaf, np.ndarray) and not gives_up and _shares_memory(placed, leaf):
-        # An aligned source is taken as it is on the CPU, may_alias=False or not.
+        # On the CPU, an aligned source is aliased even with may_alias=False.
         placed = jax.device_put(leaf.copy(), sharding)
     return placed
 
 
 def _is_here(leaf: Any) -> bool:
-    """Whether this process has all of ``leaf``, and NumPy reads it."""
+    """Whether this process has all of ``leaf`` and NumPy can read it."""
     if isinstance(leaf, jax.Array):
         return leaf.is_fully_addressable and is_numeric_array(leaf)
     return isinstance(leaf, np.ndarray)
@@ -142,32 +142,32 @@ def _shares_memory(placed: jax.Array, source: np.ndarray) -> bool:
     )
 
 
-# ---------------- convert a tree to a dtype without a second copy of it
+# ---------------- casting a tree
 
 
 def cast_once(params: PyTree, dtype: DTypeLike, *, delete: bool = True) -> PyTree:
     """Convert floating leaves to ``dtype``, one at a time, deleting each source.
 
-    A cast of the whole tree in one program holds both trees: a buffer of another dtype is never
-    donated. Here a leaf is converted, waited for, and its source deleted before the next one.
+    A cast of the whole tree in one program holds both trees, because a buffer of another dtype is
+    never donated. Here each leaf is converted and its source deleted before the next one starts.
 
     Args:
-        params: Any tree. Integers, booleans, complex numbers, random keys and Python numbers are
-            left alone. Leaves that share a buffer (tied weights) share one afterwards.
-        dtype: Floating, of any width (float8 too).
-        delete: Delete sources. Every other array that shares their memory dies with them, so
-            go on with the result alone. ``False`` keeps both trees.
+        params: Any tree. Integers, booleans, complex numbers, random keys and Python numbers
+            stay unchanged. Leaves that share a buffer (tied weights) share one afterwards.
+        dtype: A floating dtype of any width (also float8).
+        delete: Whether to delete sources. Every other array that shares their memory becomes
+            unusable too, so use only the result. ``False`` keeps both trees.
 
     Returns:
-        The tree. A leaf that has the dtype is the same object; others keep their sharding and
-        memory kind, and whether they are committed. NumPy leaves stay NumPy: their sources
-        cannot be deleted, and go when the last reference does. Traced leaves are converted
-        inside the program, which owns its memory.
+        The tree. A leaf that already has the dtype is returned as the same object; others keep
+        their sharding, memory kind and committedness. NumPy leaves stay NumPy: their sources
+        cannot be deleted, and are freed with the last reference. Traced leaves are converted
+        inside the program, which manages their memory.
 
     Raises:
         ValueError: ``dtype`` is not floating, it is float64 while x64 is off, or a leaf is
-            deleted, by name.
-        MemoryBudgetError: before anything is consumed, if it would not fit.
+            deleted (named).
+        MemoryBudgetError: it would not fit; raised before anything is deleted.
 
     Memory:
         The tree and one leaf.
@@ -198,7 +198,7 @@ def cast_once(params: PyTree, dtype: DTypeLike, *, delete: bool = True) -> PyTre
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype:
-    """A floating dtype that arrays can have now."""
+    """The dtype, after checking that it is floating and currently available."""
     dtype = np.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"parameters are cast to a floating dtype, got {dtype}")
@@ -208,20 +208,20 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def has_dtype(leaf: Any) -> bool:
-    """Whether a leaf is an array of numbers, JAX's or NumPy's, and no Python number."""
+    """Whether a leaf is a numeric JAX or NumPy array, not a Python number."""
     return is_numeric_array(leaf) or isinstance(leaf, np.ndarray | np.generic)
 
 
 def convert(leaf: Any, dtype: Any) -> Any:
-    """``leaf`` in another dtype, where it is."""
+    """``leaf`` in another dtype, in the same place."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.astype(dtype)
     if not isinstance(leaf, Tracer) and _is_on_host(leaf):
-        # By NumPy: on an accelerator this would be a slow program on its host memory, and on the
-        # CPU a program lets go of its argument some time after its result is there, so that
-        # two leaves and not one would be in flight. It is about as quick.
+        # NumPy converts it: on an accelerator, a program would be slow on its host memory, and on
+        # the CPU a program releases its argument some time after its result exists, so two leaves
+        # would be in memory instead of one. The time is about the same.
         converted = aligned_empty(leaf.shape, np.dtype(dtype))
-        with np.errstate(over="ignore", invalid="ignore"):  # infinity, as on any device
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as on a device
             np.copyto(converted, np.asarray(leaf), casting="unsafe")
         return jax.device_put(converted, leaf.sharding if leaf.committed else None)
     return jax.lax.convert_element_type(leaf, dtype)
@@ -234,29 +234,29 @@ def _is_on_host(leaf: jax.Array) -> bool:
     return device.platform == "cpu" or "host" in (leaf.sharding.memory_kind or "")
 
 
-# ---------------- shardings that divide every array among devices, where its shape lets them
+# ---------------- shardings that divide every array among devices, where its shape allows
 
 
 def divided_shardings(tree: PyTree, mesh: Mesh | AbstractMesh, axes: str | Sequence[str]) -> PyTree:
-    """Where arrays lie that are divided among the devices of one mesh axis, or of several.
+    """Shardings that divide arrays over one or several axes of a mesh.
 
-    For parameters and an optimizer's state of fully sharded training. An array is divided along
-    the last of its axes that the number of devices divides, a stack's among them. Where none is
-    divided by the devices of all ``axes``, those of a single one are tried, the most first. What
-    cannot be divided so is whole on every device: numbers and vectors, and matrices such as the
-    factor of an odd number of inputs and the ones of a bias.
+    They are for the parameters and the optimizer state of fully sharded training. An array is
+    divided along the last of its axes (including stacked ones) whose size the number of devices
+    divides. If the product of all ``axes`` divides none, single mesh axes are tried, the largest
+    first. Arrays that cannot be divided are replicated: scalars, vectors, and matrices such as the
+    factor of an odd number of inputs with the ones of a bias.
 
     Args:
         tree: Arrays, or their shapes.
         mesh: The mesh.
-        axes: Names of its axes.
+        axes: Names of mesh axes.
 
     Returns:
-        The tree with a ``NamedSharding`` for each array, as ``jax.device_put`` and the
-        ``out_shardings=`` of ``jax.jit`` take it. Specs have an entry for each axis of the array.
+        The tree with a ``NamedSharding`` for each array, for ``jax.device_put`` and for the
+        ``out_shardings=`` of ``jax.jit``. Specs have an entry for each axis of the array.
 
     Raises:
-        KeyError: a name that is no axis of the mesh.
+        KeyError: a name is not an axis of the mesh.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk

@@ -1,4 +1,4 @@
-"""Several processes: arrays on the devices of all, and what they tell one another."""
+"""Several processes: arrays on the devices of all of them, and their communication."""
 
 import dataclasses
 import functools
@@ -14,11 +14,10 @@ from jaxtyping import Array, PyTree
 
 from jaxkfac._errors import ProcessesDisagreeError
 
-# ---------------- joining the processes of a run: what a script calls first, and the command line
-# too
+# ---------------- joining the processes of a run
 
 
-# A process that fails alone leaves after the first, and the others notice after the second.
+# A failed process leaves after the first time; the others notice a killed one after the second.
 SHUTDOWN_SECONDS, HEARTBEAT_SECONDS = 30, 60
 
 
@@ -31,23 +30,23 @@ def join_processes(
     """Join the other processes of a run, as ``jaxkfac train --coordinator`` does.
 
     This is ``jax.distributed.initialize`` with three differences. A process that fails waits 30
-    seconds for the others, where JAX's own limit is 300. A process that has been killed is missed
-    after 60 seconds, where JAX's own limit is 100. JAX's preemption notifier is off, which
-    takes SIGTERM away from Python: a scheduler's SIGTERM then does what the script says, and
-    ends it where it says nothing. Call it before anything else of JAX's.
+    seconds for the others, instead of JAX's 300. A killed process is noticed after 60 seconds,
+    instead of JAX's 100. JAX's preemption notifier, which takes SIGTERM away from Python, is off: a
+    scheduler's SIGTERM then runs the script's own handler, or ends the script without one. Call
+    this function before anything else of JAX's.
 
     Args:
         coordinator_address: ``HOST:PORT`` of process 0; without it JAX asks the cluster.
-        num_processes: How many there are.
-        process_id: Which one this is, from 0.
-        **options: Further ones of ``jax.distributed.initialize``, which go before these.
+        num_processes: Number of processes.
+        process_id: Number of this process, from 0.
+        **options: Further options of ``jax.distributed.initialize``, which override these.
 
     Raises:
-        RuntimeError: JAX has looked for its devices already.
-        ValueError: there is no address, and no cluster that JAX knows.
+        RuntimeError: JAX has already looked for its devices.
+        ValueError: there is no address, and JAX recognizes no cluster.
 
     Warns:
-        UserWarning: in process 0, where the processes are on CPUs and ``PJRT_NPROC`` is not 1.
+        UserWarning: in process 0, if the processes are on CPUs and ``PJRT_NPROC`` is not 1.
     """
     initialize_distributed(
         coordinator_address=coordinator_address,
@@ -60,7 +59,7 @@ def join_processes(
 
 
 def initialize_distributed(**options: Any) -> None:
-    """``jax.distributed.initialize`` with shorter limits, and SIGTERM left to Python."""
+    """Call ``jax.distributed.initialize`` with shorter limits, leaving SIGTERM to Python."""
     jax.config.update("jax_enable_preemption_service", False)
     limits: dict[str, Any] = {
         "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
@@ -70,7 +69,7 @@ def initialize_distributed(**options: Any) -> None:
 
 
 def note_on_cpus(platform: str) -> str:
-    """What to do about gloo's aborts between processes on CPUs, or nothing."""
+    """Advice about gloo's aborts between processes on CPUs, or an empty string."""
     if platform != "cpu" or os.environ.get("PJRT_NPROC") == "1":
         return ""
     return (
@@ -79,20 +78,20 @@ def note_on_cpus(platform: str) -> str:
     )
 
 
-# ----------------
+# ---------------- arrays and messages of several processes
 
 
-_TEXT = 512  # bytes of a message; every process sends as many
+_TEXT = 512  # bytes of a message; every process sends this many
 
 
 def whole_here(x: Any) -> Any:
-    """``x`` as an array that this process can read, to be copied to the host.
+    """Make the values of ``x`` readable in this process, for a copy to the host.
 
-    What lies on one device, or whole on each, is the same buffer as another array object: JAX
-    keeps the NumPy copy of an array with the array, which the caller may hold for long.
+    An array on one device, or replicated, is returned as another array object on the same buffer:
+    JAX keeps an array's NumPy copy with the array, which the caller may hold for long.
 
-    An array on devices of several processes, each with a part of it, becomes whole on each. All
-    of these processes call this: they exchange their parts.
+    An array sharded over devices of several processes is replicated first. All of these processes
+    must call this function, because they exchange their shards.
 
     Raises:
         ValueError: ``x`` is on several processes, and its sharding has no mesh.
@@ -102,25 +101,25 @@ def whole_here(x: Any) -> Any:
     if x.is_fully_replicated:
         return x.addressable_data(0) if x.addressable_shards else x
     if x.is_fully_addressable:
-        return x  # put together on the host
+        return x  # NumPy assembles it on the host
     if not isinstance(x.sharding, NamedSharding):
         raise ValueError(
             f"an array of shape {x.shape} lies on devices of several processes as {x.sharding}, "
             "which names no mesh; give the function that made it out_shardings= of NamedSharding"
         )
     _wait_on_cpu(x.sharding)
-    whole = _placed(x, sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
+    replicated = _placed(x, sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
     _wait_on_cpu(x.sharding)
-    return whole.addressable_data(0)
+    return replicated.addressable_data(0)
 
 
 def _wait_on_cpu(sharding: Sharding) -> None:
-    """Wait for every program that may exchange something.
+    """Wait for every program that may communicate.
 
-    The CPU runs programs that do not depend on one another at the same time, in an order of its
-    own, and gloo takes what comes first for what it waits for: two processes then end with "Is
-    there a distributed collective mismatch in your code?" (jax 0.10.2). An accelerator runs its
-    programs in the order of their dispatch.
+    The CPU runs independent programs at the same time, in any order, and gloo takes the first
+    message for the one it expects: two processes then end with "Is there a distributed collective
+    mismatch in your code?" (jax 0.10.2). An accelerator runs its programs in the order of their
+    dispatch.
     """
     if next(iter(sharding.device_set)).platform == "cpu":
         jax.block_until_ready(jax.live_arrays())
@@ -135,19 +134,19 @@ def _placed(x: Array, *, sharding: NamedSharding) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that an array lies on.
+    """The processes that share an array.
 
-    Every method is called by all of them, in the same order, and returns once all have called.
+    All of them must call every method, in the same order; it returns once all have called.
 
     Attributes:
-        devices: One of each process, in the order of the processes.
+        devices: One device of each process, in the order of the processes.
     """
 
     devices: tuple[Any, ...]
 
     @classmethod
     def of(cls, sharding: Sharding | None) -> "ProcessGroup | None":
-        """Those of a sharding, or ``None`` where all of its devices are of this process."""
+        """The processes of a sharding; ``None`` if all of its devices are of this process."""
         if sharding is None or sharding.is_fully_addressable:
             return None
         first: dict[int, Any] = {}
@@ -157,42 +156,42 @@ class ProcessGroup:
 
     @classmethod
     def everywhere(cls) -> "ProcessGroup | None":
-        """All processes, or ``None`` where there is one."""
+        """All processes, or ``None`` if there is only one."""
         mesh = Mesh(np.array(jax.devices()), ("device",))
         return cls.of(NamedSharding(mesh, PartitionSpec()))
 
     @property
     def rank(self) -> int:
-        """The place of this process among them."""
+        """Index of this process among them."""
         return [device.process_index for device in self.devices].index(jax.process_index())
 
     def gathered(self, x: np.ndarray) -> np.ndarray:
-        """``(processes, ...)``: the array of each, of one shape and dtype."""
+        """Gather ``x`` from all processes as ``(processes, ...)``; shape and dtype must agree."""
         return self._collected(x, add=False)
 
     def combined(self, x: np.ndarray) -> np.ndarray:
-        """The array whose every element is not zero in at most one process.
+        """Sum arrays of which every element is nonzero in at most one process.
 
-        Bits are added, so that what arrives is what was sent, to the last one.
+        The sum is over the bits as integers, so values arrive exactly.
         """
         bits = np.ascontiguousarray(x).reshape(-1).view(np.uint32)
         return self._collected(bits, add=True).view(x.dtype).reshape(x.shape)
 
     def told(self, text: str) -> list[str]:
-        """What each process says, cut to 512 bytes."""
+        """Gather a text from each process, cut to 512 bytes."""
         sent = np.frombuffer(text.encode()[:_TEXT].ljust(_TEXT, b"\0"), np.uint8)
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self.gathered(sent)]
 
     def agree(self, doing: str, about: str, error: BaseException | None = None) -> None:
-        """Go on together, or fail together.
+        """Continue together, or fail together.
 
         Args:
-            doing: For errors.
-            about: What must be the same in every process.
-            error: What this process fails with.
+            doing: Description of the step, for errors.
+            about: Text that must be equal in every process.
+            error: Error of this process.
 
         Raises:
-            ProcessesDisagreeError: another process has failed, or has another ``about``.
+            ProcessesDisagreeError: another process failed, or has another ``about``.
             BaseException: ``error``, once the others know of it.
         """
         failed = "" if error is None else f"{type(error).__name__}: {error}"
@@ -218,7 +217,7 @@ class ProcessGroup:
         _wait_on_cpu(rows)
         shape = (len(self.devices), *x.shape)
         mine = jax.device_put(x[None], self.devices[self.rank])
-        with jax.set_mesh(mesh):  # the caller's may be another
+        with jax.set_mesh(mesh):  # the caller may have set another mesh
             all_rows = jax.make_array_from_single_device_arrays(shape, rows, [mine])
             return np.asarray(_replicated(all_rows, mesh=mesh, add=add))
 
@@ -230,13 +229,13 @@ def _replicated(rows: Array, *, mesh: Mesh, add: bool) -> Array:
 
 
 def in_equal_shares(costs: list[int], count: int) -> list[int]:
-    """Which of ``count`` processes or devices does what: the costliest first, to the least busy.
+    """Assign pieces of work to ``count`` workers: the costliest first, to the least busy.
 
-    None has more than its equal share of the sum and the largest one.
+    No worker gets more than its equal share of the sum plus the largest piece.
 
     Args:
-        costs: Of each piece of work.
-        count: How many there are to do it.
+        costs: Cost of each piece of work.
+        count: Number of workers.
 
     Example:
         >>> in_equal_shares([1, 8, 1, 5, 2], 2)
@@ -249,26 +248,25 @@ def in_equal_shares(costs: list[int], count: int) -> list[int]:
     return owners
 
 
-# ---------------- whether all processes of a run feed the batch that they should
+# ---------------- a check that all processes feed the right batch
 
 
 def check_same_batch(batch: PyTree, *, local: bool = False) -> None:
-    """Refuse a run whose processes feed different batches. Call it once, with the first batch.
+    """Check that the processes of a run feed the same batch. Call it once, with the first batch.
 
-    JAX does not notice: each process goes on with its own rows, and parameters that should be
-    equal are not. Every process has to call it. With one process it does nothing.
+    JAX does not notice a difference: each process continues with its own rows, and parameters that
+    should be equal diverge. Every process must call it. In a single process it does nothing.
 
     Args:
-        batch: A tree of arrays. Every process is to hold the same one, as where
-            ``jax.device_put(batch, sharding)`` follows.
-        local: Whether each process holds rows of its own instead, as for
-            ``jax.make_array_from_process_local_data``: then structure, shapes and dtypes are
-            compared, and values are not.
+        batch: A tree of arrays, equal in every process, as for ``jax.device_put(batch, sharding)``.
+        local: Whether each process holds its own rows instead, as for
+            ``jax.make_array_from_process_local_data``. Then only structure, shapes and dtypes are
+            compared.
 
     Raises:
-        ProcessesDisagreeError: structure, shapes or dtypes differ, or a digest of the values
-            does; or another process has failed meanwhile.
-        ValueError: an array lies on several processes already, so its values cannot be read here.
+        ProcessesDisagreeError: structure, shapes, dtypes or a digest of the values differ, or
+            another process has failed.
+        ValueError: an array is already sharded over several processes, so it cannot be read here.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk

@@ -1,4 +1,4 @@
-"""Peaks of main memory and of every device, stage by stage."""
+"""Peak bytes of main memory and of every device, for each stage of a program."""
 
 import contextlib
 import dataclasses
@@ -16,12 +16,12 @@ from jaxkfac.memory._budget import bytes_text, lower_mark, resident_bytes, resid
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most bytes held at once.
+    """The largest number of bytes in use at once.
 
     Attributes:
         nbytes: Bytes.
-        exact: ``False`` where a peak before this one was higher and hides it; the bytes are
-            then the most that was seen at the ends of the stage, a lower bound.
+        exact: ``False`` if an earlier, higher peak hides this one; ``nbytes`` is then the larger
+            value at the ends of the stage, a lower bound.
     """
 
     nbytes: int
@@ -33,17 +33,17 @@ class Peak:
 
 @dataclasses.dataclass
 class Stage:
-    """What one ``track`` block measured; complete when the block has ended.
+    """Measurements of one ``track`` block; complete once the block has ended.
 
     Attributes:
-        name: As given.
+        name: Name of the block.
         stages: Blocks inside it, in order.
         seconds: Wall time.
-        resident_before: Bytes of main memory when it began; ``None`` where unknown.
-        resident_peak: The most during the block, these included. Files that the process has
-            mapped count; memory that the C library keeps after a free counts too.
-        device_before: ``{device: bytes in use}`` of devices that count.
-        device_peaks: ``{device: Peak}`` of them; empty on the CPU.
+        resident_before: Bytes of main memory at its start; ``None`` if unknown.
+        resident_peak: Largest value during the block, including that at its start. Mapped files
+            count, and memory that the C library keeps after a free.
+        device_before: ``{device: bytes in use}`` for devices that report them.
+        device_peaks: ``{device: Peak}`` for these devices; empty on the CPU.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Stage:
     device_peaks: dict[str, Peak] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Plain values for JSON."""
         return dataclasses.asdict(self)
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, "Stage"]]:
-        """This stage and all inside it, with their depth."""
+        """This stage and all stages inside it, with their depth."""
         yield depth, self
         for stage in self.stages:
             yield from stage.walk(depth + 1)
 
     def table(self) -> list[list[str]]:
-        """A row of words for this stage and each inside it, below a row of headings."""
+        """Rows of text for this stage and each inside it, after a row of headings."""
         devices = list(self.device_peaks)
         rows = [["stage", "seconds", "resident before", "resident peak", *devices]]
         for depth, stage in self.walk():
@@ -89,22 +89,22 @@ class Stage:
 def track(name: str) -> Iterator[Stage]:
     """Measure the peak bytes of a block, and of the blocks inside it.
 
-    Main memory: on Linux the kernel's high-water mark (VmHWM), which is lowered at the start of
-    the block so that the peak is the block's own; other readers of that mark in this process
-    see the lowered one. Where lowering is not allowed the peak is exact only if it is the
-    highest so far. Devices: ``memory_stats()`` keeps one peak for the life of the process, so
-    there the latter always holds: measure a stage that matters in a process of its own.
+    For main memory it reads the kernel's high-water mark (VmHWM, Linux), which it lowers at the
+    start of the block so that the peak is that of the block; other readers of the mark in this
+    process see the lowered value. If lowering is not allowed, the peak is exact only if it is the
+    highest so far. Devices keep one peak for the life of the process (``memory_stats()``), so that
+    restriction always holds for them: measure an important stage in its own process.
 
     JAX returns before work is done: end the block with ``jax.block_until_ready``. glibc keeps
-    small freed blocks, and then more and more of the large ones; start the process with
-    ``MALLOC_MMAP_THRESHOLD_=1048576`` where peaks of parts of a program are compared.
+    small freed blocks, and over time more of the large ones; start the process with
+    ``MALLOC_MMAP_THRESHOLD_=1048576`` to compare peaks of parts of a program.
 
     Args:
-        name: Shown in the table.
+        name: Name in the table.
 
     Yields:
-        The :class:`Stage`, filled in at the end, also if the block fails. ``print`` shows it
-        and the stages inside it as a table.
+        The :class:`Stage`, completed at the end even if the block fails. ``print`` shows it and
+        the stages inside it as a table.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -136,16 +136,16 @@ def track(name: str) -> Iterator[Stage]:
 
 
 class _Watch:
-    """One open block's share of the process's only high-water mark."""
+    """The state of one open block with respect to the process's only high-water mark."""
 
     def __init__(self) -> None:
         self.before = resident_bytes()
-        self.mark_before = 0  # the highest mark that may not be the block's own
-        self.highest = 0  # of marks read while it was open
+        self.mark_before = 0  # the highest mark that may stem from before the block
+        self.highest = 0  # highest mark read while the block was open
 
 
 class _Watches:
-    """All open blocks: whoever lowers the mark first hands it to those that still need it."""
+    """All open blocks; before the mark is lowered, its value is passed to all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,15 +178,18 @@ def _peak(mark_before: int, mark: int, at_ends: int) -> Peak:
 
 
 def _device_stats() -> dict[str, tuple[int, int]]:
-    """``{device: (bytes in use, their peak so far)}``."""
-    found = {}
+    """``{device: (bytes in use, peak so far)}``."""
+    stats_by_device = {}
     for device in jax.local_devices():
         stats = device.memory_stats()
         if stats and "peak_bytes_in_use" in stats:
-            found[str(device)] = (stats.get("bytes_in_use", 0), stats["peak_bytes_in_use"])
-    return found
+            stats_by_device[str(device)] = (
+                stats.get("bytes_in_use", 0),
+                stats["peak_bytes_in_use"],
+            )
+    return stats_by_device
 
 
 _CURRENT: ContextVar[Stage | None] = ContextVar("_CURRENT", default=None)
-# Of the process, as is the mark that it shares out.
+# One for the process, like the mark.
 _WATCHES = _Watches()

@@ -1,8 +1,8 @@
-"""Compile one StableHLO program for a target, in a process of its own; see ``_compilers``.
+"""Compile one StableHLO program for a target in a separate process; see ``_compilers``.
 
-Run by path with any Python that has jax and the target's compiler: nothing of this library is
-imported. The request comes on standard input, the answer leaves as the last line of standard
-output, both as JSON.
+It runs by path under any Python that has jax and the target's compiler, so it imports nothing of
+this library. It reads a request from standard input and writes the answer as the last line of
+standard output, both as JSON.
 """
 
 import base64
@@ -24,12 +24,12 @@ def main() -> None:
     if not installed(request["module"]):
         print(json.dumps({"missing": request["module"]}))
         return
-    jax.config.update("jax_enable_x64", True)  # the program's dtypes are fixed, whatever they are
+    jax.config.update("jax_enable_x64", True)  # the program fixes its dtypes itself
     print(json.dumps(compile_bytes(request)))
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported; a package around it may be missing, too."""
+    """Whether a module can be imported; the package around it may be missing too."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -37,7 +37,7 @@ def installed(module: str) -> bool:
 
 
 def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the program and read XLA's own account of its memory."""
+    """Compile the program and read XLA's memory analysis of it."""
     places = shardings(request)
     inputs = [
         jax.ShapeDtypeStruct(*_aval(a), sharding=there)
@@ -49,8 +49,8 @@ def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
     def like(*args: Any) -> list[Any]:
         return [jnp.zeros(o.shape, o.dtype) for o in outputs]
 
-    # Exported.serialize needs flatbuffers. A program of these types whose module is replaced
-    # needs nothing: the module itself is StableHLO's portable form.
+    # Exported.serialize needs flatbuffers. Replacing the module of a program with the same types
+    # needs nothing, because the module itself is StableHLO's portable form.
     template = jax.export.export(jax.jit(like, **how), platforms=[request["platform"]])
     exported = dataclasses.replace(
         template(*inputs), mlir_module_serialized=base64.b64decode(request["program"])
@@ -75,7 +75,7 @@ def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def shardings(request: dict[str, Any]) -> dict[str, Any]:
-    """Where arguments and results lie; ``None`` leaves all results to the compiler."""
+    """Shardings of arguments and results; ``None`` lets the compiler choose those of results."""
     devices = target_devices(request["topology"])
     if request["mesh"] is None:
         alone = jax.sharding.SingleDeviceSharding(devices[0])
@@ -92,7 +92,7 @@ def shardings(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def target_devices(topology: dict[str, Any] | None) -> Any:
-    """Devices to compile for, described by a topology; without one, those of the CPU itself."""
+    """Devices described by a topology, for compilation; without one, those of the CPU."""
     if topology is None:
         return jax.devices("cpu")
     from jax.experimental import topologies  # noqa: TID251 (the only way to compile for no device)

@@ -1,4 +1,4 @@
-"""What another device's compiler allocates for a program, asked of it without the device."""
+"""Memory that a device's compiler allocates for a program, found without the device."""
 
 import base64
 import contextlib
@@ -23,16 +23,15 @@ from jaxkfac.curvature import solver_scratch
 from jaxkfac.planning._compile_child import installed
 from jaxkfac.planning._shapes import mesh_of
 
-# ---------------- what the text of a compiled program says of libraries and of communication, on
-# one device
+# ---------------- library calls and communication in the text of a compiled program
 
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"c128": 16, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4}
-_BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # one of others
+_BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # all others: 1
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-# An asynchronous collective is a pair; the second half has the shapes of the result.
+# An asynchronous collective is a pair; its second half has the shapes of the result.
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start|-done)?\(")
 _SOLVE = re.compile(r" = (.*?) custom-call\(.*custom_call_target=\"[^\"]*(syev|potrf|cholesky)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%([\w.\-]+)")
@@ -42,7 +41,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Solve(NamedTuple):
-    """Matrices of one size solved by one call."""
+    """Matrices of one size that one call solves."""
 
     kind: str  # "eigh" or "cholesky"
     batch: int
@@ -51,20 +50,20 @@ class Solve(NamedTuple):
 
     @property
     def scratch(self) -> int:
-        """Bytes by the formula of the page; a Cholesky factor needs none in LAPACK."""
+        """Scratch bytes by cuSOLVER's formula; a Cholesky factorization needs none in LAPACK."""
         if self.kind == "cholesky":
             return 0
         return solver_scratch(self.n, self.batch, self.itemsize)
 
 
 class Work(NamedTuple):
-    """What one device is asked for in one run.
+    """The work of one device in one run.
 
     Attributes:
-        solves: How often each call is made.
-        calls: Collectives by kind; those in a loop as often as it turns.
-        bytes: Of their results, likewise.
-        libraries: Calls of cuDNN.
+        solves: Number of times each call is made.
+        calls: Number of collectives by kind; those in a loop count once per iteration.
+        bytes: Bytes of their results, counted in the same way.
+        libraries: Number of calls to cuDNN.
     """
 
     solves: Counter[Solve]
@@ -73,7 +72,7 @@ class Work(NamedTuple):
     libraries: int
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
-        """Both, the other so many times."""
+        """The sum of this work and ``times`` the other."""
         counters: list[Any] = [
             mine + Counter({key: times * count for key, count in theirs.items()})
             for mine, theirs in zip(self[:3], other[:3], strict=True)
@@ -91,16 +90,16 @@ NOTHING = Work(Counter(), Counter(), Counter(), 0)
 
 
 def collective_bytes(text: str) -> dict[str, int]:
-    """Bytes of what collectives return on each device, by kind; see :func:`program_work`."""
+    """Bytes that collectives return on each device, by kind; see :func:`program_work`."""
     return {kind: found["bytes"] for kind, found in program_work(text)["collectives"].items()}
 
 
 def program_work(text: str) -> dict[str, Any]:
-    """What a program asks of libraries and of other devices; figures are of one device.
+    """Count a program's library calls and communication, on one device.
 
-    Of the branches of a conditional the one that solves most counts, so where each device takes
-    a branch of its own these are the figures of the busiest. A loop counts as often as it
-    turns, where the compiler knows it. Solves follow one another: the largest scratch counts.
+    For a conditional, the branch with the most solving counts; if each device takes its own branch,
+    the result is that of the busiest device. A loop counts once per iteration, if the compiler
+    knows their number. Solves run one after the other, so only the largest scratch counts.
     """
     bodies, entry = _computations(text)
     work = _work(entry, bodies, {})
@@ -125,7 +124,7 @@ def program_work(text: str) -> dict[str, Any]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Lines of each computation, and the name of the one that is run."""
+    """Lines of each computation, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry, own = "", []
     for line in text.splitlines():
@@ -169,14 +168,14 @@ def _of_line(line: str) -> Work:
 
 
 def _size(types: str) -> int:
-    """Bytes of the arrays of a type, a tuple perhaps."""
+    """Bytes of the arrays in a type, which may be a tuple."""
     return sum(
         _BYTES.get(dtype, 1) * math.prod(map(int, filter(None, shape.split(","))))
         for dtype, shape in _SHAPE.findall(types)
     )
 
 
-# ----------------
+# ---------------- asking a compiler
 
 
 TargetName = Literal["cpu", "h100", "v5e"]
@@ -184,14 +183,14 @@ TargetName = Literal["cpu", "h100", "v5e"]
 
 @dataclasses.dataclass(frozen=True)
 class CompilerTarget:
-    """A device that a program can be compiled for.
+    """A device to compile programs for.
 
     Attributes:
-        title: In words.
+        title: Description.
         platform: JAX's name for its platform.
-        module: What can be imported where its compiler is installed.
-        install: What to install where it is not.
-        environment: Variables of a process that compiles for it, set before JAX is imported.
+        module: A module that is importable where its compiler is installed.
+        install: Command that installs the compiler.
+        environment: Environment variables for the compiling process, set before JAX is imported.
         topology: Arguments of ``jax.experimental.topologies.get_topology_desc``; ``None`` for
             the CPU, which needs none.
     """
@@ -204,10 +203,10 @@ class CompilerTarget:
     topology: Mapping[str, str] | None
 
     def of(self, count: int) -> "CompilerTarget":
-        """So many of the device, one process that has them all.
+        """This target with ``count`` devices in a single process.
 
         Raises:
-            CompilerError: a topology that is not of a GPU's form, which can be counted.
+            CompilerError: the topology does not have a GPU's form, so its devices are fixed.
         """
         if count == 1:
             return self
@@ -224,17 +223,17 @@ class CompilerTarget:
 
 
 class CompiledBytes(NamedTuple):
-    """What a compiler says of one program, in bytes on one device.
+    """Memory of one program in bytes on one device, as its compiler reports it.
 
     Attributes:
-        temporaries: Beside arguments and results. Scratch that a library (cuSOLVER, cuDNN)
-            asks for when it runs is not among them.
-        arguments: All of them, whether or not they are donated.
-        outputs: All results; those that reuse a donated argument are counted in both.
-        donated: Of the results, what reuses arguments.
+        temporaries: Bytes beside arguments and results, without scratch that a library
+            (cuSOLVER, cuDNN) allocates at run time.
+        arguments: Bytes of all arguments, donated or not.
+        outputs: Bytes of all results; results that reuse a donated argument are counted in both.
+        donated: Bytes of results that reuse arguments.
         cpu_seconds: Processor time of the compilation.
-        collectives: Bytes of what collectives return, by kind (``"all-gather"``, ...), those in
-            a loop as often as it turns; empty for one device.
+        collectives: Bytes that collectives return, by kind (``"all-gather"``, ...); those in a
+            loop count once per iteration. Empty for one device.
     """
 
     temporaries: int
@@ -246,7 +245,7 @@ class CompiledBytes(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Most bytes at once: everything, with what is reused counted once."""
+        """Peak bytes: all of the above, with reused memory counted once."""
         return self.temporaries + self.arguments + self.outputs - self.donated
 
 
@@ -267,9 +266,9 @@ TARGETS: Mapping[TargetName, CompilerTarget] = {
         ),
         environment={
             "JAX_PLATFORMS": "",  # the plugin must be allowed to register
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it needs no CUDA libraries to compile
-            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # there is nothing to time on
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU that is there stays free
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no CUDA libraries
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # there is no device to time on
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # keeps an existing GPU free
         },
         topology=_h100(),
     ),
@@ -280,7 +279,7 @@ TARGETS: Mapping[TargetName, CompilerTarget] = {
         install="pip install libtpu",
         environment={
             "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked
+            "TPU_SKIP_MDS_QUERY": "1",  # skips the metadata server
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
             "TPU_WORKER_HOSTNAMES": "localhost",
         },
@@ -290,17 +289,17 @@ TARGETS: Mapping[TargetName, CompilerTarget] = {
 
 
 def target_of(name: str) -> CompilerTarget:
-    """The target of a name.
+    """The target with a name.
 
     Raises:
-        ValueError: no such target; the message names those there are.
+        ValueError: there is no such target; lists those that exist.
     """
     one_of("target", name, get_args(TargetName))
     return TARGETS[name]  # pyright: ignore[reportArgumentType]
 
 
 def is_installed(target: str) -> bool:
-    """Whether this interpreter has the compiler of a target."""
+    """Whether this interpreter has a target's compiler."""
     return installed(target_of(target).module)
 
 
@@ -313,30 +312,30 @@ def compiled_bytes(
     python: str | Path = sys.executable,
     timeout: float | None = None,
 ) -> CompiledBytes:
-    """Compile a function for devices that need not be there, and say what it allocates.
+    """Compile a function for devices that need not exist here, and return its memory.
 
-    The function is lowered here, for the target's platform, and its StableHLO is compiled in a
-    child process. So this process may compute on whatever it likes, and only the child needs
-    the compiler. The bytes are those of ``jax.jit(fn).lower(*args).compile()`` on the target.
+    The function is lowered in this process for the target's platform, and its StableHLO is compiled
+    in a child process. This process may therefore use any backend, and only the child needs the
+    compiler. The bytes equal those of ``jax.jit(fn).lower(*args).compile()`` on the target.
 
     Args:
-        fn: Any function that ``jax.jit`` takes, or what it returned.
-        args: Arrays, or shapes (``jax.ShapeDtypeStruct``), on one device; or all of them shapes
-            on one mesh, a ``jax.sharding.AbstractMesh`` will do: then for as many devices.
-        target: The name of a target, ``"cpu"``, ``"h100"`` or ``"v5e"``, or one of your own.
+        fn: A function for ``jax.jit``, or its result.
+        args: Arrays or shapes (``jax.ShapeDtypeStruct``) on one device; or only shapes on one mesh
+            (a ``jax.sharding.AbstractMesh`` suffices), for as many devices.
+        target: Name of a target, ``"cpu"``, ``"h100"`` or ``"v5e"``, or your own.
         donate_argnums: Arguments that the results may reuse.
-        out_shardings: On a mesh, a sharding for each result; by default the compiler's choice.
-        python: An interpreter with jax and the target's compiler; it needs not have jaxkfac.
-        timeout: Most seconds for the child.
+        out_shardings: On a mesh, a sharding for each result; by default the compiler chooses.
+        python: An interpreter with jax and the target's compiler; it does not need jaxkfac.
+        timeout: Time limit for the child, seconds.
 
     Raises:
-        ValueError: an unknown target.
+        ValueError: the target is unknown.
         CompilerNotFoundError: ``python`` does not have the target's compiler; the message says
             what to install.
-        CompilerError: the compiler fails, or runs out of time.
+        CompilerError: the compiler fails or exceeds the time limit.
 
     Memory:
-        The compiler's own, in the child; no argument is allocated.
+        The compiler's own memory, in the child; no argument is allocated.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -351,7 +350,7 @@ def compiled_bytes(
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     shapes = jax.eval_shape(lambda *xs: xs, *args) if mesh is None else args
     places = None if out_shardings is None else jax.tree.leaves(out_shardings)
-    # As a list: JAX would fill classes of results with shardings, and with what stands for none.
+    # As a list: JAX would fill registered result classes with shardings, and with placeholders.
     flat = lambda *args: jax.tree.leaves(fn(*args))
     traced = jax.jit(flat, keep_unused=True, out_shardings=places)
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -377,7 +376,7 @@ def compiled_bytes(
 
 
 def _described(aval: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of an argument or result as the lowered program has it."""
+    """Shape and dtype of an argument or result as in the lowered program."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return aval.shape, "bool" if aval.dtype == jax.dtypes.float0 else aval.dtype.name
@@ -386,11 +385,11 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str]:
 def _ask(
     request: dict[str, Any], to: CompilerTarget, python: str | Path, timeout: float | None
 ) -> dict[str, Any]:
-    """What the child answers."""
+    """Run the child and return its answer."""
     child = Path(__file__).with_name("_compile_child.py")
     try:
         done = subprocess.run(
-            [str(python), "-P", str(child)],  # -P: the child's folder is no place to import from
+            [str(python), "-P", str(child)],  # -P: do not import from the child's folder
             input=json.dumps(request),
             env={**os.environ, **to.environment},
             capture_output=True,

@@ -14,16 +14,16 @@ from jaxkfac.linalg import Spectrum
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes
 
-# What a service does without, if there is no room.
+# Optional memory of a service, dropped if there is no room.
 WIDENING = "averages in float64"
 
 
 class CurvatureBytes:
-    """Bytes of the curvature of one program.
+    """Bytes of a program's curvature.
 
     Args:
         program: The program.
-        options: Of ``HostCurvature``.
+        options: Options of ``HostCurvature``.
     """
 
     def __init__(self, program: TrainingProgram, options: HostOptions) -> None:
@@ -33,34 +33,34 @@ class CurvatureBytes:
 
     @functools.cached_property
     def factors(self) -> int:
-        """All factors of one step, with their counts."""
+        """Bytes of all factors of one step, with their counts."""
         return self._program.placement.nbytes(self._program.factors)
 
     @property
     def bases(self) -> int:
-        """Eigenvalues and eigenvectors of all factors."""
+        """Bytes of eigenvalues and eigenvectors of all factors."""
         return self._program.placement.nbytes(self._bases)
 
     @property
     def values(self) -> int:
-        """Eigenvalues alone."""
+        """Bytes of the eigenvalues alone."""
         values = [spectrum.values for spectrum in self._spectra]
         return self._program.placement.nbytes([values, self._bases.diagonals])
 
     def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
-        """What a decomposition on the device has beside its scratch: the matrix it overwrites.
+        """Bytes of a decomposition on the device beside scratch: the matrix that it overwrites.
 
         Args:
-            together: All matrices of one size in one call, as inside ``jit``; else one.
-            from_host: The matrix itself is not among the factors on the device.
+            together: Whether all matrices of one size are in one call, as inside ``jit``.
+            from_host: Whether the matrix itself is not among the factors on the device.
         """
         return (1 + from_host) * self._largest(together=together)
 
     def solver_scratch(self, *, together: bool = False) -> int:
-        """What syevd allocates by itself, of LAPACK or of cuSOLVER.
+        """Bytes that syevd allocates itself, in LAPACK or cuSOLVER.
 
         Args:
-            together: As in :meth:`workspace`.
+            together: As for :meth:`workspace`.
         """
         scratch = (
             solver_scratch(n, number if together else 1, self._itemsize)
@@ -69,13 +69,13 @@ class CurvatureBytes:
         return max(scratch, default=0)
 
     def _largest(self, *, together: bool) -> int:
-        """Bytes of the largest matrix, or of all matrices of one size."""
+        """Bytes of the largest matrix, or of all matrices of one size in one call."""
         matrices = (n**2 * (number if together else 1) for n, number in self._matrices.items())
         return self._itemsize * max(matrices, default=0)
 
     @functools.cached_property
     def _matrices(self) -> dict[int, int]:
-        """How many matrices there are of each size."""
+        """Number of matrices of each size."""
         count: dict[int, int] = collections.Counter()
         for spectrum in self._spectra:
             if spectrum.vectors is not None:
@@ -88,7 +88,7 @@ class CurvatureBytes:
 
     @property
     def largest_bases(self) -> int:
-        """Bytes of the eigenvectors of one block: of one iteration, where it is scanned."""
+        """Bytes of the eigenvectors of one block; for a scanned layer, of one iteration."""
         sizes = [
             sum(nbytes(x.vectors) // math.prod(x.vectors.shape[:-2]) for x in pair if x.vectors)
             for pair in self._pairs
@@ -97,7 +97,7 @@ class CurvatureBytes:
 
     @property
     def largest_block(self) -> int:
-        """Bytes of the matrix of one block, likewise."""
+        """Bytes of the matrix of one block; for a scanned layer, of one iteration."""
         sizes = [
             a.values.shape[-1] * g.values.shape[-1] * a.values.dtype.itemsize
             for a, g in self._pairs
@@ -115,11 +115,11 @@ class CurvatureBytes:
         return self._bases
 
     def bases_on_host(self, options: HostOptions) -> int:
-        """Eigenvectors that a service keeps on the host."""
+        """Bytes of the eigenvectors that a service keeps on the host."""
         return service_bytes(self._program.factors, options).bases
 
     def bases_kept(self, options: HostOptions) -> int:
-        """All eigenvalues, and eigenvectors in the dtype and of the rank that are kept."""
+        """Bytes of all eigenvalues, and of eigenvectors in the dtype and rank that are kept."""
         total = self.values
         for spectrum in self._spectra:
             if (vectors := spectrum.vectors) is not None:
@@ -137,15 +137,16 @@ class CurvatureBytes:
 
     @property
     def in_flight(self) -> int:
-        """Pushed and not yet averaged."""
+        """Bytes of factors that are pushed and not yet averaged."""
         return self._service.in_flight
 
     def on_host(self, steps: int, budget: int | None) -> dict[str, int]:
-        """The rows of ``HostCurvature``.
+        """The host rows of ``HostCurvature``.
 
         Args:
-            steps: Micro-batches a step, each of which is pushed by itself.
-            budget: Under which factors are gathered in passes, likewise; 0 or ``None`` is one pass.
+            steps: Micro-batches per step, each pushed separately.
+            budget: Budget under which factors are gathered in passes, each pushed separately; 0 or
+                ``None`` means one pass.
         """
         rows = {row.replace("_", " "): size for row, size in self._service._asdict().items()}
         rows[WIDENING] = widening_bytes(
@@ -158,7 +159,7 @@ class CurvatureBytes:
         return service_bytes(self._program.factors, self._options)
 
     def _most_passes(self, budget: int | None) -> int:
-        """In how many passes one side of one layer is, some of its iterations in each."""
+        """Largest number of passes that gather one side of one layer, each some iterations."""
         if not budget:
             return 1
         count: dict[Any, int] = collections.Counter(
@@ -172,16 +173,16 @@ class CurvatureBytes:
 
     @functools.cached_property
     def smallest_budget(self) -> int:
-        """The least ``max_factor_bytes``."""
+        """The smallest possible ``max_factor_bytes``."""
         return smallest_budget(self.statistics, vjps=self._program.collector.vjps)
 
     @functools.cached_property
     def largest_budget(self) -> int:
-        """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
+        """The smallest ``max_factor_bytes`` with a single pass; a larger one changes nothing."""
         return largest_budget(self.statistics, vjps=self._program.collector.vjps)
 
     def first_pass_temporaries(self, budget: int) -> int:
-        """Bytes beside arguments and results of the pass that also has the gradient."""
+        """Temporaries of the pass that also computes the gradient."""
         first = self.passes(budget).passes[0]
         known = (tuple(first.parts.items()), first.start)
         if known not in self._compiled:
@@ -197,9 +198,9 @@ class CurvatureBytes:
 
     @functools.cached_property
     def statistics(self) -> Any:
-        """What is gathered of each layer."""
+        """The statistics that are gathered for each layer."""
         program, collector = self._program, self._program.collector
-        extra = program.extra  # the key is that of the labels, and of the model's draws if any
+        extra = program.extra  # its key serves for sampled labels and for the model's draws
         call = collector.checked(program.batch, extra.key, state=extra.state)
         return collector.statistics(collector.traced(program.trained, call))
 

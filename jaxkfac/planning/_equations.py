@@ -1,4 +1,4 @@
-"""The equations of a program in one line: calls inside of it expanded, equal ones found."""
+"""The equations of a program as one flat list, with calls expanded and equal ones merged."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import body_of, call_kind, is_var, open_jaxpr, scan_counts
 
-# Computed once although several equations read the result: a recomputation would cost time.
+# Computed once even with several readers, because recomputing them would cost time.
 DEAR = frozenset(
     "exp exp2 log log1p expm1 tanh logistic erf erf_inv erfc sin cos tan pow sqrt rsqrt cbrt div "
     "rem atan2 digamma lgamma random_bits threefry2x32".split()
 )
-# What a compiler computes element by element inside of what reads it.
+# Operations that a compiler fuses elementwise into their readers.
 _FUSED = DEAR | frozenset(
     "add add_any sub mul neg abs sign max min and or xor not eq ne lt le gt ge select_n clamp "
     "convert_element_type broadcast_in_dim iota integer_pow is_finite round floor ceil square copy "
@@ -24,20 +24,20 @@ _FUSED = DEAR | frozenset(
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
 )
-# Written over an operand that nobody reads afterwards.
+# Operations that may write over an operand after its last use.
 _IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
 _VIEWS = frozenset("reshape squeeze stop_gradient sharding_constraint".split())
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A result of an equation, or what is given.
+    """A result of an equation, or an input.
 
     Attributes:
-        nbytes: Its size.
-        maker: Index of its equation, -1 for what is given.
-        fused: Whether a compiler would compute it where it is read.
-        branch: Of the choice by platform that it is, the one that is taken.
+        nbytes: Size in bytes.
+        maker: Index of its equation; -1 for an input.
+        fused: Whether a compiler would compute it inside its readers.
+        branch: For the index of a choice by platform, the branch that is taken.
     """
 
     nbytes: int = 0
@@ -48,14 +48,14 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """What a loop or a conditional runs.
+    """The body of a loop or a conditional.
 
     Attributes:
         program: Its equations.
-        results: What the next iteration, or the program around it, takes.
-        stacked: What is copied into stacked arrays as soon as it is made.
-        inputs: Of a scan: what stands for the operands that the scan is told to read.
-        carried: Of a scan: what stands for ``results`` of the iteration before.
+        results: Values passed to the next iteration, or to the program around it.
+        stacked: Values copied into stacked arrays as soon as they are computed.
+        inputs: For a scan: the values that stand for the operands it reads.
+        carried: For a scan: the values that stand for ``results`` of the previous iteration.
     """
 
     program: "EquationList"
@@ -67,13 +67,13 @@ class Body:
 
 @dataclasses.dataclass(eq=False)
 class Equation:
-    """An equation.
+    """An equation of the flat list.
 
     Attributes:
-        name: Of its primitive.
+        name: Name of its primitive.
         reads: Its operands.
         makes: Its results.
-        bodies: What it runs, if it is a loop or a conditional.
+        bodies: Its bodies, for a loop or a conditional.
         copies: Bytes of operands that are copied for it.
     """
 
@@ -84,7 +84,7 @@ class Equation:
     copies: int = 0
 
     def drop_unread(self, read: set[Value]) -> None:
-        """Of a scan, keep the results that are among ``read``, and what they need."""
+        """For a scan, drop the results that are not in ``read``, and what only they need."""
         (body,), number = self.bodies, len(self.bodies[0].results)
         stacked = [
             v for v, made in zip(body.stacked, self.makes[number:], strict=True) if made in read
@@ -106,12 +106,12 @@ class Equation:
 
     @property
     def fuses(self) -> bool:
-        """Whether it computes what it reads."""
+        """Whether it can compute its operands by fusion."""
         return self.name in _FUSED or self.name in _REDUCTIONS
 
     @property
     def writes_over(self) -> bool:
-        """Whether its result may lie where an operand was."""
+        """Whether its result may reuse the memory of an operand."""
         return self.fuses or self.name in _IN_PLACE
 
 
@@ -119,7 +119,7 @@ class EquationList:
     """Equations in the order of the trace.
 
     Args:
-        platform: Of what ``jax.lax.platform_dependent`` chooses.
+        platform: The platform that ``jax.lax.platform_dependent`` selects for.
     """
 
     def __init__(self, platform: str) -> None:
@@ -151,7 +151,7 @@ class EquationList:
             return self.expand(taken, reads[1:])
         if name in _VIEWS:
             return reads[: len(eqn.outvars)]
-        if name == "optimization_barrier":  # so that what follows is not found equal
+        if name == "optimization_barrier":  # new values, so that later equations stay distinct
             return [self._append(name, [x], [x.nbytes], fused=True)[0] for x in reads]
         equal = _signature(eqn, reads)
         if equal not in self._equal:
@@ -179,7 +179,7 @@ class EquationList:
         return makes
 
     def _nbytes(self, var: Any) -> int:
-        """A CPU computes bfloat16 in float32, and keeps both.
+        """Bytes of a variable; a CPU computes bfloat16 in float32 and keeps both.
 
         A gradient of 4 scanned blocks: 18.9 MB, where float32 takes 17.0 and float16 11.6.
         """
@@ -195,7 +195,7 @@ class EquationList:
         return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
 
     def _iteration(self, eqn: Any, read: Sequence[int]) -> Body:
-        """One iteration: what it is given is there, and its slices are read where they lie."""
+        """One iteration of a scan: carries and constants are inputs, xs are fused slices."""
         inner, _ = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
         program = EquationList(self._platform)
@@ -207,7 +207,7 @@ class EquationList:
         return Body(program, outs[:num_carry], outs[num_carry:], inputs, carried)
 
     def _without_constants(self, eqn: Any, reads: list[Value]) -> list[int]:
-        """Which operands a scan reads; an array that is one number everywhere is never made."""
+        """Indices of the operands a scan reads; constant arrays are never materialized."""
         num_consts, num_carry = scan_counts(eqn)
         carry = range(num_consts, num_consts + num_carry)
         return [i for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
@@ -219,7 +219,7 @@ class EquationList:
         return value.fused and all(self._is_constant(v) for v in reads if v.nbytes)
 
     def needed(self, values: Sequence[Value]) -> set[Value]:
-        """All that values are computed from, themselves included."""
+        """All values from which ``values`` are computed, including themselves."""
         found: set[Value] = set()
         rest = list(values)
         while rest:
@@ -229,7 +229,7 @@ class EquationList:
         return found
 
     def _drop_unread(self, results: Sequence[Value]) -> None:
-        """Drop what scans compute and nobody reads, as a compiler does."""
+        """Drop scan results that nobody reads, as a compiler does."""
         read = set(results)
         for equation in reversed(self.equations):
             if read.isdisjoint(equation.makes):
@@ -239,12 +239,12 @@ class EquationList:
             read.update(equation.reads)
 
     def ordered(self, results: Sequence[Value], *, depth_first: bool) -> list[Equation]:
-        """The equations that results need; values are renumbered to it.
+        """The equations that the results need; values are renumbered accordingly.
 
         Args:
-            results: What is returned.
-            depth_first: One result after the other, each with all that it needs; else in the
-                order of the trace.
+            results: The results to return.
+            depth_first: Order by result, each with everything it needs; otherwise in the order of
+                the trace.
         """
         self._drop_unread(results)
         order: list[int] = []
@@ -267,7 +267,7 @@ class EquationList:
 
 
 def _signature(eqn: Any, reads: Sequence[Value]) -> Any:
-    """Equal for two equations that compute the same from the same operands."""
+    """A key that is equal for equations with the same computation on the same operands."""
     if eqn.effects or call_kind(eqn) or any(v.maker < 0 for v in reads):
         return object()
     return eqn.primitive.name, tuple(map(id, reads)), repr(eqn.params)
@@ -279,9 +279,9 @@ def _inner(eqn: Any) -> list[Any]:
 
 
 def _transposed_bytes(eqn: Any) -> int:
-    """Of a convolution's operands, those that do not lie as a CPU's kernels take them.
+    """Bytes of a convolution's operands whose layout differs from that of a CPU's kernels.
 
-    The derivative in the kernel has the examples where the features were.
+    In the derivative with respect to the kernel, the examples take the place of the features.
     """
     signal, kernel = (x.aval for x in eqn.invars)
     numbers, last = eqn.params["dimension_numbers"], len(signal.shape) - 1
@@ -294,5 +294,5 @@ def _transposed_bytes(eqn: Any) -> int:
 
 
 def _branch_of(platform: str, choices: Sequence[Sequence[str] | None]) -> int:
-    """Which branch a platform takes; ``None`` stands for all others."""
+    """Index of the branch for a platform; ``None`` stands for all other platforms."""
     return next(i for i, names in enumerate(choices) if names is None or platform in names)

@@ -1,4 +1,4 @@
-"""Programs of known layouts, one scanned block each; written to be compiled, not to be run.
+"""Programs of common model layouts, with one scanned block each; for compilation only.
 
 Shapes in names: B examples, T positions, S positions attended to, D stream, H heads, K head.
 """
@@ -19,15 +19,14 @@ Shapes = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class DecoderLayout:
-    """A decoder of pre-normalised blocks with rotary attention and a gated MLP.
+    """A decoder with pre-normalized blocks, rotary attention and a gated MLP.
 
-    Attributes:
-        depth: Blocks.
-        width: Of the stream.
-        heads: Of attention.
-        hidden: Of the MLP.
-        vocabulary: Tokens; the head is a matrix of its own.
-        fused: Whether q, k, v are one kernel, and gate and up another.
+    depth: Number of blocks.
+    width: Width of the stream.
+    heads: Number of attention heads.
+    hidden: Hidden size of the MLP.
+    vocabulary: Number of tokens; the head is a separate matrix.
+    fused: Whether q, k, v share one kernel, and gate and up another.
     """
 
     depth: int
@@ -40,16 +39,16 @@ class DecoderLayout:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderLayout:
-    """An encoder and a decoder with cross attention, in T5's version 1.1.
+    """An encoder and a decoder with cross attention, as in T5 version 1.1.
 
-    The two tables of relative positions (2048 numbers in T5-XL) are left out.
+    The two tables of relative positions (2048 elements in T5-XL) are left out.
 
     Attributes:
-        depth: Blocks of the encoder, and of the decoder.
-        width: Of the stream.
-        heads: Of attention.
-        hidden: Of the gated MLP.
-        vocabulary: Tokens; one embedding, and a head of its own.
+        depth: Number of blocks of the encoder, and of the decoder.
+        width: Width of the stream.
+        heads: Number of attention heads.
+        hidden: Hidden size of the gated MLP.
+        vocabulary: Number of tokens; one embedding, and a separate head.
     """
 
     depth: int
@@ -93,7 +92,7 @@ def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: Any) -> Shapes:
 
 
 def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
-    """Logits of the next token."""
+    """Compute the logits of the next token."""
     x_BxTxD = params["embedding"][ids_BxT]
 
     def block(x: Array, p: Any) -> tuple[Array, None]:
@@ -113,7 +112,7 @@ def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
 
 
 def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> Array:
-    """Logits of the target's next token, from the source and the target so far."""
+    """Compute the logits of the target's next token, from the source and the target so far."""
     source_BxS, target_BxT = inputs
 
     def mixed(x: Array, p: Any, norm: str, names: str, memory: Array | None, causal: bool) -> Array:
@@ -169,7 +168,7 @@ def _each(h: Array, p: Any, names: str) -> list[Array]:
 
 
 def _normalised(x: Array, scale: Array) -> Array:
-    """Root mean square norm, in float32 at least."""
+    """Root mean square norm, in float32 or wider."""
     wide = x.astype(statistics_dtype(x.dtype))
     root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
     return (wide * root).astype(x.dtype) * scale
@@ -180,7 +179,7 @@ def _by_head(x: Array, heads: int) -> Array:
 
 
 def _rotated(x_BxTxHxK: Array) -> Array:
-    """Rotary positions, halves apart."""
+    """Rotary positions, with the two halves of a head separate."""
     length, size = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
     rates = 10000.0 ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * rates
@@ -190,7 +189,7 @@ def _rotated(x_BxTxHxK: Array) -> Array:
 
 
 def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: bool) -> Array:
-    """Attention whose weights are arrays, as without a fused kernel."""
+    """Attention with explicit weights, as without a fused kernel."""
     scores_BxHxTxS = jnp.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK)
     wide = scores_BxHxTxS.astype(statistics_dtype(scores_BxHxTxS.dtype))
     if causal:
@@ -201,7 +200,7 @@ def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: b
     return mixed.reshape(*mixed.shape[:-2], -1)
 
 
-# ---------------- known layouts by configuration only
+# ---------------- presets
 
 
 Layout = DecoderLayout | EncoderDecoderLayout
@@ -215,19 +214,19 @@ PRESETS: dict[str, Layout] = {
 
 
 class SourceAndTarget(NamedTuple):
-    """Ids of an encoder-decoder, one argument of two arrays."""
+    """Token ids of an encoder-decoder: one argument with two arrays."""
 
     source: Any
     target: Any
 
 
 class Preset(NamedTuple):
-    """A training by shapes.
+    """A training described by shapes.
 
     Attributes:
         objective: Mean cross entropy of the next token.
-        params: ``jax.ShapeDtypeStruct`` of every parameter.
-        batch: Likewise ``(inputs, targets)``.
+        params: ``jax.ShapeDtypeStruct`` for every parameter.
+        batch: ``jax.ShapeDtypeStruct`` for ``(inputs, targets)``.
     """
 
     objective: Objective
@@ -236,16 +235,16 @@ class Preset(NamedTuple):
 
 
 def preset(name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32) -> Preset:
-    """The training of a known layout.
+    """The training of a preset layout.
 
     Args:
         name: One of ``PRESETS``.
-        examples: Of the batch.
-        tokens: Of an example; of its input and of its target for an encoder-decoder.
-        dtype: Of the parameters.
+        examples: Number of examples in the batch.
+        tokens: Tokens per example; for an encoder-decoder, per input and per target.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: an unknown name; the nearest are given.
+        ValueError: the name is unknown; lists the nearest.
     """
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not known; the nearest are {nearest(name, PRESETS)}")
@@ -253,7 +252,7 @@ def preset(name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32) -
 
 
 def shaped(layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float32) -> Preset:
-    """The training of any layout; see :func:`preset`."""
+    """The training of a given layout; see :func:`preset`."""
     ids = jax.ShapeDtypeStruct((examples, tokens), jnp.int32)
     if isinstance(layout, EncoderDecoderLayout):
         params = encoder_decoder_shapes(layout, dtype)

@@ -1,4 +1,4 @@
-"""A plan: bytes by row, as it stands and with each option, and the table of them."""
+"""A memory plan: bytes by row, as the training stands and with each option, as a table."""
 
 import dataclasses
 import textwrap
@@ -14,25 +14,25 @@ from jaxkfac.planning._search import MemoryEstimate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemoryPlan:
-    """Bytes by row, as it stands and with each option; ``print(plan)`` is the table.
+    """Bytes by row, for the training as it stands and with each option; ``print`` shows a table.
 
     Attributes:
-        now: What the training needs as it stands.
-        alone: ``{option: estimate}`` with this option alone; ``"nf4"`` with the adapters it needs,
-            ``"accumulator"`` with the accumulation.
+        now: Estimate for the training as it stands.
+        alone: ``{option: estimate}`` with a single option; ``"nf4"`` with the adapters it needs,
+            ``"accumulator"`` with accumulation.
         unavailable: ``{option: reason}``.
-        smallest: The smallest set of options that fits; ``None`` if none does.
-        best: Of the sets that were tried, the one with the fewest bytes on the device.
-        device_bytes: What there is, headroom included.
-        host_bytes: Likewise in main memory; ``None`` is no limit.
-        headroom: Share of ``device_bytes`` that stays free.
-        max_gradients: What a step may cost, in gradients; ``None`` is no limit.
-        compiled_for: The device that the programs are for, in words.
-        not_traced: Why temporaries of the update are not counted; ``""`` where they are.
-        not_compiled: Why no compiler was asked that should have been; ``""`` otherwise.
-        within: What share of a total its estimate may be off by.
-        devices: How many train together.
-        fully_sharded: Whether parameters are divided over them.
+        smallest: Estimate for the smallest set of options that fits; ``None`` if none does.
+        best: Estimate for the set with the fewest bytes on the device among those tried.
+        device_bytes: Bytes on the device, including headroom.
+        host_bytes: Bytes in main memory; ``None`` means no limit.
+        headroom: Fraction of ``device_bytes`` to keep free.
+        max_gradients: Largest cost of a step, in gradients; ``None`` means no limit.
+        compiled_for: Description of the device that the programs are for.
+        not_traced: Why temporaries of the update are not counted; ``""`` if they are.
+        not_compiled: Why a compiler could not be used as requested; ``""`` otherwise.
+        within: Largest relative error of an estimated total.
+        devices: Number of devices that train together.
+        fully_sharded: Whether parameters are sharded over them.
     """
 
     now: MemoryEstimate
@@ -53,7 +53,7 @@ class MemoryPlan:
 
     @property
     def accumulation_steps(self) -> int:
-        """The number of micro-batches a step that the smallest set has.
+        """The number of micro-batches per step in the smallest set that fits.
 
         Raises:
             MemoryBudgetError: nothing fits.
@@ -61,8 +61,8 @@ class MemoryPlan:
         return self.chosen().steps
 
     def fits(self, estimate: MemoryEstimate | None = None) -> bool:
-        """Whether there are that many bytes, headroom left free, and a step costs no more
-        than it may; by default for the training as it stands.
+        """Whether an estimate fits the device with headroom, the host, and the cost of a step;
+        by default that of the training as it stands.
         """
         estimate = self.now if estimate is None else estimate
         if self.max_gradients is not None and estimate.gradients > self.max_gradients:
@@ -76,17 +76,17 @@ class MemoryPlan:
         return (1 - self.headroom) * self.device_bytes
 
     def chosen(self) -> MemoryEstimate:
-        """The smallest set of options that fits.
+        """The estimate for the smallest set of options that fits.
 
         Raises:
-            MemoryBudgetError: nothing fits, with the best set and its largest row.
+            MemoryBudgetError: nothing fits; names the closest set and its largest row.
         """
         if self.smallest is None:
             raise MemoryBudgetError(self.why_not())
         return self.smallest
 
     def why_not(self) -> str:
-        """The nearest set, and what it is short of."""
+        """Explain which set is closest, and what it lacks."""
         best, short, row = self.best, [], self.best.largest
         if best.device_total > self.usable_bytes:
             missing = bytes_text(best.device_total - self.usable_bytes)
@@ -107,8 +107,8 @@ class MemoryPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and words, for JSON."""
-        known = not self.fully_sharded  # what devices exchange, where no compiler was asked
+        """Plain values for JSON."""
+        known = not self.fully_sharded  # the exchanged bytes, without a compiler
         plain = {
             "now": _plain(self.now, known),
             "alone": {option: _plain(estimate, known) for option, estimate in self.alone.items()},
@@ -152,7 +152,7 @@ def _plain(estimate: MemoryEstimate, known: bool) -> dict[str, Any]:
 
 
 def _columns(plan: MemoryPlan) -> dict[str, MemoryEstimate]:
-    """The training as it stands, each option, and the chosen set where it is none of them."""
+    """The columns: as it stands, each option, and the chosen set if it is none of them."""
     estimates = {
         "now": plan.now,
         **{OPTIONS[x].title: estimate for x, estimate in plan.alone.items()},
@@ -163,7 +163,7 @@ def _columns(plan: MemoryPlan) -> dict[str, MemoryEstimate]:
 
 
 def _text(plan: MemoryPlan) -> str:
-    """What ``print(plan)`` shows."""
+    """The table and remarks that ``print(plan)`` shows."""
     estimates, remarks = _columns(plan), _remarks(plan)
     table = aligned(_table(plan, estimates, bytes_text), width=WIDTH)
     if max(map(len, table)) > WIDTH:
@@ -173,14 +173,14 @@ def _text(plan: MemoryPlan) -> str:
 
 
 def _short(nbytes: int) -> str:
-    """As ``ls -h`` has it: 4.48M."""
+    """Bytes as in ``ls -h``: 4.48M."""
     return bytes_text(nbytes).replace(" ", "").removesuffix("iB")
 
 
 def _table(
     plan: MemoryPlan, estimates: Mapping[str, MemoryEstimate], text: Callable[[int], str]
 ) -> list[list[str]]:
-    """The cells of its lines, with bytes written as ``text`` has them."""
+    """The cells of the table, with bytes formatted by ``text``."""
     columns = list(estimates.values())
     lines = [
         ["on the device", *estimates],
@@ -259,7 +259,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _room(plan: MemoryPlan) -> str:
-    """What there is, in words."""
+    """Description of the available memory and the limit on cost."""
     left = f" less {plan.headroom:.0%} of headroom" if plan.headroom else ""
     host = "" if plan.host_bytes is None else f" and {bytes_text(plan.host_bytes)} on the host"
     cost = "" if plan.max_gradients is None else f" at {plan.max_gradients:.3g} gradients a step"
@@ -267,5 +267,5 @@ def _room(plan: MemoryPlan) -> str:
 
 
 def _words(estimate: MemoryEstimate) -> str:
-    """The options of an estimate, in words."""
+    """Description of the options of an estimate."""
     return " + ".join(OPTIONS[name].title for name in estimate.options) or "no option"

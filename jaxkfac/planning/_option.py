@@ -1,4 +1,4 @@
-"""What an option is."""
+"""The interface of an option, and the options about a host service's eigenvectors."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ from jaxkfac.planning._shapes import UnavailableError
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What an option sees of the setting that it is a part of.
+    """The setting around an option, as the option sees it.
 
     Attributes:
         options: Names of all options of the setting.
-        steps: Parts of the batch; 1 without accumulation.
-        budget: ``max_factor_bytes``, where factors are gathered under one.
+        steps: Number of parts of the batch; 1 without accumulation.
+        budget: ``max_factor_bytes``, if factors are gathered under a budget.
     """
 
     options: frozenset[str]
@@ -26,22 +26,22 @@ class Choice:
 
 
 class Option:
-    """One change. A method that is not overridden changes nothing.
+    """One change to a training. Methods that are not overridden change nothing.
 
     Attributes:
-        name: As it is asked for.
-        title: Of its column.
-        needs: The option that it cannot do without; ``""`` is none.
+        name: Name in ``options=``.
+        title: Heading of its column.
+        needs: Name of the option that it requires; ``""`` for none.
         changes_program: Whether :meth:`program` is overridden.
-        only_compiled: Whether its program is traced only where a compiler is asked; else
-            :meth:`change` says what it would change.
-        changes_factors: Whether factors have other shapes with it.
-        changes_shapes: Whether anything but activations has, if it changes the program.
-        shortens: Whether values have fewer bits, but no others are there.
-        takes_factors: Whether factors leave the device, and are added up on the host.
+        only_compiled: Whether its program is traced only where a compiler is used; otherwise
+            :meth:`change` states what it would change.
+        changes_factors: Whether it changes the shapes of factors.
+        changes_shapes: For options that change the program, whether more than activations change.
+        shortens: Whether it only reduces the bits of values.
+        takes_factors: Whether factors leave the device and are summed on the host.
         takes_bases: Whether eigenvectors are on the host.
-        accumulator_dtype: Of sums over micro-batches, if it changes that.
-        sharded: Whether it is planned where parameters are divided over devices, too.
+        accumulator_dtype: Dtype of sums over micro-batches, if it changes that.
+        sharded: Whether it is also planned for sharded parameters.
     """
 
     name = title = needs = ""
@@ -51,37 +51,36 @@ class Option:
     accumulator_dtype: Any = None
 
     def needed(self, micro_batches: MicroBatches) -> str:
-        """The option that it cannot do without in this training."""
+        """The option that this one requires in this training."""
         return self.needs
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
-        """The program with this option.
+        """The program with this option applied.
 
         Raises:
-            UnavailableError: it does not have it.
+            UnavailableError: the option does not apply to the program.
         """
         return program
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:
-        """Raise an ``UnavailableError`` where the optimizer or the curvature rules it out."""
+        """Raise an ``UnavailableError`` if the optimizer or the curvature rules the option out."""
 
     def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
-        """Temporaries of the program that runs, if it is not the one with all factors."""
+        """Temporaries of the program that runs, if that is not the one with all factors."""
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        """Change the rows, which those of the options before it have changed."""
+        """Change the rows, on top of the changes of earlier options."""
 
     def gradients(self, of: ProgramBytes, choice: Choice) -> float:
-        """How many times the arithmetic of the step as it stands it takes."""
+        """The arithmetic of a step, relative to that of the training as it stands."""
         return 1.0
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        """What it costs, in words."""
+        """Description of its cost."""
         raise NotImplementedError
 
 
-# ---------------- how a ``HostCurvature`` keeps eigenvectors: in fewer bits, fewer of them, or on
-# the host
+# ---------------- eigenvectors of ``HostCurvature``: fewer bits, fewer vectors, or on the host
 
 
 class HalfBases(Option):
@@ -121,7 +120,7 @@ class LowRank(Option):
 
 
 class HostBases(Option):
-    """Eigenvectors in host memory, one layer's at a time on the device."""
+    """Eigenvectors in host memory, with one layer's at a time on the device."""
 
     name, title, needs, takes_bases = "host_bases", "host-b.", "host", True
 
@@ -131,7 +130,7 @@ class HostBases(Option):
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
         rows.host["bases"] = held.bases_on_host(_kept(of, choice))
-        # One block's eigenvectors, those of the next on their way, and four of its matrices.
+        # Eigenvectors of one block and of the next, which is being moved, and four matrices.
         rows.device["bases"] = 2 * held.largest_bases
         rows.device["update"] += 4 * held.largest_block
 
@@ -141,7 +140,7 @@ class HostBases(Option):
 
 
 def _kept(of: ProgramBytes, choice: Choice) -> HostOptions:
-    """How a service keeps eigenvectors."""
+    """Options about the eigenvectors that a service keeps."""
     return HostOptions(
         bases_in="host",
         vectors_dtype="bfloat16" if HalfBases.name in choice.options else None,

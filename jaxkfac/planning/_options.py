@@ -1,6 +1,6 @@
-"""What can be changed so that a training fits: one class for each option.
+"""The options by which a training may fit: one class for each.
 
-A new one is a class with what it changes, registered in ``OPTIONS``, here or from outside.
+A new option is a class registered in ``OPTIONS``, in this file or by a user.
 """
 
 import dataclasses
@@ -38,15 +38,14 @@ from jaxkfac.planning._shapes import (
     nelements,
 )
 
-# ---------------- a program re-emitted with the body of each outermost scan under
-# ``jax.checkpoint``
+# ---------------- rematerializing the outermost scans of a program
 
 
 def remat_scans(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with its scans rematted: the backward pass of one iteration computes it again.
+    """Rematerialize the scans of ``fn``: the backward pass recomputes each iteration.
 
-    Scans whose body holds a checkpoint already, and scans inside other control flow than
-    ``jit``, are left as they are.
+    Scans whose body already contains a checkpoint, and scans inside control flow other than
+    ``jit``, stay unchanged.
     """
 
     @functools.wraps(fn, updated=())
@@ -65,7 +64,7 @@ def remat_scans(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scans_to_remat(fn: Callable[..., Any], *shapes: Any) -> int:
-    """How many scans :func:`remat_scans` would change; nothing is computed."""
+    """Number of scans that :func:`remat_scans` would change; computes nothing."""
     return _count(jax.make_jaxpr(fn)(*shapes).jaxpr)
 
 
@@ -104,12 +103,12 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
-    """A scan equation with its body under a checkpoint."""
+    """Evaluate a scan equation with its body under a checkpoint."""
     num_consts, num_carry = scan_counts(eqn)
     consts, rest = operands[:num_consts], operands[num_consts:]
     body = jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))
 
-    # Between two iterations nothing can be shared, so that preventing it would only cost.
+    # Iterations share no subexpressions, so preventing CSE would only cost time.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         out = body(*consts, *carry, *xs)
@@ -119,15 +118,15 @@ def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
     return [*carry, *ys]
 
 
-# ----------------
+# ---------------- the options
 
 
-# 4 bits an element; per 64 elements an absmax of 8 bits, per 256 of those a float32.
+# 4 bits per element; an absmax of 8 bits per 64 elements, and a float32 per 256 of those.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 class Accumulation(Option):
-    """Micro-batches, whose gradients and statistics are added up."""
+    """Micro-batches whose gradients and statistics are summed."""
 
     name, title, changes_program, sharded = "accumulation", "accum.", True, True
 
@@ -143,7 +142,7 @@ class Accumulation(Option):
 
 
 class HalfAccumulators(Option):
-    """Sums over micro-batches in bfloat16."""
+    """Sums over micro-batches, kept in bfloat16."""
 
     name, title, needs, sharded = "accumulator", "bf16-acc.", "accumulation", True
     accumulator_dtype = jnp.dtype(jnp.bfloat16)
@@ -175,7 +174,7 @@ class Host(Option):
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
-        # This step's, and those of the last one that are still leaving.
+        # The factors of this step, and those of the last step that are still being moved.
         rows.device["factors"] = held.factors + held.in_flight
         rows.device["bases"] = held.bases if of.wants_vectors else 0
         rows.device["workspace"] = rows.device["eigh scratch"] = 0
@@ -191,7 +190,7 @@ class Host(Option):
 
 
 def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_fn(params, inputs)`` that unpacks a tuple as an ``Objective`` does."""
+    """``apply_fn(params, inputs)`` that unpacks a tuple of inputs, as an ``Objective`` does."""
 
     def run(params: Any, inputs: Any, key: Any = None, **state: Any) -> Any:
         kwargs = state | ({"key": key} if takes_key(apply_fn) else {})
@@ -201,7 +200,7 @@ def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Remat(Option):
-    """Activations of scanned blocks computed again."""
+    """Recomputed activations of scanned blocks."""
 
     name, title, changes_program, sharded = "remat", "remat", True, True
     changes_shapes = False
@@ -231,7 +230,7 @@ class Remat(Option):
 
 
 class HalfPrecision(Option):
-    """Everything floating in bfloat16."""
+    """All floating values in bfloat16."""
 
     name, title, changes_program, shortens, sharded = "bf16", "bf16", True, True, True
 
@@ -282,7 +281,7 @@ class Budget(Option):
 
 
 class Adapters(Option):
-    """Adapters trained, the rest frozen."""
+    """Trained adapters beside a frozen base."""
 
     name, title, changes_program = "adapters", "adapters", True
     changes_factors = True
@@ -293,7 +292,7 @@ class Adapters(Option):
         if program.state is not None:
             raise UnavailableError("adapters are not planned beside a state that calls change")
         apply_fn, inputs = program.objective.apply_fn, program.batch[0]
-        if type(inputs) is tuple:  # an objective unpacks it
+        if type(inputs) is tuple:  # the objective unpacks it
             apply_fn = _of_one_tuple(apply_fn)
         adapted = lslora.attach(apply_fn, program.config)
         fresh = functools.partial(lslora.init, program.config, apply_fn)
@@ -311,7 +310,7 @@ class Adapters(Option):
         def run(adapters: Any, base: Any, inputs: Any, key: Any = None) -> Any:
             return adapted(base, adapters, inputs, key)
 
-        # Patterns name the base's layers. Coefficients lie in a derivative of their own.
+        # Patterns refer to the base's layers. Coefficients lie inside a custom derivative.
         own = {k: v for k, v in program.collection.items() if k not in ("layers", "experts")}
         return dataclasses.replace(
             program,
@@ -330,10 +329,10 @@ class Adapters(Option):
 
 
 class Nf4(Option):
-    """The frozen kernels in 4 bits."""
+    """Frozen kernels in 4 bits."""
 
     name, title, needs, changes_program = "nf4", "NF4", "adapters", True
-    only_compiled = True  # decoding in every kernel takes as long to trace as all the rest
+    only_compiled = True  # tracing the decoding in every kernel takes as long as everything else
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         base, ((_, inputs), *rest) = _in_four_bits(program), program.batch
@@ -355,7 +354,7 @@ class Nf4(Option):
             x.in_features * x.out_features * leaves[x.weight.path].dtype.itemsize
             for x in program.adapted
         )
-        rows.device["activations"] += max(decoded, default=0)  # one kernel at a time
+        rows.device["activations"] += max(decoded, default=0)  # one decoded kernel at a time
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is dequantised where read"
@@ -370,12 +369,13 @@ def _in_four_bits(program: TrainingProgram) -> Any:
         raise UnavailableError(first_line(error)) from None
 
 
-# The order is that of the search, from the cheapest to the dearest: of two sets of one size, the
-# one whose dearest is cheaper. Accumulation costs no arithmetic, the host its own time, sums in
-# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits (of eigenvectors fewer
-# than of everything), bases on the host a transfer of all of them, a low rank what it drops, a
-# budget whole passes;
-# adapters train another model, NF4 another one still.
+# Options in the order of the search, cheapest first: among sets of one size, the one whose most
+# expensive option is cheapest wins. Accumulation costs no arithmetic, the host its own time, sums
+# in
+# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits (of eigenvectors fewer than
+# of
+# everything), bases on the host a transfer of all of them, a low rank what it drops, a budget whole
+# passes; adapters train another model, and NF4 changes that model again.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
@@ -388,9 +388,9 @@ OPTION_NAMES = tuple(OPTIONS)
 if TYPE_CHECKING:
     OptionName = str
 else:
-    OptionName = Literal[OPTION_NAMES]  # what the command line offers and checks
+    OptionName = Literal[OPTION_NAMES]  # the choices of the command line
 
 
 def ordered(names: frozenset[str]) -> list[Option]:
-    """The options of these names, cheapest first."""
+    """The options with these names, cheapest first."""
     return [option for name, option in OPTIONS.items() if name in names]

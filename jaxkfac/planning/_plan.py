@@ -1,4 +1,4 @@
-"""What a training needs, and what to change so that it fits."""
+"""The memory of a training, and options by which it fits."""
 
 import dataclasses
 import functools
@@ -65,33 +65,30 @@ def plan_memory(
     progress: Callable[[str], None] | None = None,
     **collection: Any,
 ) -> MemoryPlan:
-    r"""Plan the memory of a training from shapes alone: nothing is allocated or run.
+    r"""Plan the memory of a training from shapes alone; nothing is allocated or run.
 
-    Parameters, optimizer, factors and bases are exact. Three rows take turns, so that only the
-    largest of them counts in the total: *activations*, the temporaries of the program of
+    Parameters, optimizer, factors and bases are exact. Three rows are never in memory at the same
+    time, so only the largest counts in the total: *activations*, the temporaries of the program of
     value, gradient and factors; *workspace*, the matrix that a decomposition overwrites; and
-    *update*, the temporaries of preconditioning and of the optimizer. Where nothing happens
+    *update*, the temporaries of preconditioning and of the optimizer. If nothing happens
     between gradient and update (no curvature, or :func:`jaxkfac.kfac`, which decomposes inside
-    its update) they are one program, and its temporaries are gradients, factors and
-    activations.
+    its update), they form one program, whose temporaries are gradients, factors and activations.
 
-    Temporaries of the training as it stands and of the set that is chosen are those that the
-    compiler allocates. Those of the other sets are estimates: counted from the equations, and
-    multiplied by what the compiler's are of those counted for the training as it stands. The
-    table says of each column which, and how far estimates have been off
-    (``benchmarks/results/plan.md``).
+    For the training as it stands and for the chosen set, temporaries are those that the compiler
+    allocates. For other sets they are estimates: counted from the equations and scaled by the ratio
+    of compiled to counted bytes of the training as it stands. The table says which applies to each
+    column, and how large the error of estimates has been (``benchmarks/results/plan.md``).
 
-    What libraries allocate by themselves has rows of its own, from formulas: eigh scratch is
-    $2 n^2 + 6 n + 1$ elements for the largest side $n$ (inside an update for all matrices of one
-    size, as many as 2 GiB hold),
-    conv scratch the patches of the largest convolution.
+    Memory that libraries allocate themselves has separate rows, computed by formulas: eigh scratch
+    is $2 n^2 + 6 n + 1$ elements for the largest side $n$ (inside an update for all matrices of one
+    size, limited to as many as fit 2 GiB), conv scratch the patches of the largest convolution.
 
-    The options, from the cheapest to the dearest, each also a column of the table:
+    The options, from the cheapest to the most expensive, each also a column of the table:
 
-    - ``"accumulation"``: :func:`jaxkfac.multi_steps` over equal parts of the batch, the fewest
-      that fit.
-    - ``"host"``: :class:`jaxkfac.HostCurvature` averages and decomposes; on the device remain
-      a step's factors, those in flight, and the bases.
+    - ``"accumulation"``: :func:`jaxkfac.multi_steps` over equal parts of the batch, with the fewest
+      parts that fit.
+    - ``"host"``: :class:`jaxkfac.HostCurvature` averages and decomposes; the device keeps a step's
+      factors, those in flight, and the bases.
     - ``"accumulator"``: with accumulation, ``accumulator_dtype`` is bfloat16.
     - ``"remat"``: ``jax.checkpoint`` around the body of every scan that has none.
     - ``"half_bases"``: with host, ``vectors_dtype="bfloat16"``.
@@ -99,71 +96,75 @@ def plan_memory(
     - ``"host_bases"``: with host, ``bases_in="host"``: one block's eigenvectors on the device at
       a time.
     - ``"low_rank"``: with host, ``rank=basis_rank``.
-    - ``"budget"``: ``max_factor_bytes``, what is left over if none is given; the factors of
-      all passes together are on the host.
-    - ``"adapters"``: LS-LoRA adapters of all dense layers are trained, the rest is frozen.
-    - ``"nf4"``: with adapters, the frozen dense kernels in 4 bits, doubly quantised.
+    - ``"budget"``: ``max_factor_bytes``, by default what is left over; the factors of all passes
+      together are on the host.
+    - ``"adapters"``: train LS-LoRA adapters of all dense layers and freeze the rest.
+    - ``"nf4"``: with adapters, the frozen dense kernels in 4 bits, with quantized scales.
 
     Args:
         objective: A ``jk.Objective``, or a scalar loss ``fn(params, batch)``.
-        params: Parameters; arrays or ``jax.ShapeDtypeStruct``.
-        batch: One step's batch, likewise; examples first.
-        state: What a call changes (batch statistics), likewise, for an objective that takes it.
+        params: Parameters, as arrays or ``jax.ShapeDtypeStruct``.
+        batch: One step's batch, as arrays or shapes, with examples on the first axis.
+        state: State that a call changes (batch statistics), as arrays or shapes, for an objective
+            that takes it.
         optimizer: An optax transformation; its state is what ``init`` would allocate.
-        device_bytes: What the device's allocator can hand out: bytes, or ``"80GB"``,
+        device_bytes: Bytes that the device's allocator can hand out: a number, ``"80GB"`` or
             ``"74.5GiB"``.
-        host_bytes: Main memory for curvature, likewise; ``None`` is no limit.
-        headroom: Share of ``device_bytes`` that stays free, in [0, 1): for fragmentation, the
-            libraries' own contexts, and what the plan is off by.
-        donate: Whether a step donates its parameters and its optimizer's state; where it does
-            not, the new ones lie beside the old.
-        max_gradients: Most that a step may cost, in gradients of the training as it stands
-            (remat is 4/3, each further pass of a budget about one); ``None`` is no limit.
+        host_bytes: Bytes of main memory for curvature; ``None`` means no limit.
+        headroom: Fraction of ``device_bytes`` to keep free, in [0, 1): for fragmentation, the
+            libraries' contexts, and the error of the plan.
+        donate: Whether a step donates its parameters and optimizer state; otherwise the new ones
+            are in memory beside the old.
+        max_gradients: Largest cost of a step, in gradients of the training as it stands
+            (remat is 4/3, each further pass of a budget about one); ``None`` means no limit.
         curvature: Whether factors are gathered.
-        vectors: Whether eigenvectors come back to the device, to precondition with; ``False``
-            is an analysis, with eigenvalues only.
-        max_factor_bytes: Of the option ``"budget"``.
-        in_flight_bytes: Of ``HostCurvature``.
-        decay: Likewise: averages that it makes worth more than 256 pushes are in float64.
-        adapter_rank: Of the adapters.
+        vectors: Whether eigenvectors return to the device for preconditioning; ``False`` is an
+            analysis, with eigenvalues only.
+        max_factor_bytes: Budget of the option ``"budget"``.
+        in_flight_bytes: As for ``HostCurvature``.
+        decay: As for ``HostCurvature``: averages over more than 256 effective pushes are in
+            float64.
+        adapter_rank: Rank of the adapters.
         basis_rank: Eigenvectors of each factor with ``"low_rank"``.
-        accumulation_steps: Micro-batches a step, of which ``batch`` is one; the option
-            ``"accumulation"`` cuts them further. An ``optimizer`` that accumulates by itself
-            has a row of its own accumulators, on the device wherever it keeps them.
-        accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
-        accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
-            update takes it through the device, where the activations were.
-        devices: How many train together, each on such a batch and with all of the parameters: then
-            the bytes are counted that they exchange. ``None`` is the size of the mesh that
-            ``jax.set_mesh`` has set, or 1.
-        fully_sharded: Whether parameters, optimizer state, factors and bases are divided over these
-            devices, as :func:`jaxkfac.memory.divided_shardings` does it; the rows are then of one
-            device. What is gathered and when is the compiler's choice: what it exchanges is
-            counted of compiled sets alone, and the options ``"host"``, ``"budget"`` and
-            ``"adapters"``, and those that need them, are not planned.
-        options: Which may be used.
-        compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: for which the programs are, and whose
-            compiler is asked. The device need not be here: another platform's compiler runs in a
-            child process. ``None`` is this process's own device.
-        compiled: ``"chosen"``, see above; ``"all"`` sets, of which each of ``"bf16"``,
-            ``"remat"``, ``"adapters"`` and each number of micro-batches is a compilation;
-            or ``"none"``, the quickest: temporaries are counted.
-        compiler_python: An interpreter where that compiler is installed.
-        compiler_timeout: Most seconds for a compilation in a child process. What takes longer is
-            estimated.
-        progress: Called with the options that are estimated next, in words.
-        **collection: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
+        accumulation_steps: Micro-batches per step, of which ``batch`` is one; the option
+            ``"accumulation"`` divides them further. An ``optimizer`` that accumulates itself
+            has a row for its accumulators, counted on the device wherever it keeps them.
+        accumulator_dtype: As for :func:`jaxkfac.multi_steps`, with every accumulation.
+        accumulator_memory_kind: As for :func:`jaxkfac.multi_steps`; with ``"pinned_host"`` the row
+            is on the host. An update moves it through the device in place of the activations.
+        devices: Number of devices that train together, each with a batch of this size and with all
+            parameters; the plan then counts the bytes that they exchange. ``None`` is the size of
+            the mesh that ``jax.set_mesh`` has set, or 1.
+        fully_sharded: Whether parameters, optimizer state, factors and bases are sharded over these
+            devices, as by :func:`jaxkfac.memory.divided_shardings`; the rows then are those of one
+            device. The compiler decides what is gathered and when, so exchanged bytes are counted
+            for compiled sets only, and the options ``"host"``, ``"budget"`` and ``"adapters"``, and
+            those that need them, are not planned.
+        options: Options that may be used.
+        compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: target of the programs, whose compiler is
+            used. The device need not exist here: another platform's compiler runs in a child
+            process. ``None`` is this process's device.
+        compiled: ``"chosen"``, as above; ``"all"`` sets, where each of ``"bf16"``, ``"remat"``,
+            ``"adapters"`` and each number of micro-batches takes a compilation; or ``"none"``, the
+            fastest, where all temporaries are counted.
+        compiler_python: An interpreter in which that compiler is installed.
+        compiler_timeout: Time limit for a compilation in a child process, seconds. A set that
+            exceeds it is estimated.
+        progress: Function called with a description of the options that are estimated next.
+        **collection: Arguments of :func:`jaxkfac.value_grad_and_factors`: ``fisher``,
+            ``max_dense``, ...
 
     Returns:
         The plan; ``plan.chosen()`` is the smallest set of options that fits.
 
     Raises:
-        ValueError: what is no size, an unknown option, compiler, dtype or memory, a number out
-            of range, or ``accumulation_steps`` beside an optimizer that accumulates.
-        CompilerNotFoundError: ``compiler`` is not installed; what to install is said. With
-            ``compiled="none"`` it need not be.
-        CompilerError: it fails for fully sharded training, which is not counted from equations.
-        UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
+        ValueError: a size is invalid, an option, compiler, dtype or memory kind is unknown, a
+            number is out of range, or ``accumulation_steps`` is given beside an optimizer that
+            accumulates.
+        CompilerNotFoundError: ``compiler`` is not installed; the message says what to install. With
+            ``compiled="none"`` it is not needed.
+        CompilerError: it fails for fully sharded training, which cannot be counted from equations.
+        UncoveredParameterError: a parameter is in no layer; see ``uncovered``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxkfac as jk
@@ -288,7 +289,7 @@ def _searches(
     *,
     sharded: bool,
 ) -> tuple[Search, MemoryEstimate, str]:
-    """What searches, the training as it stands, and why a compiler was not asked."""
+    """The search, the estimate of the training as it stands, and why no compiler was used."""
     counting = functools.partial(dataclasses.replace, temporaries)
     alone = search_with(counting(), within=within(temporaries.platform, calibrated=False))
     if compiled == "none":
@@ -299,7 +300,7 @@ def _searches(
     except CompilerNotFoundError:
         raise
     except CompilerError as error:
-        if sharded:  # equations do not know what is gathered
+        if sharded:  # what is gathered does not follow from the equations
             raise
         return alone, alone.estimate(()), str(error)
     if compiled == "all":

@@ -1,4 +1,4 @@
-"""A training as a program: what it trains, on which shapes, and what XLA allocates for it."""
+"""A training as a program: what it trains, on which shapes, and its memory."""
 
 import contextlib
 import dataclasses
@@ -28,16 +28,16 @@ from jaxkfac.interception import Layer, LayerTable, Window, body_of, call_kind
 from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Needs, Temporaries
 
-# ---------------- scratch of convolutions: what no compiler sees, from a formula
+# ---------------- scratch of convolutions, by formula, since no compiler reports it
 
 
 def convolution_scratch(jaxpr: Any) -> int:
-    """Bytes of the patches of the largest convolution: what an explicit product would read.
+    """Bytes of the patches of the largest convolution, the input of an explicit product.
 
-    cuDNN chooses among algorithms when it runs. ``IMPLICIT_GEMM`` takes nothing,
+    cuDNN chooses its algorithm at run time. ``IMPLICIT_GEMM`` needs nothing,
     ``IMPLICIT_PRECOMP_GEMM`` some indices, and ``GEMM`` the matrix of its input's patches,
-    ``outputs * window * input features`` elements. For those by Fourier and Winograd transforms
-    no size is stated.
+    ``outputs * window * input features`` elements. For Fourier and Winograd transforms no size is
+    documented.
 
     References:
         NVIDIA, cuDNN documentation, ``cudnnConvolutionFwdAlgo_t``.
@@ -60,16 +60,16 @@ def _patch_bytes(eqn: Any) -> int:
     return positions * window * out.dtype.itemsize
 
 
-# ----------------
+# ---------------- a training program
 
 
 class ExtraInputs(NamedTuple):
-    """What a call takes beside parameters and batch.
+    """Inputs of a call beside parameters and batch.
 
     Attributes:
-        key: Of random numbers, or ``None`` where none are drawn.
-        state: What a call changes, or ``None``.
-        step: Its number, where factors are collected at some steps (``every=``), or ``None``.
+        key: Key for random numbers, or ``None`` if none are drawn.
+        state: State that a call changes, or ``None``.
+        step: Number of the step, if factors are collected at some steps (``every=``), or ``None``.
     """
 
     key: Any
@@ -79,24 +79,24 @@ class ExtraInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingProgram:
-    """A program for one set of shapes, what it trains, and what it does not.
+    """A program for one set of shapes, with its trained and frozen parameters.
 
     Attributes:
         objective: ``objective(trained, batch[, key])``.
         trained: Shapes of what has a gradient: the parameters, or adapters.
-        batch: Shapes; beside adapters the frozen base is among the inputs.
+        batch: Shapes of the batch; with adapters, its inputs include the frozen base.
         frozen: Shapes of the base beside adapters, ``None`` without.
         adapted: The layers of the base that have an adapter.
-        collection: For ``value_grad_and_factors``.
-        config: Of adapters, if there are to be any.
+        collection: Arguments of ``value_grad_and_factors``.
+        config: Settings of adapters, if any.
         has_aux: Whether the objective returns ``(value, aux)``.
-        state: Shapes of what a call changes, ``None`` without.
-        temporaries: Who says what a program needs beside its arguments and results.
-        placement: Where its arrays lie.
-        base_table: Of the base beside adapters, ``None`` without.
+        state: Shapes of the state that a call changes, ``None`` without.
+        temporaries: Computes what a program needs beside its arguments and results.
+        placement: Placement of its arrays.
+        base_table: Layer table of the base beside adapters, ``None`` without.
         quantised: Whether the base is in 4 bits.
-        same_factors: A program with factors of the same shapes, which are not traced again.
-        wider: The program with all of its bits, if that is known.
+        same_factors: A program with factors of the same shapes, so that they are not traced again.
+        wider: The same program with all its bits, if it has been built.
     """
 
     objective: Any
@@ -116,12 +116,12 @@ class TrainingProgram:
     wider: "TrainingProgram | UnavailableError | None" = None
 
     def divided(self, tree: PyTree) -> PyTree:
-        """Shapes of parameters, or of what lies as they do, for whom a step is compiled."""
+        """Shapes with the shardings of parameters, if a step is compiled; else plain shapes."""
         return self.placement.divided(tree) if self.temporaries.compiled else tree
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Shapes that the gradient is a function of, where it is compiled on all devices."""
+        """Shapes of the gradient's arguments; if compiled, those over all devices."""
         if not self.temporaries.compiled:
             return self.trained, self.batch, self.extra
         batch, extra = self.placement.batch(self.batch), self.placement.everywhere(self.extra)
@@ -129,12 +129,12 @@ class TrainingProgram:
 
     @property
     def gradient_temporaries(self) -> int:
-        """Bytes beside arguments and results of value and gradient."""
+        """Bytes of value and gradient beside arguments and results."""
         return self.gradient_needs.temporaries
 
     @functools.cached_property
     def gradient_needs(self) -> Needs:
-        """What value and gradient need."""
+        """Memory needs of value and gradient."""
         args = self.arguments
         if self.temporaries.compiled or "_collected" not in vars(self):
             return self.temporaries(self.gradient, *args)
@@ -144,9 +144,9 @@ class TrainingProgram:
 
     @property
     def known_temporaries(self) -> int:
-        """A lower bound of :attr:`gradient_temporaries` that takes no trace.
+        """A lower bound of :attr:`gradient_temporaries` that needs no trace.
 
-        Of each value at least 16 bits are left.
+        Casting leaves at least 16 bits of each value.
         """
         wider = self.wider
         if not isinstance(wider, TrainingProgram) or "gradient_needs" not in vars(wider):
@@ -156,12 +156,12 @@ class TrainingProgram:
 
     @functools.cached_property
     def factor_needs(self) -> Needs:
-        """What value, gradient and all factors need."""
+        """Memory needs of value, gradient and all factors."""
         traced = None if self.temporaries.compiled else self._collected[0]
         return self.temporaries(self.collect, *self.arguments, traced=traced)
 
     def pass_temporaries(self, one: Pass) -> int:
-        """Bytes beside arguments and results of the gradient and one pass's factors."""
+        """Bytes of the gradient and one pass's factors beside arguments and results."""
         rows = {name: part.rows for name, part in one.parts.items() if part.rows is not None}
 
         def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
@@ -175,7 +175,7 @@ class TrainingProgram:
 
     @functools.cached_property
     def convolution_scratch(self) -> int:
-        """What cuDNN may allocate by itself: the patches of the largest convolution."""
+        """Bytes that cuDNN may allocate itself: the patches of the largest convolution."""
         return convolution_scratch(self.value_jaxpr.jaxpr)
 
     @functools.cached_property
@@ -184,28 +184,28 @@ class TrainingProgram:
         return jax.make_jaxpr(self.value)(self.trained, self.batch, self.extra)
 
     def value(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
-        """What the objective returns."""
+        """Evaluate the objective."""
         kwargs = {"key": extra.key} if self._takes_key else {}
         if extra.state is not None:
             kwargs["state"] = extra.state
         return self.objective(trained, batch, **kwargs)
 
     def gradient(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
-        """The value and the gradient."""
+        """Compute value and gradient."""
         beside = self.has_aux or extra.state is not None
         run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
         with self._of_each_device():
             return run(trained, batch, extra)
 
     def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
-        """Value, gradient and factors."""
+        """Compute value, gradient and factors."""
         with self._of_each_device():
             return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
 
     def _of_each_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Where gradient and factors are traced: not under a mesh if shapes are of one device.
+        """The context to trace gradient and factors in: no mesh if shapes are those of one device.
 
-        What is divided among its devices would be a part of a part.
+        Under a mesh, such shapes would be divided a second time.
         """
         if self.placement.mesh is not None or self._names_axes:
             return contextlib.nullcontext()
@@ -213,19 +213,19 @@ class TrainingProgram:
 
     @functools.cached_property
     def _names_axes(self) -> bool:
-        """Whether the objective itself names axes of the mesh that is set."""
+        """Whether the objective itself names axes of the mesh in context."""
         if jax.sharding.get_abstract_mesh().empty:
             return False
         try:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 jax.eval_shape(self.value, self.trained, self.batch, self.extra)
-        except Exception:  # whatever it raises that reads the mesh itself
+        except Exception:  # any error of code that reads the mesh
             return True
         return False
 
     @property
     def extra(self) -> "ExtraInputs":
-        """Shapes of what every call takes beside parameters and batch."""
+        """Shapes of the inputs of every call beside parameters and batch."""
         fisher = self.collection.get("fisher", "empirical")
         kind = fisher if isinstance(fisher, Estimator) else FISHER_TYPES.get(fisher)
         draws = kind is None or kind.samples_labels or self._takes_key
@@ -243,9 +243,9 @@ class TrainingProgram:
 
     @functools.cached_property
     def collector(self) -> FactorCollector:
-        """What would gather the factors."""
+        """The function that gathers the factors."""
         collector = value_grad_and_factors(self.objective, **self.collection)
-        assert isinstance(collector, FactorCollector)  # the budget is the planner's own
+        assert isinstance(collector, FactorCollector)  # the planner handles the budget itself
         return collector
 
     @functools.cached_property
@@ -257,27 +257,27 @@ class TrainingProgram:
 
     @functools.cached_property
     def _collected(self) -> tuple[jex.ClosedJaxpr, Any]:
-        """The trace of value, gradient and factors, and the shapes of what it returns."""
+        """The trace of value, gradient and factors, and the shapes of its results."""
         trace = jax.make_jaxpr(self.collect, return_shape=True)
         return trace(self.trained, self.batch, self.extra)
 
 
 def check_traces(program: TrainingProgram) -> None:
-    """Raise an ``UnavailableError`` for a program that does not run once it has been changed.
+    """Raise an ``UnavailableError`` for a program that no longer runs after a change.
 
-    Strict promotion in bfloat16 is a reason, and a fixed batch another.
+    Possible reasons are strict dtype promotion in bfloat16 and a fixed batch size.
     """
     try:
-        program.value_jaxpr  # noqa: B018 (traced once, and kept)
+        program.value_jaxpr  # noqa: B018 (traced once and cached)
     except (JaxkfacError, ValueError, TypeError) as error:
         raise UnavailableError(first_line(error)) from None
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line without the name of its type, unless it says nothing."""
+    """The first line of an error's message; the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def shape_of_key() -> Any:
-    """The shape of a key of random numbers."""
+    """The shape of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))

@@ -1,4 +1,4 @@
-"""What one program holds on the device, row by row, before any option changes a row."""
+"""Memory of one program on the device, row by row, before any option changes a row."""
 
 import collections
 import dataclasses
@@ -27,15 +27,15 @@ from jaxkfac.planning._temporaries import Needs
 
 Compiled = Literal["all", "gradient", "known", "none"]
 
-# Never alive together: the gradient's temporaries, a decomposition's, the update's.
+# Rows that are never in memory together: temporaries of the gradient, a decomposition, the update.
 IN_TURN = ("activations", "workspace", "update")
-# What a library allocates by itself, by formula: no compiler sees it.
+# Memory that libraries allocate themselves, by formula, since no compiler reports it.
 SCRATCH = ("eigh scratch", "conv scratch")
 ESTIMATED = (*IN_TURN, *SCRATCH)
 
 
 def at_once(rows: Mapping[str, int]) -> dict[str, int]:
-    """The rows that are alive together: of those that take turns, the largest."""
+    """The rows that are in memory together: of the alternating rows, only the largest."""
     largest = max(IN_TURN, key=lambda row: rows.get(row, 0))
     return {row: size for row, size in rows.items() if row not in IN_TURN or row == largest}
 
@@ -48,19 +48,19 @@ class MemoryRows(NamedTuple):
 
     @property
     def device_total(self) -> int:
-        """Bytes at once."""
+        """Bytes on the device at once."""
         return sum(at_once(self.device).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CurvatureChoice:
-    """What is done with factors.
+    """How factors are used.
 
     Attributes:
-        vectors: Whether eigenvectors come back to the device, to precondition with.
-        in_flight_bytes: Of ``HostCurvature``.
-        rank: Likewise, with the option ``"low_rank"``.
-        decay: Likewise, of the averages.
+        vectors: Whether eigenvectors return to the device for preconditioning.
+        in_flight_bytes: As for ``HostCurvature``.
+        rank: Rank for the option ``"low_rank"``.
+        decay: Decay of the averages, as for ``HostCurvature``.
     """
 
     vectors: bool
@@ -70,18 +70,18 @@ class CurvatureChoice:
 
     @property
     def host_options(self) -> HostOptions:
-        """Of the service."""
+        """Options of the service."""
         return HostOptions(in_flight_bytes=self.in_flight_bytes, decay=self.decay)
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """How the training as it stands accumulates.
+    """Accumulation of the training as it stands.
 
     Attributes:
-        steps: Of how many micro-batches a step the batch is one.
-        accumulator_dtype: Of :func:`jaxkfac.multi_steps`.
-        memory_kind: Likewise, ``accumulator_memory_kind``.
+        steps: Number of micro-batches per step, of which the batch is one.
+        accumulator_dtype: As for :func:`jaxkfac.multi_steps`.
+        memory_kind: ``accumulator_memory_kind``, as for :func:`jaxkfac.multi_steps`.
     """
 
     steps: int = 1
@@ -95,17 +95,17 @@ class ProgramBytes:
     Args:
         program: The program.
         tx: The optimizer of what it trains.
-        curvature: ``None`` where no factors are gathered.
-        micro_batches: Of the training as it stands.
-        donate: Whether a step writes over its parameters and its optimizer's state.
-        updates: Temporaries of updates that are known, of all programs that train the same.
+        curvature: How factors are used; ``None`` if none are gathered.
+        micro_batches: Accumulation of the training as it stands.
+        donate: Whether a step donates its parameters and optimizer state.
+        updates: Cache of the needs of updates, for all programs that train the same.
 
     Attributes:
         program: As given.
         micro_batches: As given.
-        optimizer: What the optimizer holds.
-        wants_vectors: Whether eigenvectors come back to the device.
-        basis_rank: Of the option ``"low_rank"``.
+        optimizer: Memory of the optimizer.
+        wants_vectors: Whether eigenvectors return to the device.
+        basis_rank: Rank for the option ``"low_rank"``.
     """
 
     def __init__(
@@ -148,26 +148,26 @@ class ProgramBytes:
 
     @property
     def factor_bytes(self) -> int:
-        """Of all factors of one step."""
+        """Bytes of all factors of one step."""
         return 0 if self._of is None else self._of.factors
 
     @property
     def smallest_budget(self) -> int:
-        """The least ``max_factor_bytes``."""
+        """The smallest possible ``max_factor_bytes``."""
         return 0 if self._of is None else self._of.smallest_budget
 
     @property
     def largest_budget(self) -> int:
-        """The least ``max_factor_bytes`` under which there is one pass."""
+        """The smallest ``max_factor_bytes`` with a single pass."""
         return 0 if self._of is None else self._of.largest_budget
 
     def accumulator_bytes(self, steps: int, *, gathered: bool, dtype: Any = None) -> int:
-        """What ``multi_steps`` would allocate.
+        """Bytes that ``multi_steps`` would allocate.
 
         Args:
-            steps: Parts that each micro-batch is cut into.
-            gathered: Whether factors are accumulated, too.
-            dtype: In place of the training's own.
+            steps: Parts into which each micro-batch is divided.
+            gathered: Whether factors are accumulated too.
+            dtype: Accumulator dtype, instead of that of the training.
         """
         if steps * self.micro_batches.steps == 1:
             return 0
@@ -185,11 +185,11 @@ class ProgramBytes:
         return self._accumulators[known]
 
     def rows(self, activations: int, accumulators: int, update: int) -> MemoryRows:
-        """Bytes of every row as the program stands.
+        """Bytes of every row of the program as it stands.
 
         Args:
             activations: Temporaries of the gradient's program.
-            accumulators: Of sums over micro-batches.
+            accumulators: Bytes of sums over micro-batches.
             update: Temporaries of the update's program.
         """
         program, optimizer, of = self.program, self.optimizer, self._of
@@ -208,7 +208,7 @@ class ProgramBytes:
         }
         if of is not None:
             device["factors"] = of.factors * (1 + optimizer.averages)
-            if optimizer.bases:  # the update decomposes: the new bases beside the old
+            if optimizer.bases:  # the update decomposes, with new bases beside the old
                 device["bases"] = optimizer.bases
                 device["workspace"] = of.workspace(together=True) + optimizer.bases
             else:
@@ -219,7 +219,7 @@ class ProgramBytes:
 
     @property
     def undonated(self) -> int:
-        """The new parameters and state, where they do not take the place of the old."""
+        """Bytes of new parameters and state, if they do not reuse the memory of the old."""
         program = self.program
         if self._donate:
             return 0
@@ -227,15 +227,15 @@ class ProgramBytes:
         return state + nbytes(program.state)
 
     def is_one_program(self, steps: int) -> bool:
-        """Whether gradient and update can be one program: nothing happens between them."""
+        """Whether gradient and update can form one program: nothing happens between them."""
         between = self._of is not None and not self.optimizer.bases
         return not between and (steps == 1 or self.micro_batches.memory_kind == "device")
 
     def step_needs(self, steps: int) -> Needs | None:
-        """What gradient and update need in one program, ``None`` where they are not one.
+        """Memory needs of gradient and update in one program, ``None`` if they are not one.
 
         Args:
-            steps: Micro-batches a step: the update adds them up.
+            steps: Micro-batches per step, which the update sums.
         """
         if steps not in self._steps:
             self._steps[steps] = self._whole_step(steps) if self.is_one_program(steps) else None
@@ -261,11 +261,11 @@ class ProgramBytes:
         return step_of(self.program, tx, state, factors=gathered, accumulates=steps > 1)
 
     def exchanged(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
-        """Bytes that devices exchange in a step, where each has such a batch.
+        """Bytes that devices exchange in a step, if each has a batch of this size.
 
         Args:
-            steps: Micro-batches a step.
-            in_one_program: Whether gradient and update can be one program.
+            steps: Micro-batches per step.
+            in_one_program: Whether gradient and update can form one program.
         """
         if self.program.placement.mesh is not None:
             return self._compiled_exchange(steps, in_one_program=in_one_program)
@@ -279,7 +279,7 @@ class ProgramBytes:
         return exchanged(self.program, statistics, jaxpr, micro_batches=steps, platform=platform)
 
     def _compiled_exchange(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
-        """The same of sharded parameters, by kind of collective; empty where none is compiled."""
+        """Exchanged bytes for sharded parameters, by kind of collective; empty if not compiled."""
         if not self.program.temporaries.compiled:
             return {}
         step = self.step_needs(steps) if in_one_program else None
@@ -299,9 +299,9 @@ class ProgramBytes:
     def in_one_program(self, rows: MemoryRows, steps: int) -> None:
         """Change the rows to those of a step that is one program.
 
-        A compiler lets values die earlier there: a gradient that has been used, a parameter
-        that has been written over. What the program has beyond its arguments and results is
-        ascribed to gradients and factors first, the rest to activations.
+        In one program, a compiler lets values die earlier: a used gradient, an overwritten
+        parameter. The program's temporaries are attributed to gradients and factors first, and the
+        remainder to activations.
         """
         needs, device = self.step_needs(steps), rows.device
         if needs is None:
@@ -319,7 +319,7 @@ class ProgramBytes:
             device["undonated"] = self.undonated + device["accumulation"] * (steps > 1)
 
     def bound_of_one_program(self, rows: MemoryRows) -> None:
-        """Change the rows to a lower bound of :meth:`in_one_program`, without its temporaries."""
+        """Change the rows to a lower bound of :meth:`in_one_program`, without temporaries."""
         averages = self._of.factors * self.optimizer.averages if self._of is not None else 0
         bound = {"gradients": 0, "factors": averages, "workspace": 0, "activations": 0}
         rows.device.update({row: bound[row] for row in rows.device.keys() & bound})
@@ -344,17 +344,17 @@ class ProgramBytes:
 
     @property
     def preconditions(self) -> bool:
-        """Whether the update takes bases."""
+        """Whether the update uses bases."""
         return self.wants_vectors and not self.optimizer.bases
 
     @property
     def main_temporaries(self) -> int:
-        """Of the program that has the gradient."""
+        """Temporaries of the program that computes the gradient."""
         whole = self.step_needs(self.micro_batches.steps)
         return self.temporaries("all") if whole is None else whole.temporaries
 
     def temporaries(self, compiled: Compiled) -> int:
-        """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
+        """Temporaries of the program as it stands; see :meth:`Setting.rows`."""
         if compiled == "none":
             return 0
         if compiled == "known":

@@ -1,4 +1,4 @@
-"""What settings need: one at a time, and the smallest set that fits."""
+"""Estimates for settings, and the search for the smallest set of options that fits."""
 
 import dataclasses
 import itertools
@@ -24,25 +24,25 @@ from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, divisors, num_examples
 from jaxkfac.planning._temporaries import Needs
 
-_ROUNDS = 4  # two are enough where a pass allocates in proportion to its budget
+_ROUNDS = 4  # two suffice if a pass allocates in proportion to its budget
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """What a setting needs.
+    """The memory and cost of a setting.
 
     Attributes:
         options: The options, cheapest first; ``()`` is the training as it stands.
-        steps: Micro-batches a step.
+        steps: Micro-batches per step.
         device: Bytes on the device by row.
         host: Bytes of main memory by row.
-        costs: What each option costs, in words.
-        factor_budget: ``max_factor_bytes``, where ``"budget"`` is among the options.
-        gradients: What a step costs, in gradients of the training as it stands.
-        compiled: Whether its temporaries are those that a compiler allocates; else they are
+        costs: Description of the cost of each option.
+        factor_budget: ``max_factor_bytes``, if ``"budget"`` is among the options.
+        gradients: Cost of a step, in gradients of the training as it stands.
+        compiled: Whether its temporaries are those that a compiler allocates; otherwise they are
             estimated.
-        exchanged: Bytes that collectives return on each device in a step, by what they are, where
-            there are several devices.
+        exchanged: Bytes that collectives return on each device in a step, by purpose, if there are
+            several devices.
     """
 
     options: tuple[str, ...]
@@ -57,61 +57,61 @@ class MemoryEstimate:
 
     @property
     def device_total(self) -> int:
-        """The device's rows at once: of activations, workspace and update the largest."""
+        """Bytes on the device at once: of activations, workspace and update only the largest."""
         return sum(self.at_once.values())
 
     @property
     def at_once(self) -> dict[str, int]:
-        """The device's rows that are alive together."""
+        """The device's rows that are in memory together."""
         return at_once(self.device)
 
     @property
     def scratch(self) -> int:
-        """Of it, what libraries allocate by themselves, by formula: no compiler sees it."""
+        """Bytes that libraries allocate themselves, by formula; included in the total."""
         return sum(self.device.get(row, 0) for row in SCRATCH)
 
     @property
     def host_total(self) -> int:
-        """The sum of the host's rows."""
+        """Sum of the host's rows."""
         return sum(self.host.values())
 
     @property
     def exchanged_total(self) -> int:
-        """The sum of what devices exchange."""
+        """Sum of the exchanged bytes."""
         return sum(self.exchanged.values())
 
     @property
     def largest(self) -> str:
-        """The device's largest row."""
+        """The largest row on the device."""
         return max(self.at_once, key=self.device.__getitem__)
 
 
 class Search:
     """Estimates of settings, each computed once.
 
-    Where they are counted, and a compiler is there to ask, the set that is found is compiled. If it
-    takes more than was counted, and no longer fits, the search goes on with what was learned.
+    If temporaries are counted and a compiler is available, the set found is compiled. If it needs
+    more than was counted and no longer fits, the search continues with the corrected value.
 
     Args:
         programs: The programs.
-        batch: Shapes.
+        batch: Shapes of the batch.
         tx: The optimizer.
-        curvature: What is done with factors, or ``None``.
-        device_bytes: What there is.
-        host_bytes: Likewise, ``None`` for no limit.
-        max_factor_bytes: The budget of ``"budget"``; ``None`` takes what is left over.
-        options: Which may be used.
-        micro_batches: Of the training as it stands.
-        donate: Whether a step writes over its parameters and its optimizer's state.
-        max_gradients: What a step may cost, in gradients; ``None`` is no limit.
-        progress: Told, in words, what is estimated next.
-        compiled: Another search, whose estimates are compiled; ``None``: nobody is asked.
-        within: What share of a total estimates are off by.
-        devices: How many there are, of which each has such a batch.
+        curvature: How factors are used, or ``None``.
+        device_bytes: Usable bytes on the device.
+        host_bytes: Bytes of main memory, ``None`` for no limit.
+        max_factor_bytes: Budget for ``"budget"``; ``None`` takes what is left over.
+        options: Options that may be used.
+        micro_batches: Accumulation of the training as it stands.
+        donate: Whether a step donates its parameters and optimizer state.
+        max_gradients: Largest cost of a step, in gradients; ``None`` means no limit.
+        progress: Function called with a description of what is estimated next.
+        compiled: Another search whose estimates are compiled; ``None`` uses no compiler.
+        within: Largest relative error of an estimated total.
+        devices: Number of devices, each with a batch of this size.
 
     Attributes:
         within: As given.
-        not_compiled: Why the set that was found is not compiled.
+        not_compiled: Why the set found is not compiled.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Search:
     ) -> None:
         self._compiled, self.within = compiled, within
         self.not_compiled = ""
-        self._more: dict[Setting, int] = {}  # compiled bytes beyond those counted
+        self._more: dict[Setting, int] = {}  # compiled bytes beyond the counted ones
         self._programs, self._batch, self._tx = programs, batch, tx
         self._curvature, self._budget = curvature, max_factor_bytes
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
@@ -148,26 +148,26 @@ class Search:
 
     @property
     def tried(self) -> list[MemoryEstimate]:
-        """Every estimate that was computed in full."""
+        """Every estimate computed in full."""
         return list(self._estimates.values())
 
     @property
     def not_traced(self) -> str:
-        """Why the update's temporaries are not counted; ``""`` where they are."""
+        """Why the update's temporaries are not counted; ``""`` if they are."""
         return next((of.not_traced for of in self._bytes.values() if of.not_traced), "")
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether there are that many bytes, and a step costs no more than it may."""
+        """Whether an estimate fits the device, the host and the cost of a step."""
         if self._max_gradients is not None and estimate.gradients > self._max_gradients:
             return False
         host = self._host_bytes is None or estimate.host_total <= self._host_bytes
         return host and estimate.device_total <= self._device_bytes
 
     def estimate(self, options: Sequence[str]) -> MemoryEstimate:
-        """What some options need, with the fewest micro-batches that fit, or else the most.
+        """The estimate for some options, with the fewest micro-batches that fit, else the most.
 
         Raises:
-            UnavailableError: one of them cannot be used.
+            UnavailableError: an option cannot be used.
         """
         chosen = frozenset(options)
         if Accumulation.name not in chosen:
@@ -187,10 +187,11 @@ class Search:
         return self._estimate(Setting(chosen, steps[high]))
 
     def smallest(self) -> MemoryEstimate | None:
-        """What the smallest set of options that fits needs, ``None`` if none does.
+        """The estimate for the smallest set of options that fits, ``None`` if none does.
 
-        Of sets of one size the one whose dearest option is the cheapest. A set is passed over
-        whose other rows alone are too large, or those with the gradient's activations alone.
+        Among sets of one size, the one whose most expensive option is cheapest wins. A set is
+        skipped if its other rows alone are too large, or those with only the gradient's
+        activations.
         """
         for options in self._sets():
             try:
@@ -201,7 +202,7 @@ class Search:
         return None
 
     def _confirmed(self, options: Sequence[str]) -> MemoryEstimate | None:
-        """What a set needs if it fits, as compiled where a compiler is there."""
+        """The estimate for a set if it fits, compiled if a compiler is available."""
         for _ in range(_ROUNDS):
             estimate = self.estimate(options)
             if self._compiled is None:
@@ -226,7 +227,7 @@ class Search:
         return None
 
     def _may_be_less(self, estimate: MemoryEstimate) -> bool:
-        """Whether it fits, or would if it were off by as much as estimates are."""
+        """Whether it fits, or would fit if it were too high by the largest error of estimates."""
         if self.fits(estimate):
             return True
         settled = self._more.get(self._setting_of(estimate)) is not None
@@ -239,7 +240,7 @@ class Search:
         return Setting(frozenset(estimate.options), estimate.steps // self._micro_batches.steps)
 
     def best(self) -> MemoryEstimate:
-        """What the set with the fewest bytes on the device needs, among those that were tried."""
+        """The estimate with the fewest bytes on the device, among those computed."""
         floors: list[tuple[int, tuple[str, ...]]] = []
         for options in self._sets():
             try:
@@ -258,7 +259,7 @@ class Search:
                     yield names
 
     def needed(self, name: str) -> str:
-        """The option that this one cannot do without; ``""`` is none."""
+        """The option that this one requires; ``""`` for none."""
         return OPTIONS[name].needed(self._micro_batches)
 
     def _steps(self) -> list[int]:
@@ -267,11 +268,11 @@ class Search:
         return steps
 
     def _floor(self, options: Sequence[str], compiled: Compiled = "none") -> MemoryRows:
-        """Least rows: at the most micro-batches and the least budget, without activations."""
+        """The smallest possible rows: most micro-batches, least budget, no activations."""
         steps = self._steps()[-1] if Accumulation.name in options else 1
         setting = Setting(frozenset(options), steps)
         if compiled == "none":
-            setting = setting.of_shapes  # whose program need not be built
+            setting = setting.of_shapes  # its program is built already
         of = self._bytes_of(setting)
         return setting.rows(of, self._least(of, setting), compiled=compiled)
 
@@ -279,7 +280,7 @@ class Search:
         bounds: tuple[Compiled, ...] = ("none", "known", "gradient")
         for compiled in bounds:
             rows = self._floor(options, compiled)
-            on_host = sum(rows.host.values()) - rows.host.get(WIDENING, 0)  # fewer steps, fewer
+            on_host = sum(rows.host.values()) - rows.host.get(WIDENING, 0)  # fewer steps need less
             fits_host = self._host_bytes is None or on_host <= self._host_bytes
             off = self.within if self._compiled and compiled == "gradient" else 0.0
             if not (fits_host and rows.device_total <= (1 + off) * self._device_bytes):
@@ -314,7 +315,7 @@ class Search:
         return self._estimates[setting]
 
     def at(self, setting: Setting, budget: int | None) -> MemoryEstimate:
-        """What a setting needs with a given budget of factors."""
+        """The estimate for a setting with a given budget of factors."""
         self._tell(setting)
         return self._estimate_at(self._bytes_of(setting), setting, budget)
 
@@ -335,7 +336,7 @@ class Search:
         )
 
     def _rows(self, of: ProgramBytes, setting: Setting, budget: int | None) -> MemoryRows:
-        """The rows, with what compiling this setting has shown to be missing."""
+        """The rows, corrected by what compiling this setting has shown to be missing."""
         rows = setting.rows(of, budget)
         if more := self._more.get(setting, 0):
             row = max(IN_TURN, key=lambda row: rows.device.get(row, 0))
@@ -350,16 +351,16 @@ class Search:
 
     @property
     def main_temporaries(self) -> int:
-        """Of the training as it stands, of the program that has the gradient."""
+        """Temporaries of the training as it stands, in the program that has the gradient."""
         return self._bytes_of(Setting()).main_temporaries
 
     def _affordable(self, of: ProgramBytes, setting: Setting) -> int:
-        """A budget that leaves room for the other rows, the least there is if none does."""
+        """A budget that leaves room for the other rows; the least possible one if none does."""
         least = of.smallest_budget
         rows = setting.rows(of, least, compiled="gradient")
         room = int(self._device_bytes) - rows.device_total + rows.device["factors"]
         budget = min(max(room, least), of.largest_budget)
-        # A pass allocates more than its factors; how much more, only its program says.
+        # A pass allocates more than its factors; only its program shows how much more.
         too_much: int | None = None
         for _ in range(_ROUNDS):
             over = self._over(of, setting, budget)
@@ -368,7 +369,7 @@ class Search:
             too_much, budget = budget, max(budget - over, least)
         if too_much is None or self._over(of, setting, budget) > 0:
             return budget
-        # What was taken off was often too much, and larger passes are fewer.
+        # The correction was often too large, and larger passes are fewer.
         middle = (budget + too_much) // 2
         if self._over(of, setting, middle) <= 0:
             budget = middle

@@ -1,4 +1,4 @@
-"""A set of options: the program that it leads to, its rows, and what it costs."""
+"""A set of options: its program, its rows, and its cost."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ class Setting:
     """A set of options; hashable.
 
     Attributes:
-        options: Their names.
-        steps: Parts of the batch; 1 unless ``"accumulation"`` is among them.
+        options: Names of the options.
+        steps: Number of parts of the batch; 1 unless ``"accumulation"`` is among the options.
     """
 
     options: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def of_program(self) -> "Setting":
-        """The options that change the program; where factors and weights are kept does not."""
+        """The options that change the program; the place of factors and weights does not."""
         names = frozenset(option.name for option in self.ordered if option.changes_program)
         return Setting(names, self.steps)
 
@@ -52,21 +52,21 @@ class Setting:
 
     @property
     def of_shapes(self) -> "Setting":
-        """Without the options that change activations alone."""
+        """The setting without the options that change only activations."""
         names = frozenset(option.name for option in self.ordered if option.changes_shapes)
         return Setting(names, self.steps)
 
     @property
     def of_more_bits(self) -> "Setting":
-        """Without the options that shorten values."""
+        """The setting without the options that reduce bits."""
         names = frozenset(option.name for option in self.ordered if not option.shortens)
         return Setting(names, self.steps)
 
     def program(self, plain: TrainingProgram) -> TrainingProgram:
-        """The program with these options.
+        """The program with these options applied.
 
         Raises:
-            UnavailableError: it does not have one of them.
+            UnavailableError: an option does not apply to it.
         """
         program = plain
         for option in self.ordered:
@@ -79,11 +79,11 @@ class Setting:
         """Bytes of every row.
 
         Args:
-            of: The bytes of the program that this setting leads to.
-            budget: Bytes of factors on the device, where the setting has one.
-            compiled: Of which program the activations are: ``"all"``, what is run;
-                ``"gradient"``, a lower bound of it that does not depend on the budget;
-                ``"known"``, one of that, from programs that were measured; ``"none"``, zero.
+            of: Bytes of the program of this setting.
+            budget: Bytes of factors on the device, if the setting has a budget.
+            compiled: Program whose activations count: ``"all"``, the one that runs;
+                ``"gradient"``, a lower bound that does not depend on the budget;
+                ``"known"``, a lower bound of that from measured programs; ``"none"``, zero.
 
         Raises:
             UnavailableError: an option needs factors, or another optimizer.
@@ -113,7 +113,7 @@ class Setting:
         return any(option.takes_factors for option in self.ordered)
 
     def _accumulator_bytes(self, of: ProgramBytes) -> int:
-        # Where factors leave the device, the micro-batches of a step are added up on the host.
+        # If factors leave the device, the micro-batches of a step are summed on the host.
         gathered = not self._takes_factors
         dtypes = [o.accumulator_dtype for o in self.ordered if o.accumulator_dtype is not None]
         return of.accumulator_bytes(
@@ -121,17 +121,17 @@ class Setting:
         )
 
     def exchanged(self, of: ProgramBytes) -> Mapping[str, int]:
-        """Bytes that devices exchange in a step, where each has such a batch."""
+        """Bytes that devices exchange in a step, if each has a batch of this size."""
         steps = self.steps * of.micro_batches.steps
         return of.exchanged(steps, in_one_program=not self._takes_factors)
 
     def gradients(self, of: ProgramBytes, budget: int | None) -> float:
-        """What a step costs in gradients, Gram products and decompositions aside."""
+        """Cost of a step in gradients, without Gram products and decompositions."""
         choice = Choice(self.options, self.steps, budget)
         return math.prod((option.gradients(of, choice) for option in self.ordered), start=1.0)
 
     def costs(self, of: ProgramBytes, budget: int | None) -> dict[str, str]:
-        """What each option costs, in words."""
+        """Description of the cost of each option."""
         choice = Choice(self.options, self.steps, budget)
         return {option.name: option.cost(of, choice) for option in self.ordered}
 
@@ -147,14 +147,14 @@ class TrainingPrograms:
     """The programs of all settings, each built once.
 
     Args:
-        objective: As given.
-        params: Shapes.
-        batch: Shapes.
-        config: Of the adapters.
-        collection: For ``value_grad_and_factors``.
-        temporaries: Who says what a program needs beside its arguments and results.
-        state: Shapes of what a call changes, ``None`` without.
-        placement: Where arrays lie.
+        objective: The objective.
+        params: Shapes of the parameters.
+        batch: Shapes of the batch.
+        config: Settings of the adapters.
+        collection: Arguments of ``value_grad_and_factors``.
+        temporaries: Computes what a program needs beside its arguments and results.
+        state: Shapes of the state that a call changes, ``None`` without.
+        placement: Placement of the arrays.
 
     Attributes:
         temporaries: As given.
@@ -181,7 +181,7 @@ class TrainingPrograms:
             *(objective, params, batch, None, (), collection, config, aux, state, temporaries),
             placement=placement,
         )
-        # Of float64 parameters in bfloat16 the factors are float32, and so others.
+        # Factors of float64 parameters cast to bfloat16 are float32, so their shapes differ.
         self._single = all(x.dtype.itemsize < 8 for x in partition(params)[0].values())
         self._known: dict[Setting, TrainingProgram | UnavailableError] = {}
 
@@ -189,7 +189,7 @@ class TrainingPrograms:
         """The program of a setting.
 
         Raises:
-            UnavailableError: the program does not have one of the options.
+            UnavailableError: an option does not apply to the program.
         """
         own = setting.of_program
         if not self.temporaries.compiled:

@@ -1,4 +1,4 @@
-"""Trees of shapes: bytes, casts, slices of a batch, and where arrays lie."""
+"""Trees of shapes: bytes, casts, micro-batches, and shardings."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from jaxtyping import PyTree
 
 from jaxkfac.memory import divided_shardings
 
-# ---------------- trees of shapes: bytes, casts, slices of a batch
+# ---------------- trees of shapes: bytes, casts, micro-batches
 
 
 class UnavailableError(Exception):
-    """An option that this program, batch or optimizer does not have, and why."""
+    """An option does not apply to this program, batch or optimizer; says why."""
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """``jax.ShapeDtypeStruct`` for every array or shape."""
+    """Replace every array or shape by a ``jax.ShapeDtypeStruct``."""
     return jax.tree.map(_shape, tree)
 
 
@@ -32,23 +32,23 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def nbytes(tree: PyTree) -> int:
-    """Bytes of all leaves."""
+    """Bytes of all leaves together."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def nelements(tree: PyTree) -> int:
-    """Number of elements of all leaves."""
+    """Number of elements of all leaves together."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def nodes_of(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
-    """The nodes of a tree that are of a kind."""
+    """The nodes of a tree that are instances of a class."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
 
 
 def in_half(tree: PyTree) -> PyTree:
-    """Floating leaves in bfloat16."""
+    """The tree with floating leaves in bfloat16."""
     return jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
@@ -60,10 +60,10 @@ def in_half(tree: PyTree) -> PyTree:
 
 
 def num_examples(batch: PyTree) -> int:
-    """Length of the leading axis, which all arrays share.
+    """Length of the first axis, which all arrays must share.
 
     Raises:
-        UnavailableError: they do not.
+        UnavailableError: the lengths differ.
     """
     lengths = {x.shape[:1] for x in jax.tree.leaves(batch)}
     if len(lengths) != 1 or () in lengths:
@@ -72,38 +72,38 @@ def num_examples(batch: PyTree) -> int:
 
 
 def micro_batch(batch: PyTree, steps: int) -> PyTree:
-    """One of ``steps`` equal parts of a batch."""
+    """The shapes of one of ``steps`` equal micro-batches."""
     count = num_examples(batch) // steps
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), batch)
 
 
 def divisors(count: int) -> list[int]:
-    """Divisors above 1, ascending: the numbers of equal micro-batches."""
+    """Divisors above 1, ascending: the possible numbers of equal micro-batches."""
     return [k for k in range(2, count + 1) if count % k == 0]
 
 
-# ---------------- where arrays of a fully sharded training lie
+# ---------------- shardings of a fully sharded training
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a training lie.
+    """The placement of a training's arrays on devices.
 
     Attributes:
-        mesh: Of the devices that everything but the batch is divided over; ``None`` where each
-            device has all of it.
+        mesh: Mesh over which everything except the batch is sharded; ``None`` if each device has
+            full copies.
     """
 
     mesh: AbstractMesh | None = None
 
     def shardings(self, tree: PyTree) -> PyTree:
-        """Where arrays lie, ``None`` without a mesh."""
+        """Shardings of arrays; ``None`` without a mesh."""
         if self.mesh is None:
             return None
         return divided_shardings(tree, self.mesh, self.mesh.axis_names)
 
     def nbytes(self, tree: PyTree) -> int:
-        """Bytes on one device."""
+        """Bytes of the arrays on one device."""
         if self.mesh is None:
             return nbytes(tree)
         shardings = jax.tree.leaves(self.shardings(tree))
@@ -117,7 +117,7 @@ class Placement:
         return jax.tree.map(_shape_at, tree, self.shardings(tree))
 
     def batch(self, tree: PyTree) -> PyTree:
-        """Shapes of the batch of all devices, each of which has such a part of it."""
+        """Shapes of the batch of all devices, given the part of one device."""
         if self.mesh is None:
             return tree
         there = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
@@ -132,7 +132,7 @@ class Placement:
         return jax.tree.map(all_parts, tree)
 
     def everywhere(self, tree: PyTree) -> PyTree:
-        """Shapes of arrays that are whole on each device."""
+        """Shapes of arrays that are replicated on each device."""
         if self.mesh is None:
             return tree
         there = NamedSharding(self.mesh, PartitionSpec())
@@ -147,15 +147,15 @@ def _shape_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
-    """The placement that a plan was asked for.
+    """The placement that a plan requests.
 
     Args:
-        mesh: In context, perhaps empty.
-        devices: How many there are.
-        sharded: Whether parameters are divided over them.
+        mesh: The mesh in context; may be empty.
+        devices: Number of devices.
+        sharded: Whether parameters are sharded over them.
 
     Raises:
-        ValueError: one device, or a mesh that is not one automatic axis of so many.
+        ValueError: there is one device, or the mesh is not one automatic axis of that size.
     """
     if not sharded:
         return WHOLE
@@ -179,19 +179,19 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
 
 
 def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Shapes that lie on an abstract mesh, on these devices of it."""
+    """Move shapes from an abstract mesh to the devices of a concrete one."""
     return jax.tree.map(lambda x: _shape_at(x, NamedSharding(mesh, x.sharding.spec)), tree)
 
 
 def mesh_of(tree: PyTree, *, whole: bool = False) -> AbstractMesh | None:
-    """The mesh that all of some shapes lie on, ``None`` without one.
+    """The mesh that all shapes share, ``None`` without one.
 
     Args:
         tree: The shapes.
-        whole: Whether either all or none have to lie on one.
+        whole: Whether a mix of meshes, or of shapes with and without a mesh, is an error.
 
     Raises:
-        ValueError: some do and some do not, or on another.
+        ValueError: ``whole`` is set and the shapes are mixed.
     """
     found = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
     meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in found}

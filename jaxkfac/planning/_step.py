@@ -1,4 +1,4 @@
-"""What a step holds and runs beside the gradient: the update, its state, exchanges."""
+"""The rest of a step beside the gradient: the update, optimizer state, exchanged bytes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -17,19 +17,19 @@ from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nbytes, nodes_of
 from jaxkfac.planning._temporaries import Needs
 
-# ---------------- what an optimizer would hold, from the shapes of what it trains
+# ---------------- the optimizer's state, from shapes
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer holds.
+    """Memory of an optimizer.
 
     Attributes:
         state: Shapes of what ``init`` would allocate.
-        nbytes: Without factors, bases and accumulators.
-        averages: How many sets of factors it holds.
-        bases: Bytes of its eigenbases, or inverses of factors; where it holds any, it decomposes
-            inside its update.
-        accumulators: Bytes of what it accumulates over micro-batches, 0 if it does not.
+        nbytes: Bytes without factors, bases and accumulators.
+        averages: Number of sets of factors in the state.
+        bases: Bytes of its eigenbases or inverses of factors; if it has any, it decomposes inside
+            its update.
+        accumulators: Bytes of its sums over micro-batches; 0 if it does not accumulate.
     """
 
     state: PyTree
@@ -44,11 +44,11 @@ def optimizer_state(
     params: PyTree,
     nbytes: Callable[[PyTree], int] = nbytes,
 ) -> Optimizer:
-    """What ``tx.init`` would allocate, in bytes as ``nbytes`` counts them."""
+    """The memory that ``tx.init`` would allocate, with bytes counted by ``nbytes``."""
     if tx is None:
         return Optimizer((), 0, 0, 0, 0)
     whole = state = jax.eval_shape(tx.init, params)
-    multi = optax.MultiStepsState  # jk.multi_steps holds one, too
+    multi = optax.MultiStepsState  # jk.multi_steps contains one too
     accumulators = nbytes([x.acc_grads for x in nodes_of(state, multi)])
     state = jax.tree.map(
         lambda x: x._replace(acc_grads=None) if isinstance(x, multi) else x,
@@ -66,10 +66,10 @@ def optimizer_state(
     )
 
 
-# ---------------- bytes that devices exchange in a step of a data-parallel training
+# ---------------- exchanged bytes of a data-parallel step
 
 
-# Primitives by which the devices of a mesh axis talk to each other, inside of ``jax.shard_map``.
+# Primitives by which the devices of a mesh axis communicate inside ``jax.shard_map``.
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all "
     "ppermute".split()
@@ -84,19 +84,19 @@ def exchanged(
     micro_batches: int = 1,
     platform: str,
 ) -> Mapping[str, int]:
-    """Bytes of what collectives return on each device, by what it is.
+    """Bytes that collectives return on each device, by purpose.
 
-    Each device has some of the examples and all of the parameters. Gradients and statistics are
-    then sums over devices: one all-reduce of each.
+    Each device has some of the examples and all parameters. Gradients and statistics are then sums
+    over devices, with one all-reduce for each.
 
     Args:
         program: The program.
-        statistics: Of its layers, ``None`` where no factors are gathered.
-        step: The jaxpr of gradient and update, if they are one program: collectives that stand
-            in it, as of decompositions that ``distribute=`` divides, are counted in a step in
-            which all of them are due.
-        micro_batches: Of a step; each is summed over devices by itself.
-        platform: Whose products of rows are counted.
+        statistics: Statistics of its layers, ``None`` if no factors are gathered.
+        step: The jaxpr of gradient and update, if they are one program. Its collectives, such as
+            those of decompositions divided by ``distribute=``, are counted for a step in which all
+            of them run.
+        micro_batches: Micro-batches per step; each is summed over devices separately.
+        platform: Platform whose products of rows are counted.
     """
     grads = nbytes(partition(program.trained)[0])
     value = sum(v.aval.size * v.aval.dtype.itemsize for v in program.value_jaxpr.jaxpr.outvars[:1])
@@ -110,7 +110,7 @@ def exchanged(
 
 
 def _collectives(jaxpr: Any) -> int:
-    """Bytes of results of the collectives that stand in a program; of branches the dearest."""
+    """Bytes that the collectives in a program return; of branches, the most expensive counts."""
     return sum(map(_of_equation, jaxpr.eqns))
 
 
@@ -120,7 +120,7 @@ def _of_equation(eqn: Any) -> int:
     match call_kind(eqn):
         case "cond":
             return max(_collectives(open_jaxpr(x)[0]) for x in eqn.params["branches"])
-        case "while":  # nobody knows how often it turns
+        case "while":  # the number of iterations is unknown
             return _collectives(open_jaxpr(eqn.params["body_jaxpr"])[0])
         case "scan":
             return eqn.params["length"] * _collectives(body_of(eqn)[0])
@@ -130,22 +130,21 @@ def _of_equation(eqn: Any) -> int:
             return _collectives(body_of(eqn)[0])
 
 
-# ---------------- what a step runs beside the gradient: the update, alone or in one program with
-# the gradient
+# ---------------- the program of the update, alone or with the gradient
 
 
 Found = TypeVar("Found")
 
-# What a transformation raises that needs more than a plan has: a line search needs the value.
+# Errors of transformations that need more than a plan has, such as a line search.
 _NOT_TRACED = (TypeError, ValueError, KeyError, AttributeError, JaxkfacError)
 
 
 class Step(NamedTuple):
-    """Gradient and update in one program.
+    """Gradient and update as one program.
 
     Attributes:
         fn: ``fn(trained, state, batch, inputs)``.
-        args: Shapes.
+        args: Shapes of the arguments.
     """
 
     fn: Callable[..., Any]
@@ -160,14 +159,14 @@ def step_of(
     factors: bool,
     accumulates: bool = False,
 ) -> Step:
-    """Gradient and update in one program.
+    """Build gradient and update as one program.
 
     Args:
         program: The program.
         tx: The optimizer.
         state: Shapes of its state.
-        factors: Whether factors are gathered and handed to the optimizer.
-        accumulates: Whether the optimizer is told the number of loss terms, to weigh sums by.
+        factors: Whether factors are gathered and passed to the optimizer.
+        accumulates: Whether to pass the number of loss terms, by which sums are weighted.
     """
     update = optax.with_extra_args_support(tx).update
     adapts, none_come = bool(nodes_of(state, AdaptationState)), _no_factors(state)
@@ -191,21 +190,21 @@ def step_of(
 
 
 def _no_factors(state: Any) -> dict[str, None]:
-    """What says that none come, to an optimizer that requires to be told."""
+    """Arguments that declare the absence of factors, for optimizers that require them."""
     requires = nodes_of(state, (KfacState, KfeAdamState))
     return {"factors": None} if requires else {}
 
 
 def step_needs(program: TrainingProgram, step: Step, *, donate: bool) -> Needs | str:
-    """What gradient and update need in one program; gradients are among it.
+    """Memory needs of gradient and update in one program, including the gradients.
 
     Args:
         program: The program.
-        step: Of it.
-        donate: Whether parameters and state are written over.
+        step: Its step.
+        donate: Whether parameters and state are donated.
 
     Returns:
-        That, or why the update cannot be traced here.
+        The needs, or why the update cannot be traced.
     """
     donated = (0, 1) * donate
     return traced(lambda: program.temporaries(step.fn, *step.args, donate_argnums=donated))
@@ -219,9 +218,9 @@ def update_alone(
     bases: Eigenbases | None,
     donate: bool,
 ) -> Needs | str:
-    """What the update needs, given gradients and perhaps bases to precondition them with.
+    """Memory needs of the update, given gradients and optionally bases for preconditioning.
 
-    Or why the update cannot be traced here.
+    Returns an explanation instead if the update cannot be traced.
     """
     if tx is None and bases is None:
         return Needs(0)
@@ -242,7 +241,7 @@ def update_alone(
 
 
 def traced(measure: Callable[[], Found]) -> Found | str:
-    """What is measured of an update, or why it cannot be traced."""
+    """The result of a measurement of an update, or why it cannot be traced."""
     try:
         return measure()
     except CompilerError:

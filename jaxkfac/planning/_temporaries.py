@@ -1,4 +1,4 @@
-"""What a program needs beside its arguments and results: from shapes, or from a compiler."""
+"""Temporaries of a program: counted from its equations, or reported by a compiler."""
 
 import contextlib
 import dataclasses
@@ -17,18 +17,17 @@ from jaxkfac.planning._compilers import TargetName, collective_bytes, compiled_b
 from jaxkfac.planning._equations import DEAR, Equation, EquationList, Value
 from jaxkfac.planning._shapes import mesh_here, mesh_of, on_devices
 
-# ---------------- what a program holds beside its arguments and results, from its equations: none
-# is compiled
+# ---------------- counting temporaries from the equations, without compiling
 #
-# A value takes room from the equation that makes it to the last one that reads it, unless a
-# compiler would compute it where it is read:
+# A value takes memory from the equation that makes it to the last one that reads it, unless a
+# compiler would compute it inside its readers:
 #
-# - Elementwise results, casts, broadcasts and slices are *fused* into what reads them. They take
-#   room where a product, a convolution, a sort or a loop reads them, and where several equations
-#   do, and computing them again would be dear or keep their operands alive.
-# - A fused result is written over an operand that nobody reads afterwards, unless a library made
-#   it.
-# - A value lies where a result will, if it is not read any more once that is made.
+# - Elementwise results, casts, broadcasts and slices are *fused* into their readers. They take
+# memory
+#   if a product, a convolution, a sort or a loop reads them, or if several equations do and
+#   recomputing them would be expensive or keep their operands alive.
+# - A fused result overwrites an operand that is not read afterwards, unless a library made it.
+# - A value uses the memory of a later result, if its last reader comes before that result.
 # - A scan holds its stacked results from its first iteration on, and one iteration's own values.
 
 
@@ -41,28 +40,28 @@ def live_bytes(
     traced: Any = None,
     only: int | None = None,
 ) -> int:
-    """Most bytes at once beside arguments and results.
+    """Peak bytes beside arguments and results.
 
     Args:
-        fn: Any function that ``jax.jit`` takes.
+        fn: A function for ``jax.jit``.
         args: Arrays or shapes.
-        donate_argnums: Arguments that results are written over.
-        platform: Of what ``jax.lax.platform_dependent`` chooses.
-        in_turn: Whether results are made one after the other, each with all that it needs, as
-            a compiler does where they have little in common; else in the order of the trace.
-        traced: The ``ClosedJaxpr`` of ``fn`` on ``args``, where it is known.
-        only: Of the program that returns the first so many results alone.
+        donate_argnums: Arguments that results may overwrite.
+        platform: The platform that ``jax.lax.platform_dependent`` selects for.
+        in_turn: Whether results are computed one after the other, each with everything it needs, as
+            a compiler does if they have little in common; otherwise in the order of the trace.
+        traced: The ``ClosedJaxpr`` of ``fn`` on ``args``, if available.
+        only: Count the program that returns only the first ``only`` results.
 
     Returns:
-        Bytes. A compiler that fuses less, as XLA does for a CPU, allocates more. Scratch that
-        libraries allocate by themselves is not among them.
+        Bytes. A compiler that fuses less, such as XLA for a CPU, allocates more. Scratch that
+        libraries allocate themselves is not included.
     """
     traced = jax.make_jaxpr(fn)(*args) if traced is None else traced
     program, jaxpr = EquationList(platform), traced.jaxpr
     results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])[:only]
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]
-    places = []  # of results that are not written over an argument
+    places = []  # results that do not overwrite an argument
     for value, var in zip(results, jaxpr.outvars[:only], strict=True):
         kind = (var.aval.shape, getattr(var.aval, "dtype", None))
         if kind in kinds:
@@ -74,14 +73,14 @@ def live_bytes(
 
 
 class _Lives:
-    """From when to when values take room.
+    """The lifetimes of values in memory.
 
     Args:
-        equations: In the order in which they run.
-        results: What they return.
-        stacked: Of an iteration, what is copied into stacked arrays as soon as it is made; then
-            ``results`` are what the next iteration takes.
-        platform: Whose compiler is imitated.
+        equations: The equations in the order in which they run.
+        results: The values they return.
+        stacked: For an iteration: values copied into stacked arrays as soon as they are computed;
+            ``results`` then go to the next iteration.
+        platform: Platform whose compiler is imitated.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class _Lives:
             v for e in equations for v in e.makes if v in returned or self._takes_room(e, v)
         }
         self._follow()
-        # Compiled for an H100, the bodies of loops do keep such values; for a CPU, all do.
+        # On an H100, compiled bodies of loops keep such values; on a CPU, all programs do.
         if stacked is None and platform != "cpu":
             self._held -= {v for v in self._held - returned if self._is_computed_again(v)}
             self._follow()
@@ -120,7 +119,7 @@ class _Lives:
             self._last.setdefault(v, v.maker)
 
     def _is_computed_again(self, value: Value) -> bool:
-        """Whether its operands are kept at least as long, so that nothing is gained by it."""
+        """Whether its operands live at least as long, so that keeping it gains nothing."""
         maker = self._equations[value.maker]
         readers = [self._equations[k] for k in self._readers.get(value, ())]
         if not value.fused or not all(_computes(reader, maker) for reader in readers):
@@ -129,10 +128,10 @@ class _Lives:
         return all(self._last[source] >= end for source in self._sources(maker.reads))
 
     def peak(self, places: Sequence[Value] = ()) -> int:
-        """Most bytes at once beside what is given and what is returned.
+        """Peak bytes beside inputs and returned values.
 
         Args:
-            places: Results that have a place of their own.
+            places: Results with their own memory.
         """
         inside = self._inside_results(places)
         alive = {v for v in self._held if v in self._last and v not in inside}
@@ -155,15 +154,15 @@ class _Lives:
         return peak
 
     def _is_of_library(self, value: Value) -> bool:
-        """Whether it is a convolution of cuDNN, which nothing is written over.
+        """Whether it is a cuDNN convolution, whose result cannot be overwritten.
 
-        It comes beside the library's scratch, as one part of a result.
+        The result is part of a tuple with the library's scratch.
         """
         made = self._equations[value.maker].name
         return made == "conv_general_dilated" and self._platform != "cpu"
 
     def _inner_peak(self, equation: Equation) -> int:
-        """Most bytes at once of one iteration, or of the dearest branch, and copies of operands."""
+        """Peak bytes of one iteration or of the most expensive branch, and copies of operands."""
         peaks = []
         for body in equation.bodies:
             order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
@@ -180,7 +179,7 @@ class _Lives:
         return len(readers) > 1 and not _is_cheap(equation)
 
     def _sources(self, values: Iterable[Value]) -> list[Value]:
-        """What is read for values, once the fused ones are computed where they are read."""
+        """The values in memory that are read, once fused ones are computed inside their readers."""
         return list(dict.fromkeys(s for v in values for s in self._sources_of(v)))
 
     def _sources_of(self, value: Value) -> list[Value]:
@@ -191,8 +190,8 @@ class _Lives:
         return self._known[value]
 
     def _inside_results(self, places: Sequence[Value]) -> set[Value]:
-        """Values that take no room of their own, because they lie where a result will."""
-        if self._stacked is not None:  # what is fused is written there at once
+        """Values without memory of their own, because they use that of a later result."""
+        if self._stacked is not None:  # fused values are written to the stacked arrays directly
             return {v for v in self._stacked if v.fused} - set(self._results)
         inside, own = set(self._results), set(places)
         for k in reversed(range(len(self._equations))):
@@ -207,11 +206,11 @@ class _Lives:
         return inside | self._before_results(inside, places)
 
     def _before_results(self, inside: set[Value], places: Sequence[Value]) -> set[Value]:
-        """The largest first, each in the first place with room: XLA's buffer assignment."""
+        """Place values, the largest first, into the first free slot, as XLA's buffer assignment."""
         end = len(self._equations)
         lives = {v: [(v.maker, end)] for v in places if v.maker >= 0}
         found: set[Value] = set()
-        # Most places are too small or made too early; without Python's loop over them.
+        # Most slots are too small or start too early; NumPy filters these without a Python loop.
         order, sizes = list(lives), np.array([v.nbytes for v in lives], np.int64)
         makers = np.array([v.maker for v in lives], np.int64)
         rest = [v for e in self._equations for v in e.makes if v in self._held and v not in inside]
@@ -227,32 +226,30 @@ class _Lives:
 
 
 def _computes(reader: Equation, maker: Equation) -> bool:
-    """Whether a reader computes what it reads: a product reads a transposed operand as it is."""
+    """Whether a reader computes an operand by fusion; a product reads a transpose directly."""
     return reader.fuses or (maker.name == "transpose" and reader.name == "dot_general")
 
 
 def _is_cheap(equation: Equation) -> bool:
-    """Whether a fused result is computed again for each of its readers."""
+    """Whether a fused result is recomputed for each of its readers."""
     made = [v for v in equation.reads if v.maker >= 0]
     largest = max(v.nbytes for v in equation.makes)
     fewer = len(made) <= 1 or sum(v.nbytes for v in made) < largest
     return equation.name not in DEAR and fewer
 
 
-# ----------------
+# ---------------- counting or compiling
 
 
-_FAST: Any = {
-    "xla_backend_optimization_level": 0
-}  # of LLVM, which has no part in what is allocated
+_FAST: Any = {"xla_backend_optimization_level": 0}  # of LLVM, which does not affect allocations
 
 
 class Needs(NamedTuple):
-    """What a program needs beside its arguments and results.
+    """Memory needs of a program beside its arguments and results.
 
     Attributes:
-        temporaries: Bytes.
-        collectives: Bytes of what collectives return, by kind; empty unless it was compiled for
+        temporaries: Bytes of temporaries.
+        collectives: Bytes that collectives return, by kind; empty unless it was compiled for
             several devices.
     """
 
@@ -262,14 +259,14 @@ class Needs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Temporaries:
-    """Who says it.
+    """Computes the memory needs of programs.
 
     Attributes:
-        target: Of whose programs; ``None`` is this process's own device.
+        target: Target of the programs; ``None`` is this process's device.
         python: An interpreter that has the target's compiler.
-        compiled: Whether the compiler is asked; else the bytes follow from the equations.
-        timeout: Most seconds for a compiler in a child process.
-        factor: By what counted bytes are multiplied.
+        compiled: Whether to use the compiler; otherwise the bytes are counted from the equations.
+        timeout: Time limit for a compiler in a child process, seconds.
+        factor: Factor by which counted bytes are multiplied.
     """
 
     target: TargetName | None = None
@@ -284,7 +281,7 @@ class Temporaries:
 
     @property
     def title(self) -> str:
-        """The device in words."""
+        """Description of the device."""
         if self.target is not None:
             return target_of(self.target).title
         return "this CPU" if self.platform == "cpu" else jax.devices()[0].device_kind
@@ -303,13 +300,13 @@ class Temporaries:
         traced: Any = None,
         only: int | None = None,
     ) -> Needs:
-        """What ``step`` needs on shapes; results are divided over a mesh of theirs.
+        """The needs of ``step`` on these shapes; on a mesh, its results are sharded over it.
 
-        The last three are those of ``live_bytes``; a compiler does not need them.
+        The last three arguments are those of ``live_bytes`` and are not used when compiling.
 
         Raises:
-            CompilerNotFoundError: the target's compiler is not installed; what to install.
-            CompilerError: the compiler fails, or runs out of time.
+            CompilerNotFoundError: the target's compiler is not installed; says what to install.
+            CompilerError: the compiler fails or exceeds the time limit.
         """
         if not self.compiled:
             how = {"donate_argnums": donate_argnums, "in_turn": in_turn}
@@ -339,10 +336,10 @@ class Temporaries:
             return self._compiled(run.lower(*args), several=mesh is not None)
 
     def _is_here(self, devices: int) -> bool:
-        """Whether this process compiles for so many devices, or a child process does.
+        """Whether this process compiles for this many devices; otherwise a child process does.
 
         Raises:
-            CompilerError: no process can.
+            CompilerError: neither can.
         """
         own = self.platform == _own_platform() and self.target in (None, "cpu")
         if own and len(jax.devices()) < devices and self.platform != "cpu":
@@ -359,13 +356,13 @@ class Temporaries:
         except jax.errors.JaxRuntimeError as error:
             raise CompilerError(f"compiling for {self.title}: {error}".splitlines()[0]) from error
         analysis = compiled.memory_analysis()
-        assert analysis is not None  # the compilers of CPUs, GPUs and TPUs have one
+        assert analysis is not None  # compilers for CPUs, GPUs and TPUs provide one
         sent = collective_bytes(compiled.as_text()) if several else {}
         return Needs(int(analysis.temp_size_in_bytes), sent)
 
 
 def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
-    """Those that are planned, ``None`` on one device."""
+    """The planned shardings of the results; ``None`` on one device."""
     mesh = mesh_of(args)
     if mesh is None:
         return None
@@ -375,18 +372,19 @@ def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
     return divided_shardings(results, first, first.axis_names)
 
 
-# How far totals from counted temporaries have been off, scratch aside, and from those calibrated
-# by a compilation of the training as it stands: the most in `python -m benchmarks.plan`. What
-# equations do not say: on a CPU kernels take constants as whole arrays (44 MiB of the 142 of the
-# training of adapters); on a GPU long products are split into partial sums, as autotuning decides,
-# and what a branch leaves as it was is copied (30 % of a step of K-FAC that is staggered).
+# Largest relative errors of totals (without scratch) from counted temporaries, and from temporaries
+# calibrated by compiling the training as it stands, in `python -m benchmarks.plan`. Equations do
+# not
+# show everything: on a CPU, kernels take constants as full arrays (44 of 142 MiB when training
+# adapters); on a GPU, autotuning splits long products into partial sums, and values that a branch
+# leaves unchanged are copied (30 % of a staggered K-FAC step).
 _WITHIN = {"cpu": 0.35, "cuda": 0.31}
 _CALIBRATED_WITHIN = {"cpu": 0.22, "cuda": 0.15}
-_UNKNOWN = 0.5  # a platform that nobody has measured
+_UNKNOWN = 0.5  # for a platform without measurements
 
 
 def within(platform: str, *, calibrated: bool) -> float:
-    """What share of a total its estimate may be off by."""
+    """Largest relative error of an estimated total."""
     return (_CALIBRATED_WITHIN if calibrated else _WITHIN).get(platform, _UNKNOWN)
 
 

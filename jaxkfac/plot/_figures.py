@@ -1,4 +1,4 @@
-"""Figures of results: each takes the object and returns the axes."""
+"""Figures of results; each function takes a result and returns the axes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkfac.lslora import Adapter, find_nonlinearity
 from jaxkfac.planning import MemoryPlan
 from jaxkfac.plot._style import COLORS, INK, MUTED, SIDES, drawing
 
-# ---------------- whether a classifier is right as often as it says
+# ---------------- calibration of a classifier
 
 
 def calibration(
@@ -24,22 +24,22 @@ def calibration(
     r"""Draw accuracy over confidence, in bins of equal width.
 
     The expected calibration error $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$ stands
-    in the title. A bin without examples is left out.
+    is the title. Bins without examples are left out.
 
     Args:
         probabilities: ``(N, C)``, rows summing to one, such as those that a posterior's
             ``predict`` returns.
         targets: ``(N,)``, integers below C.
-        num_bins: Of the confidence, from 0 to 1.
+        num_bins: Number of bins of the confidence, from 0 to 1.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: ``targets`` are no integers.
-        ValueError: shapes that do not go together, nothing to draw, rows that are no
-            probabilities, targets that are no classes, or ``num_bins < 1``.
+        TypeError: ``targets`` are not integers.
+        ValueError: shapes do not match, there is nothing to draw, rows are not probabilities,
+            targets are not classes, or ``num_bins < 1``.
         ImportError: matplotlib is not installed.
 
     References:
@@ -74,36 +74,36 @@ def calibration(
     return axes
 
 
-# ---------------- a capacity metric through the depth of a model
+# ---------------- a capacity metric over depth
 
 
-_MOST_NAMES = 24  # below the axis
+_MOST_NAMES = 24  # largest number of names below the axis
 
 
 def capacity(metrics: CapacityMetrics, *, metric: str = "entropy_rank", ax: Any = None) -> Any:
-    """Draw one metric of each layer, slices of a stack one by one, in the model's order.
+    """Draw one metric of each layer and slice, in the model's order.
 
     Args:
         metrics: From ``jk.capacity_metrics``.
-        metric: Of a record, such as ``"entropy_rank"``, ``"participation_ratio"``,
+        metric: A metric of a record, such as ``"entropy_rank"``, ``"participation_ratio"``,
             ``"effective_dimension"``.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
-        The axes. Where a metric is undefined or infinite there is a gap.
+        The axes. An undefined or infinite value leaves a gap.
 
     Raises:
-        TypeError: ``metrics`` are no ``CapacityMetrics``.
-        ValueError: there is no such metric; all are named.
+        TypeError: ``metrics`` is not a ``CapacityMetrics``.
+        ValueError: there is no such metric; lists all.
         ImportError: matplotlib is not installed.
     """
     instance_of("metrics", metrics, CapacityMetrics, "from jk.capacity_metrics(bases, ...)")
     one_of("metric", metric, list(metrics.model.scalars()))
     names, values = [], []
     for name, record in metrics.layers.items():
-        for i, part in enumerate(record.parts):
+        for i, slice_record in enumerate(record.parts):
             names.append(f"{name}[{i}]" if record.slices else name)
-            value = part.scalars().get(metric)
+            value = slice_record.scalars().get(metric)
             values.append(float("nan") if value is None else value)
     with drawing(ax) as axes:
         places = range(len(names))
@@ -115,24 +115,24 @@ def capacity(metrics: CapacityMetrics, *, metric: str = "entropy_rank", ax: Any 
     return axes
 
 
-# ---------------- which parameters are in a layer, and how many
+# ---------------- which parameters are covered, and how many
 
 
 _COLORS = {"two factors": SIDES["A"], "a diagonal": SIDES["diagonal"], "not covered": MUTED}
 
 
 def coverage(layers: LayerTable, *, ax: Any = None) -> Any:
-    """Draw a bar for each layer, of its parameters, and for each parameter that is in none.
+    """Draw a bar for each layer and for each uncovered parameter, by number of parameters.
 
     Args:
         layers: From ``jk.find_layers``.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
-        The axes: parameters to the right, logarithmic, the first layer on top.
+        The axes: parameters to the right on a logarithmic scale, the first layer on top.
 
     Raises:
-        TypeError: ``layers`` is no ``LayerTable``.
+        TypeError: ``layers`` is not a ``LayerTable``.
         ImportError: matplotlib is not installed.
     """
     instance_of("layers", layers, LayerTable, "from jk.find_layers(fn, params, *args)")
@@ -156,7 +156,7 @@ def coverage(layers: LayerTable, *, ax: Any = None) -> Any:
     return axes
 
 
-# ---------------- the function that each adapter has learnt
+# ---------------- the learned nonlinearity of each adapter
 
 
 def nonlinearities(
@@ -166,16 +166,16 @@ def nonlinearities(
     width: float = 3.0,
     ax: Any = None,
 ) -> Any:
-    r"""Draw $\varphi(u)$ of every layer, slices of a stack one by one.
+    r"""Draw $\varphi(u)$ of every layer and slice.
 
     Args:
-        adapters: ``{layer: Adapter}``, from ``jk.lslora.init``, ``load`` or a training.
-        nonlinearity: Name of the one that they have; ``config.nonlinearity``.
-        width: $u = z / \sigma$ from minus this to this.
+        adapters: ``{layer: Adapter}``, from ``jk.lslora.init``, ``load`` or training.
+        nonlinearity: Name of their nonlinearity, ``config.nonlinearity``.
+        width: Range of $u = z / \sigma$, from minus this to this.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
-        The axes; dashed is the function that an adapter begins with.
+        The axes; the dashed line is the initial function of an adapter.
 
     Raises:
         TypeError: ``adapters`` holds no adapter with a nonlinearity.
@@ -209,23 +209,23 @@ def nonlinearities(
     return axes
 
 
-# ---------------- what a training needs on the device, option by option
+# ---------------- device memory of a plan, option by option
 
 
 def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
-    """Draw the bytes on the device of the training as it stands and with each option.
+    """Draw the device memory of the training as it stands and with each option.
 
-    Rows of which only the largest is there at a time are drawn as that one.
+    Of rows that are never in memory at the same time, only the largest is drawn.
 
     Args:
         plan: From ``jk.plan_memory``.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
-        The axes: a bar for each option, its rows stacked, in GiB; the line is what there is.
+        The axes: a bar for each option with its rows stacked, in GiB; the line marks what there is.
 
     Raises:
-        TypeError: ``plan`` is no ``MemoryPlan``.
+        TypeError: ``plan`` is not a ``MemoryPlan``.
         ImportError: matplotlib is not installed.
     """
     instance_of("plan", plan, MemoryPlan, "from jk.plan_memory(objective, params, batch, ...)")
@@ -234,13 +234,13 @@ def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
         estimates["the smallest set that fits"] = plan.smallest
     rows = dict.fromkeys(row for x in estimates.values() for row, n in x.at_once.items() if n)
     with drawing(ax, height=1.2 + 0.32 * len(estimates)) as axes:
-        left = [0.0] * len(estimates)
+        offsets = [0.0] * len(estimates)
         for i, row in enumerate(rows):
             sizes = [x.at_once.get(row, 0) / 2**30 for x in estimates.values()]
             color = COLORS[i % len(COLORS)]
-            axes.barh(range(len(sizes)), sizes, left=left, color=color, label=row, height=0.7)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        if plan.usable_bytes < 4 * 2**30 * max(left):  # else the bars would be too small to see
+            axes.barh(range(len(sizes)), sizes, left=offsets, color=color, label=row, height=0.7)
+            offsets = [a + b for a, b in zip(offsets, sizes, strict=True)]
+        if plan.usable_bytes < 4 * 2**30 * max(offsets):  # else the bars would be too small to see
             axes.axvline(plan.usable_bytes / 2**30, color=INK, linestyle=(0, (4, 3)))
         axes.set_yticks(range(len(estimates)), list(estimates))
         axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="GiB on the device")
@@ -248,24 +248,24 @@ def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
     return axes
 
 
-# ---------------- eigenvalues of every factor, over their rank
+# ---------------- spectra of the factors
 
 
 def spectra(bases: Eigenbases, *, layers: str | None = None, ax: Any = None) -> Any:
     """Draw the eigenvalues of each factor as decomposed, the largest first.
 
-    One line for each slice of a stack. Values that are not positive are left out.
+    Each slice of a stack has a line. Non-positive values are left out.
 
     Args:
         bases: From ``jk.eigendecompose``; ``vectors=False`` is enough.
-        layers: Full-match pattern of the layers; ``None`` is all.
+        layers: Full-match pattern of the layers; ``None`` selects all.
         ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
         The axes, both logarithmic.
 
     Raises:
-        TypeError: ``bases`` are no ``Eigenbases``.
+        TypeError: ``bases`` is not an ``Eigenbases``.
         UnknownLayerError: ``layers`` matches nothing.
         ImportError: matplotlib is not installed.
     """

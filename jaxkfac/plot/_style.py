@@ -1,9 +1,9 @@
-"""The look of every figure: few colours, thin lines, fonts drawn as paths.
+"""The style of every figure: few colours, thin lines, fonts drawn as paths.
 
-A figure brings its own white face, on light and dark pages and on paper. Without one its words
-would need an ink that reads on white and on a dark page: such a page, #131416, is 18.4 times
-darker than white, so the best grey between has a contrast of 4.3 with each, and 4.5 is asked for
-(Web Content Accessibility Guidelines 2.2, 1.4.3). Lines need 3 (1.4.11).
+A figure has a white face, on light and dark pages and on paper. Without one, its text would need a
+colour that is legible on white and on a dark page: such a page, #131416, is 18.4 times darker than
+white, so the best grey between has a contrast of 4.3 with each, and 4.5 is required (Web Content
+Accessibility Guidelines 2.2, 1.4.3). Lines need 3 (1.4.11).
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ FIGURE_STYLE: dict[Any, Any] = {
     "axes.facecolor": FACE,
     "savefig.facecolor": FACE,
     "savefig.transparent": False,
-    "axes.prop_cycle": f"cycler('color', {list(COLORS)})",  # a string: matplotlib may be missing
+    "axes.prop_cycle": f"cycler('color', {list(COLORS)})",  # a string, as matplotlib may be missing
     "font.size": 9,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -50,11 +50,11 @@ FIGURE_STYLE: dict[Any, Any] = {
 
 @contextmanager
 def drawing(ax: Any, *, height: float = 3.2) -> Iterator[Any]:
-    """The axes to draw on: those that were given, as they are, or new ones in this style.
+    """The axes to draw on: those given, unchanged, or new ones in this style.
 
     Args:
-        ax: From the caller, or ``None``.
-        height: Of a new figure, inches.
+        ax: Axes given by the caller, or ``None``.
+        height: Height of a new figure, inches.
 
     Raises:
         ImportError: matplotlib is not installed; the extra is named.

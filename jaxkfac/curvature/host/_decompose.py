@@ -37,7 +37,6 @@ class Decomposer:
 
     Attributes:
         chosen: ``{"size/dtype": "device" or "host"}``, the choices of ``"auto"``.
-        num_reused: How many decompositions reuse has saved.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Decomposer:
         self._placement, self._tolerance = placement, reuse_tolerance
         self._dtype: HostDType = dtype
         self.chosen: dict[str, str] = {}
-        self.num_reused = 0
         self._lock = threading.Lock()
 
     def decompose(
@@ -66,8 +64,6 @@ class Decomposer:
         if previous is not None and self._tolerance is not None:
             reused = _reuse(matrix, previous, self._tolerance)
             if reused is not None:
-                with self._lock:
-                    self.num_reused += 1
                 return reused
         if self._where(matrix, device) == "device" and np.isfinite(matrix).all():
             spectrum = _on_device(matrix, device)

@@ -15,7 +15,7 @@ from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
 from jaxkfac.jobs.cli._loop import total_updates
-from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment, older
+from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.jobs.cli._train import factor_average
@@ -35,17 +35,17 @@ from jaxkfac.jobs.report import (
     versions,
 )
 
-# ---------------- a checkpoint brought back to life: its problem, parameters and factor averages
+# ---------------- restoring a checkpoint: problem, parameters and factor averages
 
 
 PyTree = Any
 
 
 class Restored(NamedTuple):
-    """What an analysis starts from.
+    """The starting point of an analysis.
 
     Attributes:
-        experiment: What the run was asked to do.
+        experiment: Options of the run.
         problem: Data, model and objective.
         params: Parameters at the checkpoint.
         factors: The running average of the factors.
@@ -63,10 +63,10 @@ class Restored(NamedTuple):
 
 
 def restore(checkpoint: Checkpoint) -> Restored:
-    """Rebuild what a K-FAC checkpoint was written from, and put its values there.
+    """Rebuild the problem of a K-FAC checkpoint, with the stored values.
 
     Raises:
-        ValueError: the checkpoint holds no factors, or no update has been made yet.
+        ValueError: the checkpoint holds no factors, or is from before the first update.
     """
     if checkpoint.optimizer != "kfac":
         raise ValueError(
@@ -84,29 +84,27 @@ def restore(checkpoint: Checkpoint) -> Restored:
 
 
 def experiment_from(config: dict[str, Any]) -> Experiment:
-    """The experiment that :func:`as_config` has written down."""
+    """The experiment from a config written by :func:`as_config`."""
     default = Experiment()
-    known = {field.name for field in dataclasses.fields(Experiment)}
-    if unknown := config.keys() - known:
+    option_names = {field.name for field in dataclasses.fields(Experiment)}
+    if unknown := config.keys() - option_names:
         raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
-    split = {"split_seed": older(config)["split_seed"]}
     return Experiment(
         **{
             name: dataclasses.replace(getattr(default, name), **x) if isinstance(x, dict) else x
-            for name, x in (split | config).items()
+            for name, x in config.items()
         }
     )
 
 
-# ---------------- capacity of a checkpoint: of its factor averages, over batches, against another
-# one
+# ---------------- capacity of a checkpoint
 
 
 def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> CapacityReport:
-    """The metrics, with intervals and a comparison if they are asked for.
+    """The metrics, with intervals and a comparison if requested.
 
-    All are measured with the same number of examples, by default that of the training data
-    of the analyzed checkpoint, and the same damping.
+    All use the same number of examples, by default that of the analyzed checkpoint's training data,
+    and the same damping.
     """
     examples = arguments.num_examples
     if examples is None:
@@ -118,24 +116,26 @@ def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> Capacity
 
     report = CapacityReport(measure(restored, restored.factors))
     if arguments.batches:
-        each = [measure(restored, factors) for factors in held_out(restored, arguments.batches)]
+        batch_metrics = [
+            measure(restored, factors) for factors in held_out(restored, arguments.batches)
+        ]
         size = len(restored.problem.test.labels) // arguments.batches
-        words = f"{arguments.batches} batches of {size} held-out examples"
-        report = report._replace(interval=jk.capacity_interval(each), batches=words)
+        description = f"{arguments.batches} batches of {size} held-out examples"
+        report = report._replace(interval=jk.capacity_interval(batch_metrics), batches=description)
     if arguments.compare is not None:
         checkpoint = load_checkpoint(arguments.compare)
-        other = restore(checkpoint)
+        reference = restore(checkpoint)
         report = report._replace(
-            comparison=jk.compare_capacity(measure(other, other.factors), report.metrics),
+            comparison=jk.compare_capacity(measure(reference, reference.factors), report.metrics),
             before=f"update {checkpoint.step}",
         )
     return report
 
 
 def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
-    """Factors of the parameters on as many equal batches of the held-out examples.
+    """Factors of the parameters on each of ``batches`` equal batches of the held-out examples.
 
-    Shuffled, without repetition; what does not fill a batch is left out.
+    Examples are shuffled, without repetition; those that do not fill a batch are left out.
 
     Raises:
         ValueError: there are fewer examples than batches.
@@ -152,11 +152,11 @@ def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
         yield statistics(restored.params, batch, key=jax.random.fold_in(key, i))[2]
 
 
-# ----------------
+# ---------------- the command
 
 
 def run_analyze(arguments: AnalyzeArguments) -> None:
-    """Decompose, print the tables or JSON, and write the page and figures asked for."""
+    """Decompose, print the tables or JSON, and write the requested page and figures."""
     if arguments.is_pretrained:
         from jaxkfac.jobs.cli.analysis._run import run_analysis
 
@@ -184,8 +184,8 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
                 file.write(svg)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
-        found = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
-        print(json.dumps(found, allow_nan=False))
+        result = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
+        print(json.dumps(result, allow_nan=False))
         return
     console = Console()
     console.print(spectra_table(spectra))
@@ -204,14 +204,16 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
 
 
 def _check_options(arguments: AnalyzeArguments) -> None:
-    """Refuse options of a pretrained model, whose kind a mistyped path has lost."""
+    """Refuse options for pretrained models; a mistyped path looks like a checkpoint."""
     default = AnalyzeArguments(arguments.checkpoint)
     for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
         if getattr(arguments, name) != getattr(default, name):
-            words = "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            named_options = (
+                "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            )
             raise ValueError(
-                f"{words} are for a pretrained model, and {arguments.checkpoint} is none: expected "
-                "a folder with config.json, a .gguf file or smollm2"
+                f"{named_options} are for a pretrained model, and {arguments.checkpoint} is none: "
+                "expected a folder with config.json, a .gguf file or smollm2"
             )
 
 

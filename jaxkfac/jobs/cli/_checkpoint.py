@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 import json
-import shutil
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,29 +18,27 @@ from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
-from jaxkfac.jobs.cli._orbax_checkpoint import is_orbax_checkpoint, load_orbax_checkpoint
 from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.memory import whole_here
 
-# ---------------- checkpoints of a run: one file for each, written whole or not at all, checked
-# when read
+# ---------------- checkpoint files
 
 
 _FORM = "jaxkfac.checkpoint"
-_KEPT = 2  # checkpoints of a run
+_CHECKPOINTS_TO_KEEP = 2  # checkpoints to keep for each run
+_ABOUT = ("config", "optimizer", "records", "position")
 
 
 class Checkpoint(NamedTuple):
-    """What is stored.
+    """The contents of a checkpoint.
 
     Attributes:
         leaves: ``{path: array}`` of the parameters and the optimizer's state.
-        config: The experiment, as plain values; where they may change, a checksum of the
-            data.
+        config: The experiment as plain values, with a checksum of the data where they may change.
         optimizer: ``"kfac"`` or ``"adamw"``.
-        records: What the run has measured so far, as plain values.
-        step: Updates made.
-        position: In the data, as plain values; ``None`` where the step says it.
+        records: Measurements of the run so far, as plain values.
+        step: Number of updates made.
+        position: Position in the data, as plain values; ``None`` where the step determines it.
     """
 
     leaves: dict[str, np.ndarray]
@@ -54,10 +50,10 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write the file ``folder/step``, keeping the newest two; Ctrl-C waits until it is complete.
+    """Write the file ``folder/step`` and keep the newest two; Ctrl-C waits until it is complete.
 
     Raises:
-        OSError: it could not be written; which checkpoint counts then is said.
+        OSError: the file could not be written; the message says which checkpoint counts then.
     """
     target = folder / str(checkpoint.step)
     about = {
@@ -68,7 +64,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     }
     with interrupts_deferred("writing the checkpoint"), phase("writing the checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
-        for partial in folder.glob(f".*{PARTIAL}"):  # of a run that was killed
+        for partial in folder.glob(f".*{PARTIAL}"):  # left by a killed run
             partial.unlink()
         last = find_checkpoint(folder)
         if last != target:
@@ -83,88 +79,71 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 if last is None
                 else f"that of update {last.name} counts: make room and continue with --resume",
             )
-        for old in _steps(folder)[:-_KEPT]:
+        for old in _steps(folder)[:-_CHECKPOINTS_TO_KEEP]:
             _remove(old)
     return target
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, the newest of a folder of them, or the K-FAC one of an output folder.
+    """Read a checkpoint, the newest of a folder, or the K-FAC one of an output folder.
 
     Raises:
-        FileNotFoundError: there is none at ``path``; what is there is said.
-        DamagedFileError: a byte of it is not what was written; the array is named, and another
-            checkpoint beside it that is whole.
+        FileNotFoundError: there is no checkpoint at ``path``; the message says what is there.
+        DamagedFileError: the file is damaged; the message names the array, and an intact checkpoint
+            beside it.
     """
-    found = find_checkpoint(path)
-    if found is None:
-        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
-        content = "does not exist" if held is None else f"holds {', '.join(held) or 'nothing'}"
+    newest = find_checkpoint(path)
+    if newest is None:
+        entries = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
+        content = (
+            "does not exist" if entries is None else f"holds {', '.join(entries) or 'nothing'}"
+        )
         raise FileNotFoundError(
             f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
             "written, such as runs/digits or runs/digits/kfac/1320"
         )
-    with _way_out_named(found):
-        if is_orbax_checkpoint(found):
-            leaves, about = load_orbax_checkpoint(found)
-        else:
-            with Archive(found, _FORM, "checkpoint") as stored:
-                leaves = {name: stored.read(name) for name in stored.names}
-                about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
-                about["position"] = stored.about.get("position")  # older versions wrote none
-    return Checkpoint(leaves, step=int(found.name), **about)
-
-
-def stored_config(path: Path) -> dict[str, Any] | None:
-    """The config of the checkpoint that ``path`` means, or ``None``; arrays only of Orbax are read.
-
-    Raises:
-        DamagedFileError: it cannot be read.
-    """
-    found = find_checkpoint(path)
-    if found is None:
-        return None
-    with _way_out_named(found):
-        if is_orbax_checkpoint(found):
-            return load_orbax_checkpoint(found)[1]["config"]
-        with Archive(found, _FORM, "checkpoint", checked=False) as stored:
-            return stored.about["config"]
+    with _advice_added(newest), Archive(newest, _FORM, "checkpoint") as stored:
+        leaves = {name: stored.read(name) for name in stored.names}
+        about = {name: stored.about[name] for name in _ABOUT}
+    return Checkpoint(leaves, step=int(newest.name), **about)
 
 
 @contextlib.contextmanager
-def _way_out_named(found: Path) -> Iterator[None]:
+def _advice_added(damaged: Path) -> Iterator[None]:
     try:
         yield
     except DamagedFileError as error:
-        raise DamagedFileError(f"{error}; {_way_out(found)}") from error
+        raise DamagedFileError(f"{error}; {_advice(damaged)}") from error
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that ``path`` means, or ``None``; whether it is whole shows on reading."""
+    """The checkpoint that ``path`` denotes, or ``None``; damage shows only on reading."""
     if path.name.isdigit() and _is_checkpoint(path):
         return path
     if steps := _steps(path):
         return steps[-1]
     below = (path / name for name in ("kfac", "adamw"))
-    return next((found for p in below if p.is_dir() and (found := find_checkpoint(p))), None)
+    return next(
+        (checkpoint for p in below if p.is_dir() and (checkpoint := find_checkpoint(p))), None
+    )
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder; among them what has the name of one and is none."""
-    found = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
-    return found if any(map(_is_checkpoint, found)) else []
+    """The checkpoints in a folder, including other entries whose name is a number."""
+    numbered = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return numbered if any(map(_is_checkpoint, numbered)) else []
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.is_file() or is_orbax_checkpoint(path)
+    return path.is_file()
 
 
-def _way_out(damaged: Path) -> str:
-    """How to go on without this checkpoint."""
-    others = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
-    if not others:
+def _advice(damaged: Path) -> str:
+    """How to continue without this checkpoint."""
+    intact = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
+    if not intact:
         return "no other checkpoint beside it is known to be whole: start again with --overwrite"
-    older = [p for p in others if int(p.name) < int(damaged.name)] or others
+    older = [p for p in intact if int(p.name) < int(damaged.name)] or intact
     return (
         f"{older[-1]} is whole: to continue from update {older[-1].name}, delete {damaged} and "
         "run again with --resume"
@@ -180,9 +159,9 @@ def _is_whole_file(path: Path) -> bool:
 
 
 def say_nothing_saved(folder: Path) -> None:
-    """Say on standard error which checkpoint counts after a state was lost."""
-    found = find_checkpoint(folder)
-    last = "there is none" if found is None else f"it is from update {found.name}"
+    """Report on standard error which checkpoint counts after a state was lost."""
+    newest = find_checkpoint(folder)
+    last = "there is none" if newest is None else f"it is from update {newest.name}"
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
@@ -194,28 +173,29 @@ def check_output(
     overwrite: bool,
     writes: bool = True,
 ) -> None:
-    """Refuse a run in ``output``, whose checkpoints go to ``folders``, that would harm another.
+    """Refuse a run in ``output``, with checkpoints in ``folders``, that would harm another run.
 
-    Before anything is read or compiled, the process that ``writes`` also tries whether ``output``
-    can be written to. Where ``overwrite`` was asked for, it is left to the caller to remove
-    checkpoints.
+    The process that ``writes`` also tests, before anything is read or compiled, whether ``output``
+    is writable. With ``overwrite``, removing the old checkpoints is left to the caller.
 
     Raises:
-        ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
+        ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was requested; or
             both were.
         NotADirectoryError: ``output`` is a file, or lies below one.
         OSError: no file can be written there.
     """
-    held = next(path for path in (output, *output.parents) if path.exists())
-    if not held.is_dir():
-        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"--output {output}: {existing} is a file, and no folder can be there"
+        )
     if resume and overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in folders:
-        found = find_checkpoint(folder)
-        if found is not None and not (resume or overwrite):
+        checkpoint = find_checkpoint(folder)
+        if checkpoint is not None and not (resume or overwrite):
             raise ValueError(
-                f"{output} already holds a run ({found}): continue it with --resume, "
+                f"{output} already holds a run ({checkpoint}): continue it with --resume, "
                 "replace it with --overwrite, or choose another --output"
             )
     if writes:
@@ -231,22 +211,20 @@ def remove_checkpoints(folder: Path) -> None:
 def _remove(path: Path) -> None:
     if path.is_file():
         path.unlink()
-    elif is_orbax_checkpoint(path):
-        shutil.rmtree(path)
 
 
-# ---------------- checkpoints written while training goes on
+# ---------------- checkpoints written in the background
 
 
 class CheckpointWriter:
-    """Writes one checkpoint after the other, in a thread of its own.
+    """Writes checkpoints one after the other, in its own thread.
 
-    A checkpoint holds copies, so that the state may be donated meanwhile. The next one waits for
-    the one before: no more than one is in main memory. A file is still written whole or not at
-    all, whatever ends the process.
+    A checkpoint holds copies, so the state may be donated while it is written. The next checkpoint
+    waits for the previous one, so at most one is in main memory. Files are written atomically,
+    however the process ends.
 
     Attributes:
-        error: Why a checkpoint could not be written, or ``None``; after it nothing is written.
+        error: Why a checkpoint could not be written, or ``None``; later ones are then skipped.
     """
 
     def __init__(self) -> None:
@@ -254,7 +232,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def save(self, folder: Path, checkpoint: Checkpoint) -> None:
-        """Begin to write ``folder/step``, as :func:`save_checkpoint` does."""
+        """Start to write ``folder/step``, as :func:`save_checkpoint` does."""
         self.wait()
         if self.error is not None:
             return
@@ -262,7 +240,7 @@ class CheckpointWriter:
         def write() -> None:
             try:
                 save_checkpoint(folder, checkpoint)
-            except Exception as error:  # raised by the thread that trains
+            except Exception as error:  # the training thread raises it
                 self.error = error
 
         # A second Ctrl-C ends the process, which does not wait for a daemon.
@@ -270,7 +248,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk, or has failed; a first Ctrl-C waits too."""
+        """Wait until the last checkpoint is on disk or has failed; a first Ctrl-C waits too."""
         if self._thread is not None:
             with interrupts_deferred("writing the checkpoint"):
                 self._thread.join()
@@ -279,7 +257,7 @@ class CheckpointWriter:
 
 @contextmanager
 def checkpoint_writer() -> Iterator[CheckpointWriter]:
-    """A writer whose last checkpoint is on the disk when the block is left, by an error too.
+    """A writer that finishes its last checkpoint when the block ends, also by an error.
 
     Raises:
         OSError: a checkpoint could not be written.
@@ -287,7 +265,7 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
     writer = CheckpointWriter()
     try:
         yield writer
-    except BaseException:  # which says more than what the disk then says
+    except BaseException:  # more informative than a failure to write
         writer.wait()
         raise
     writer.wait()
@@ -295,37 +273,36 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
         raise writer.error
 
 
-# ---------------- the state of a run as flat arrays, and back, for no other run than that it
-# belongs to
+# ---------------- the state of a run as flat arrays, and back
 
 
 PyTree = Any
 _SHOWN = 12
 OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
-DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
+DATA_CRC = "data_crc32"  # an entry of a config beside the options: the checksum of the data
 
 
 def flatten_state(
     params: PyTree, optimizer_state: PyTree, *, keep: bool = True
 ) -> dict[str, np.ndarray]:
-    """``{path: array}`` of everything that a run carries from one update to the next, copied.
+    """``{path: array}`` copies of everything that a run carries from one update to the next.
 
-    Of arrays on several processes these exchange their parts, one array at a time: all of them
-    call, and those that ``keep`` nothing have an empty dictionary.
+    Processes that share arrays exchange their shards, one array at a time. All of them must call;
+    those with ``keep=False`` receive an empty dictionary.
     """
     tree = {"params": params, "optimizer": optimizer_state}
     copies: dict[str, np.ndarray] = {}
     for path, leaf in leaves_by_path(tree).items():
-        whole = whole_here(leaf)
+        full_array = whole_here(leaf)
         if keep:
-            # On a CPU asarray is a view, and an array that has one is copied when it is donated;
-            # device_get and np.array would leave a view in the array itself.
-            copies[path] = np.array(np.asarray(whole))
+            # On a CPU, asarray is a view, and donating an array with a view copies it; device_get
+            # and np.array would leave a view inside the array itself.
+            copies[path] = np.array(np.asarray(full_array))
     return copies
 
 
 def is_whole(*trees: PyTree) -> bool:
-    """Whether all arrays are there: those donated to a program that was broken off are not."""
+    """Whether all arrays exist; an interrupted program has deleted those donated to it."""
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees))
 
 
@@ -334,29 +311,26 @@ def restore_state(
     params: PyTree,
     optimizer_state: PyTree,
     config: dict[str, Any],
-    *,
-    lacking: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PyTree, PyTree]:
     """The stored values in the structure of ``params`` and ``optimizer_state``.
 
-    Both may be of ``jax.ShapeDtypeStruct``: nothing is read of them but shapes and dtypes.
+    Both may hold ``jax.ShapeDtypeStruct``: only their shapes and dtypes are read.
 
     Args:
-        checkpoint: That is restored.
-        params: Of the run.
-        optimizer_state: Of the run.
-        config: Of the run.
-        lacking: What options are where an older version wrote the checkpoint without them.
+        checkpoint: The checkpoint to restore.
+        params: Parameters of the run.
+        optimizer_state: Optimizer state of the run.
+        config: Options of the run.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model or configuration; every
-            path and option that differs is listed.
+        CheckpointMismatchError: the checkpoint is of another model or configuration; the message
+            lists every path and option that differs.
     """
     tree = {"params": params, "optimizer": optimizer_state}
     expected = leaves_by_path(tree)
-    ignored = OPTIMIZERS - {checkpoint.optimizer}  # their options are there, and count for nothing
+    ignored = OPTIMIZERS - {checkpoint.optimizer}  # options of the optimizers that are not used
     differences = [
-        *option_differences(_filled(checkpoint.config, lacking), config, ignored),
+        *option_differences(checkpoint.config, config, ignored),
         *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
     ]
     if differences:
@@ -375,7 +349,7 @@ def restore_state(
 
 
 def as_config(experiment: Any) -> dict[str, Any]:
-    """A dataclass as plain values, exactly as they come back from JSON."""
+    """A dataclass as plain values, exactly as JSON returns them."""
     return json.loads(json.dumps(dataclasses.asdict(experiment)))
 
 
@@ -391,23 +365,17 @@ def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Itera
             yield f"{path}: {was} in the checkpoint, expected {want}"
 
 
-def _filled(stored: dict[str, Any], lacking: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {
-        name: _filled(stored.get(name, {}), value)
-        for name, value in lacking.items()
-        if isinstance(value, Mapping)
-    }
-    return {**lacking, **stored, **inner}
-
-
 def option_differences(
-    stored: dict[str, Any], wanted: dict[str, Any], ignored: Collection[str] = (), prefix: str = ""
+    stored: dict[str, Any],
+    requested: dict[str, Any],
+    ignored: Collection[str] = (),
+    prefix: str = "",
 ) -> Iterator[str]:
-    """Which options differ, in words."""
-    for name in sorted(stored.keys() | wanted.keys()):
+    """Describe the options that differ."""
+    for name in sorted(stored.keys() | requested.keys()):
         if not prefix and name in ignored:
             continue
-        was, want = stored.get(name), wanted.get(name)
+        was, want = stored.get(name), requested.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
             yield from option_differences(was, want, ignored, f"{prefix}{name}.")
         elif was != want and name == DATA_CRC:

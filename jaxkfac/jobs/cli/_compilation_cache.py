@@ -1,8 +1,8 @@
-"""Compiled programs, kept between processes unless somebody has said where, or not at all.
+"""Compiled programs, kept between processes unless JAX's own settings say otherwise.
 
-JAX writes an entry in place, and never again: one that a kill has cut off would be read, and fail,
-for ever. So each process has a folder of its own, with links to what others have compiled, and
-what it adds is linked back when it ends. A link appears at once and whole.
+JAX writes a cache entry in place and never rewrites it, so an entry that was cut off by a kill
+would fail to load for ever. Each process therefore has its own folder with links to the entries of
+others, and links its new entries back when it ends. A link appears atomically and complete.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 _ENTRY = "*-cache"  # JAX's own name
-_OWN = ".process-"
+_PROCESS_PREFIX = ".process-"
 _MOST_BYTES = 2 << 30
-_ABANDONED = 7 * 24 * 3600  # seconds without an entry, after which a process has been killed
+_ABANDONED = 7 * 24 * 3600  # seconds without a new entry, after which a process counts as killed
 
 
 @contextlib.contextmanager
-def compilation_cache(kept: Path) -> Iterator[None]:
-    """Read programs from ``kept`` and add those that are compiled in the block.
+def compilation_cache(shared_folder: Path) -> Iterator[None]:
+    """Read programs from ``shared_folder`` and add those that the block compiles.
 
-    Nothing is changed where JAX has been given a folder (``JAX_COMPILATION_CACHE_DIR``) or been
-    told to keep none (``JAX_ENABLE_COMPILATION_CACHE=false``). Without a folder that can be
-    written programs are compiled anew, which is said.
+    The block changes nothing where JAX has a cache folder (``JAX_COMPILATION_CACHE_DIR``) or has
+    its cache turned off (``JAX_ENABLE_COMPILATION_CACHE=false``). Without a writable folder,
+    programs are compiled anew and a message says so.
 
     Args:
-        kept: Folder of this machine's programs; others' code does not run on it. Nobody else
-            may write to it: what it holds is executed.
+        shared_folder: Folder for the programs of this machine; code for other machines may not run
+            here. Nobody else may have write access: the contents are executed.
     """
     import jax
 
@@ -42,39 +42,41 @@ def compilation_cache(kept: Path) -> Iterator[None]:
         yield
         return
     try:
-        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _clear(kept)
-        own = Path(tempfile.mkdtemp(prefix=_OWN, dir=kept))
+        shared_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _clear(shared_folder)
+        process_folder = Path(tempfile.mkdtemp(prefix=_PROCESS_PREFIX, dir=shared_folder))
     except OSError as error:
-        reason = f"{error.strerror}: {kept}"
+        reason = f"{error.strerror}: {shared_folder}"
         print(f"compiled programs are not kept ({reason})", file=sys.stderr, flush=True)
         yield
         return
     with contextlib.suppress(OSError):
-        for entry in kept.glob(_ENTRY):
-            _link(entry, own / entry.name)
-    config.update("jax_compilation_cache_dir", str(own))
-    # Its folder would be a part of every key.
+        for entry in shared_folder.glob(_ENTRY):
+            _link(entry, process_folder / entry.name)
+    config.update("jax_compilation_cache_dir", str(process_folder))
+    # With XLA's own caches, their folder would be part of every key.
     config.update("jax_persistent_cache_enable_xla_caches", "none")
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         yield
-    except BaseException:  # which may have come while an entry was written
+    except BaseException:  # may have interrupted the writing of an entry
         with contextlib.suppress(OSError):
-            newest = max(own.glob(_ENTRY), key=lambda x: x.stat().st_mtime_ns, default=None)
+            newest = max(
+                process_folder.glob(_ENTRY), key=lambda x: x.stat().st_mtime_ns, default=None
+            )
             if newest is not None:
                 newest.unlink()
         raise
     finally:
         with contextlib.suppress(OSError):
-            for entry in own.glob(_ENTRY):
-                _link(entry, kept / entry.name)
-        shutil.rmtree(own, ignore_errors=True)
+            for entry in process_folder.glob(_ENTRY):
+                _link(entry, shared_folder / entry.name)
+        shutil.rmtree(process_folder, ignore_errors=True)
 
 
 def programs_folder(cache: Path) -> Path:
-    """Where ``cache`` has the programs of this machine, by what its processor can do."""
+    """Folder in ``cache`` for the programs of this machine, named by the processor's features."""
     features = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -83,7 +85,7 @@ def programs_folder(cache: Path) -> Path:
 
 
 def _link(entry: Path, target: Path) -> None:
-    """Another name of a file; a program that cannot be kept is compiled again."""
+    """Create another name for a file; a program that cannot be linked is compiled again."""
     try:
         os.link(entry, target)
     except (FileExistsError, FileNotFoundError):  # another process has made it, or removed it
@@ -94,7 +96,7 @@ def _link(entry: Path, target: Path) -> None:
 
 
 def _copy(entry: Path, target: Path) -> None:
-    """The same of a file system without links: at once and whole, or not at all."""
+    """Copy a file atomically, for file systems without links."""
     partial = target.with_name(f".{os.getpid()}-{target.name}")
     try:
         shutil.copyfile(entry, partial)
@@ -104,19 +106,19 @@ def _copy(entry: Path, target: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _clear(kept: Path) -> None:
-    """Remove what killed processes have left, and the longest unread beyond ``_MOST_BYTES``."""
-    found = []
-    for path in (*kept.glob(f"{_OWN}*"), *kept.glob(_ENTRY)):
+def _clear(shared_folder: Path) -> None:
+    """Remove what killed processes left, and the least recently read beyond ``_MOST_BYTES``."""
+    entries = []
+    for path in (*shared_folder.glob(f"{_PROCESS_PREFIX}*"), *shared_folder.glob(_ENTRY)):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
-            if path.name.startswith(_OWN):
+            if path.name.startswith(_PROCESS_PREFIX):
                 if time.time() - stat.st_mtime > _ABANDONED:
                     shutil.rmtree(path, ignore_errors=True)
             else:
-                found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+                entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
         if total <= _MOST_BYTES:
             return
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`--devices` and `--mesh`: where a run's arrays lie."""
+"""`--devices` and `--mesh`: the sharding of a run's arrays."""
 
 import contextlib
 import math
@@ -17,27 +17,27 @@ _AXES = ("data", "model")
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: the rows of a batch over ``data``, matrices over ``model``.
+    """The devices of a run: rows of a batch are split over ``data``, matrices over ``model``.
 
     Attributes:
-        mesh: With the axes ``data`` and ``model``; ``None`` is the one device that JAX chooses.
-        processes: That have them.
+        mesh: Mesh with the axes ``data`` and ``model``; ``None`` is JAX's default device.
+        processes: Processes of the run.
     """
 
     mesh: Mesh | None
     processes: RunProcesses = ALONE
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
-        """Where programs are traced."""
+        """The context in which to trace programs."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @property
     def divides(self) -> str | None:
-        """The axis over whose devices decompositions are divided."""
+        """Name of the axis over which decompositions are divided, or ``None``."""
         return "data" if self.mesh is not None and self.mesh.shape["data"] > 1 else None
 
     def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
-        """Of parameters or of an optimizer's state: the last axis of matrices over ``model``."""
+        """Shardings of parameters or optimizer state: the last axis of matrices over ``model``."""
         assert self.mesh is not None
         mesh, count = self.mesh, self.mesh.shape[axis]
 
@@ -49,48 +49,48 @@ class RunDevices(NamedTuple):
         return jax.tree.map(of, tree)
 
     def put_base(self, params: PyTree) -> PyTree:
-        """A frozen model, whose memory is taken over: over ``model``, or ``data`` alone."""
+        """Shard a frozen model over ``model``, or over ``data`` alone; reuses its memory."""
         if self.mesh is None:
             return params
         axis = "model" if self.mesh.shape["model"] > 1 else "data"
         return place_once(params, self.shardings(params, axis))
 
     def put(self, tree: PyTree) -> PyTree:
-        """Parameters or an optimizer's state at their places."""
+        """Shard parameters or an optimizer state."""
         if self.mesh is None:
             return tree
         return jax.tree.map(put_leaf, tree, self.shardings(tree))
 
-    def whole(self, tree: PyTree) -> PyTree:
-        """Data that every device has."""
+    def replicated(self, tree: PyTree) -> PyTree:
+        """Replicate data on every device."""
         if self.mesh is None:
             return tree
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: put_leaf(x, everywhere), tree)
 
     def put_batch(self, batch: PyTree) -> PyTree:
-        """Rows of a batch of NumPy arrays over ``data``; a process sends those of its devices."""
+        """Shard a batch of NumPy arrays over ``data``; each process sends its devices' rows."""
         if self.mesh is None:
             return jax.tree.map(jax.numpy.asarray, batch)
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         return jax.tree.map(lambda x: put_leaf(x, rows), batch)
 
     def put_rows(self, rows: np.ndarray) -> jax.Array:
-        """Numbers of examples, the last axis over ``data``."""
+        """Shard example indices over ``data``, along the last axis."""
         if self.mesh is None:
             return jax.numpy.asarray(rows)
         spec = PartitionSpec(*[None] * (rows.ndim - 1), "data")
         return put_leaf(rows, NamedSharding(self.mesh, spec))
 
     def of_program(self, *trees: PyTree) -> dict[str, Any]:
-        """For ``jax.jit``: states come back to where they were, everything else whole."""
+        """Options for ``jax.jit``: states keep their shardings, other results are replicated."""
         if self.mesh is None:
             return {}
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return {"out_shardings": (*map(self.shardings, trees), whole) if trees else whole}
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return {"out_shardings": (*map(self.shardings, trees), replicated) if trees else replicated}
 
     def described(self, state: PyTree) -> dict[str, Any]:
-        """The mesh, and the bytes that one device has of parameters and optimizer."""
+        """The mesh, and the bytes of parameters and optimizer state on one device."""
         first = jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
         nbytes = sum(
             shard.data.nbytes
@@ -108,30 +108,30 @@ ONE_DEVICE = RunDevices(None)
 def run_devices(
     devices: str, mesh: str | None, *, batch_size: int, processes: RunProcesses = ALONE
 ) -> RunDevices:
-    """The devices that a run was asked to use.
+    """The devices that the options request.
 
     Args:
         devices: ``"all"`` or a number.
-        mesh: ``"data=4,model=2"``, either axis alone too; ``None`` has all devices for ``data``.
+        mesh: ``"data=4,model=2"``, or either axis alone; ``None`` gives all devices to ``data``.
         batch_size: Examples of a micro-batch, which ``data`` must divide.
-        processes: Of the run. Where there are several, all devices of each are used.
+        processes: Processes of the run. Several processes use all of their devices.
 
     Raises:
-        ValueError: in one sentence.
+        ValueError: the options do not go together, or ask for too many devices.
     """
     if devices != "all" and not (devices.isdecimal() and int(devices)):
         raise ValueError(f"--devices must be all or a number of devices, not {devices!r}")
-    there = jax.device_count()
+    device_count = jax.device_count()
     axes = {"data": 1, "model": 1}
     if mesh is None:
-        axes["data"] = there if devices == "all" else int(devices)
+        axes["data"] = device_count if devices == "all" else int(devices)
     else:
         mentioned: set[str] = set()
-        for part in mesh.split(","):
-            found = re.fullmatch(r"(data|model)=([1-9]\d*)", part.strip())
+        for axis_text in mesh.split(","):
+            found = re.fullmatch(r"(data|model)=([1-9]\d*)", axis_text.strip())
             if found is None:
                 raise ValueError(
-                    f"--mesh must be like data=4,model=2, not {mesh!r}: {part!r} is none of it"
+                    f"--mesh must be like data=4,model=2, not {mesh!r}: {axis_text!r} is none of it"
                 )
             if found[1] in mentioned:
                 raise ValueError(f"--mesh {mesh} names {found[1]} twice")
@@ -140,12 +140,12 @@ def run_devices(
     count = math.prod(axes.values())
     if mesh is not None and devices not in ("1", "all", str(count)):
         raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
-    if count > there:
-        raise ValueError(f"{count} devices were asked for, and JAX finds {there}")
-    if processes.several and count < there:
+    if count > device_count:
+        raise ValueError(f"{count} devices were asked for, and JAX finds {device_count}")
+    if processes.several and count < device_count:
         raise ValueError(
-            f"{count} of the {there} devices of all processes were asked for, which leaves some "
-            "process without work: take --devices all, or a --mesh of all of them"
+            f"{count} of the {device_count} devices of all processes were asked for, which leaves "
+            "some process without work: take --devices all, or a --mesh of all of them"
         )
     if batch_size % axes["data"]:
         raise ValueError(
@@ -162,7 +162,7 @@ def run_devices(
 
 
 def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:
-    """What :meth:`RunDevices.described` says, with the speed in samples a second."""
+    """The result of :meth:`RunDevices.described` and the speed in samples a second, as a line."""
     axes = ", ".join(f"{axis}={count}" for axis, count in described["mesh"].items())
-    held = bytes_text(described["bytes_per_device"])
-    return f"{name} over {axes}: {speed:,.1f} samples a second, {held} on each device"
+    bytes_each = bytes_text(described["bytes_per_device"])
+    return f"{name} over {axes}: {speed:,.1f} samples a second, {bytes_each} on each device"

@@ -1,4 +1,4 @@
-"""Commands that only look: at a saved adapter, at known weights, at this machine."""
+"""Commands that only look: at a saved adapter, at the cached weights, at this machine."""
 
 import dataclasses
 import json
@@ -29,30 +29,30 @@ _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
 
 def run_adapter(arguments: AdapterArguments) -> None:
-    """Do what was asked for, which is to inspect."""
+    """Run the chosen action, which is always inspect."""
     run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
 
 
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
     """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
 
-    Files that do not have the checksums that they were written with are shown, with a warning.
+    Files whose checksums do not match are shown, with a warning.
 
     Args:
-        folder: Of the adapters.
-        name: Of the adapter.
+        folder: Folder of the adapters.
+        name: Name of the adapter.
         as_json: Print JSON instead of a table.
 
     Raises:
         FileNotFoundError: there is no such adapter.
-        ValueError: the files cannot be read, or are of something else than LoRA or LS-LoRA.
+        ValueError: the files cannot be read, or hold something other than LoRA or LS-LoRA.
     """
     record, modules, phi = _read(folder, name)
-    found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
+    diagnoses = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
     rows = {}
     for module, adapter in modules.items():
         shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
-        rows[module] = shape | _numbers(found.get(module))
+        rows[module] = shape | _numbers(diagnoses.get(module))
     if as_json:
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
@@ -62,9 +62,9 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, needed)).print(table)
     settings = ("r", "lora_alpha", *(() if phi is None else phi.settings))
-    words = [f"{key} {record[key]}" for key in settings if key in record]
+    shown_settings = [f"{key} {record[key]}" for key in settings if key in record]
     plain = "" if phi else "; plain LoRA: there is no nonlinearity"
-    console.print(", ".join(words) + plain, highlight=False)
+    console.print(", ".join(shown_settings) + plain, highlight=False)
     if phi is not None:
         console.print(_legend(phi), style="dim")
 
@@ -73,9 +73,9 @@ def _read(folder: Path, name: str) -> SavedModules:
     try:
         return read_modules(folder, name)
     except DamagedFileError as error:
-        found = read_modules(folder, name, verify=False)
+        unverified = read_modules(folder, name, verify=False)
         print(f"warning: {error}", file=sys.stderr)
-        return found
+        return unverified
 
 
 def _legend(phi: Nonlinearity) -> str:
@@ -115,14 +115,14 @@ def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, titl
 class ModelsArguments:
     """Show the pretrained weights that are known, where they are kept and how large they are.
 
-    Nothing is downloaded: `jaxkfac.models.smollm2()` does that when it is first called.
+    The command downloads nothing: `jaxkfac.models.smollm2()` downloads when first called.
 
-    For example, with the weights in a folder of your own:
+    Example, with the weights in a folder of your own:
     `jaxkfac models --cache-dir weights`
     """
 
     cache_dir: Path | None = None
-    """Where weights are kept; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
+    """Folder of the weights; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
     json: bool = False
     """Print JSON instead of a table."""
     debug: bool = False
@@ -130,10 +130,10 @@ class ModelsArguments:
 
 
 def run_models(arguments: ModelsArguments) -> None:
-    """Print what is known."""
+    """Print the table of pretrained weights, or JSON."""
     from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
 
-    rows = [_row(known, arguments.cache_dir) for known in KNOWN]
+    rows = [_row(model, arguments.cache_dir) for model in KNOWN]
     if arguments.json:
         print(json.dumps({"cache": str(cache_folder(arguments.cache_dir)), "models": rows}))
         return
@@ -146,28 +146,34 @@ def run_models(arguments: ModelsArguments) -> None:
     cells = []
     for row in rows:
         have = row["cached_bytes"]
-        here = "no" if have is None else "yes"
+        cache_state = "no" if have is None else "yes"
         if have is not None and have != row["bytes"]:
-            here = f"damaged: {bytes_text(have)}; delete it"
-        texts = (row["name"], bytes_text(row["bytes"]), row["licence"], row["requirement"], here)
+            cache_state = f"damaged: {bytes_text(have)}; delete it"
+        texts = (
+            row["name"],
+            bytes_text(row["bytes"]),
+            row["licence"],
+            row["requirement"],
+            cache_state,
+        )
         cells.append([escape(text) for text in texts])
     head = ["name", "size", "licence", "from", "in the cache"]
     console = Console()
-    console.print(terminal_table("Pretrained weights", head, cells, words=(0, 2, 3, 4)))
+    console.print(terminal_table("Pretrained weights", head, cells, text_columns=(0, 2, 3, 4)))
     for row in rows:
         console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
 
 
-def _row(known: Any, cache_dir: Path | None) -> dict[str, Any]:
+def _row(model: Any, cache_dir: Path | None) -> dict[str, Any]:
     from jaxkfac.jobs.models.pretrained import cached_file
 
-    file = cached_file(known, cache_dir)
+    file = cached_file(model, cache_dir)
     return {
-        "name": known.name,
-        "about": known.about,
-        "licence": known.licence,
-        "requirement": known.requirement,
-        "bytes": known.nbytes,
+        "name": model.name,
+        "about": model.about,
+        "licence": model.licence,
+        "requirement": model.requirement,
+        "bytes": model.nbytes,
         "path": str(file),
         "cached_bytes": file.stat().st_size if file.is_file() else None,
     }
@@ -180,11 +186,10 @@ def _row(known: Any, cache_dir: Path | None) -> dict[str, Any]:
 class DoctorArguments:
     """Show devices, allocator, precision, attention, memory, threads and versions.
 
-    Each line says how it is and what to change; `!` marks what will go wrong as it is. Only
-    the settings are read, and nothing is changed. docs/troubleshooting.md says what to do when
-    memory runs out.
+    Each line shows a setting and what to change; `!` marks a problem. The command reads the
+    settings and changes nothing. docs/troubleshooting.md says what to do when memory runs out.
 
-    For example, before a training whose bits are to be compared:
+    Example, before a training run whose bits are to be compared:
     `OPENBLAS_NUM_THREADS=1 jaxkfac doctor`
     """
 
@@ -195,7 +200,7 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: DoctorArguments) -> None:
-    """Print the findings."""
+    """Print the findings, or JSON."""
     from jaxkfac.jobs.report import terminal_table, versions
     from jaxkfac.memory import TROUBLESHOOTING_PAGE
 
@@ -212,9 +217,11 @@ def run_doctor(arguments: DoctorArguments) -> None:
         mark = "[bold red]![/]" if finding.problem else ""
         rows.append([mark, *(escape(text) for text in finding[:3])])
     console = Console()
-    console.print(terminal_table("Doctor", ["", "what", "is", "to change"], rows, words=range(4)))
-    found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    console.print(f"versions: {found}", highlight=False)
+    console.print(
+        terminal_table("Doctor", ["", "what", "is", "to change"], rows, text_columns=range(4))
+    )
+    version_list = ", ".join(f"{name} {version}" for name, version in versions().items())
+    console.print(f"versions: {version_list}", highlight=False)
     problems = sum(finding.problem for finding in findings)
     console.print(f"{problems} problems" if problems else "no problems", style="bold")
     console.print(f"out of memory, or too slow: {TROUBLESHOOTING_PAGE}", highlight=False)

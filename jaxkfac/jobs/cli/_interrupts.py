@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: how a command is stopped, and when stopping would do harm."""
+"""Ctrl-C, SIGTERM and SIGHUP: stopping a command without harm to its files."""
 
 import contextlib
 import shlex
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that stops a command as Ctrl-C does.
+    """A signal that stops a command like Ctrl-C.
 
     Attributes:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int = signal.SIGINT) -> None:
@@ -22,10 +22,10 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stopping_signals() -> Iterator[None]:
-    """A block in which SIGTERM and SIGHUP do what Ctrl-C does, as schedulers and terminals send.
+    """A block in which SIGTERM and SIGHUP, sent by schedulers and terminals, act like Ctrl-C.
 
-    A signal that was ignored before (SIGHUP under ``nohup``) stays ignored. Only the main thread
-    can have handlers; elsewhere nothing changes.
+    A signal that was ignored before stays ignored (SIGHUP under ``nohup``). Only the main thread
+    can set handlers; in other threads nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -54,7 +54,7 @@ def _as_interrupt(number: int, frame: object) -> None:
 
 
 def signal_of(error: BaseException | None) -> int:
-    """The signal that an interrupt, or what it was raised from, came by; Ctrl-C otherwise."""
+    """The signal behind an interrupt or behind its cause; SIGINT for a plain Ctrl-C."""
     while error is not None:
         if isinstance(error, Stopped):
             return error.number
@@ -64,13 +64,13 @@ def signal_of(error: BaseException | None) -> int:
 
 @contextlib.contextmanager
 def interrupts_deferred(doing: str) -> Iterator["Hold"]:
-    """Hold a first Ctrl-C, SIGTERM or SIGHUP back until the block is left; a second acts at once.
+    """Defer a first Ctrl-C, SIGTERM or SIGHUP to the end of the block; a second acts at once.
 
-    Inside another such block the outer one holds it back, to its own end. The block is told
-    whether one has come.
+    In nested blocks the outer one defers it, to its own end. The block can ask the yielded
+    ``Hold`` whether a signal has come.
 
     Args:
-        doing: What is waited for, said on standard error when the first one arrives.
+        doing: What the user waits for; printed on standard error when the first signal arrives.
     """
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
@@ -81,7 +81,7 @@ def interrupts_deferred(doing: str) -> Iterator["Hold"]:
     signal.signal(signal.SIGINT, hold)
     try:
         yield hold
-    except KeyboardInterrupt as error:  # of a block that looked at what it was told
+    except KeyboardInterrupt as error:  # raised by a block that saw the signal
         if hold.pressed and signal_of(error) == signal.SIGINT:
             raise Stopped(hold.number) from error
         raise
@@ -92,10 +92,10 @@ def interrupts_deferred(doing: str) -> Iterator["Hold"]:
 
 
 class Hold:
-    """A handler that remembers the first signal to stop.
+    """A handler that remembers the first stopping signal.
 
     Attributes:
-        number: Of the signal; 0 as long as none has come.
+        number: Number of the signal; 0 before one has come.
     """
 
     def __init__(self, doing: str) -> None:
@@ -103,7 +103,7 @@ class Hold:
 
     @property
     def pressed(self) -> bool:
-        """Whether one has come."""
+        """Whether a signal has come."""
         return self.number != 0
 
     def __call__(self, number: int, *_: object) -> None:
@@ -112,17 +112,17 @@ class Hold:
         self.number = number
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
         come = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
-        words = f"\n{come}{self._doing}, then stopping; {again} stops now"
-        print(words, file=sys.stderr, flush=True)
+        message = f"\n{come}{self._doing}, then stopping; {again} stops now"
+        print(message, file=sys.stderr, flush=True)
 
 
 class NothingBegunInterrupt(KeyboardInterrupt):
-    """A Ctrl-C before a command has begun with what it is asked for."""
+    """A Ctrl-C before a command has changed its output folder."""
 
 
 @contextlib.contextmanager
 def nothing_begun() -> Iterator[None]:
-    """A block in which the output folder stays as it was: a Ctrl-C leaves nothing to resume."""
+    """A block that leaves the output folder unchanged: after a Ctrl-C nothing can be resumed."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -130,18 +130,18 @@ def nothing_begun() -> Iterator[None]:
 
 
 def resume_command(argv: list[str]) -> str:
-    """The command that continues a run that was started with ``argv``."""
-    kept = [word for word in argv if word not in ("--overwrite", "--resume")]
-    return shlex.join(["jaxkfac", *kept, "--resume"])
+    """The command that resumes a run started with ``argv``."""
+    kept_words = [word for word in argv if word not in ("--overwrite", "--resume")]
+    return shlex.join(["jaxkfac", *kept_words, "--resume"])
 
 
 def say_interrupted(argv: list[str], error: KeyboardInterrupt) -> None:
-    """Say on standard error how to go on after a Ctrl-C, or another signal."""
+    """Print on standard error how to continue after Ctrl-C or another signal."""
     number = signal_of(error)
     stopped = "interrupted"
     if number != signal.SIGINT:
         stopped = f"stopped by {signal.Signals(number).name}"
-    words = f"{stopped}; continue with: {resume_command(argv)}"
+    message = f"{stopped}; continue with: {resume_command(argv)}"
     if isinstance(error, NothingBegunInterrupt):
-        words = f"{stopped} before it began; start with: {shlex.join(['jaxkfac', *argv])}"
-    print(f"\n{words}", file=sys.stderr)
+        message = f"{stopped} before it began; start with: {shlex.join(['jaxkfac', *argv])}"
+    print(f"\n{message}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """The training loop: one compiled scan per epoch, measured between epochs.
 
-An epoch is a pure function of the state, the rows and their numbers, so a run that was
-stopped and resumed gives the same bits as one that was not. It is read from the device once,
-together with its evaluation.
+An epoch is a pure function of the state, the rows and their numbers. A run that was stopped and
+resumed therefore gives the same bits as an uninterrupted one. The host reads each epoch's numbers
+once, together with the evaluation.
 """
 
 import math
@@ -26,7 +26,7 @@ from jaxkfac.jobs.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.jobs.report import EpochRecord, RunRecords
 
 PyTree = Any
-Row = tuple[Int[Array, "*micro batch"], Int[Array, "*micro"]]  # examples, and numbers for keys
+Row = tuple[Int[Array, "*micro batch"], Int[Array, "*micro"]]  # example indices, numbers for keys
 
 
 class NonFiniteLossError(JaxkfacError, FloatingPointError):
@@ -34,7 +34,7 @@ class NonFiniteLossError(JaxkfacError, FloatingPointError):
 
 
 class TrainState(NamedTuple):
-    """What one epoch hands to the next, which takes its arrays' memory; ``records`` only grows."""
+    """State between epochs; the next epoch reuses its arrays' memory. ``records`` only grows."""
 
     params: PyTree
     optimizer: PyTree
@@ -59,12 +59,12 @@ def make_epoch(
     *,
     factors: bool,
 ) -> Callable[..., tuple[PyTree, PyTree, Float[Array, "2 updates"]]]:
-    """``epoch(params, optimizer_state, rows, numbers, train)``, to be compiled.
+    """Return ``epoch(params, optimizer_state, rows, numbers, train)``, not yet compiled.
 
-    ``rows`` ``(updates, micro, batch)`` says which examples, ``numbers``
-    ``(updates, micro)`` seeds their shifts and sampled labels. What comes back of each update is
-    the loss, a mean over its examples before it, and the gradient's norm, a mean over its
-    micro-batches.
+    ``rows`` ``(updates, micro, batch)`` are the indices of the examples; ``numbers``
+    ``(updates, micro)`` seed their shifts and sampled labels. For each update the epoch returns the
+    loss before the update, averaged over its examples, and the norm of the gradient, averaged over
+    its micro-batches.
     """
     seed = jax.random.key(experiment.seed)
     adapts = factors and experiment.kfac.adapts
@@ -82,7 +82,7 @@ def make_epoch(
         batch, label_key = batch_of(row, train)
         if factors:
             loss, grads, statistics = problem.statistics(params, batch, key=label_key)
-            # An adapting update is told the loss of all its micro-batches.
+            # An adapting update evaluates the loss on all of its micro-batches.
             model = problem.statistics.adaptation(params, group) if adapts else {}
             updates, state = tx.update(grads, state, params, factors=statistics, **model)
         else:
@@ -91,7 +91,7 @@ def make_epoch(
         return (optax.apply_updates(params, updates), state), (loss, gradient_norm(grads))
 
     def update(carry: Any, rows: Row, train: Digits) -> Any:
-        """All micro-steps of one update, whose examples are known to each of them."""
+        """All micro-steps of one update; each of them sees the examples of the whole update."""
         batches, _ = jax.vmap(lambda row: batch_of(row, train))(rows)
         group = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)
         return jax.lax.scan(lambda carry, row: micro_step(carry, row, train, group), carry, rows)
@@ -100,16 +100,16 @@ def make_epoch(
         params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
     ) -> tuple[PyTree, PyTree, Float[Array, "2 updates"]]:
         if adapts:
-            (params, state), found = jax.lax.scan(
+            (params, state), measured = jax.lax.scan(
                 lambda carry, row: update(carry, row, train), (params, state), (rows, numbers)
             )
-            means = [x.mean(axis=1) for x in found]
+            means = [x.mean(axis=1) for x in measured]
             return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
         flat = (rows.reshape(-1, rows.shape[-1]), numbers.reshape(-1))
-        (params, state), found = jax.lax.scan(
+        (params, state), measured = jax.lax.scan(
             lambda carry, row: micro_step(carry, row, train), (params, state), flat
         )
-        means = [x.reshape(numbers.shape).mean(axis=1) for x in found]
+        means = [x.reshape(numbers.shape).mean(axis=1) for x in measured]
         return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
 
     return epoch
@@ -118,7 +118,7 @@ def make_epoch(
 def epoch_rows(
     experiment: Experiment, problem: DigitsProblem, first: int, limit: int
 ) -> tuple[Int[np.ndarray, "updates micro batch"], Int[np.ndarray, "updates micro"]]:
-    """The examples of the updates from ``first`` to the end of its epoch, or to ``limit``."""
+    """Example indices of the updates from ``first`` to the end of its epoch, or to ``limit``."""
     per_epoch, micro = (
         updates_per_epoch(experiment, problem),
         experiment.gradient_accumulation_steps,
@@ -136,7 +136,7 @@ def epoch_rows(
 
 
 def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[Array, Array]]:
-    """``evaluate(params, data) -> (mean loss, accuracy)``, compiled."""
+    """Return the compiled ``evaluate(params, data) -> (mean loss, accuracy)``."""
 
     @jax.jit
     def evaluate(params: PyTree, data: Digits) -> tuple[Array, Array]:
@@ -148,7 +148,7 @@ def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[
 
 
 def gradient_norm(grads: PyTree) -> Float[Array, ""]:
-    """Euclidean, over all parameters; in float32 at the least."""
+    """Euclidean norm over all parameters, in float32 or wider."""
     squares = [
         jnp.sum(jnp.square(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))))
         for leaf in jax.tree.leaves(grads)
@@ -158,12 +158,12 @@ def gradient_norm(grads: PyTree) -> Float[Array, ""]:
 
 
 def finite_or_none(values: Sequence[float]) -> list[float | None]:
-    """The same with what JSON does not know as ``None``: a batch that was skipped had it."""
+    """Replace non-finite values by ``None``, since JSON has no NaN; skipped batches have them."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
-    """Micro-batches and updates that were left out because something was not finite."""
+    """Number of micro-batches and updates that were skipped because something was not finite."""
     leaves = jax.tree_util.tree_leaves_with_path(optimizer_state)
     counts = [leaf for path, leaf in leaves if getattr(path[-1], "name", "") == "skipped"]
     return sum(counts, start=jnp.zeros((), jnp.int32))
@@ -172,9 +172,9 @@ def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
 def compile_epoch(
     epoch: Callable[..., Any], *arguments: Any, devices: RunDevices = ONE_DEVICE
 ) -> Any:
-    """The program of an epoch; parameters and optimizer state are donated to it."""
+    """Compile an epoch that donates parameters and optimizer state."""
     options = devices.of_program(*arguments[:2])
-    # A trace that is broken off can take the process down when it ends.
+    # Interrupting a trace can crash the process when it exits.
     with interrupts_deferred("compiling"), phase("compiling"):
         lowered = jax.jit(epoch, donate_argnums=(0, 1), **options).lower(*arguments)
         return devices.processes.compiled(lowered)
@@ -190,10 +190,10 @@ def train(
     each_epoch: Callable[[TrainState], None],
     devices: RunDevices = ONE_DEVICE,
 ) -> TrainState:
-    """Run from ``state``, whose arrays are donated, to the end of the experiment.
+    """Train from ``state``, whose arrays are donated, to the end of the experiment.
 
-    ``each_epoch`` sees the state after every epoch, which is whole until it returns. A Ctrl-C
-    waits until then, because an epoch that is broken off leaves no state.
+    ``each_epoch`` receives the state after every epoch; the state stays valid until it returns.
+    Ctrl-C waits until then, because an interrupted epoch leaves no state.
 
     Raises:
         NonFiniteLossError: naming the first step whose loss was not finite, if the loss
@@ -203,11 +203,11 @@ def train(
     epoch = make_epoch(experiment, problem, tx, factors=name == "kfac")
     evaluate, compiled = make_evaluation(problem), {}
     rate = learning_rate(name, experiment, total)
-    chosen = name == "kfac" and experiment.kfac.quadratic  # at each update, by no schedule
+    chosen = name == "kfac" and experiment.kfac.quadratic  # the rate is chosen at each update
 
     def rows_from(step: int) -> tuple[Array, Array]:
         rows, numbers = epoch_rows(experiment, problem, step, total)
-        return devices.put_rows(rows), devices.whole(jnp.asarray(numbers))
+        return devices.put_rows(rows), devices.replicated(jnp.asarray(numbers))
 
     ahead = rows_from(state.step)
     while state.step < total:
@@ -220,17 +220,17 @@ def train(
                 spent = records.compile_seconds + time.perf_counter() - started
                 records = records._replace(compile_seconds=spent)
             started = time.perf_counter()
-            params, optimizer, found = compiled[updates](*arguments)
+            params, optimizer, measured = compiled[updates](*arguments)
             step = state.step + updates
             if step < total:
-                ahead = rows_from(step)  # while this epoch runs
-            jax.block_until_ready(found)
+                ahead = rows_from(step)  # prepare the next rows while this epoch runs
+            jax.block_until_ready(measured)
             seconds = time.perf_counter() - started
             settled = devices.processes.settled
             evaluated = [settled(evaluate(params, x)) for x in problem.data]
             rates = [] if chosen else rate(jnp.arange(state.step, step))
             (losses, norms), rates, evaluated, skipped = jax.device_get(
-                (found, rates, evaluated, skipped_updates(optimizer))
+                (measured, rates, evaluated, skipped_updates(optimizer))
             )
             (train_loss, train_accuracy), validation, (test_loss, test_accuracy) = (
                 tuple(map(float, x)) for x in evaluated
@@ -239,7 +239,7 @@ def train(
                 message = _explain(name, state.step, losses, int(skipped), experiment)
                 raise NonFiniteLossError(message)
             before = records.epochs[-1].seconds if records.epochs else 0.0
-            measured = EpochRecord(
+            epoch_record = EpochRecord(
                 step=step,
                 examples=step * experiment.examples_per_update,
                 seconds=before + seconds,
@@ -252,7 +252,7 @@ def train(
             )
             records = records._replace(
                 losses=[*records.losses, *(float(x) for x in losses)],
-                epochs=[*records.epochs, measured],
+                epochs=[*records.epochs, epoch_record],
                 skipped=int(skipped),
                 gradient_norms=[*records.gradient_norms, *finite_or_none(norms.tolist())],
                 learning_rates=[*records.learning_rates, *map(float, rates)],

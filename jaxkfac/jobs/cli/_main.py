@@ -1,4 +1,4 @@
-"""Commands: parse, call, and turn errors into one line that says what to do."""
+"""The entry point: parse a command, call it, and turn errors into one line with a remedy."""
 
 import contextlib
 import difflib
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 from jaxkfac import __version__
 
-# ---------------- the commands by name; what they accept and do is imported when one is called
+# ---------------- the commands; their modules are imported only when called
 
 
 class Command(NamedTuple):
     """A command.
 
     Attributes:
-        name: As it is called.
-        summary: Its line in the help; the first line of what it accepts, too.
-        arguments: ``"module:class"`` of what it accepts.
-        run: ``"module:function"`` that takes them.
-        default: ``"module:function"`` of the words of the command line: what the arguments are
-            where the words do not say it; ``None``: as their class has them.
-        compiles: Whether the programs that it compiles are kept for the next time.
+        name: Name on the command line.
+        summary: Its line in the help, equal to the first line of its arguments' docstring.
+        arguments: ``"module:class"`` of its arguments.
+        run: ``"module:function"`` that runs it.
+        default: ``"module:function"`` from the words of the command line to the default arguments;
+            ``None`` takes the defaults of the class.
+        compiles: Whether to keep its compiled programs for the next time.
     """
 
     name: str
@@ -93,18 +93,17 @@ COMMANDS = (
 
 
 def imported(where: str) -> Any:
-    """The object at ``"module:name"``."""
+    """Import the object at ``"module:name"``."""
     module, name = where.split(":")
     return getattr(importlib.import_module(module), name)
 
 
-# ----------------
+# ---------------- parsing and errors
 
 
 _EXTRA_OF = {
     "tyro": "cli",
     "rich": "cli",
-    "orbax": "cli",
     "matplotlib": "cli",
     "grain": "data",
     "pyarrow": "data",
@@ -135,35 +134,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Words after the program's name; by default those of this process.
+        argv: Words after the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0, 2 for an error that was explained, 3 where memory ran out, and 128 plus
-        the signal's number where one stopped it: 130 after Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+        The exit code: 0, 2 for an explained error, 3 for exhausted memory, and 128 plus the
+        signal's number after a signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
-    # Read when JAX first calls LAPACK. With more threads the last bits of a decomposition
-    # depend on the machine, and small ones were up to 20 times slower on two busy cores.
+    # OpenBLAS reads this when JAX first calls LAPACK. With more threads the last bits of a
+    # decomposition depend on the machine, and small ones were up to 20 times slower on two busy
+    # cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words in (["--version"], ["-V"]):
+    argv_words = list(sys.argv[1:] if argv is None else argv)
+    if argv_words in (["--version"], ["-V"]):
         print(f"jaxkfac {__version__}")
         return 0
-    if not words or words in (["--help"], ["-h"]):
+    if not argv_words or argv_words in (["--help"], ["-h"]):
         print(_help(), end="")
         return 0
-    known = {command.name: command for command in COMMANDS}
-    if words[0] not in known:
-        near = difflib.get_close_matches(words[0], known, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        return _fail(f"there is no command {words[0]!r}: {meant}jaxkfac --help shows all of them")
+    commands = {command.name: command for command in COMMANDS}
+    if argv_words[0] not in commands:
+        near = difflib.get_close_matches(argv_words[0], commands, n=1)
+        suggestion = f"did you mean {near[0]}? " if near else ""
+        return _fail(
+            f"there is no command {argv_words[0]!r}: {suggestion}jaxkfac --help shows all of them"
+        )
     from jaxkfac.jobs.cli._interrupts import stopping_signals
 
     try:
         with stopping_signals():
-            return _dispatch(known[words[0]], words)
+            return _dispatch(commands[argv_words[0]], argv_words)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").split(".")[0])
-        if "--debug" in words:
+        if "--debug" in argv_words:
             raise
         if "pip install" in str(error):
             return _fail(str(error))
@@ -172,12 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
 
 
-def _dispatch(command: Command, words: list[str]) -> int:
+def _dispatch(command: Command, argv_words: list[str]) -> int:
     arguments: Any = None
-    by_program = "jax" in sys.modules  # whose settings are its own
+    by_program = "jax" in sys.modules  # called from a program, whose settings stay
     try:
         with contextlib.nullcontext() if by_program else _imports():
-            arguments = _parse(command, words[1:])  # those of a plan import JAX
+            arguments = _parse(command, argv_words[1:])  # parsing a plan's arguments imports JAX
         if by_program:
             imported(command.run)(arguments)
         else:
@@ -188,41 +190,41 @@ def _dispatch(command: Command, words: list[str]) -> int:
         if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.jobs.cli._interrupts import say_interrupted
 
-            say_interrupted(words, error)
+            say_interrupted(argv_words, error)
         return 128 + signal_of(error)
     except Exception as error:
-        if "--debug" in words or isinstance(error, ModuleNotFoundError):
+        if "--debug" in argv_words or isinstance(error, ModuleNotFoundError):
             raise
         from jaxkfac._errors import JaxkfacError
         from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
 
-        # That nothing fits is what a plan has found, not what has happened to it.
-        found = isinstance(error, MemoryBudgetError) and command.name == "plan"
-        if is_out_of_memory(error) and not found:
+        # For a plan, "nothing fits" is its result, not a failure of the command.
+        is_plan_result = isinstance(error, MemoryBudgetError) and command.name == "plan"
+        if is_out_of_memory(error) and not is_plan_result:
             from jaxkfac.jobs.cli._out_of_memory import answer
 
             return answer(error, arguments)
         if isinstance(error, JaxkfacError | ValueError | OSError):
-            return _fail(_words_of(error))
+            return _fail(_message_of(error))
         raise
     return 0
 
 
-def _parse(command: Command, words: list[str]) -> Any:
+def _parse(command: Command, argv_words: list[str]) -> Any:
     import tyro
 
-    default = {} if command.default is None else {"default": imported(command.default)(words)}
+    default = {} if command.default is None else {"default": imported(command.default)(argv_words)}
     return tyro.cli(
         imported(command.arguments),
         prog=f"jaxkfac {command.name}",
-        args=words,
+        args=argv_words,
         config=(tyro.conf.FlagCreatePairsOff,),
         **default,
     )
 
 
 def _run(command: Command, arguments: Any) -> None:
-    if "jax" not in sys.modules:  # a second or more, in which nothing else would be seen
+    if "jax" not in sys.modules:  # the import takes a second or more
         print(f"jaxkfac {command.name}: importing JAX", file=sys.stderr, flush=True)
     from jaxkfac.jobs.cli._interrupts import nothing_begun
 
@@ -239,9 +241,9 @@ def _run(command: Command, arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Modules live as long as the process does: no collection looks through them, then or later.
+    """Import without garbage collection, and exclude the modules from later collections.
 
-    They took 13 % of the processor time of a plan.
+    Modules live as long as the process. Collecting them took 13 % of a plan's processor time.
     """
     gc.disable()
     try:
@@ -258,12 +260,12 @@ def _help() -> str:
     return f"usage: jaxkfac COMMAND [OPTIONS]\n\n{_DESCRIPTION}\n{listed}\n\n{_EPILOGUE}"
 
 
-def _words_of(error: Exception) -> str:
-    """What an error says in one line."""
+def _message_of(error: Exception) -> str:
+    """The message of an error in one line."""
     if not isinstance(error, OSError) or not error.strerror or error.filename:
         return str(error)
     if error.strerror != os.strerror(error.errno or 0):
-        return error.strerror  # put into words by this library: no number before them
+        return error.strerror  # an explanation by this library, without the number
     from jaxkfac.jobs.cli._progress import phases_of
 
     doing = phases_of(error)

@@ -1,4 +1,4 @@
-"""What the commands accept. Nothing heavy is imported here, so that help is quick."""
+"""Options of `train`, `analyze` and `adapter`. Imports nothing slow, for quick help."""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-# ---------------- options of the optimizers. Nothing heavy is imported here, so that help is quick
+# ---------------- options of the optimizers
 
 
 Fisher = Literal["empirical", "mc"]
@@ -16,52 +16,54 @@ _LABELS: dict[Fisher, str] = {"mc": "labels sampled from the model", "empirical"
 
 
 def labels_sentence(fisher: Fisher) -> str:
-    """Which labels K-FAC's factors are of, as the reports say it."""
+    """The sentence of a report that says which labels K-FAC's factors use."""
     return f"K-FAC's factors use {_LABELS[fisher]}."
 
 
 @dataclasses.dataclass(frozen=True)
 class KfacOptions:
-    """What `jaxkfac.kfac` takes, with a learning rate."""
+    """Options of `jaxkfac.kfac`, and a learning rate."""
 
     learning_rate: float
-    """Largest learning rate."""
+    """Peak learning rate."""
     damping: float = 0.1
-    """In units of the squared gradient."""
+    """Damping, in units of the squared gradient."""
     damping_mode: DampingMode = "exact"
-    """Added to each product of eigenvalues, or its root to both factors; pi balances them."""
+    """exact adds the damping to each product of eigenvalues; factored adds its square root to both
+    factors; pi also balances the two."""
     decay: float = 0.95
-    """Of the running average of the factors, per update."""
+    """Decay of the running average of the factors, per update."""
     refresh_every: int = 10
     """Updates between two eigendecompositions."""
     momentum: float = 0.9
-    """Of the preconditioned gradient."""
+    """Momentum of the preconditioned gradient."""
     norm_constraint: float | None = 1e-2
     """Bound on a step's squared length in the Fisher metric, before momentum."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_condition: float = 1e6
-    """Eigenvalues below the largest divided by this are raised to it."""
+    """Condition number to clip at: smaller eigenvalues are raised to the largest divided by
+    this."""
 
     def arguments(self) -> dict[str, Any]:
-        """For `jaxkfac.kfac`, whose learning rate is a schedule."""
+        """Keyword arguments for `jaxkfac.kfac`, without the learning rate, which is a schedule."""
         names = {field.name for field in dataclasses.fields(KfacOptions)} - {"learning_rate"}
         return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamwOptions:
-    """What `optax.adamw` takes."""
+    """Options of `optax.adamw`."""
 
     learning_rate: float
-    """Largest learning rate."""
+    """Peak learning rate."""
     b2: float
     """Decay of the average of squared gradients."""
     weight_decay: float
     """Decoupled weight decay."""
 
 
-# ----------------
+# ---------------- the commands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ModelOptions:
     """The vision transformer (16 patches of 2 x 2 pixels)."""
 
     width: int = 64
-    """Size of the stream; a multiple of the number of heads."""
+    """Width of the residual stream; a multiple of the number of heads."""
     depth: int = 2
     """Number of scanned, rematted blocks."""
     num_heads: int = 4
@@ -82,26 +84,26 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DigitsKfacOptions(KfacOptions):
-    """K-FAC, whose factors are of labels sampled from the model (--fisher). The learning rate
-    warms up, then falls along a cosine to zero.
+    """K-FAC with factors of labels sampled from the model (--fisher). The learning rate warms up,
+    then falls along a cosine to zero.
     """
 
     warmup: float = 0.1
-    """Part of the updates in which the learning rate rises."""
+    """Fraction of the updates in which the learning rate rises."""
     quadratic: bool = False
-    """Learning rate and momentum are chosen by the quadratic model of the loss, at each update;
-    the numbers given for them, and the norm constraint, do not count. The weight decay is of the
-    loss then, and no longer times the learning rate: give a small one."""
+    """Choose learning rate and momentum at each update by the quadratic model of the loss. This
+    ignores the options learning-rate, momentum and norm-constraint. The weight decay becomes part
+    of the loss and is not multiplied by the learning rate: give a small one."""
     adapt_damping: bool = False
-    """The damping rises and falls with how well that model predicts the loss."""
+    """Raise and lower the damping by how well the quadratic model predicts the loss."""
 
     @property
     def adapts(self) -> bool:
-        """Whether an update needs the loss of its examples, and the loss's curvature."""
+        """Whether an update needs the loss of its examples and the curvature of that loss."""
         return self.quadratic or self.adapt_damping
 
     def arguments(self) -> dict[str, Any]:
-        """For `jaxkfac.kfac`, without a learning rate that is a schedule."""
+        """Keyword arguments for `jaxkfac.kfac`, without a learning rate that is a schedule."""
         from jaxkfac.optim import LevenbergMarquardt
 
         arguments = super().arguments()
@@ -115,34 +117,34 @@ class DigitsKfacOptions(KfacOptions):
 
 @dataclasses.dataclass(frozen=True)
 class DigitsAdamwOptions(AdamwOptions):
-    """AdamW, the comparison, with the same shape of schedule."""
+    """AdamW, for comparison, with the same shape of schedule."""
 
     warmup: float = 0.1
-    """Part of the updates in which the learning rate rises."""
+    """Fraction of the updates in which the learning rate rises."""
     clip_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
+    """Norm to clip at: longer gradients are scaled down to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything that decides the result of a run; stored in its checkpoints."""
+    """Every option that decides the result of a run; stored in its checkpoints."""
 
     seed: int = 0
-    """Of the initial parameters, the order, the shifts and the sampled labels."""
+    """Seed for the initial parameters, data order, shifts and sampled labels."""
     split_seed: int = 0
-    """Of the split into training, validation and test images, which is the same for every seed."""
+    """Seed for the split into training, validation and test images; independent of --seed."""
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
-    """Parameter updates, instead of whole epochs."""
+    """Number of parameter updates, instead of whole epochs."""
     batch_size: int = 32
     """Examples per micro-batch."""
     gradient_accumulation_steps: int = 2
     """Micro-batches per update; gradients and factor statistics are pooled."""
     max_shift: int = 1
-    """Each training image is moved by up to this many pixels both ways."""
+    """Largest shift of a training image, in pixels in each direction."""
     fisher: Fisher = "mc"
-    """Labels of the factors: sampled from the model, or the given ones."""
+    """Labels of the factors: mc samples them from the model, empirical takes those of the data."""
     model: ModelOptions = ModelOptions()
     kfac: DigitsKfacOptions = DigitsKfacOptions(
         learning_rate=5e-4,
@@ -162,25 +164,13 @@ class Experiment:
         for name in ("seed", "split_seed", "max_shift"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        for part in (self.kfac, self.adamw):
-            if not 0 <= part.warmup < 1:
-                raise ValueError(f"warmup must lie in [0, 1), not {part.warmup}")
+        for optimizer in (self.kfac, self.adamw):
+            if not 0 <= optimizer.warmup < 1:
+                raise ValueError(f"warmup must lie in [0, 1), not {optimizer.warmup}")
 
     @property
     def examples_per_update(self) -> int:
         return self.batch_size * self.gradient_accumulation_steps
-
-
-def older(config: dict[str, Any]) -> dict[str, Any]:
-    """Options that checkpoints of earlier versions are without, as those versions had them.
-
-    Args:
-        config: The options of a checkpoint.
-    """
-    return {
-        "split_seed": config.get("seed", 0),
-        "kfac": {"quadratic": False, "adapt_damping": False},
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +179,13 @@ class TrainArguments:
 
     Both optimizers see the same examples in the same order. The output folder receives
     report.html (curves, spectra, coverage), metrics.json and a checkpoint of each run.
-    Ctrl-C ends the epoch under way and keeps it; --resume continues as if nothing had happened.
-    A second Ctrl-C stops at once, and the last checkpoint counts.
+    Ctrl-C finishes the current epoch and saves it; --resume then gives the same result as an
+    uninterrupted run. A second Ctrl-C stops at once and keeps the last checkpoint.
 
-    Both are timed to 3 % error on the validation images. Choose settings by these, too, and not
-    by the test images.
+    The report compares the time to 3 % error on the validation images. Choose settings by the
+    validation images, not by the test images.
 
-    For example, K-FAC alone with more damping, and K-FAC that adapts itself, over three seeds:
+    Examples: K-FAC alone with more damping, and adaptive K-FAC over three seeds:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
     `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1
     --kfac.weight-decay 1e-3 --seeds 3`
@@ -205,28 +195,29 @@ class TrainArguments:
     preset: Literal["digits"] = "digits"
     """Data and model: handwritten digits, a small vision transformer."""
     optimizer: Literal["kfac", "adamw", "both"] = "both"
-    """What to train with."""
+    """Optimizer to train with; both trains once with each."""
     output: Path = Path("runs/digits")
     """Folder for checkpoints, metrics.json and report.html."""
     resume: bool = False
     """Continue from the checkpoints in the output folder."""
     overwrite: bool = False
-    """Start over although the output folder holds checkpoints; they are removed."""
+    """Replace the checkpoints in the output folder by a new run."""
     checkpoint_every: int = 10
-    """Epochs between two checkpoints; the last epoch is always kept."""
+    """Epochs between two checkpoints; the last epoch always gets one."""
     seeds: int = 1
-    """Runs, from --seed on, each in a folder of its own below the output folder."""
+    """Number of runs, with seeds from --seed on, each in its own subfolder of the output folder."""
     devices: str = "1"
-    """How many devices, or all. A run may go on with others than it was begun with."""
+    """Number of devices, or all. --resume may use another number."""
     mesh: str | None = None
-    """data=4,model=2: rows of a batch over four, matrices over two; by default all for data."""
+    """Device mesh, such as data=4,model=2: splits a batch over four, matrices over two; by default
+    all devices split the batch."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, in every process of one run; auto asks SLURM, Open MPI or the TPU
-    pod. All of them see the output folder; process 0 writes to it."""
+    """HOST:PORT of process 0, for a run in several processes; auto asks SLURM, Open MPI or the TPU
+    pod. Every process must see the output folder; process 0 writes to it."""
     processes: int | None = None
-    """With --coordinator: how many processes."""
+    """With --coordinator: number of processes."""
     process: int | None = None
-    """With --coordinator: which of them this is, from 0."""
+    """With --coordinator: number of this process, from 0."""
     json: bool = False
     """Print the summary as JSON instead of a table."""
     debug: bool = False
@@ -235,37 +226,38 @@ class TrainArguments:
 
 @dataclasses.dataclass(frozen=True)
 class ModelAnalysis:
-    """How a pretrained model is analyzed: everything that decides the result."""
+    """Options of the analysis of a pretrained model that decide its result."""
 
     data: str | None = None
-    """Texts: a file or folder as `jaxkfac finetune` takes it; by default WordNet's glosses, which
-    are embedded."""
+    """Texts: a file or folder as `jaxkfac finetune` takes it; by default the embedded glosses of
+    WordNet."""
     texts: int = 64
-    """How many of them: the first."""
+    """Number of texts; the first ones are used."""
     max_length: int = 128
-    """Tokens of a text, or of a source; the end of a longer one is cut."""
+    """Longest text, or source of a pair, in tokens; longer ones are cut at the end."""
     max_target_length: int = 128
-    """Of pairs: tokens of a target, likewise."""
+    """Longest target of a pair, in tokens; longer ones are cut at the end."""
     batch_size: int = 8
-    """Texts of a backward pass."""
+    """Texts per backward pass."""
     fisher: Fisher = "empirical"
-    """Labels of the factors: the given ones, or sampled from the model."""
+    """Labels of the factors: empirical takes those of the data, mc samples them from the model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the model: bfloat16 on accelerators, float32 on a CPU."""
+    """Dtype of the model; auto is bfloat16 on accelerators and float32 on a CPU."""
     max_dense: int = 16384
-    """A larger side of a layer is kept as a diagonal."""
+    """Largest side of a layer with a full factor; a larger side has a diagonal."""
     decompose: str = ".*"
-    """Full-match pattern of what is decomposed: a layer, or "layer[3]", its fourth block."""
+    """Full-match pattern of the layers to decompose; "layer[3]" is a layer's fourth block."""
     decompose_dtype: Literal["float64", "float32"] = "float64"
-    """In which matrices are decomposed."""
+    """Dtype of the eigendecompositions."""
     lanczos: int = 3
-    """Largest eigenvalues of the exact Fisher, by Lanczos; 0 leaves them out."""
+    """Number of eigenvalues of the exact Fisher to compute by Lanczos, the largest; 0 skips it."""
     lanczos_steps: int = 8
-    """Products with the exact Fisher, and vectors as large as the model that are kept on disk."""
+    """Steps of Lanczos: products with the exact Fisher, each with a vector as large as the model on
+    disk."""
     lanczos_texts: int | None = None
-    """Texts of the exact Fisher: the first, of one batch; by default 4, or a smaller batch."""
+    """Texts for the exact Fisher, from the first batch; by default 4, or a smaller batch."""
     seed: int = 0
-    """Of sampled labels, and of the first vector of Lanczos."""
+    """Seed for sampled labels and for the first vector of Lanczos."""
 
     def __post_init__(self) -> None:
         for name in ("texts", "batch_size", "max_dense", "lanczos_steps", "lanczos_texts"):
@@ -290,7 +282,7 @@ class ModelAnalysis:
 
     @property
     def exact_texts(self) -> int:
-        """Texts of the exact Fisher, if there are as many."""
+        """Texts for the exact Fisher, if there are that many."""
         return min(self.batch_size, 4) if self.lanczos_texts is None else self.lanczos_texts
 
 
@@ -300,59 +292,60 @@ class AnalyzeArguments:
 
     For each layer's A (inputs) and G (output gradients): the largest eigenvalue, the
     condition number before and after clipping, and the entropy rank, exp(entropy) of the
-    normalised eigenvalues. For each layer and the whole model: how many directions their
-    curvature has, by several measures, each explained in `jaxkfac.curvature.CapacityRecord`.
+    normalised eigenvalues. For each layer and the whole model: the number of directions that have
+    curvature, by several measures; `jaxkfac.curvature.CapacityRecord` explains each.
 
-    Of a pretrained model (a folder, a .gguf file or smollm2) the factors are gathered over texts,
-    in as many backward passes as --device-bytes asks for, and decomposed in main memory, one
-    matrix at a time. What it needs is printed before anything is loaded. The output folder
-    receives report.html, metrics.json, and what is done already: --resume goes on after Ctrl-C
-    or a crash, and ends with the same bits.
+    For a pretrained model (a folder, a .gguf file or smollm2) the factors are collected over texts,
+    in as many backward passes as --device-bytes requires, and decomposed in main memory, one
+    matrix at a time. The command prints the memory it needs before it loads anything. The output
+    folder receives report.html, metrics.json and intermediate results: --resume continues after
+    Ctrl-C or a crash and ends with the same bits.
 
-    For example, the small default model in six gigabytes, and a folder against another one:
+    Examples: the small default model in six gigabytes, and one folder compared with another:
     `jaxkfac analyze smollm2 --device-bytes 6GB`
     `jaxkfac analyze models/tuned --compare models/base --data texts.jsonl`
-    Of a checkpoint of `jaxkfac train`, what has changed since update 660, with intervals:
+    A checkpoint of `jaxkfac train`: what has changed since update 660, with intervals:
     `jaxkfac analyze runs/digits --compare runs/digits/kfac/660 --batches 6 --report capacity.html`
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """A pretrained model's folder, a .gguf file or smollm2; or a checkpoint of `jaxkfac train`, a
-    folder of them (the newest counts), or a run's output folder."""
+    """Folder of a pretrained model, a .gguf file or smollm2; or a checkpoint of `jaxkfac train`, a
+    folder of checkpoints (the newest counts), or the output folder of a run."""
     model: Annotated[ModelAnalysis, tyro.conf.arg(name="")] = ModelAnalysis()
     max_condition: float | None = None
-    """Clip at this condition number; by default 1e6, or the one the run was trained with."""
+    """Condition number to clip at; by default 1e6, or the one that the run was trained with."""
     num_examples: float | None = None
-    """N, times which the mean loss's curvature counts; by default the training examples, or the
-    tokens in the loss."""
+    """Number of training examples N; the curvature of the mean loss is multiplied by it. By default
+    the number of training examples, or of tokens in the loss."""
     damping: float = 1.0
-    """Added to N times the curvature: N times the damping of a training compares with it."""
+    """Added to N times the curvature; corresponds to N times the damping of a training run."""
     compare: Path | None = None
-    """Another checkpoint or model: show what has changed from it to this one."""
+    """Checkpoint or model to compare with; shows what has changed from it to this one."""
     batches: int | None = None
-    """Of a checkpoint: cut the held-out examples into so many batches; show 95 % intervals."""
+    """For a checkpoint: split the held-out examples into this many batches; show 95 % intervals."""
     plan: bool = False
-    """Of a model: print what the analysis needs, from shapes, and stop."""
+    """For a model: print the memory the analysis needs, computed from shapes, and stop."""
     device_bytes: str | None = None
-    """Of a model: what the device can hand out, such as 6GB; on a CPU what the whole process may
-    use of main memory. By default what is free, less a margin."""
+    """For a model: bytes of device memory, such as 6GB; on a CPU the main memory that the whole
+    process may use. By default what is free, less a margin."""
     output: Path = Path("runs/analysis")
-    """Of a model: folder for everything that is written."""
+    """For a model: folder for all results."""
     resume: bool = False
-    """Of a model: go on with what the output folder holds."""
+    """For a model: continue the analysis in the output folder."""
     overwrite: bool = False
-    """Of a model: replace the analysis in the output folder."""
+    """For a model: replace the analysis in the output folder."""
     strict: bool = False
-    """Of a model: stop at the first bad row of the texts, instead of leaving it out."""
+    """For a model: stop at the first bad row of the texts instead of skipping it."""
     checkpoint_every: int = 8
-    """Of a model: batches of a pass between two savings of its sums."""
+    """For a model: batches between two saves of a pass."""
     keep_factors: bool = False
-    """Of a model: leave the factors in the output folder; by default they go once decomposed."""
+    """For a model: keep the factors in the output folder; by default they are deleted once
+    decomposed."""
     figures: Path | None = None
-    """Write spectra.svg, ranks.svg (over depth) and conditions.svg to this folder."""
+    """Folder for spectra.svg, ranks.svg (over depth) and conditions.svg."""
     report: Path | None = None
-    """Write all tables and figures to this HTML file; of a model report.html of the output folder
-    by default."""
+    """HTML file for all tables and figures; for a model, report.html in the output folder by
+    default."""
     json: bool = False
     """Print every eigenvalue and every metric as JSON instead of tables."""
     debug: bool = False
@@ -360,7 +353,7 @@ class AnalyzeArguments:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it is a pretrained model that is analyzed, and no checkpoint of a run."""
+        """Whether the analysis is of a pretrained model, not of a checkpoint of a run."""
         path = self.checkpoint
         if not path.exists():
             return str(path) in ("smollm2", "t5-bytes", "flan-t5-xl")
@@ -373,14 +366,14 @@ class AnalyzeArguments:
 class AdapterArguments:
     """Look at LS-LoRA adapters on disk.
 
-    `jaxkfac adapter inspect FOLDER` shows their settings and the coefficients of every layer;
-    no model is needed.
+    `jaxkfac adapter inspect FOLDER` shows an adapter's settings and the coefficients of every
+    layer. It needs no model.
     """
 
     action: tyro.conf.Positional[Literal["inspect"]]
-    """What to do: inspect."""
+    """Action: inspect."""
     folder: tyro.conf.Positional[Path]
-    """Folder of the adapters."""
+    """Folder of the adapter."""
     name: str = "default"
     """Name of the adapter."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""What a command needs, and the answer when memory ran out: where, how much, what would fit."""
+"""The memory that a command needs, and the explanation when memory runs out."""
 
 import dataclasses
 import functools
@@ -19,8 +19,7 @@ from jaxkfac.jobs.cli._progress import phases_of
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning import IN_TURN, plan_memory
 
-# ---------------- the smallest change of a command's options by which a run fits, as words to add
-# to it
+# ---------------- the smallest change of options by which a run fits
 
 
 Arguments = Any
@@ -38,23 +37,23 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of the rows."""
+        """Sum of the rows."""
         return sum(self.rows.values())
 
     @property
     def largest(self) -> str:
-        """The largest row, with its bytes."""
+        """Name and bytes of the largest row."""
         row = max(self.rows, key=self.rows.__getitem__)
         return f"{row}, {bytes_text(self.rows[row])}"
 
 
 class RunShapes(NamedTuple):
-    """What a run can be planned from, once its own arrays are gone.
+    """What is needed to plan a run without its arrays.
 
     Attributes:
-        need: ``need(arguments)``: the bytes of a run, from shapes alone.
-        changes: From the cheapest to the dearest; each gives the changed arguments, or ``None``
-            where there is nothing to change.
+        need: ``need(arguments)`` computes the bytes of a run from shapes.
+        changes: Functions from the cheapest to the most expensive change; each returns the changed
+            arguments, or ``None`` if it changes nothing.
     """
 
     need: Callable[[Arguments], Need]
@@ -62,52 +61,55 @@ class RunShapes(NamedTuple):
 
 
 def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
-    """What the plan says: the options by which the run fits ``room`` bytes, or why none do."""
+    """Explain by which options the run fits ``room`` bytes, or why none suffice."""
     now = shapes.need(arguments)
     stands = f"The plan counts {bytes_text(now.total)} for it ({now.largest})"
-    there = f"{bytes_text(room)} can be counted on without it"
+    available = f"{bytes_text(room)} can be counted on without it"
     if now.total <= room:
         return (
-            f"{stands}, and {there}: it should fit, so that something else holds memory, or the "
-            "largest free piece is too small"
+            f"{stands}, and {available}: it should fit, so that something else holds memory, or "
+            "the largest free piece is too small"
         )
-    found, least = _smallest(arguments, shapes, room)
-    if found is not None:
-        words = " ".join(flags(arguments, found))
-        return f"{stands}; {there}. By the plan it fits with\n  {words}"
+    fitting, least = _smallest(arguments, shapes, room)
+    if fitting is not None:
+        added_flags = " ".join(flags(arguments, fitting))
+        return f"{stands}; {available}. By the plan it fits with\n  {added_flags}"
     tried = f": with {' '.join(flags(arguments, least[1]))}" if least[1] is not arguments else ""
     return (
-        f"{stands}; {there}. No option of this command is enough{tried} it would still need "
+        f"{stands}; {available}. No option of this command is enough{tried} it would still need "
         f"{bytes_text(least[0].total)} ({least[0].largest}): take a smaller model or a larger "
         "device"
     )
 
 
 def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
-    """The words of the command line that turn one set of arguments into another."""
-    words = []
+    """The command-line words that turn one set of arguments into another."""
+    flag_words = []
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
             continue
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(new):
-            # tyro's flags of the experiment itself have no prefix.
-            words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
+            # tyro gives the experiment's own flags no prefix.
+            flag_words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
         elif isinstance(new, bool):
-            words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
+            flag_words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
         else:
-            words.append(f"--{prefix}{name} {new}")
-    return words
+            flag_words.append(f"--{prefix}{name} {new}")
+    return flag_words
 
 
 def accumulations(arguments: Arguments) -> Iterator[Arguments]:
-    """Smaller micro-batches, more of them an update, the examples of an update unchanged."""
+    """Smaller micro-batches and more of them per update, with the same examples per update."""
     experiment = arguments.experiment
     size, steps = experiment.batch_size, experiment.gradient_accumulation_steps
-    for parts in range(2, size + 1):
-        if size % parts == 0:
-            smaller = {"batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
+    for divisor in range(2, size + 1):
+        if size % divisor == 0:
+            smaller = {
+                "batch_size": size // divisor,
+                "gradient_accumulation_steps": steps * divisor,
+            }
             changed = dataclasses.replace(experiment, **smaller)
             yield dataclasses.replace(arguments, experiment=changed)
 
@@ -115,18 +117,18 @@ def accumulations(arguments: Arguments) -> Iterator[Arguments]:
 def _smallest(
     arguments: Arguments, shapes: RunShapes, room: int
 ) -> tuple[Arguments | None, tuple[Need, Arguments]]:
-    """The smallest set of changes that fits, or ``None``; and the least need that was seen."""
+    """The smallest set of changes that fits, or ``None``; and the least need of all tried."""
     least: tuple[Need, Arguments] | None = None
     for changed, accumulates in _sets(arguments, shapes.changes):
         options = list(accumulations(changed)) if accumulates else [changed]
-        if not options:  # a batch of one
+        if not options:  # a batch of one cannot be divided
             continue
         need = shapes.need(options[-1])
         if least is None or need.total < least[0].total:
             least = need, options[-1]
         if need.total > room:
             continue
-        low, high = 0, len(options) - 1  # the last fits
+        low, high = 0, len(options) - 1  # the last option fits
         while low < high:
             middle = (low + high) // 2
             if shapes.need(options[middle]).total <= room:
@@ -138,7 +140,7 @@ def _smallest(
 
 
 def _sets(arguments: Arguments, changes: Sequence[Change]) -> Iterator[tuple[Arguments, bool]]:
-    """Sets of changes, the small ones first; accumulation is the cheapest of all."""
+    """Sets of changes, small ones first; accumulation is the cheapest change."""
     for size in range(1, len(changes) + 2):
         for chosen in itertools.combinations([None, *changes], size):
             changed: Arguments | None = arguments
@@ -148,14 +150,13 @@ def _sets(arguments: Arguments, changes: Sequence[Change]) -> Iterator[tuple[Arg
                 yield changed, None in chosen
 
 
-# ---------------- the answer to a command that ran out of memory: where, how much, and what would
-# fit
+# ---------------- the explanation when memory ran out
 
 
 EXIT_CODE = 3
 
-# The rest is for fragments. On the CPU a program's temporaries can still be mapped while those of
-# the next are asked for: 1.94 GiB of them failed with 3.03 GiB free.
+# The remainder allows for fragmentation. On the CPU a program's temporaries can still be mapped
+# while those of the next are allocated: 1.94 GiB of them failed with 3.03 GiB free.
 _OF_A_DEVICE, _OF_MAIN_MEMORY = 0.9, 0.5
 
 GENERAL = (
@@ -165,14 +166,14 @@ GENERAL = (
 
 
 def answer(error: BaseException, arguments: Any) -> int:
-    """Explain on standard error; the exit code.
+    """Explain the error on standard error; return the exit code.
 
-    What happened is said first, and only then the run's arrays are let go and a plan is made,
-    from shapes: should that fail, the first half stands.
+    It first prints what happened. Only then it frees the run's arrays and plans from shapes, so
+    that the first half is printed even if planning fails.
 
     Args:
-        error: One for which ``jk.memory.is_out_of_memory`` is true.
-        arguments: What the command was called with; ``None`` before they were read.
+        error: An error for which ``jk.memory.is_out_of_memory`` is true.
+        arguments: Arguments of the command; ``None`` before they were parsed.
     """
     from jaxkfac.memory import TROUBLESHOOTING_PAGE, what_was_short
 
@@ -183,7 +184,7 @@ def answer(error: BaseException, arguments: Any) -> int:
     del error
     try:
         advice = _advice(arguments)
-    except Exception as reason:  # an answer without a plan is better than a second error
+    except Exception as reason:  # better no plan than a second error
         advice = f"It could not be planned ({type(reason).__name__}). {GENERAL}"
     _say(f"{advice}\nMore: {TROUBLESHOOTING_PAGE}; --debug shows where it happened.")
     return EXIT_CODE
@@ -208,7 +209,7 @@ def _advice(arguments: Any) -> str:
 
 
 def _let_go(error: BaseException) -> None:
-    """The arrays that the frames of an error, and of those it came from, still hold."""
+    """Free the arrays held by the frames of an error and of its causes."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -217,7 +218,7 @@ def _let_go(error: BaseException) -> None:
 
 
 def free_room() -> int:
-    """Bytes that a plan may count on: of the first device, or of main memory."""
+    """Bytes that a plan may use, on the first device or in main memory."""
     import jax
 
     from jaxkfac.memory import free_bytes, free_host_bytes
@@ -231,15 +232,15 @@ def free_room() -> int:
     return int(free * _OF_MAIN_MEMORY)
 
 
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-# ---------------- what a run of `jaxkfac train` needs, from shapes
+# ---------------- bytes of `jaxkfac train`, from shapes
 
 
 def train_shapes(arguments: TrainArguments) -> RunShapes:
-    """Bytes of the larger of the runs with each optimizer; nothing is allocated."""
+    """Bytes of a run with the more demanding optimizer; allocates nothing."""
 
     @functools.cache
     def need(arguments: TrainArguments) -> Need:
@@ -275,7 +276,7 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: DigitsProblem) ->
     rows = plan.now.at_once
     evaluation = _evaluation_bytes(problem)
     (turn,) = (row for row in rows if row in IN_TURN)
-    if evaluation > rows[turn]:  # never at the same time
+    if evaluation > rows[turn]:  # training and evaluation alternate, so only the larger counts
         del rows[turn]
         rows["evaluation on the whole training set"] = evaluation
     return Need(rows)

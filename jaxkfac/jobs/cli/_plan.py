@@ -1,4 +1,4 @@
-"""`jaxkfac plan`: what a known layout needs, and what to change so that it fits."""
+"""`jaxkfac plan`: the memory that a known layout needs, and options by which it fits."""
 
 import contextlib
 import dataclasses
@@ -19,65 +19,68 @@ _QUIET = 2.0  # seconds
 class PlanArguments:
     """Plan the memory of a training from shapes: nothing is allocated, no device is asked.
 
-    Rows for parameters, gradients, optimizer, activations, factors, bases and workspace; a
-    column for the training as it stands and one for each option; the smallest set of options that
-    fits, and its number of accumulation steps. Exit code 2 says that nothing fits.
+    The table has rows for parameters, gradients, optimizer, activations, factors, bases and
+    workspace, and a column for the training as it stands and for each option. Below it stands the
+    smallest set of options that fits, with its number of accumulation steps. Exit code 2 means that
+    nothing fits.
 
-    For example, full training of a 7B decoder with Adam, and curvature, on 80 GB:
+    Example: full training of a 7B decoder with Adam, and curvature, on 80 GB:
     `jaxkfac plan --preset llama-7b --device-bytes 80GB --batch 4 --tokens 2048`
     """
 
     device_bytes: str | float
-    """What the device's allocator can hand out: bytes, or 80GB, or 74.5GiB."""
+    """Bytes that the device's allocator can hand out: a number, or 80GB, or 74.5GiB."""
     preset: str = "llama-7b"
     """Layout: llama-7b, phi-3-mini, t5-xl or flan-t5-xl."""
     host_bytes: str | float | None = None
-    """Main memory for curvature, likewise; no limit by default."""
+    """Bytes of main memory for curvature, in the same forms; no limit by default."""
     headroom: float = 0.1
-    """Share of the device's bytes that stays free."""
+    """Fraction of the device's bytes to keep free."""
     donate: bool = True
-    """Whether a step writes over its parameters and its optimizer's state."""
+    """Whether a step donates its parameters and its optimizer state."""
     max_gradients: float | None = None
-    """Most that a step may cost, in gradients; no limit by default."""
+    """Largest cost of a step, in gradients; no limit by default."""
     batch: int = 1
     """Examples per step, or per micro-batch with --gradient-accumulation-steps."""
     tokens: int = 2048
-    """Of an example; of its source and of its target for an encoder-decoder."""
+    """Tokens per example; for an encoder-decoder per source and per target."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters."""
+    """Dtype of the parameters."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches a step, each of --batch examples."""
+    """Micro-batches per step, each of --batch examples."""
     accumulator_dtype: Literal["bfloat16", "float32"] | None = None
-    """Of the accumulated gradients and factors; by default as wide as they are added."""
+    """Dtype of the accumulated gradients and factors; by default the dtype in which they are
+    added."""
     accumulator_memory_kind: Literal["device", "pinned_host"] = "device"
-    """Memory that holds them between micro-batches."""
+    """Memory that holds the accumulators between micro-batches."""
     optimizer: Literal["none", "sgd", "adam", "kfac"] = "adam"
-    """Whose state is counted; sgd has momentum, kfac averages and decomposes on the device."""
+    """Optimizer whose state counts; sgd has momentum, kfac averages and decomposes on the
+    device."""
     curvature: Literal["precondition", "analyze", "none"] = "precondition"
     """Factors with eigenvectors on the device, with eigenvalues only, or no factors."""
     max_dense: int = 16384
-    """A larger side of a factor is kept as a diagonal."""
+    """Largest side of a layer with a full factor; a larger side has a diagonal."""
     max_factor_bytes: str | float | None = None
-    """Budget of factors on the device; by default what is left over."""
+    """Bytes of factors on the device; by default what is left over."""
     decay: float = 0.95
-    """Of averages on the host: near 1 they are in float64."""
+    """Decay of averages on the host; near 1 they are in float64."""
     adapter_rank: int = 8
-    """Of the adapters."""
+    """Rank of the adapters."""
     basis_rank: int = 512
-    """Eigenvectors of each factor with low_rank."""
+    """Eigenvectors of each factor with the option low_rank."""
     devices: int = 1
-    """That train together, each on such a batch: what they exchange is counted."""
+    """Number of devices that train together, each on such a batch; counts what they exchange."""
     fully_sharded: bool = False
-    """Whether parameters, optimizer and factors are divided over them; needs a compiler."""
+    """Whether parameters, optimizer and factors are sharded over the devices; needs a compiler."""
     options: tuple[OptionName, ...] = OPTION_NAMES
-    """Which may be used."""
+    """Options that the plan may use."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
-    """For which programs are; by default for an H100, whose compiler is asked if it is here."""
+    """Target of the compiled programs; by default an H100, if its compiler is installed."""
     compiled: Literal["chosen", "all", "none"] = "chosen"
-    """Sets whose temporaries the compiler is asked for: the training as it stands and the chosen
-    one, all, or none; without a compiler they are estimated."""
+    """Sets of options whose temporaries the compiler counts: the training as it stands and the
+    chosen set, all sets, or none; without a compiler they are estimated."""
     compiler_python: str | None = None
-    """An interpreter where that compiler is installed; by default this one."""
+    """Python interpreter where that compiler is installed; by default this one."""
     json: bool = False
     """Print bytes and words as JSON instead of the table."""
     debug: bool = False
@@ -104,8 +107,8 @@ def run_plan(arguments: PlanArguments) -> None:
         dtype=jnp.dtype(arguments.dtype),
     )
     compiler = arguments.compiler or "h100"
-    asked = arguments.compiler or arguments.compiler_python or is_installed(compiler)
-    asked = asked or arguments.fully_sharded  # which nothing but a compiler knows
+    asks_compiler = arguments.compiler or arguments.compiler_python or is_installed(compiler)
+    asks_compiler = asks_compiler or arguments.fully_sharded  # which nothing but a compiler knows
     with _progress() as told, _no_collection():
         plan = plan_memory(
             *training,
@@ -128,7 +131,7 @@ def run_plan(arguments: PlanArguments) -> None:
             fully_sharded=arguments.fully_sharded,
             options=arguments.options,
             compiler=compiler,
-            compiled=arguments.compiled if asked else "none",
+            compiled=arguments.compiled if asks_compiler else "none",
             compiler_python=arguments.compiler_python or sys.executable,
             progress=told,
             max_dense=arguments.max_dense,
@@ -139,7 +142,7 @@ def run_plan(arguments: PlanArguments) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A plan keeps its traces: looking through them took a fifth of its time, and freed 4 MB."""
+    """Turn garbage collection off: looking through the traces took a fifth of a plan's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -151,7 +154,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What is estimated, on standard error: from two seconds on, since most plans are quicker."""
+    """Report each estimate on standard error, from two seconds on; most plans are faster."""
     from rich.console import Console
 
     console, start, quiet = Console(stderr=True), time.monotonic(), [True]
@@ -186,7 +189,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _elapsed(start: float) -> float:
-    """Seconds of this process at the least: imports are a part of them."""
+    """Seconds since this process started, at least: importing counts too."""
     return max(time.process_time(), time.monotonic() - start)
 
 

@@ -1,4 +1,4 @@
-"""The preset: data, model, objective and optimizers built from an experiment."""
+"""The digits preset: data, model, objective and optimizers, built from an experiment."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxkfac.jobs.cli._options import Experiment, Optimizer
 from jaxkfac.jobs.data import Digits, load_digits
 from jaxkfac.jobs.models import VisionTransformer, VisionTransformerConfig
 
-# ---------------- learning rates over a run
+# ---------------- learning-rate schedules
 
 
 Shape = Literal["cosine", "linear", "constant"]
@@ -26,15 +26,15 @@ Shape = Literal["cosine", "linear", "constant"]
 def warmup_schedule(
     peak: float, warmup: float, num_updates: int, shape: Shape = "cosine"
 ) -> optax.Schedule:
-    """Up to ``peak`` along a line in the first part, then to zero, or for ever.
+    """Rise linearly to ``peak``, then fall to zero or stay constant.
 
-    Written out because optax's schedules mix dtypes, which strict promotion refuses.
+    Written here because optax's schedules mix dtypes, which strict promotion rejects.
 
     Args:
         peak: Largest learning rate.
-        warmup: Part of the updates in which it rises, in [0, 1).
-        num_updates: Of the run.
-        shape: How it falls: along a cosine, a line, or not at all.
+        warmup: Fraction of the updates in which the rate rises, in [0, 1).
+        num_updates: Updates of the run.
+        shape: How the rate falls: along a cosine, along a line, or not at all.
     """
     one_of("shape", shape, get_args(Shape))
     rising = min(round(warmup * num_updates), num_updates - 1)
@@ -44,34 +44,34 @@ def warmup_schedule(
         up = (step + 1) / max(rising, 1)
         fallen = jnp.clip((step - rising) / (num_updates - rising), 0.0, 1.0)
         if shape == "cosine":
-            left = 0.5 * (1 + jnp.cos(jnp.pi * fallen))
+            remaining = 0.5 * (1 + jnp.cos(jnp.pi * fallen))
         else:
-            left = 1 - fallen if shape == "linear" else jnp.ones_like(fallen)
-        return peak * jnp.where(step < rising, up, left)
+            remaining = 1 - fallen if shape == "linear" else jnp.ones_like(fallen)
+        return peak * jnp.where(step < rising, up, remaining)
 
     return schedule
 
 
-# ----------------
+# ---------------- the problem
 
 
 PyTree = Any
 
 
 class DigitsProblem(NamedTuple):
-    """What is trained, before anything has been trained.
+    """Data, model and objective, before any training.
 
     Attributes:
         train: Images and labels to learn from.
-        validation: Images and labels held out, by which settings are chosen and times told.
-        test: Others, by which nothing is chosen.
+        validation: Held-out images and labels, for choosing settings and measuring times.
+        test: Held-out images and labels that no choice depends on.
         apply_fn: ``apply_fn(params, images) -> logits``.
-        initial: ``initial() -> params``, the same values each time. Training takes their memory
-            over, so every run makes its own.
-        shapes: Of the parameters.
+        initial: ``initial() -> params`` with the same values at each call. Training donates
+            them, so every run creates its own.
+        shapes: Shapes of the parameters.
         objective: Mean cross entropy of ``(images, labels)``.
         statistics: ``statistics(params, batch, key) -> (value, grads, factors)``.
-        like: The factors' shapes.
+        like: Shapes of the factors.
     """
 
     train: Digits
@@ -90,7 +90,7 @@ class DigitsProblem(NamedTuple):
         return self.train, self.validation, self.test
 
     def with_data(self, data: tuple[Digits, Digits, Digits]) -> "DigitsProblem":
-        """The same on other arrays."""
+        """A copy of the problem with other arrays as data."""
         return self._replace(train=data[0], validation=data[1], test=data[2])
 
 
@@ -101,7 +101,7 @@ def digits_problem(experiment: Experiment) -> DigitsProblem:
 
 
 def digits_on_host(experiment: Experiment) -> DigitsProblem:
-    """The same with its data on the host: nothing is on the device."""
+    """Like :func:`digits_problem`, with the data on the host and nothing on the device."""
     held_out: dict[str, Any] = {"test_fraction": 0.1, "validation_fraction": 0.1}
     train, validation, test = (
         load_digits(split, seed=experiment.split_seed, **held_out)
@@ -135,7 +135,7 @@ def find_layers(problem: DigitsProblem) -> Any:
 
 
 def learning_rate(name: str, experiment: Experiment, num_updates: int) -> optax.Schedule:
-    """Of an update, by its number."""
+    """The learning rate as a function of the number of the update."""
     options = getattr(experiment, name)
     return warmup_schedule(options.learning_rate, options.warmup, num_updates)
 
@@ -148,7 +148,7 @@ def build_optimizer(
     *,
     distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """K-FAC or AdamW, accumulating over micro-batches, with a schedule of its own."""
+    """K-FAC or AdamW with its own schedule, accumulating over micro-batches."""
     schedule = learning_rate(name, experiment, num_updates)
     if name == "kfac":
         options = experiment.kfac

@@ -1,4 +1,4 @@
-"""`--coordinator`: one run in several processes, which go on, stop and fail together."""
+"""`--coordinator`: one run in several processes, which continue, stop and fail together."""
 
 import dataclasses
 import sys
@@ -17,20 +17,20 @@ from jaxkfac.memory import ProcessGroup, initialize_distributed, is_out_of_memor
 
 
 class LostProcessError(JaxkfacError, RuntimeError):
-    """A program could not exchange anything with another process, which has most likely ended."""
+    """A program lost its connection to another process, which has most likely ended."""
 
 
 class RunProcesses:
-    """The processes of a run; alone there is nothing to tell anybody.
+    """The processes of a run; with a single process every method is trivial.
 
-    Every method is called by all of them, in the same order.
+    All processes must call every method, in the same order.
 
     Args:
-        group: All of them, or ``None`` for one.
+        group: The group of all processes, or ``None`` for a single process.
 
     Attributes:
-        stop_together: Whether a Ctrl-C that has come has stopped all of them: then they may
-            exchange something more.
+        stop_together: Whether Ctrl-C has stopped all processes at the same point, so that they may
+            still communicate.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -40,54 +40,54 @@ class RunProcesses:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one process."""
         return self._group is not None
 
     @property
     def first(self) -> bool:
-        """Whether this one writes and prints."""
+        """Whether this process writes files and prints."""
         return self._group is None or self._group.rank == 0
 
     @contextmanager
     def together(self, doing: str) -> Iterator[list[Any]]:
-        """A block that all processes leave, or that fails in all of them.
+        """A block that succeeds in all processes, or fails in all of them.
 
         Args:
-            doing: For errors.
+            doing: Description of the block, for errors.
 
         Yields:
-            A list. What is put into it must have the same ``repr`` in every process.
+            A list. Put values into it; all processes must put in values of equal ``repr``.
 
         Raises:
-            ProcessesDisagreeError: it has not, or another process has failed; its words are said.
+            ProcessesDisagreeError: the values differ, or another process failed; quotes its error.
         """
-        same: list[Any] = []
+        shared_values: list[Any] = []
         if self._group is None:
-            yield same
+            yield shared_values
             return
         try:
-            yield same
+            yield shared_values
         except Exception as error:
             self._group.agree(doing, "", error)
         else:
-            self._group.agree(doing, repr(same))
+            self._group.agree(doing, repr(shared_values))
 
     def compiled(self, lowered: Any) -> Any:
-        """A program, compiled where it is the same in every process.
+        """Compile a program if it is the same in every process.
 
-        Programs that are not would wait for one another for ever.
+        Different programs would wait for one another for ever.
 
         Raises:
-            ProcessesDisagreeError: it is another one in another process.
+            ProcessesDisagreeError: another process has a different program.
         """
-        with self.together("compiling") as same:
+        with self.together("compiling") as shared_values:
             if self._group is not None:
-                same.append(zlib.crc32(lowered.as_text().encode()))
+                shared_values.append(zlib.crc32(lowered.as_text().encode()))
         return lowered.compile()
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
-        """Training, in which a signal to stop in one process stops all at the next pause."""
+        """A training block in which a signal in one process stops all at the next pause."""
         if self._group is None:
             yield
             return
@@ -96,15 +96,15 @@ class RunProcesses:
             yield
 
     def pause(self, step: int, error: Exception | None = None) -> None:
-        """Go on with an update, or stop, all of them.
+        """Continue with an update, or stop, in all processes.
 
         Args:
-            step: The update.
-            error: What has failed in this process alone.
+            step: Number of the update.
+            error: An error of this process alone.
 
         Raises:
             ProcessesDisagreeError: another process has failed, or is at another update.
-            Stopped: Ctrl-C was pressed in one of them, or one got SIGTERM or SIGHUP.
+            Stopped: one process received Ctrl-C, SIGTERM or SIGHUP.
             Exception: ``error``.
         """
         if self._group is None:
@@ -118,16 +118,16 @@ class RunProcesses:
             raise Stopped(number)
 
     def slowest(self, seconds: float) -> float:
-        """The longest of what it took in each of them."""
+        """The largest ``seconds`` of all processes."""
         if self._group is None:
             return seconds
         return float(self._group.gathered(np.array([seconds], np.float32)).max())
 
     def settled(self, tree: Any) -> Any:
-        """``tree`` when it has been computed, where two programs must not run at the same time.
+        """Wait for ``tree`` where two programs must not run at the same time.
 
-        Programs that do not depend on one another run in an order of the CPU's own, and gloo
-        takes what comes first for what it waits for.
+        On CPUs, independent programs run in any order, and gloo takes the first message that
+        arrives for the one it expects.
         """
         if self._group is None or self._group.devices[0].platform != "cpu":
             return tree
@@ -139,17 +139,16 @@ ALONE = RunProcesses(None)
 
 @contextmanager
 def run_processes(arguments: Any) -> Iterator[RunProcesses]:
-    """Join the other processes of a run, before JAX has looked for its devices.
+    """Join the other processes of a run, before JAX looks for its devices.
 
     Args:
-        arguments: Of ``train`` or ``finetune``. Options that need not be the same in every
-            process are ``process``, ``debug`` and ``json``.
+        arguments: Arguments of ``train`` or ``finetune``. The options ``process``, ``debug`` and
+            ``json`` may differ between processes.
 
     Raises:
-        ValueError: the options that say how many processes there are do not go together, or
-            ``auto`` finds no cluster.
+        ValueError: the options about processes do not go together, or ``auto`` finds no cluster.
         ProcessesDisagreeError: another process has other options, or another version.
-        LostProcessError: a program of XLA's failed while it exchanged something.
+        LostProcessError: a program failed while it communicated.
     """
     address = arguments.coordinator
     _check(address, arguments.processes, arguments.process)
@@ -162,8 +161,13 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     if processes.first and (note := note_on_cpus(jax.devices()[0].platform)):
         print(f"note: {note}", file=sys.stderr)
     try:
-        with nothing_begun(), processes.together("comparing options") as same:
-            same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
+        with nothing_begun(), processes.together("comparing options") as shared_values:
+            shared_values += [
+                type(arguments).__name__,
+                __version__,
+                jax.__version__,
+                _shared(arguments),
+            ]
         yield processes
         with processes.together("ending"):
             pass
@@ -178,18 +182,18 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
 
 
 def _join(address: str, count: int | None, number: int | None) -> None:
-    words: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if address != "auto":
-        words = {
+        options = {
             "coordinator_address": address,
             "num_processes": count,
             "process_id": number,
             "cluster_detection_method": "deactivate",
         }
     try:
-        initialize_distributed(**words)
+        initialize_distributed(**options)
     except ValueError as error:
-        if words:
+        if options:
             raise
         raise ValueError(
             f"--coordinator auto: jax.distributed knows no cluster here ({error}): start the "
@@ -199,16 +203,20 @@ def _join(address: str, count: int | None, number: int | None) -> None:
 
 
 def _shared(arguments: Any) -> dict[str, Any]:
-    """Options that are the same in every process."""
-    own = ("coordinator", "process", "json", "debug")
-    return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in own}
+    """The options that must be equal in every process."""
+    per_process = ("coordinator", "process", "json", "debug")
+    return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in per_process}
 
 
 def _check(address: str | None, count: int | None, number: int | None) -> None:
     if address in (None, "auto"):
-        given = [f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None]
-        if given:
-            raise ValueError(f"{given[0]} needs --coordinator HOST:PORT, the address of process 0")
+        given_options = [
+            f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None
+        ]
+        if given_options:
+            raise ValueError(
+                f"{given_options[0]} needs --coordinator HOST:PORT, the address of process 0"
+            )
         return
     if count is None or number is None:
         raise ValueError(

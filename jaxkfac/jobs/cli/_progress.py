@@ -1,4 +1,4 @@
-"""What a command shows while it runs, what it was doing, and what it holds."""
+"""Progress of a command, its current phase, and checks of its memory."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.memory import Duplicate, Stage, bytes_text, duplicate_report, resident_bytes
 
-# ---------------- what a command was doing when memory ran out
+# ---------------- phases of a command, for errors
 
 
 _NOTE = "while "
@@ -20,7 +20,7 @@ _NOTE = "while "
 
 @contextlib.contextmanager
 def phase(doing: str) -> Iterator[None]:
-    """Name what is done inside, on an error that leaves the block; blocks may be nested."""
+    """Attach a description of the block to an error that leaves it; blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -29,20 +29,20 @@ def phase(doing: str) -> Iterator[None]:
 
 
 def phases_of(error: BaseException) -> str:
-    """The blocks that an error has left, outermost first; empty if there were none."""
+    """The phases that an error has left, outermost first; empty without any."""
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith(_NOTE)]
     return ": ".join(note.removeprefix(_NOTE) for note in reversed(notes))
 
 
-# ---------------- progress on standard error: a bar on a terminal, a line now and then elsewhere
+# ---------------- progress on standard error: a bar on a terminal, about ten lines elsewhere
 
 
 class Shown(NamedTuple):
-    """What a run says while it goes on.
+    """Functions that report the progress of a run.
 
     Attributes:
-        advance: ``advance(step, text)`` shows how far it has come; without news text is ``None``.
-        say: ``say(text)`` writes a line that stays.
+        advance: ``advance(step, text)`` shows the current step; ``None`` keeps the last text.
+        say: ``say(text)`` writes a permanent line.
     """
 
     advance: Callable[[int, str | None], None]
@@ -51,7 +51,7 @@ class Shown(NamedTuple):
 
 @contextlib.contextmanager
 def progress(name: str, total: int, *, start: int = 0, quiet: bool = False) -> Iterator[Shown]:
-    """Show a run of ``total`` steps that has come to ``start``; nothing where it is ``quiet``."""
+    """Show the progress of ``total`` steps from ``start`` on; shows nothing if ``quiet``."""
     if quiet:
         yield Shown(lambda step, text: None, lambda text: None)
         return
@@ -80,30 +80,30 @@ def progress(name: str, total: int, *, start: int = 0, quiet: bool = False) -> I
 
 
 def time_left(seconds: float, updates: int) -> str:
-    """A measured speed in words.
+    """Describe the remaining time, from a measured speed.
 
     Args:
-        seconds: Of an update.
-        updates: That are left.
+        seconds: Seconds per update.
+        updates: Number of remaining updates.
 
     Example:
         >>> time_left(0.42, 1710)
         'about 12 min left (0.42 s an update, 1710 updates)'
     """
-    left = seconds * updates
-    if left < 90:
-        words = f"{max(left, 1):.0f} s"
-    elif left < 90 * 60:
-        words = f"{left / 60:.0f} min"
+    seconds_left = seconds * updates
+    if seconds_left < 90:
+        duration = f"{max(seconds_left, 1):.0f} s"
+    elif seconds_left < 90 * 60:
+        duration = f"{seconds_left / 60:.0f} min"
     else:
-        words = f"{left / 3600:.1f} h"
+        duration = f"{seconds_left / 3600:.1f} h"
     speed = f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
     noun = "update" if updates == 1 else "updates"
-    return f"about {words} left ({speed} s an update, {updates} {noun})"
+    return f"about {duration} left ({speed} s an update, {updates} {noun})"
 
 
 def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], None]:
-    """About ten lines in all, so that a log stays readable."""
+    """Write about ten lines in all, so that a log stays readable."""
     shown = [start]
 
     def advance(step: int, text: str | None) -> None:
@@ -116,48 +116,48 @@ def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], Non
 
 
 def say(text: str) -> None:
-    """A line on standard error, at once."""
+    """Write a line to standard error and flush it."""
     print(text, file=sys.stderr, flush=True)
 
 
-# ---------------- main memory of a command at its end
+# ---------------- main memory at the end of a command
 
 
 def host_memory(stage: Stage) -> dict[str, int | None]:
-    """``{"resident": now, "peak": the most since the stage began}``, bytes; ``None``: unknown."""
+    """``{"resident": now, "peak": most since the stage began}`` in bytes; ``None`` if unknown."""
     now, peak = resident_bytes(), stage.resident_peak
     if now is None or peak is None:
         return {"resident": now, "peak": None}
     return {"resident": now, "peak": max(now, peak.nbytes)}
 
 
-# ---------------- nothing that a run starts with is in memory twice
+# ---------------- duplicates in memory
 
 
 PyTree = Any
 
 
 class HeldTwiceError(JaxkfacError, RuntimeError):
-    """An array of a run has a second copy."""
+    """An array of a run is in memory twice."""
 
 
 def check_held_once(earlier: Sequence[jax.Array], **trees: PyTree) -> None:
-    """Look for a second copy of what a run holds, in its trees and among all live arrays.
+    """Look for second copies of a run's arrays, in its trees and among all live arrays.
 
-    Arrays that share a buffer, as tied weights do, are one; arrays of one constant say nothing.
-    An optimizer's own leaves may be equal: it starts many of them with the same values.
+    Arrays that share a buffer, such as tied weights, count once, and constant arrays are ignored.
+    Leaves of the optimizer may equal each other, since many start with the same values.
 
     Args:
-        earlier: Arrays that were there before the run: what others hold is not its fault.
-        **trees: What the run holds, by name; the optimizer's state is ``optimizer``.
+        earlier: Arrays that existed before the run, which are ignored.
+        **trees: Trees of the run by name; the optimizer's state is ``optimizer``.
 
     Raises:
-        HeldTwiceError: naming the holders of each copy, and its bytes.
+        HeldTwiceError: names the holders of each copy, and its bytes.
     """
     report = duplicate_report(ignore=earlier, **trees)
-    found = [x for x in report.duplicates if _is_fault(x, set(trees))]
-    if found:
-        lines = [f"  {' = '.join(x.names)}: {bytes_text(x.wasted_bytes)} too much" for x in found]
+    faults = [x for x in report.duplicates if _is_fault(x, set(trees))]
+    if faults:
+        lines = [f"  {' = '.join(x.names)}: {bytes_text(x.wasted_bytes)} too much" for x in faults]
         raise HeldTwiceError(
             "arrays are in memory twice as the run begins:\n"
             + "\n".join(lines)

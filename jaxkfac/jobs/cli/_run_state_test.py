@@ -7,9 +7,7 @@ import optax
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.jobs.cli._analyze import experiment_from
-from jaxkfac.jobs.cli._checkpoint import Checkpoint, as_config, flatten_state, restore_state
-from jaxkfac.jobs.cli._options import Experiment, older
+from jaxkfac.jobs.cli._checkpoint import Checkpoint, flatten_state, restore_state
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(2, 3)}
 
@@ -36,17 +34,3 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     assert "option optimizer: adamw in the checkpoint, kfac requested" in message
     assert "trace/kernel: (2, 3) in the checkpoint, not expected" in message
     assert "nu/kernel: not in the checkpoint, expected (2, 3)" in message
-
-
-def test_a_checkpoint_of_before_split_seed_has_the_split_of_its_seed():
-    config = as_config(Experiment(seed=3))
-    del config["split_seed"]
-    assert experiment_from(config).split_seed == 3
-    stored = Checkpoint(flatten_state(PARAMS, ()), config, "kfac", {}, 3)
-
-    def resumed(experiment):
-        return restore_state(stored, PARAMS, (), as_config(experiment), lacking=older(config))
-
-    resumed(Experiment(seed=3, split_seed=3))
-    with pytest.raises(CheckpointMismatchError, match="option split_seed: 3 in the checkpoint, 0"):
-        resumed(Experiment(seed=3))

@@ -30,7 +30,7 @@ from jaxkfac.jobs.cli._checkpoint import (
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._loop import TrainState, total_updates, train, updates_per_epoch
-from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence, older
+from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import check_held_once, host_memory, phase, progress, time_left
@@ -50,8 +50,7 @@ from jaxkfac.jobs.report import (
 )
 from jaxkfac.optim import KfacState
 
-# ---------------- one optimizer of `jaxkfac train`, from its checkpoint or from the start to the
-# end
+# ---------------- one optimizer, from its checkpoint or the start to the end
 
 
 def train_one(
@@ -60,23 +59,23 @@ def train_one(
     arguments: TrainArguments,
     devices: RunDevices = ONE_DEVICE,
 ) -> TrainState:
-    """One optimizer from its checkpoint, or from the start, to the end.
+    """Train with one optimizer from its checkpoint, or from the start, to the end.
 
-    A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
-    goes on. A second one leaves no state behind: then the last checkpoint counts.
+    Ctrl-C waits for the current epoch and writes a checkpoint of it before it takes effect. A
+    second Ctrl-C leaves no state; the last checkpoint then counts.
 
     Raises:
         HeldTwiceError: parameters or optimizer state are in memory twice.
-        OSError: a checkpoint could not be written; raised when the next epoch ends, or here.
+        OSError: a checkpoint could not be written; raised at the end of the next epoch, or here.
     """
     experiment, folder = arguments.experiment, arguments.output / name
     processes = devices.processes
     total, config = total_updates(experiment, problem), as_config(experiment)
     tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
     earlier = jax.live_arrays()
-    with processes.together(f"looking for a checkpoint in {folder}") as same:
+    with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
         state = _start(problem, tx, folder if arguments.resume else None, config)
-        same.append(state.step)
+        shared_values.append(state.step)
     if devices.mesh is not None:
         placed = devices.put((state.params, state.optimizer))
         state = state._replace(params=placed[0], optimizer=placed[1])
@@ -136,11 +135,11 @@ def _train_to_the_end(
                 name, experiment, problem, tx, state, each_epoch=each_epoch, devices=devices
             )
         except KeyboardInterrupt:
-            whole = is_whole(latest[0].params, latest[0].optimizer)
-            if whole and processes.stop_together:
+            is_complete = is_whole(latest[0].params, latest[0].optimizer)
+            if is_complete and processes.stop_together:
                 save(latest[0])
             else:
-                writer.wait()  # the last one may be under way
+                writer.wait()  # a checkpoint may still be being written
                 say_nothing_saved(folder)
             raise
 
@@ -148,28 +147,26 @@ def _train_to_the_end(
 def _start(
     problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
 ) -> TrainState:
-    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
+    """The state from the checkpoint in ``folder``, or a new one without a checkpoint."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
-        params, optimizer = restore_state(
-            stored, problem.shapes, template, config, lacking=older(stored.config)
-        )
+        params, optimizer = restore_state(stored, problem.shapes, template, config)
         return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
     params = problem.initial()
     return TrainState(params, tx.init(params), 0, RunRecords([], []))
 
 
-# ----------------
+# ---------------- the command
 
 
 PyTree = Any
 
 
 def run_train(arguments: TrainArguments) -> None:
-    """Train, write what the run has to show, and print the summary.
+    """Train, write the results, and print the summary.
 
-    Several seeds are so many runs, each in a folder of its own, and a page about all of them.
+    With several seeds, each run has its own folder, and one more page summarizes all of them.
     """
     if arguments.seeds < 1:
         raise ValueError(f"seeds must be at least 1, not {arguments.seeds}")
@@ -179,14 +176,14 @@ def run_train(arguments: TrainArguments) -> None:
             if processes.first:
                 _print(arguments, summary, runs, devices)
             return
-        summaries, found = {}, []
+        summaries, runs_by_seed = {}, []
         for seed in range(arguments.experiment.seed, arguments.experiment.seed + arguments.seeds):
-            begins = contextlib.nullcontext() if found else nothing_begun()
+            begins = contextlib.nullcontext() if runs_by_seed else nothing_begun()
             summary, runs, _ = _run(_of_seed(arguments, seed), processes, begins=begins)
             summaries[str(seed)] = summary
-            found.append(runs)
+            runs_by_seed.append(runs)
         if processes.first:
-            _write_seeds(arguments, summaries, found)
+            _write_seeds(arguments, summaries, runs_by_seed)
 
 
 def _of_seed(arguments: TrainArguments, seed: int) -> TrainArguments:
@@ -196,9 +193,9 @@ def _of_seed(arguments: TrainArguments, seed: int) -> TrainArguments:
 
 
 def _write_seeds(
-    arguments: TrainArguments, summaries: dict[str, Any], found: list[dict[str, RunRecords]]
+    arguments: TrainArguments, summaries: dict[str, Any], runs_by_seed: list[dict[str, RunRecords]]
 ) -> None:
-    runs = {name: [one[name] for one in found] for name in found[0]}
+    runs = {name: [one[name] for one in runs_by_seed] for name in runs_by_seed[0]}
     page, measured = (arguments.output / name for name in ("report.html", "metrics.json"))
     text = seeds_page(runs, folders={seed: f"seed-{seed}/report.html" for seed in summaries})
     write_text(page, text, "the report")
@@ -242,7 +239,7 @@ def _run(
         loading = processes.together("loading data and model")
         with jk.memory.track("data and model"), phase("loading data and model"), loading:
             problem = digits_problem(experiment)
-            problem = problem.with_data(devices.whole(problem.data))
+            problem = problem.with_data(devices.replicated(problem.data))
         for name in names:
             with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
                 finals[name] = train_one(name, problem, arguments, devices)
@@ -250,10 +247,10 @@ def _run(
             with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
-    kept = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
+    device_use = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
     with phase("writing the report"), processes.together("writing the report"):
         if processes.first:
-            summary = _write_results(output, experiment, problem, runs, spectra, stages, kept)
+            summary = _write_results(output, experiment, problem, runs, spectra, stages, device_use)
     return summary, runs, devices
 
 
@@ -296,7 +293,7 @@ def spectra_of(
 
 
 def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: bool) -> list[Path]:
-    """The folders of the checkpoints."""
+    """Check the options; return the folders of the checkpoints."""
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
     folders = [arguments.output / name for name in names]

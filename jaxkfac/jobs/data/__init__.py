@@ -1,7 +1,6 @@
 """Embedded real data and batches that are a pure function of a seed and a step."""
 
 from jaxkfac.jobs.data._digits import (
-    DIGITS_SHA256,
     Digits,
     epoch_batches,
     load_digits,
@@ -10,7 +9,6 @@ from jaxkfac.jobs.data._digits import (
 )
 
 __all__ = [
-    "DIGITS_SHA256",
     "Digits",
     "epoch_batches",
     "load_digits",

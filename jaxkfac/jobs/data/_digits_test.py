@@ -3,7 +3,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from jaxkfac.jobs.data import DIGITS_SHA256, load_digits
+from jaxkfac.jobs.data import load_digits
+from jaxkfac.jobs.data._digits import DIGITS_SHA256
 
 
 def test_the_embedded_file_equals_scikit_learns_digits():

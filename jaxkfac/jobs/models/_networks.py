@@ -1,4 +1,4 @@
-"""Small networks, and the parts that larger ones share."""
+"""Small networks, and layers that larger ones share."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -47,9 +47,9 @@ class MLP(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divided by the root mean square, computed in float32 at least, then scaled.
+    """Divide by the root mean square, computed in float32 or wider, then scale.
 
-    With ``unit_offset`` the factor is 1 + scale, and that product is of float32, too.
+    With ``unit_offset`` the factor is 1 + scale, and it is also applied in float32.
     """
 
     def __init__(self, width: int, epsilon: float, *, unit_offset: bool = False) -> None:
@@ -65,11 +65,11 @@ class RMSNorm(nnx.Module):
         return (wide * root).astype(x_BxTxD.dtype) * self.scale[...]
 
 
-# ---------------- token ids to rows of a table, and back to logits where the head is tied
+# ---------------- token ids to rows of a table, and back to logits if the head is tied
 
 
 class TokenEmbedding(nnx.Module):
-    """Rows by token, and the head where it is tied; in the dtype of the parameter."""
+    """The embedding of tokens, also the head if it is tied; in the dtype of the parameter."""
 
     def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocabulary, width)))
@@ -89,16 +89,16 @@ class TokenEmbedding(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class VisionTransformerConfig:
-    """Sizes of a vision transformer; the defaults fit 8 x 8 digits.
+    """Sizes of a vision transformer; the defaults suit 8 x 8 digits.
 
     Attributes:
-        image_size: Height and width of the images, pixels.
-        channels: Channels of the images; one channel may be left out of the input.
+        image_size: Height and width of the images in pixels.
+        channels: Channels of the images; for one channel the axis may be omitted.
         patch_size: Height and width of a patch; divides ``image_size``.
-        width: Size of the stream; a multiple of ``num_heads``.
+        width: Size of the residual stream; a multiple of ``num_heads``.
         depth: Number of blocks.
         num_heads: Attention heads.
-        hidden: Hidden size of each block's two dense layers.
+        hidden: Hidden size of the two dense layers of each block.
         num_classes: Size of the output.
         remat: Recompute each block's activations in the backward pass.
     """
@@ -128,7 +128,7 @@ class VisionTransformerConfig:
 
 
 class VisionBlock(nnx.Module):
-    """Attention, then two dense layers, each normalised first and added to the stream."""
+    """Attention, then two dense layers; each normalizes its input and adds to the stream."""
 
     def __init__(self, config: VisionTransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
@@ -146,7 +146,7 @@ class VisionBlock(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Patches, positions, scanned and rematted blocks, mean over patches, head.
+    """Patches, positions, scanned blocks with remat, mean over patches, head.
 
     Example:
         >>> model = VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0))
@@ -162,8 +162,8 @@ class VisionTransformer(nnx.Module):
         patch_pixels = config.patch_size**2 * config.channels
         self.config = config
         self.patch = nnx.Linear(patch_pixels, config.width, rngs=rngs)
-        # Of the size of the patches themselves: from 0.02, as in large models, the digits took
-        # twice as many epochs to the same loss, because a mean over patches forgets places.
+        # As large as the patch embeddings: with 0.02, as in large models, training on the digits
+        # took twice as many epochs to reach the same loss: averaging over patches loses positions.
         shape_LxD = (config.num_patches, config.width)
         positions_LxD = 0.5 * jax.random.normal(rngs.params(), shape_LxD)
         self.positions = nnx.Param(positions_LxD)

@@ -18,12 +18,8 @@ from jaxkfac.jobs.report._capacity import (
     model_table,
     only_in_one,
 )
-from jaxkfac.jobs.report._curves import curves_figure
 from jaxkfac.jobs.report._factor_figures import (
-    conditions_figure,
     factor_figures,
-    ranks_figure,
-    spectra_figure,
 )
 from jaxkfac.jobs.report._finetune_html import finetune_page
 from jaxkfac.jobs.report._finetune_records import (
@@ -58,7 +54,7 @@ from jaxkfac.jobs.report._spectra import (
     coverage_rows,
     spectrum_records,
 )
-from jaxkfac.jobs.report._tables import coverage_table, runs_table, spectra_table
+from jaxkfac.jobs.report._tables import runs_table, spectra_table
 
 __all__ = [
     "FIGURE_STYLE",
@@ -81,10 +77,7 @@ __all__ = [
     "at_target",
     "capacity_table",
     "comparison_table",
-    "conditions_figure",
     "coverage_rows",
-    "coverage_table",
-    "curves_figure",
     "depth_table",
     "exact_lines",
     "factor_figures",
@@ -100,13 +93,11 @@ __all__ = [
     "only_in_one",
     "race_record",
     "race_sentence",
-    "ranks_figure",
     "report_page",
     "runs_table",
     "seeds_page",
     "seeds_record",
     "seeds_table",
-    "spectra_figure",
     "spectra_summary_table",
     "spectra_table",
     "spectrum_records",

@@ -20,17 +20,17 @@ from jaxkfac.jobs.report._page import (
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, families
 from jaxkfac.memory import Stage, bytes_text
 
-# ---------------- what the analysis of a pretrained model measures, as plain values
+# ---------------- the record of an analysis, as plain values
 
 
 class MemoryRow(NamedTuple):
-    """Bytes that a stage of an analysis needs.
+    """Bytes for one purpose in a stage of an analysis.
 
     Attributes:
-        stage: In which; ``"always"`` in each.
-        what: What they are for.
-        nbytes: How many.
-        on_device: Whether they are the device's; on a CPU all are.
+        stage: Stages that need them, separated by commas; ``"always"`` for all.
+        what: Purpose.
+        nbytes: Number of bytes.
+        on_device: Whether they are on the device; on a CPU all are.
     """
 
     stage: str
@@ -40,14 +40,14 @@ class MemoryRow(NamedTuple):
 
 
 class ModelMemory(NamedTuple):
-    """Plan and peaks of one model's analysis.
+    """Planned and measured memory of one model's analysis.
 
     Attributes:
-        model: What it is called.
-        plan: Of the memory, as it was printed beforehand.
+        model: Name of the model.
+        plan: The plan that was printed before the analysis.
         peaks: ``{stage: most bytes of main memory}``, measured.
         passes: Backward passes over each batch.
-        disk: Planned bytes of the disk.
+        disk: Planned bytes on disk.
     """
 
     model: str
@@ -66,15 +66,15 @@ class AnalysisRecord(NamedTuple):
     """An analysis of a pretrained model.
 
     Attributes:
-        model: What it is called.
+        model: Name of the model.
         texts: ``{"texts", "tokens" in the loss, "left out", "loss" in nats a token}``.
-        spectra: Of every factor that was decomposed.
-        capacity: Metrics, perhaps beside those of another model.
+        spectra: Spectra of every decomposed factor.
+        capacity: Metrics, optionally compared with those of another model.
         exact: ``{"eigenvalues", "error_bounds", "steps"}`` of the exact Fisher, or ``None``.
-        plans: Of its memory, with peaks; behind it those of the model it is compared with.
-        coverage: Which parameters factors cover.
-        config: Everything that decided the result.
-        versions: Of the software.
+        plans: Plan and peaks of the model, then of the model it is compared with.
+        coverage: Which parameters the factors cover.
+        config: Every option that decides the result.
+        versions: Versions of the software.
         stages: Times and peaks of this process.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
     """
@@ -94,14 +94,14 @@ class AnalysisRecord(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         first, *compared = self.plans
-        own = {name: x for name, x in first.to_dict().items() if name != "model"}
+        of_model = {name: x for name, x in first.to_dict().items() if name != "model"}
         return {
             "model": self.model,
             "texts": dict(self.texts),
             "spectra": [record._asdict() for record in self.spectra],
             **self.capacity.to_dict(),
             "exact": self.exact,
-            **own,
+            **of_model,
             "compared": compared[0].to_dict() if compared else None,
             "coverage": [row._asdict() for row in self.coverage],
             "config": dict(self.config),
@@ -112,7 +112,7 @@ class AnalysisRecord(NamedTuple):
 
 
 def stage_sums(plan: Sequence[MemoryRow], *, on_device: bool) -> dict[str, int]:
-    """``{stage: bytes}`` of a plan, with what is always there in each."""
+    """``{stage: bytes}`` of a plan; rows for ``"always"`` count in each stage."""
     stages = [name for row in plan for name in row.stage.split(", ") if name != "always"]
     return {
         stage: sum(
@@ -125,15 +125,15 @@ def stage_sums(plan: Sequence[MemoryRow], *, on_device: bool) -> dict[str, int]:
 
 
 def exact_lines(record: AnalysisRecord) -> list[str]:
-    """Sentences on the eigenvalues of the exact Fisher; none where it was left out."""
+    """Sentences on the eigenvalues of the exact Fisher; empty if they were not computed."""
     if record.exact is None:
         return []
     pairs = zip(record.exact["eigenvalues"], record.exact["error_bounds"], strict=True)
-    found = ", ".join(f"{number(value)} ± {number(bound)}" for value, bound in pairs)
+    values = ", ".join(f"{number(value)} ± {number(bound)}" for value, bound in pairs)
     largest = record.capacity.metrics.model.scalars()["largest"]
     return [
         f"Exact Fisher on the first texts, after {record.exact['steps']} steps of Lanczos: "
-        f"largest eigenvalues {found}.",
+        f"largest eigenvalues {values}.",
         f"Largest of the Kronecker factors over all texts: {number(largest)}.",
     ]
 
@@ -142,11 +142,11 @@ def exact_lines(record: AnalysisRecord) -> list[str]:
 
 
 class DepthStack(NamedTuple):
-    """Layers that are stacked together: the blocks of a decoder, say.
+    """Layers that are stacked together, such as the blocks of a decoder.
 
     Attributes:
-        name: What their names begin with.
-        layers: ``{rest of the name: record of each block}``.
+        name: Common prefix of their names.
+        layers: ``{remainder of the name: record of each block}``.
     """
 
     name: str
@@ -154,15 +154,15 @@ class DepthStack(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(next(iter(self.layers.values())))
 
     def head(self) -> list[str]:
-        """Headings of :meth:`rows`."""
+        """Headings of the columns of :meth:`rows`."""
         return ["block", *self.layers, "trace", "share"]
 
     def rows(self) -> Iterator[list[str]]:
-        """Of each block the entropy rank of each layer, its trace, and its share of the stack's."""
+        """For each block: entropy rank of each layer, trace, and share of the stack's trace."""
         traces = [sum(x[i].trace for x in self.layers.values()) for i in range(self.depth)]
         total = sum(traces)
         for i, trace in enumerate(traces):
@@ -172,18 +172,18 @@ class DepthStack(NamedTuple):
 
 
 def stacks_of(report: CapacityReport) -> list[DepthStack]:
-    """The stacks of a model, in its order; layers without two factors are left out."""
-    found: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
+    """The stacks of a model in its order, without layers that have no two factors."""
+    layers_by_stack: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
     for name, record in report.metrics.layers.items():
         if len(record.slices) < 2 or record.scalars().get("num_above_a") is None:
             continue
         first = "/".join(name.split("/")[:2])
-        rest = name.removeprefix(f"{first}/").removesuffix("/kernel")
-        found.setdefault((first, len(record.slices)), {})[rest] = record.slices
-    return [DepthStack(name, layers) for (name, _), layers in found.items()]
+        short_name = name.removeprefix(f"{first}/").removesuffix("/kernel")
+        layers_by_stack.setdefault((first, len(record.slices)), {})[short_name] = record.slices
+    return [DepthStack(name, layers) for (name, _), layers in layers_by_stack.items()]
 
 
-# ---------------- capacity over depth, a panel for each measure and a line for each layer
+# ---------------- capacity over depth: a panel for each measure, a line for each layer
 
 
 _MEASURES = {
@@ -221,22 +221,24 @@ def depth_figure(stack: DepthStack) -> bytes:
         return svg_bytes(figure)
 
 
-# ---------------- the analysis of a pretrained model for the terminal
+# ---------------- tables for the terminal
 
 
-_FEW = 48  # blocks that a terminal shows one by one
+_FEW = 48  # largest number of blocks that a terminal shows one by one
 
 
 def memory_plan_rows(
     plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
 ) -> list[list[str]]:
-    """``[stage, what, bytes, peak]``: each row of a plan, and the sums with what was measured."""
+    """``[stage, what, bytes, peak]`` for each row of a plan and each sum, with measured peaks."""
     rows = []
     for on_device in (True, False):
-        own = [row for row in plan if row.on_device == on_device]
+        rows_of_memory = [row for row in plan if row.on_device == on_device]
         where = "" if all(row.on_device for row in plan) or on_device else ", main memory"
-        rows += [[row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in own]
-        for stage, nbytes in stage_sums(own, on_device=on_device).items():
+        rows += [
+            [row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in rows_of_memory
+        ]
+        for stage, nbytes in stage_sums(rows_of_memory, on_device=on_device).items():
             peak = (peaks or {}).get(stage)
             is_resident = not on_device or all(row.on_device for row in plan)
             measured = bytes_text(peak) if peak is not None and is_resident else ""
@@ -248,15 +250,15 @@ def memory_plan_rows(
 def memory_plan_table(
     model: str, plan: Sequence[MemoryRow], *, disk: int, peaks: Mapping[str, int] | None = None
 ) -> Table:
-    """A plan of memory; with ``peaks`` what was measured stands beside it."""
+    """A table of planned memory; with ``peaks`` it also has the measured values."""
     head, rows = ["stage", "", "plan", "peak"], memory_plan_rows(plan, disk=disk, peaks=peaks)
     if peaks is None:
         head, rows = head[:3], [row[:3] for row in rows]
-    return terminal_table(f"Memory of the analysis of {model}", head, rows, words=(0, 1))
+    return terminal_table(f"Memory of the analysis of {model}", head, rows, text_columns=(0, 1))
 
 
 def spectra_summary_rows(records: Sequence[SpectrumRecord]) -> list[list[str]]:
-    """A line for each factor, all its blocks together: smallest, and largest where they differ."""
+    """A line for each factor over all its blocks: smallest value, and largest if different."""
     rows = []
     for family in families(records, shared_once=True):
         members = family.members
@@ -283,35 +285,37 @@ SUMMARY_HEAD = [
 
 
 def spectra_summary_table(records: Sequence[SpectrumRecord]) -> Table:
-    """One line for each factor, all its blocks together."""
-    return terminal_table("Spectra", SUMMARY_HEAD, spectra_summary_rows(records), words=(0, 1))
+    """A table with one line for each factor over all its blocks."""
+    return terminal_table(
+        "Spectra", SUMMARY_HEAD, spectra_summary_rows(records), text_columns=(0, 1)
+    )
 
 
 def depth_table(report: CapacityReport) -> Table | None:
-    """One line for each block of the stacks; ``None`` where there is no stack, or a long one."""
+    """One line for each block of the stacks; ``None`` without stacks or with too many blocks."""
     stacks = stacks_of(report)
     if not stacks or sum(stack.depth for stack in stacks) > _FEW:
         return None
     table = None
     for stack in stacks:
         title = f"{stack.name}: entropy rank of each layer, and trace"
-        part = terminal_table(title, stack.head(), list(stack.rows()))
+        stack_table = terminal_table(title, stack.head(), list(stack.rows()))
         if table is None:
             table = Table.grid()
-        table.add_row(part)
+        table.add_row(stack_table)
     return table
 
 
 def _range(values: Sequence[float | None]) -> str:
-    """The smallest and the largest; an infinite one is the largest."""
-    known = [value for value in values if value is not None]
-    if not known:
+    """Smallest and largest value; ``None`` stands for an infinite value."""
+    finite = [value for value in values if value is not None]
+    if not finite:
         return "–"
-    ends = [number(min(known)), "–" if len(known) < len(values) else number(max(known))]
+    ends = [number(min(finite)), "–" if len(finite) < len(values) else number(max(finite))]
     return ends[0] if ends[0] == ends[1] else " … ".join(ends)
 
 
-# ---------------- the page of the analysis of a pretrained model
+# ---------------- the page
 
 
 _DEPTH = (
@@ -321,7 +325,7 @@ _DEPTH = (
 
 
 def analysis_page(record: AnalysisRecord) -> str:
-    """Everything that was found, as one self-contained HTML page."""
+    """The results as one self-contained HTML page."""
     texts = record.texts
     lead = (
         f"Factors over {texts['texts']:,g} texts, {texts['tokens']:,g} tokens in the loss, "
@@ -348,23 +352,23 @@ def analysis_page(record: AnalysisRecord) -> str:
 
 def _memory(record: AnalysisRecord) -> str:
     peak = record.host_memory.get("peak")
-    known = "" if peak is None else f" The process held at most {bytes_text(peak)}."
+    sentence = "" if peak is None else f" The process held at most {bytes_text(peak)}."
     first, *compared = (_of_model(x) for x in record.plans)
-    others = "".join(
+    comparisons = "".join(
         f"<p>Of {escape(x.model)}, with which it is compared:</p>{text}"
         for x, text in zip(record.plans[1:], compared, strict=True)
     )
     return (
         "<h2>Plan and peaks</h2><p>The plan was made before anything was loaded."
-        f"{known}</p>{first}{others}"
+        f"{sentence}</p>{first}{comparisons}"
     )
 
 
 def _of_model(memory: ModelMemory) -> str:
     rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
-    words = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
+    pass_text = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
     table = table_html(["stage", "", "plan", "peak"], rows, text=2)
-    return f"<p>Gathered in {words} over each batch.</p>{table}"
+    return f"<p>Gathered in {pass_text} over each batch.</p>{table}"
 
 
 def _summary(record: AnalysisRecord) -> str:
@@ -373,12 +377,12 @@ def _summary(record: AnalysisRecord) -> str:
 
 
 def _depth(record: AnalysisRecord) -> list[str]:
-    parts = []
+    sections = []
     for stack in stacks_of(record.capacity):
         table = table_html(stack.head(), list(stack.rows()), text=1)
         figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", _DEPTH)
-        parts.append(
+        sections.append(
             f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
             f"entropy rank of each layer, and trace</summary>{table}</details>"
         )
-    return parts
+    return sections

@@ -1,4 +1,4 @@
-"""Capacity metrics with what they are compared with, and the rows of their tables."""
+"""Capacity metrics with their comparison, and the rows of their tables."""
 
 from html import escape
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from jaxkfac.jobs.report._page import table_html, terminal_table
 
 
 class CapacityReport(NamedTuple):
-    """What `jaxkfac analyze` has measured.
+    """Results of `jaxkfac analyze`.
 
     Attributes:
-        metrics: Of the checkpoint.
-        interval: Over batches, or ``None``.
-        comparison: With another checkpoint, or ``None``.
-        before: What the other checkpoint is called.
-        batches: What the interval is over, in words.
+        metrics: Metrics of the checkpoint.
+        interval: Intervals over batches, or ``None``.
+        comparison: Comparison with another checkpoint, or ``None``.
+        before: Name of the other checkpoint.
+        batches: Description of the batches of the interval.
     """
 
     metrics: CapacityMetrics
@@ -29,27 +29,27 @@ class CapacityReport(NamedTuple):
     batches: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; a part that was not asked for is left out."""
-        parts = {
+        """Plain values for JSON, without the fields that are ``None``."""
+        fields = {
             "capacity": self.metrics,
             "capacity_interval": self.interval,
             "capacity_comparison": self.comparison,
         }
-        return {name: part.to_dict() for name, part in parts.items() if part is not None}
+        return {name: value.to_dict() for name, value in fields.items() if value is not None}
 
 
 _TITLES = {"scale-free": "scale-free", "mean": "of the mean loss", "sum": "of the sum over N"}
 
 
 class ScaleRows(NamedTuple):
-    """The metrics of the whole model on one scale: ``(name, *cells)`` in each row."""
+    """Metrics of the whole model on one scale, with rows of ``(name, *cells)``."""
 
     title: str
     rows: list[tuple[str, ...]]
 
 
 def model_title(report: CapacityReport) -> str:
-    """What the whole model's metrics were asked with."""
+    """Title of the table of the whole model, with the settings of the metrics."""
     metrics = report.metrics
     return f"Whole model, N = {metrics.num_examples:,g}, δ = {metrics.damping:g}"
 
@@ -67,21 +67,21 @@ def model_head(report: CapacityReport) -> list[str]:
 def model_rows(report: CapacityReport) -> list[ScaleRows]:
     """Every metric of the whole model, by scale."""
     metrics = report.metrics
-    parts = []
+    scales = []
     for scale, values in metrics.model.by_scale().items():
         names = [name for name in values if not _is_of_factors(name)]
-        rows = [(_words(name, metrics), *_cells(report, name)) for name in names]
-        parts.append(ScaleRows(_TITLES[scale], rows))
+        rows = [(_label(name, metrics), *_cells(report, name)) for name in names]
+        scales.append(ScaleRows(_TITLES[scale], rows))
     empty = [""] * (len(model_head(report)) - 2)
     rows = [
-        (_words(name, metrics), number(value), *empty)
+        (_label(name, metrics), number(value), *empty)
         for name, value in vars(metrics.over_layers).items()
     ]
-    return [*parts, ScaleRows("over layers", rows)]
+    return [*scales, ScaleRows("over layers", rows)]
 
 
 def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
-    """``(name, *cells)`` of each layer, and the whole model last."""
+    """``(name, *cells)`` for each layer, with the whole model last."""
     layers = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
     records = [(name, record.scalars()) for name, record in layers]
     return [
@@ -91,7 +91,7 @@ def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
 
 
 def change_rows(report: CapacityReport) -> list[tuple[str, ...]]:
-    """``(name, *ratios)`` of each layer in both checkpoints, and the whole model last."""
+    """``(name, *ratios)`` for each layer in both checkpoints, with the whole model last."""
     comparison = report.comparison
     if comparison is None:
         return []
@@ -101,7 +101,7 @@ def change_rows(report: CapacityReport) -> list[tuple[str, ...]]:
 
 
 def interval_words(report: CapacityReport) -> str:
-    """What the interval is for."""
+    """Description of the interval."""
     return (
         f"for the metrics of one batch, over {report.batches}. Ranks grow with the batch, so "
         "those of the running average may lie above it."
@@ -120,9 +120,9 @@ def only_in_one(report: CapacityReport) -> list[str]:
 def _cells(report: CapacityReport, name: str) -> list[str]:
     cells = [number(report.metrics.model.scalars()[name])]
     if report.interval is not None:
-        found = report.interval.model[name]
-        ends = "–" if found is None else f"{number(found.low)} … {number(found.high)}"
-        cells += [number(None if found is None else found.mean), ends]
+        interval = report.interval.model[name]
+        ends = "–" if interval is None else f"{number(interval.low)} … {number(interval.high)}"
+        cells += [number(None if interval is None else interval.mean), ends]
     if report.comparison is not None:
         change = report.comparison.model[name]
         cells += [number(change.before), _change(name, change)]
@@ -130,14 +130,14 @@ def _cells(report: CapacityReport, name: str) -> list[str]:
 
 
 def _change(name: str, change: Change) -> str:
-    """A factor, or the difference of a logarithm."""
+    """A ratio, or the difference for a logarithmic metric."""
     if name in METRICS and METRICS[name].is_logarithm:
         return "–" if change.difference is None else _signed(change.difference)
     return "–" if change.ratio is None else f"× {number(change.ratio)}"
 
 
 def _signed(value: float) -> str:
-    """With a sign that is as wide as a figure."""
+    """The value with a sign as wide as a digit."""
     return f"{'−' if value < 0 else '+'} {number(abs(value))}"
 
 
@@ -145,13 +145,13 @@ def _is_of_factors(name: str) -> bool:
     return name in METRICS and METRICS[name].of_factors
 
 
-def _words(name: str, metrics: CapacityMetrics) -> str:
-    label = METRICS[name].label if name in METRICS else None  # a quantile is one of several
-    words = name.replace("num_", "number ").replace("_", " ")
-    return words if label is None else label.format(threshold=metrics.threshold)
+def _label(name: str, metrics: CapacityMetrics) -> str:
+    label = METRICS[name].label if name in METRICS else None  # quantiles have no entry
+    plain_name = name.replace("num_", "number ").replace("_", " ")
+    return plain_name if label is None else label.format(threshold=metrics.threshold)
 
 
-# ---------------- capacity metrics for the terminal
+# ---------------- tables for the terminal
 
 
 def capacity_table(report: CapacityReport) -> Table:
@@ -162,53 +162,55 @@ def capacity_table(report: CapacityReport) -> Table:
 def model_table(report: CapacityReport) -> Table:
     """Every metric of the whole model, with intervals and changes where there are any."""
     table = terminal_table(model_title(report), model_head(report))
-    for part in model_rows(report):
-        table.add_row(part.title, style="dim italic")
-        for row in part.rows:
+    for scale in model_rows(report):
+        table.add_row(scale.title, style="dim italic")
+        for row in scale.rows:
             table.add_row(f"  {row[0]}", *row[1:])
     return table
 
 
 def comparison_table(report: CapacityReport) -> Table:
-    """For each layer of both checkpoints the ratio of every column, after over before."""
+    """For each layer in both checkpoints, the ratio after / before of every column."""
     title = f"Capacity, ratio to {report.before}"
     return terminal_table(title, ["layer", *columns()], change_rows(report), total=True)
 
 
-# ---------------- capacity metrics as part of the page
+# ---------------- tables for the page
 
 
-_FEW = 60  # rows that are shown at once
+_FEW = 60  # largest number of rows to show unfolded
 
 
 def capacity_html(report: CapacityReport) -> str:
-    """Tables of the layers and of the whole model, and of what has changed."""
-    parts = [_of_layers(layer_rows(report), "every layer")]
+    """Tables of the layers, of the whole model, and of the changes."""
+    sections = [_of_layers(layer_rows(report), "every layer")]
     rows = [
         row
-        for part in model_rows(report)
-        for row in ((part.title, *[""] * (len(model_head(report)) - 1)), *part.rows)
+        for scale in model_rows(report)
+        for row in ((scale.title, *[""] * (len(model_head(report)) - 1)), *scale.rows)
     ]
-    parts += [
+    sections += [
         f"<h3>{escape(model_title(report))}</h3>",
         table_html(model_head(report), rows, text=1),
     ]
     if report.interval is not None:
-        parts.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
+        sections.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
     if report.comparison is not None:
-        parts += [
+        sections += [
             f"<h3>Ratio to {escape(report.before)}</h3>",
             _of_layers(change_rows(report), "the ratio of every layer"),
             *(f"<p>{escape(line)}</p>" for line in only_in_one(report)),
         ]
-    return "".join(parts)
+    return "".join(sections)
 
 
 def _of_layers(rows: list[tuple[str, ...]], what: str) -> str:
-    """A table of layers and the whole model; of many layers all but the last behind a fold."""
+    """A table of layers and the whole model; many layers are folded behind the last row."""
     head = ["layer", *columns()]
     table = table_html(head, rows, text=1)
     if len(rows) <= _FEW:
         return table
-    whole = table_html(head, rows[-1:], text=1)
-    return f"{whole}<details><summary>{len(rows) - 1} layers: {what}</summary>{table}</details>"
+    total_table = table_html(head, rows[-1:], text=1)
+    return (
+        f"{total_table}<details><summary>{len(rows) - 1} layers: {what}</summary>{table}</details>"
+    )

@@ -20,12 +20,11 @@ from jaxkfac.jobs.report import (
     _factor_figures,
     capacity_table,
     comparison_table,
-    conditions_figure,
     model_table,
-    ranks_figure,
     report_page,
     spectrum_records,
 )
+from jaxkfac.jobs.report._factor_figures import conditions_figure, ranks_figure
 from jaxkfac.jobs.report._spectra import _of_side, families, joined
 
 LAYERS = (layer("up/kernel", (2, 4, 3), stack=1), layer("down/kernel", (3, 2)))

@@ -1,4 +1,4 @@
-"""Figures of factors: spectra, ranks and conditions, as files and as panels of a page."""
+"""Figures of factors: spectra, ranks and condition numbers, as files and as panels of a page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from jaxkfac.jobs.report._page import (
 )
 from jaxkfac.jobs.report._spectra import FactorFamily, SpectrumRecord, ends, families
 
-# ---------------- small multiples of spectra: one panel for each factor of each layer
+# ---------------- spectra: one panel for each factor of each layer
 
 
 COLUMNS = 4
-_MOST_LINES, MOST_POINTS = 16, 256  # a page with each point of a large model has many megabytes
+_MOST_LINES, MOST_POINTS = 16, 256  # with every point, a page would have many megabytes
 _TITLES = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
 
 
 def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
-    """Eigenvalues over their rank, before clipping as dots and after it as lines.
+    """Plot eigenvalues over their rank: before clipping as dots, after it as lines.
 
-    Slices of a stacked layer, and layers whose names differ in a number, are drawn in one panel,
-    later ones lighter: 16 of them, and 256 eigenvalues of each, where there are more. An input
-    factor that several layers share is drawn once. Values that are not positive cannot be drawn
-    on a logarithmic axis and are counted in the panel instead.
+    Slices of a stacked layer, and layers whose names differ only in a number, share a panel with
+    later ones lighter. A panel shows at most 16 of them and 256 eigenvalues of each. An input
+    factor that several layers share is drawn once. Non-positive values cannot be drawn on a
+    logarithmic axis; the panel states how many there are.
 
     Returns:
         The figure as SVG.
@@ -39,14 +39,14 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    found = panels(records)
+    titled = panels(records)
     with mpl.rc_context(FIGURE_STYLE):
-        rows = max(math.ceil(len(found) / COLUMNS), 1)
+        rows = max(math.ceil(len(titled) / COLUMNS), 1)
         figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
         axes = figure.subplots(rows, COLUMNS, squeeze=False)
-        for axis in axes.flat[len(found) :]:
+        for axis in axes.flat[len(titled) :]:
             axis.set_axis_off()
-        for axis, (title, members) in zip(axes.flat, found, strict=False):
+        for axis, (title, members) in zip(axes.flat, titled, strict=False):
             _draw_spectra(axis, title, members)
         figure.supxlabel("rank of the eigenvalue", fontsize=9)
         figure.supylabel("eigenvalue", fontsize=9)
@@ -54,14 +54,15 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
 
 
 def panels(
-    records: Sequence[SpectrumRecord], *, apart: bool = False
+    records: Sequence[SpectrumRecord], *, separate: bool = False
 ) -> list[tuple[str, list[SpectrumRecord]]]:
-    """Titles and depths of the factors that are stored under their own layer's name."""
+    """Titles and members of the panels, with each factor under the layer that stores it."""
     order = {"A": 0, "G": 0, "diagonal": 1}
-    found = sorted(
-        families(records, shared_once=True, apart=apart), key=lambda family: order[family.side]
+    in_order = sorted(
+        families(records, shared_once=True, separate=separate),
+        key=lambda family: order[family.side],
     )
-    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in found]
+    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in in_order]
 
 
 def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
@@ -70,9 +71,9 @@ def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
     shown = evenly(len(members), _MOST_LINES)
     for number in shown:
         record, alpha = members[number], 1.0 - 0.6 * number / max(len(members) - 1, 1)
-        kept = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
-        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in kept]
+        indices = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
+        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in indices]
         axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
     axis.set_title(title, fontsize=7.5, linespacing=1.25)
@@ -88,14 +89,14 @@ def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many of ``count`` indices, the first and the last among them."""
+    """At most ``most`` evenly spaced indices of ``count``, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
-    """A logarithmic axis with at least two labelled powers of ten."""
+    """Make the axis logarithmic, with at least two labelled powers of ten."""
     from matplotlib.ticker import NullFormatter
 
     positive = [v for r in members for v in (*r.raw, *r.clipped) if v > 0]
@@ -108,18 +109,17 @@ def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
         axis.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high + 1e-9))
 
 
-# ---------------- rank per depth: how many directions each factor has, from the first layer to the
-# last
+# ---------------- entropy rank over depth
 
 
 _LABELS = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
 
 
 def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
-    """The entropy rank of every factor over its depth, a panel for each kind of layer.
+    """Plot the entropy rank of every factor over depth, with a panel for each kind of layer.
 
-    Depth is the slice of a stacked layer, or the order of layers whose names differ only
-    in a number. Dashed: the size, which the rank cannot exceed. All panels share their
+    Depth is the slice of a stacked layer, or the order of layers whose names differ only in a
+    number. The dashed line is the size, an upper bound of the rank. All panels share their
     logarithmic axis.
 
     Returns:
@@ -185,17 +185,17 @@ def _ranks_legend(figure: Any, sides: set[str]) -> None:
     figure.legend(handles=[*handles, dashed], loc="outside upper right", ncols=len(handles) + 1)
 
 
-# ---------------- condition number of each factor before and after clipping
+# ---------------- condition numbers before and after clipping
 
 
 _SIDE_TEXT = {"A": "A", "G": "G", "diagonal": "diag."}
 
 
 def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
-    """A line for each factor, from its condition number before clipping to that after.
+    """Draw a line for each factor from its condition number before clipping to that after.
 
-    Depths of the same factor lie in one row, the first on top. A factor whose smallest
-    eigenvalue is not positive starts from the right edge: its condition is infinite.
+    Depths of the same factor lie in one row, the first on top. A factor whose smallest eigenvalue
+    is not positive has an infinite condition number and starts at the right edge.
 
     Returns:
         The figure as SVG.
@@ -205,8 +205,10 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     from matplotlib.ticker import NullLocator
 
     rows = families(records, shared_once=True)
-    known = [x for r in records for x in (r.condition_raw, r.condition_clipped) if x is not None]
-    low, high = ends(known)
+    conditions = [
+        x for r in records for x in (r.condition_raw, r.condition_clipped) if x is not None
+    ]
+    low, high = ends(conditions)
     infinite = any(record.condition_raw is None for record in records)
     last = math.ceil(math.log10(high) + 1e-9)
     edge = 10.0 ** (last + max(1, round(0.06 * last)))
@@ -240,7 +242,7 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
 def _draw_conditions(axis: Any, y: int, family: FactorFamily, edge: float) -> None:
     color, count = SIDES[family.side], len(family.members)
     for i, record in enumerate(family.members):
-        if record.condition_clipped is None:  # clipping has nothing to raise to
+        if record.condition_clipped is None:  # all eigenvalues are zero
             axis.text(0.01, y, "all zero", transform=axis.get_yaxis_transform(), fontsize=7,
                       color=MUTED, va="center")  # fmt: skip
             continue
@@ -263,25 +265,26 @@ def _conditions_legend(figure: Any) -> None:
     figure.legend(handles=[before, after], loc="outside lower center", ncols=2)
 
 
-# ---------------- the spectra of all factors as panels of a page, and their ranks and conditions
-# over depth
+# ---------------- panels of a page
 
 
 _COLORS = {"A": "a", "G": "g", "diagonal": "diagonal"}
 _LEGEND = (("a", "A, inputs"), ("g", "G, output gradients"), ("diagonal", "diagonal"))
-_MOST_SLICES = 12  # of a stack in one panel
+_MOST_SLICES = 12  # largest number of slices in one panel
 
 
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     """Ranks and condition numbers over depth, then a panel for each factor."""
     over = panels_html(list(_over_depth(records)), legend=_LEGEND)
-    each = [_spectrum(title, members) for title, members in panels(records, apart=True)]
+    panels_of_factors = [
+        _spectrum(title, members) for title, members in panels(records, separate=True)
+    ]
     return (
         f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
         "number, of every factor in the model's order. Where the smallest eigenvalue is not "
         "positive the condition is infinite, and there is a gap.</p>"
-        f"{panels_html(each)}<p>Dots: eigenvalues of the running average, as decomposed. Lines: "
-        "after clipping.</p>"
+        f"{panels_html(panels_of_factors)}<p>Dots: eigenvalues of the running average, as "
+        "decomposed. Lines: after clipping.</p>"
     )
 
 
@@ -292,7 +295,7 @@ def _over_depth(records: Sequence[SpectrumRecord]) -> Iterator[str]:
         lines = []
         for side, color in _COLORS.items():
             of = [r for r in records if r.side == side]
-            if side == "A":  # an input that several layers read is drawn once
+            if side == "A":  # an input shared by several layers is drawn once
                 of = [r for r in of if r.source == r.layer]
             names = [r.layer + "".join(f"[{i}]" for i in r.slice) for r in of]
             values = [getattr(r, field) for r in of]
@@ -305,10 +308,10 @@ def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
     step = -(-len(members) // _MOST_SLICES)
     color, lines = _COLORS[members[0].side], []
     for record in members[::step]:
-        kept = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        indices = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
         name = "".join(f"[{i}]" for i in record.slice)
-        raw, faint = [record.raw[i] for i in kept], len(members) > 1
+        raw, faint = [record.raw[i] for i in indices], len(members) > 1
         lines += [
             Line(f"clipped{name}", ranks, clipped, color),
             Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=faint),
@@ -331,10 +334,10 @@ def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
     )
 
 
-# ---------------- the figures of a set of factors, by file name, and the words below them
+# ---------------- all figures, by file name
 
 
-# {name: (what stands for the drawing, its caption)}
+# {name: (alternative text, caption)}
 WORDS = {
     "spectra": (
         "Eigenvalues of every factor before and after clipping",

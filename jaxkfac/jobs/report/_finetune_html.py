@@ -24,24 +24,23 @@ from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
 from jaxkfac.memory import Stage
 
-# ---------------- loss of a fine-tuning run, and the adapter's nonlinearity over its updates, as
-# panels
+# ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
 
 _COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
 def loss_panels_html(records: FinetuneRecords) -> str:
-    """Loss of each update, its running mean, and that of validation; then what drove them."""
+    """Loss of each update, its running mean and validation loss; then rate and gradient norm."""
     updates = range(1, len(records.losses) + 1)
     lines = [
         Line("one update", updates, records.losses, "a", faint=True),
         Line("training", updates, running_mean(records.losses), "a"),
     ]
     legend = [("a", "training")]
-    held = [(e.step, e.loss) for e in records.exams if e.loss is not None]
-    if held:
-        steps, losses = zip(*held)
+    validation = [(e.step, e.loss) for e in records.exams if e.loss is not None]
+    if validation:
+        steps, losses = zip(*validation)
         lines.append(Line("validation", steps, losses, "adamw"))
         legend.append(("adamw", "validation"))
     panel = panel_html("Loss, by updates", lines, Axis("updates"), Axis("nats per learnt token"))
@@ -78,16 +77,16 @@ def nonlinearity_panels_html(records: Sequence[FourierRecord], phi: Nonlinearity
 def _panel(
     title: str, records: Sequence[FourierRecord], series: dict[str, list[np.ndarray]]
 ) -> str:
-    """Means over a layer's slices; faint, where it has several, the least and the largest."""
+    """Mean over a layer's slices, with faint lines for the smallest and largest of several."""
     steps, lines = [r.step for r in records], []
     for layer, color in _colors(records):
         if layer not in series:
             continue
         label, values = joined([layer]), series[layer]
         if values[0].size > 1:
-            for word, of in (("least", np.min), ("largest", np.max)):
+            for extreme, of in (("least", np.min), ("largest", np.max)):
                 ends = [float(of(x)) for x in values]
-                lines.append(Line(f"{label}, {word}", steps, ends, color, faint=True))
+                lines.append(Line(f"{label}, {extreme}", steps, ends, color, faint=True))
         lines.append(Line(label, steps, [float(x.mean()) for x in values], color))
     return panel_html(title, lines, Axis("updates"), Axis(""))
 
@@ -98,7 +97,7 @@ def _colors(records: Sequence[FourierRecord]) -> Iterator[tuple[str, str]]:
 
 
 def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
-    """An exponential mean, debiased, so that it begins at the first loss."""
+    """A debiased exponential mean, which starts at the first loss."""
     shown, total, weight = [], 0.0, 0.0
     for loss in losses:
         total, weight = decay * total + (1 - decay) * loss, decay * weight + (1 - decay)
@@ -106,7 +105,7 @@ def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
     return shown
 
 
-# ----------------
+# ---------------- the page
 
 
 _ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
@@ -129,39 +128,39 @@ def finetune_page(
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
 ) -> str:
-    """The report of a fine-tuning run as one HTML page; a part without records is left out.
+    """The report of a fine-tuning run as one HTML page; sections without records are left out.
 
     Args:
         title: Heading of the page.
         lead: One sentence below it.
-        records: Of the run.
+        records: Records of the run.
         comparison: ``{variant: {"gained", "lost", "p_value"}}``, before against after.
-        spectra: Of the adapter's factors at the end.
-        capacity: Of the same factors.
+        spectra: Spectra of the adapter's factors at the end.
+        capacity: Capacity of the same factors.
         coverage: Rows of the adapter's layer table.
-        config: Everything that decided the result.
+        config: Every option that decides the result.
         versions: Of the software.
         nonlinearity: Name of the adapter's, where it has one.
         reference: Names of other models and their validation loss.
-        trained: What capacity is of.
-        stages: Peaks of memory.
+        trained: Name of what capacity is measured on.
+        stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
     Returns:
         The page, self-contained.
     """
-    parts = [_training(records)]
+    sections = [_training(records)]
     if records.exams and records.exams[-1].accuracy:
-        parts.append(_questions(records, comparison))
-    if held := held_out_rows(records, reference):
-        table = table_html(["on text that was held out", "before", "after"], held, text=1)
-        parts.append(f"<h2>Validation</h2>{table}")
+        sections.append(_questions(records, comparison))
+    if rows := held_out_rows(records, reference):
+        table = table_html(["on text that was held out", "before", "after"], rows, text=1)
+        sections.append(f"<h2>Validation</h2>{table}")
     if records.samples:
-        parts += ["<h2>Samples</h2>", _samples(records.samples)]
+        sections += ["<h2>Samples</h2>", _samples(records.samples)]
     if records.fourier:
-        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
+        sections += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
     if capacity:
-        parts += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
+        sections += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
     return report_page(
         title=title,
         lead=lead,
@@ -172,33 +171,37 @@ def finetune_page(
         versions=versions,
         stages=stages,
         host_memory=host_memory,
-        first=parts,
+        first=sections,
         answer=_answer(records, comparison),
     )
 
 
 def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str]:
-    """What the training has changed, on what was held out where there is some."""
+    """Sentences on what training has changed, on held-out data if there is any."""
     if not records.losses:
         return []
     spent = f"{len(records.losses):,} updates and {sum(records.seconds):.1f} s of training"
-    said = []
+    sentences = []
     exams = [exam for exam in records.exams if exam.loss is not None]
     if len(exams) > 1:
         before, after = exams[0].loss, exams[-1].loss
-        said.append(f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}.")
+        sentences.append(
+            f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}."
+        )
     else:
         ends = [mean_loss(records.losses, last=last) for last in (False, True)]
-        said.append(f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}.")
-    for variant, found in list(comparison.items())[-1:]:
+        sentences.append(
+            f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}."
+        )
+    for variant, change in list(comparison.items())[-1:]:
         before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
-        p = found["p_value"]
+        p = change["p_value"]
         verdict = "more than chance" if p < 0.05 else "no more than chance would do"
-        said.append(
+        sentences.append(
             f"Questions answered rightly ({variant}): {before[0]:.1%} before, {after[0]:.1%} after "
             f"(95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
         )
-    return said
+    return sentences
 
 
 def _training(records: FinetuneRecords) -> str:

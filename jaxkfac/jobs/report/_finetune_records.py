@@ -1,4 +1,4 @@
-"""What a fine-tuning run measures, as plain values that survive JSON."""
+"""Measurements of a fine-tuning run, as plain values that survive JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from jaxkfac.jobs.report._page import terminal_table
 
 
 class ExamRecord(NamedTuple):
-    """Held-out text and questions at one update.
+    """Results on held-out text and questions at one update.
 
     Attributes:
-        step: Updates made.
-        loss: Mean over the learnt tokens of the validation records, nats; ``None`` without any.
+        step: Number of updates made.
+        loss: Mean over the learned tokens of the validation records, nats; ``None`` without any.
         accuracy: ``{variant: (value, low, high)}`` of the questions, with a 95 % interval; empty
             without any.
-        correct: ``{variant: whether each question was answered rightly}``.
-        scores: Of generated targets, by name, from 0 to 1; ``None`` where none are generated.
+        correct: ``{variant: whether each question was answered correctly}``.
+        scores: Scores of generated targets by name, from 0 to 1; ``None`` if none are generated.
     """
 
     step: int
@@ -33,9 +33,10 @@ class FourierRecord(NamedTuple):
     """The adapter's nonlinearity at one update.
 
     Attributes:
-        step: Updates made.
-        layers: ``{layer: {"coefficients": a set for each slice, "sigma", "deviation",
-            "nonlinearity", "saturated": one for each slice}}``; see ``jaxkfac.lslora.diagnose``.
+        step: Number of updates made.
+        layers: ``{layer: {"coefficients": a list for each slice, "sigma", "deviation",
+            "nonlinearity", "saturated": a number for each slice}}``; see
+            ``jaxkfac.lslora.diagnose``.
     """
 
     step: int
@@ -46,10 +47,10 @@ class SampleRecord(NamedTuple):
     """An answer of the model.
 
     Attributes:
-        step: Updates made.
-        prompt: What was asked.
-        answer: What came, greedily.
-        target: What was wanted, where that is known.
+        step: Number of updates made.
+        prompt: The prompt.
+        answer: The greedy answer.
+        target: The correct answer, if known.
     """
 
     step: int
@@ -62,21 +63,21 @@ class FinetuneRecords(NamedTuple):
     """The history of a run.
 
     Attributes:
-        losses: One for each update, before it, over its learnt tokens, nats.
-        penalties: The regulariser's part, already times its weight.
-        tokens: Read in each update, without padding.
-        learnt: Of them in the loss.
-        examples: Read in each update.
-        seconds: Of each update, without compilation.
-        exams: Before, between and after.
+        losses: Loss of each update, before it, over its learned tokens, nats.
+        penalties: The weighted regularizer of each update.
+        tokens: Tokens read in each update, without padding.
+        learnt: Tokens in the loss of each update.
+        examples: Examples read in each update.
+        seconds: Seconds of each update, without compilation.
+        exams: Evaluations before, during and after training.
         fourier: The nonlinearity over time; empty for plain LoRA.
-        samples: Before, between and after.
-        compile_seconds: Spent compiling, over all sessions of the run.
-        programs: How many programs were compiled for training, one for each row length.
+        samples: Sample answers before, during and after training.
+        compile_seconds: Seconds spent compiling, over all sessions of the run.
+        programs: Number of training programs compiled, one for each row length.
         skipped: Micro-batches and updates left out because something was not finite.
-        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
-            where that is not finite. Runs of older versions lack those of their first updates.
-        learning_rates: Of as many updates, the last ones.
+        gradient_norms: Norm of the gradient before clipping, averaged over the micro-batches of
+            each update; ``None`` where it is not finite.
+        learning_rates: Learning rate of each update.
     """
 
     losses: Sequence[float] = ()
@@ -96,44 +97,45 @@ class FinetuneRecords(NamedTuple):
 
     @property
     def best(self) -> ExamRecord | None:
-        """The evaluation of the least validation loss after the first update; ``None`` of none."""
-        held = [x for x in self.exams if x.step and x.loss is not None and math.isfinite(x.loss)]
-        return min(held, key=lambda exam: exam.loss or 0.0, default=None)
+        """The evaluation with the least validation loss after the first update, or ``None``."""
+        candidates = [
+            x for x in self.exams if x.step and x.loss is not None and math.isfinite(x.loss)
+        ]
+        return min(candidates, key=lambda exam: exam.loss or 0.0, default=None)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all updates; 0 before the first."""
+        """Tokens per second over all updates; 0 before the first."""
         return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
 
     @property
     def samples_per_second(self) -> float:
-        """Over all updates but those of versions that did not count; 0 before the first."""
-        seconds = self.seconds[len(self.seconds) - len(self.examples) :]
-        return sum(self.examples) / sum(seconds) if seconds else 0.0
+        """Examples per second over all updates; 0 before the first."""
+        return sum(self.examples) / sum(self.seconds) if self.seconds else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""
-        parts = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
-        return {**self._asdict(), **parts}
+        record_lists = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
+        return {**self._asdict(), **record_lists}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "FinetuneRecords":
         """The inverse of :meth:`to_plain`."""
-        parts = {name: [kind(**x) for x in plain[name]] for name, kind in _KINDS.items()}
-        return cls(**{**plain, **parts})
+        record_lists = {name: [kind(**x) for x in plain[name]] for name, kind in _KINDS.items()}
+        return cls(**{**plain, **record_lists})
 
 
 _KINDS = {"exams": ExamRecord, "fourier": FourierRecord, "samples": SampleRecord}
 
 
-def mean_loss(losses: Sequence[float], *, last: bool, part: float = 0.1) -> float:
-    """The mean over the first or the last tenth of the updates, at least one."""
-    count = max(1, round(part * len(losses)))
+def mean_loss(losses: Sequence[float], *, last: bool, fraction: float = 0.1) -> float:
+    """Mean loss of the first or the last tenth of the updates, at least one update."""
+    count = max(1, round(fraction * len(losses)))
     chosen = losses[-count:] if last else losses[:count]
     return sum(chosen) / len(chosen)
 
 
-# ---------------- results of a fine-tuning run for the terminal
+# ---------------- tables for the terminal
 
 
 def finetune_table(
@@ -141,12 +143,12 @@ def finetune_table(
     comparison: Mapping[str, Any],
     reference: Mapping[str, float] = MappingProxyType({}),
 ) -> Table:
-    """Loss, and accuracy by each measure of likelihood, before and after.
+    """Loss, and accuracy by each measure of likelihood, before and after training.
 
     Args:
-        records: Of the run.
+        records: Records of the run.
         comparison: ``{variant: {"gained", "lost", "p_value"}}``.
-        reference: Names of other models and their validation loss.
+        reference: Names of baseline models and their validation loss.
     """
     ends = [f"{mean_loss(records.losses, last=last):.4f}" for last in (False, True)]
     rows = [["training loss", *ends]]
@@ -158,10 +160,10 @@ def finetune_table(
 
 
 def held_out_rows(records: FinetuneRecords, reference: Mapping[str, float]) -> list[list[str]]:
-    """``[name, before, after]`` of the validation loss, other models' beside it, and the scores."""
-    rows, held = [], [e.loss for e in records.exams if e.loss is not None]
-    if held:
-        rows.append(["validation loss", f"{held[0]:.4f}", f"{held[-1]:.4f}"])
+    """``[name, before, after]`` for validation loss, baselines and scores."""
+    rows, losses = [], [e.loss for e in records.exams if e.loss is not None]
+    if losses:
+        rows.append(["validation loss", f"{losses[0]:.4f}", f"{losses[-1]:.4f}"])
         rows += [[f"that of a {name} model", "", f"{x:.4f}"] for name, x in reference.items()]
     scored = [e.scores for e in records.exams if e.scores is not None]
     if scored:
@@ -170,16 +172,16 @@ def held_out_rows(records: FinetuneRecords, reference: Mapping[str, float]) -> l
 
 
 def exam_rows(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[list[str]]:
-    """``[variant, before, after, gained, lost, p]`` of each measure of likelihood."""
+    """``[variant, before, after, gained, lost, p]`` for each measure of likelihood."""
     if not records.exams:
         return []
     first, last = records.exams[0].accuracy, records.exams[-1].accuracy
     rows = []
     for variant in last:
         cells = [_interval(exam[variant]) for exam in (first, last) if variant in exam]
-        found = comparison.get(variant, {})
-        changes = [str(found[x]) for x in ("gained", "lost") if x in found]
-        p_value = [f"{found['p_value']:.2g}"] if "p_value" in found else []
+        change = comparison.get(variant, {})
+        changes = [str(change[x]) for x in ("gained", "lost") if x in change]
+        p_value = [f"{change['p_value']:.2g}"] if "p_value" in change else []
         rows.append([variant.replace("_", " "), *cells, *changes, *p_value])
     return rows
 

@@ -1,4 +1,4 @@
-"""The page of a run: what has come out, curves, factors, layers, memory, configuration."""
+"""The page of a training run: results, curves, factors, layers, memory, configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,38 +19,38 @@ from jaxkfac.jobs.report._race import (
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
 from jaxkfac.memory import Stage, bytes_text
 
-# ---------------- what has come out of a run, in sentences: who won, by how much, in updates and
-# in seconds
+# ---------------- the result in sentences
 
 
-_Z = 1.959963984540054  # 95 %
+_Z = 1.959963984540054  # normal quantile of a 95 % interval
 
 
 def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) -> list[str]:
-    """Sentences on the runs; the better one on held-out examples is the first.
+    """Sentences on the runs; the better one on held-out examples comes first.
 
     Args:
         runs: ``{"kfac" or "adamw": records}``, with epochs.
-        num_test: How many examples are held out; without it there is no interval.
+        num_test: Number of held-out examples; without it there is no interval.
     """
-    known = {name: run for name, run in runs.items() if run.epochs}
-    if len(known) < 2:
-        return [_alone(name, run, num_test) for name, run in known.items()]
-    best, other = sorted(known, key=lambda name: -known[name].epochs[-1].test_accuracy)[:2]
-    return [_held_out(known, best, other, num_test), _loss(known)]
+    finished = {name: run for name, run in runs.items() if run.epochs}
+    if len(finished) < 2:
+        return [_alone(name, run, num_test) for name, run in finished.items()]
+    best, second = sorted(finished, key=lambda name: -finished[name].epochs[-1].test_accuracy)[:2]
+    return [_held_out(finished, best, second, num_test), _loss(finished)]
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share ``right`` of ``count``."""
+    """Wilson's 95 % interval of a proportion ``right`` of ``count``."""
     middle = right + _Z**2 / (2 * count)
     half = _Z * math.sqrt(right * (1 - right) / count + _Z**2 / (4 * count**2))
     return (middle - half) / (1 + _Z**2 / count), (middle + half) / (1 + _Z**2 / count)
 
 
 def newcombe(first: float, second: float, count: int) -> tuple[float, float]:
-    """Newcombe's 95 % interval of the difference of two shares, each of ``count`` examples.
+    """Newcombe's 95 % interval of the difference of two proportions of ``count`` examples each.
 
-    Of the same examples the true interval is narrower, since both are often right together.
+    If the examples are the same, the true interval is narrower, since both are often right
+    together.
 
     References:
         Newcombe, Interval estimation for the difference between independent proportions, 1998.
@@ -72,26 +72,29 @@ def _alone(name: str, run: RunRecords, num_test: int | None) -> str:
     )
 
 
-def _held_out(runs: Mapping[str, RunRecords], best: str, other: str, num_test: int | None) -> str:
-    first, second = (runs[name].epochs[-1].test_accuracy for name in (best, other))
-    names = OPTIMIZERS[best][0], OPTIMIZERS[other][0]
-    found = f"{first:.1%} against {second:.1%} of the held-out examples"
+def _held_out(runs: Mapping[str, RunRecords], best: str, second: str, num_test: int | None) -> str:
+    first_accuracy, second_accuracy = (
+        runs[name].epochs[-1].test_accuracy for name in (best, second)
+    )
+    names = OPTIMIZERS[best][0], OPTIMIZERS[second][0]
+    accuracies = f"{first_accuracy:.1%} against {second_accuracy:.1%} of the held-out examples"
     if num_test is None:
-        return f"{names[0]} is right on {found} ({names[1]})."
-    low, high = newcombe(first, second, num_test)
+        return f"{names[0]} is right on {accuracies} ({names[1]})."
+    low, high = newcombe(first_accuracy, second_accuracy, num_test)
     points = (
-        f"{100 * (first - second):.1f} points, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+        f"{100 * (first_accuracy - second_accuracy):.1f} points, 95 % interval {100 * low:.1f} to "
+        f"{100 * high:.1f}"
     )
     if low <= 0:
         return (
-            f"On held-out examples neither has won: {names[0]} {first:.1%}, {names[1]} "
-            f"{second:.1%} ({points}, which contains zero)."
+            f"On held-out examples neither has won: {names[0]} {first_accuracy:.1%}, {names[1]} "
+            f"{second_accuracy:.1%} ({points}, which contains zero)."
         )
-    return f"{names[0]} has won on held-out examples: {found} for {names[1]} ({points})."
+    return f"{names[0]} has won on held-out examples: {accuracies} for {names[1]} ({points})."
 
 
 def _loss(runs: Mapping[str, RunRecords]) -> str:
-    """When the one with the lower loss had come to where the other ended."""
+    """When the run with the lower loss reached the final loss of the other."""
     low, high = sorted(runs, key=lambda name: runs[name].epochs[-1].train_loss)[:2]
     end = runs[high].epochs[-1]
     epochs = runs[low].epochs
@@ -105,7 +108,7 @@ def _loss(runs: Mapping[str, RunRecords]) -> str:
     )
 
 
-# ----------------
+# ---------------- the page
 
 
 def report_page(
@@ -124,42 +127,42 @@ def report_page(
     answer: Sequence[str] = (),
     num_test: int | None = None,
 ) -> str:
-    """The report of a run as one HTML page; a part without records is left out.
+    """The report of a run as one HTML page; sections without records are left out.
 
     Args:
         title: Heading of the page.
         lead: One sentence below it.
         runs: ``{"kfac" or "adamw": records}``.
-        spectra: Of the factors at the end.
+        spectra: Spectra of the factors at the end.
         coverage: Rows of the layer table.
-        config: Everything that decided the result; may be nested.
-        versions: Of the software.
+        config: Every option that decides the result; may be nested.
+        versions: Versions of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
-        first: Parts of another kind of run, as HTML, which come before all others.
-        answer: What has come out of it, in sentences; by default what the runs say.
-        num_test: How many examples the runs hold out, for the interval of that.
+        first: Sections of another kind of run, as HTML, placed before all others.
+        answer: Sentences on the result; by default derived from the runs.
+        num_test: Number of held-out examples of the runs, for intervals in the answer.
 
     Returns:
         The page, self-contained.
     """
-    parts = [*first]
+    sections = [*first]
     if runs:
-        parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+        sections += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     if spectra:
-        parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
+        sections += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
     if capacity:
-        parts += ["<h2>Capacity</h2>", capacity_html(capacity)]
+        sections += ["<h2>Capacity</h2>", capacity_html(capacity)]
     if coverage:
-        parts += ["<h2>Coverage</h2>", _coverage(coverage)]
+        sections += ["<h2>Coverage</h2>", _coverage(coverage)]
     if stages:
-        parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
-    parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
+        sections += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
+    sections += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
     if runs and not answer:
         first_at = race_sentence({name: [run] for name, run in runs.items()})
         answer = [first_at, *train_answer(runs, num_test)]
-    return page_html(title, lead, parts, answer=answer)
+    return page_html(title, lead, sections, answer=answer)
 
 
 def _cards(runs: Mapping[str, RunRecords]) -> str:
@@ -207,9 +210,9 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
     return f"{factor_panels_html(spectra)}{shown}"
 
 
-def _host_memory(found: Mapping[str, int | None]) -> str:
-    known = [f"{name} {bytes_text(n)}" for name, n in found.items() if n is not None]
-    return f"<p>Main memory: {', '.join(known)}.</p>" if known else ""
+def _host_memory(memory: Mapping[str, int | None]) -> str:
+    texts = [f"{name} {bytes_text(n)}" for name, n in memory.items() if n is not None]
+    return f"<p>Main memory: {', '.join(texts)}.</p>" if texts else ""
 
 
 def _stages(stages: Stage) -> str:

@@ -11,17 +11,17 @@ from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._page import terminal_table
 from jaxkfac.memory import Stage
 
-# ---------------- what an influence run has found, as plain records
+# ---------------- results of an influence run, as plain records
 
 
 class ScoredText(NamedTuple):
-    """A training text beside a query.
+    """A training text and its score for a query.
 
     Attributes:
-        row: Its number in its file, from 1.
-        score: Positive: training on it lowers the query's loss.
-        text: In words.
-        tokens: ``(token, its part of the score)``, in order.
+        row: Number of the row in its file, from 1.
+        score: Influence; positive means that training on the text lowers the query's loss.
+        text: The text as a string.
+        tokens: ``(token, its share of the score)``, in order.
     """
 
     row: int
@@ -31,17 +31,17 @@ class ScoredText(NamedTuple):
 
 
 class QueryRecord(NamedTuple):
-    """A query and the texts that say most about it.
+    """A query with its most helpful and most harmful texts.
 
     Attributes:
-        row: Its number in its file, from 1.
-        text: In words.
+        row: Number of the row in its file, from 1.
+        text: The query as a string.
         helpful: Texts with the largest scores, the largest first.
-        harmful: Those with the smallest, the smallest first.
-        mean: Of all scores.
-        spread: Their standard deviation.
-        lost: The part of its gradient that holding it at low rank has lost: of the layer where
-            that is most, as a ratio of norms.
+        harmful: Texts with the smallest scores, the smallest first.
+        mean: Mean of all scores.
+        spread: Standard deviation of all scores.
+        lost: Relative error of the gradient due to the low rank, in the layer where it is largest,
+            as a ratio of norms.
     """
 
     row: int
@@ -61,11 +61,11 @@ class QueryRecord(NamedTuple):
 _LISTS = ("helpful", "harmful")
 
 
-# ----------------
+# ---------------- the page
 
 
-_HELPS, _HARMS = "31, 90, 146", "200, 117, 45"  # blue and orange, as everywhere
-_SHOWN = 160  # characters of a text in a terminal
+_HELPS, _HARMS = "31, 90, 146", "200, 117, 45"  # blue and orange
+_SHOWN = 160  # characters of a text to show in a terminal
 _NOTE = (
     "<p>A score is to first order what training on a text does to the loss of the query: positive "
     "lowers it. Tokens are shaded by their part of the text's score, blue where it is positive "
@@ -89,10 +89,10 @@ def influence_page(
     Args:
         title: Heading of the page.
         lead: One sentence below it.
-        queries: Each with its texts.
-        config: Everything that decided the result.
-        versions: Of the software.
-        stages: Peaks of memory.
+        queries: The queries with their texts.
+        config: Every option that decides the result.
+        versions: Versions of the software.
+        stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
     Returns:
@@ -113,16 +113,16 @@ def influence_page(
 
 
 def influence_table(query: QueryRecord) -> Table:
-    """The texts of one query, for the terminal."""
+    """A table of the texts of one query, for the terminal."""
     both = [*query.helpful, *reversed(query.harmful)]
     rows = [[number(x.score), str(x.row), _short(x.text)] for x in both]
     title = f"Query {query.row}: {_short(query.text)}"
-    return terminal_table(title, ["score", "row", "text"], rows, words=(2,))
+    return terminal_table(title, ["score", "row", "text"], rows, text_columns=(2,))
 
 
 def _short(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else words[: _SHOWN - 1] + "…"
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= _SHOWN else one_line[: _SHOWN - 1] + "…"
 
 
 def _query(query: QueryRecord) -> str:
@@ -149,13 +149,13 @@ def _texts(texts: Sequence[ScoredText]) -> str:
 def _shaded(text: ScoredText) -> str:
     if not text.tokens:
         return escape(text.text)
-    largest = max(abs(part) for _, part in text.tokens) or 1.0
+    largest = max(abs(share) for _, share in text.tokens) or 1.0
     spans = []
-    for token, part in text.tokens:
-        color, strength = _HELPS if part > 0 else _HARMS, 0.7 * abs(part) / largest
-        words = escape(token).replace("\n", "↵<br>")
+    for token, share in text.tokens:
+        color, strength = _HELPS if share > 0 else _HARMS, 0.7 * abs(share) / largest
+        shown_token = escape(token).replace("\n", "↵<br>")
         spans.append(
             f'<span style="background: rgba({color}, {strength:.2f})" '
-            f'title="{escape(number(part))}">{words}</span>'
+            f'title="{escape(number(share))}">{shown_token}</span>'
         )
     return f'<span style="white-space: pre-wrap">{"".join(spans)}</span>'

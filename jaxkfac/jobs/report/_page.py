@@ -1,4 +1,4 @@
-"""The page of a report: its look, tables and captions, and small drawings as plain SVG."""
+"""Building blocks of the report pages: style, tables, captions and small SVG drawings."""
 
 import base64
 import importlib.metadata
@@ -15,27 +15,26 @@ from rich.table import Table
 
 from jaxkfac.plot import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 
-# ---------------- the page around the parts of a report: its look, by day and by night, and its
-# little script
+# ---------------- the frame of a page: style sheets by day and by night, and its script
 
 
-_FEW = 8  # layers, which need no filter
+_FEW = 8  # largest number of layers without a filter
 
 
-def page_html(title: str, lead: str, parts: Sequence[str], *, answer: Sequence[str] = ()) -> str:
-    """A page that carries everything with it: no font, image, script or server from elsewhere.
+def page_html(title: str, lead: str, sections: Sequence[str], *, answer: Sequence[str] = ()) -> str:
+    """A self-contained page: it loads no font, image, script or data from elsewhere.
 
-    Where parts show many layers (``data-layer``) there is a field that leaves some out.
+    If the sections show many layers (``data-layer``), the page has a field to filter them by name.
 
     Args:
         title: Heading.
-        lead: One sentence below it.
-        parts: As HTML.
-        answer: What has come out, in sentences; before everything else.
+        lead: One sentence below the heading.
+        sections: Sections, as HTML.
+        answer: Sentences on the result, placed first.
     """
-    look, script = (_part(name) for name in ("_page.css", "_page.js"))
-    body = "\n".join(parts)
-    said = f'<p class="answer">{escape(" ".join(answer))}</p>' if answer else ""
+    look, script = (_packaged_text(name) for name in ("_page.css", "_page.js"))
+    body = "\n".join(sections)
+    answer_html = f'<p class="answer">{escape(" ".join(answer))}</p>' if answer else ""
     field = (
         '<div class="filter"><input type="search" aria-label="layers to show" '
         'placeholder="show layers with … in their name"></div>'
@@ -46,16 +45,16 @@ def page_html(title: str, lead: str, parts: Sequence[str], *, answer: Sequence[s
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{look}</style></head>\n<body><main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{said}{field}\n'
+        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{answer_html}{field}\n'
         f'{body}\n</main><div id="tip"></div><script>{script}</script></body></html>\n'
     )
 
 
-def _part(name: str) -> str:
+def _packaged_text(name: str) -> str:
     return files("jaxkfac.jobs.report").joinpath(name).read_text("utf-8")
 
 
-# ---------------- the look of the figures of a report, and how they get into a page
+# ---------------- figures in a page
 
 
 __all__ = ["FIGURE_STYLE", "INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "data_uri", "svg_bytes"]
@@ -64,22 +63,22 @@ OPTIMIZERS = {"kfac": ("K-FAC", "#1f5a92"), "adamw": ("AdamW", "#c8752d")}
 
 
 def svg_bytes(figure: Any) -> bytes:
-    """A figure as SVG, the same bytes for the same numbers."""
+    """A figure as SVG, with the same bytes for the same numbers."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
 
 def data_uri(svg: bytes) -> str:
-    """An image that a page carries with it."""
+    """The SVG as a data URI, to embed it in the page."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
 
 
-# ---------------- pieces of a page: a table, a figure with its caption
+# ---------------- tables and captions
 
 
 def figure_html(svg: bytes, alternative: str, caption: str) -> str:
-    """A drawing with the words that stand for it and the words below it."""
+    """A drawing with its alternative text and its caption."""
     image = f'<img alt="{escape(alternative)}" src="{data_uri(svg)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
@@ -87,16 +86,17 @@ def figure_html(svg: bytes, alternative: str, caption: str) -> str:
 def table_html(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int, last: bool = False
 ) -> str:
-    """``text`` leading columns, and the last one if asked, are words; the rest numbers.
+    """A table with ``text`` leading text columns and numbers after them.
 
-    Rows of layers, whose first heading says so, are found by the page's filter.
+    ``last`` makes the last column text too. The page's filter finds rows of layers, which the first
+    heading marks.
     """
 
     def kind(column: int) -> str:
         if column == 0 and text > 1:
             return ' class="name"'
-        words = column < text or (last and column == len(head) - 1)
-        return "" if words else ' class="n"'
+        is_text = column < text or (last and column == len(head) - 1)
+        return "" if is_text else ' class="n"'
 
     top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
     layers = bool(head) and head[0].startswith("layer")
@@ -111,7 +111,7 @@ def table_html(
     )
 
 
-# ---------------- tables that a terminal folds and styles; plain text is :mod:`jaxkfac._text`'s
+# ---------------- tables for the terminal; :mod:`jaxkfac._text` has those in plain text
 
 
 def terminal_table(
@@ -119,72 +119,73 @@ def terminal_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]] = (),
     *,
-    words: Collection[int] = (0,),
+    text_columns: Collection[int] = (0,),
     no_wrap: bool = False,
     total: bool = False,
 ) -> Table:
-    """Columns of words to the left, of numbers to the right.
+    """A table with text columns on the left-hand side and numbers right-aligned.
 
     Args:
-        title: Above it.
+        title: Title above the table.
         head: Headings.
-        rows: Cells; a row that ends early is filled up.
-        words: Which columns are of words. They are folded where the terminal is narrow.
-        no_wrap: Whether nothing is folded.
-        total: Whether the last row is one.
+        rows: Cells; short rows are padded.
+        text_columns: Indices of the text columns, which are folded in a narrow terminal.
+        no_wrap: Whether to fold nothing.
+        total: Whether the last row is a total.
     """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, name in enumerate(head):
-        justify = "left" if i in words else "right"
-        overflow = "fold" if i in words else "ellipsis"
+        justify = "left" if i in text_columns else "right"
+        overflow = "fold" if i in text_columns else "ellipsis"
         table.add_column(name, justify=justify, overflow=overflow, no_wrap=no_wrap)
     for i, row in enumerate(rows, 1):
         table.add_row(*row, style="bold" if total and i == len(rows) else None)
     return table
 
 
-# ---------------- which software made a result
+# ---------------- versions of the software
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this library and of what decides its numbers."""
-    found = {"python": platform.python_version()}
-    for name in ("jaxkfac", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint"):
+    """Versions of Python, of this library and of the packages that affect its numbers."""
+    installed = {"python": platform.python_version()}
+    for name in ("jaxkfac", "jax", "jaxlib", "flax", "optax", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
-# ---------------- small drawings as plain SVG: a few lines, axes in round numbers, values under
-# the pointer
+# ---------------- small SVG drawings: a few lines, axes with round numbers, values under the
+# pointer
 #
-# The script of the page reads positions back into values by what stands in ``data-x`` and
-# ``data-y``; nothing else is stored twice.
+# The page's script converts positions back into values with ``data-x`` and ``data-y``, so no value
+# is
+# stored twice.
 
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 10, 34
-_MOST_POINTS = 200  # of a line: there are fewer pixels
+_MOST_POINTS = 200  # points of a line; a panel has hardly more pixels
 _LARGEST = 1e300  # beyond it the ends of an axis would not be finite
-_MANY = 24  # panels, beyond which they scroll
+_MANY = 24  # number of panels beyond which they scroll
 
 Real = float | int
 
 
 class Line(NamedTuple):
-    """What is drawn in one colour.
+    """A line of one colour.
 
     Attributes:
-        label: For the pointer and the legend.
+        label: Name for the pointer and the legend.
         x: Positions.
-        y: Values; a gap where one is ``None``, not finite, or not positive on a logarithmic axis.
+        y: Values; ``None``, a non-finite value, or a non-positive one on a log axis leaves a gap.
         color: Name of one of the page's colours: ``a``, ``g``, ``diagonal``, ``kfac``, ``adamw``,
             ``violet``, ``olive``, ``muted``.
-        dots: Whether the values are not joined.
-        faint: Whether it stands behind others.
-        names: Of the values, for the pointer.
+        dots: Whether to draw dots instead of a joined line.
+        faint: Whether to draw it in the background.
+        names: Names of the values, for the pointer.
     """
 
     label: str
@@ -197,10 +198,10 @@ class Line(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One direction of a panel.
+    """One axis of a panel.
 
     Attributes:
-        label: What it is, with its unit.
+        label: Quantity and unit.
         log: Whether it is logarithmic.
     """
 
@@ -209,7 +210,7 @@ class Axis(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """Values to positions, on a line or on a logarithmic one."""
+    """Maps values to positions, linearly or logarithmically."""
 
     low: Real
     high: Real
@@ -234,12 +235,12 @@ def panel_html(
     """A drawing with its title above it.
 
     Args:
-        title: Of it.
-        lines: Drawn in this order.
-        x: To the right.
-        y: Upwards.
-        layer: By which the page's filter finds it.
-        note: Below it.
+        title: Title of the drawing.
+        lines: Lines, drawn in this order.
+        x: Horizontal axis.
+        y: Vertical axis.
+        layer: Name by which the page's filter finds the panel.
+        note: Text below the drawing.
     """
     drawn = [
         _thinned(line._replace(y=[_shown(w, y.log) if _shown(v, x.log) is not None else None
@@ -250,33 +251,33 @@ def panel_html(
     ys = [w for line in drawn for w in line.y if w is not None]
     across = _scale(xs, x.log, _LEFT, _WIDTH - _RIGHT)
     up = _scale(ys, y.log, _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_grid(across, up), *(_path(line, across, up) for line in drawn)]
+    shapes = [*_grid(across, up), *(_path(line, across, up) for line in drawn)]
     if not ys:
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="90" text-anchor="middle">no value to draw</text>')
-    parts.append(
+        shapes.append(f'<text x="{middle}" y="90" text-anchor="middle">no value to draw</text>')
+    shapes.append(
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x.label)}</text>'
         f'<text transform="translate(9 {_TOP}) rotate(-90)" text-anchor="end">'
         f"{escape(y.label)}</text>"
     )
-    found = f' data-layer="{escape(layer)}"' if layer else ""
+    layer_attribute = f' data-layer="{escape(layer)}"' if layer else ""
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
-        f'<figure class="panel"{found}><figcaption>{escape(title)}</figcaption>'
+        f'<figure class="panel"{layer_attribute}><figcaption>{escape(title)}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}" '
-        f'data-x="{across.data}" data-y="{up.data}">{"".join(parts)}</svg>{below}</figure>'
+        f'data-x="{across.data}" data-y="{up.data}">{"".join(shapes)}</svg>{below}</figure>'
     )
 
 
 def panels_html(panels: Sequence[str], *, legend: Sequence[tuple[str, str]] = ()) -> str:
-    """Panels beside and below each other, as there is room; many of them scroll.
+    """Arrange panels in rows that fit the window; many panels scroll.
 
     Args:
-        panels: From :func:`panel_html`.
-        legend: ``(colour, words)``.
+        panels: Panels from :func:`panel_html`.
+        legend: ``(color, text)`` for each entry.
     """
     keys = "".join(
-        f'<span><i class="key {color}"></i>{escape(words)}</span>' for color, words in legend
+        f'<span><i class="key {color}"></i>{escape(text)}</span>' for color, text in legend
     )
     many = " many" if len(panels) > _MANY else ""
     shown = f'<div class="legend">{keys}</div>' if keys else ""
@@ -290,19 +291,19 @@ def _shown(value: Real | None, log: bool) -> float | None:
 
 
 def _thinned(line: Line) -> Line:
-    """At most ``_MOST_POINTS`` of them, evenly spread; the last one stays."""
+    """At most ``_MOST_POINTS`` evenly spaced points of a line, including its last."""
     count = len(line.y)
     if count <= _MOST_POINTS:
         return line
-    kept = [round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
-    x, y, names = ([v[i] for i in kept] if len(v) else [] for v in (line.x, line.y, line.names))
+    indices = [round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
+    x, y, names = ([v[i] for i in indices] if len(v) else [] for v in (line.x, line.y, line.names))
     return line._replace(x=x, y=y, names=names)
 
 
 def _scale(values: Sequence[Real], log: bool, start: Real, end: Real) -> _Scale:
     low, high = (min(values), max(values)) if values else (1.0, 10.0)
     if log:
-        if high / low < 10:  # two powers of ten at the least
+        if high / low < 10:  # show at least two powers of ten
             low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high) + 1e-9)
         else:
             low, high = low / 1.3, high * 1.3
@@ -317,9 +318,9 @@ def _ticks(scale: _Scale, most: int) -> list[float]:
         last = math.floor(math.log10(scale.high) + 1e-9)
         powers = range(first, last + 1)
         return [10.0**k for k in powers[:: max(1, -(-len(powers) // most))]]
-    wanted = (scale.high - scale.low) / most
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = next((power * k for k in (1, 2, 5) if power * k >= wanted), 10 * power)
+    least_step = (scale.high - scale.low) / most
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next((power * k for k in (1, 2, 5) if power * k >= least_step), 10 * power)
     first = math.ceil(scale.low / step - 1e-9)
     return [k * step for k in range(first, math.floor(scale.high / step + 1e-9) + 1)]
 
@@ -328,15 +329,15 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[str]:
     for value in _ticks(up, 4):
         at = f"{up(value):.1f}"
         yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
-        yield f'<text x="{_LEFT - 4}" y="{at}" dy=".32em" text-anchor="end">{_words(value)}</text>'
+        yield f'<text x="{_LEFT - 4}" y="{at}" dy=".32em" text-anchor="end">{_tick(value)}</text>'
     for value in _ticks(across, 4):
         at = f"{across(value):.1f}"
         low = _HEIGHT - _BOTTOM
         yield f'<line class="rule" x1="{at}" x2="{at}" y1="{low}" y2="{low + 3}"/>'
-        yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_words(value)}</text>'
+        yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_tick(value)}</text>'
 
 
-def _words(value: Real) -> str:
+def _tick(value: Real) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         digits, power = f"{value:.1e}".split("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"
@@ -356,7 +357,7 @@ def _path(line: Line, across: _Scale, up: _Scale) -> str:
     if not steps:
         return ""
     if len(steps) == 1 and not line.dots:
-        steps.append("h0")  # a line cap alone, which is a dot
+        steps.append("h0")  # a zero-length stroke, which its line cap shows as a dot
     named = f' data-names="{escape(json.dumps(names))}"' if names else ""
     kind = " ".join(["line", line.color, *["dots"] * line.dots, *["faint"] * line.faint])
     return f'<path class="{kind}" data-label="{escape(line.label)}"{named} d="{"".join(steps)}"/>'

@@ -16,7 +16,7 @@ from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 def _run(scale=1.0, accuracy=0.9, count=6):
     epochs = [
-        EpochRecord(4 * e, 128 * e, 0.5 * e, scale / e, 0.5, 1.2 / e, accuracy)
+        EpochRecord(4 * e, 128 * e, 0.5 * e, scale / e, 0.5, 1.2 / e, accuracy, 1.2 / e, accuracy)
         for e in range(1, count)
     ]
     losses = [scale / (i + 1) for i in range(4 * (count - 1))]

@@ -1,4 +1,4 @@
-"""What a training run measures, its curves, and which optimizer is first at a target."""
+"""Measurements of training runs, their curves, and which optimizer reaches a target first."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 from jaxkfac.curvature.capacity import Interval, mean_interval
 from jaxkfac.jobs.report._page import OPTIMIZERS, Axis, Line, panel_html, panels_html
 
-# ---------------- what a training run measures, as plain values that survive JSON
+# ---------------- records, as plain values that survive JSON
 
 
 class EpochRecord(NamedTuple):
-    """Measured after an epoch.
+    """Measurements after an epoch.
 
     Attributes:
-        step: Updates made.
+        step: Number of updates made.
         examples: Training examples seen, with repetition.
-        seconds: Spent in training steps so far; no compilation, no evaluation.
+        seconds: Seconds spent in training steps so far, without compilation and evaluation.
         train_loss: Mean over the whole training set, nats, without augmentation.
-        train_accuracy: Likewise, in [0, 1].
+        train_accuracy: Over the whole training set, without augmentation, in [0, 1].
         test_loss: Mean over the test set, nats.
-        test_accuracy: In [0, 1].
-        validation_loss: Mean over the validation set, nats; ``None`` in older records.
-        validation_accuracy: In [0, 1]; likewise.
+        test_accuracy: Over the test set, in [0, 1].
+        validation_loss: Mean over the validation set, nats.
+        validation_accuracy: Over the validation set, in [0, 1].
     """
 
     step: int
@@ -32,21 +32,21 @@ class EpochRecord(NamedTuple):
     train_accuracy: float
     test_loss: float
     test_accuracy: float
-    validation_loss: float | None = None
-    validation_accuracy: float | None = None
+    validation_loss: float
+    validation_accuracy: float
 
 
 class RunRecords(NamedTuple):
     """The history of one optimizer.
 
     Attributes:
-        losses: One for each update, before it, over its examples, nats.
-        epochs: One for each epoch.
-        compile_seconds: Spent compiling, over all sessions of the run.
+        losses: Loss of each update, before it, over its examples, nats.
+        epochs: Record of each epoch.
+        compile_seconds: Seconds spent compiling, over all sessions of the run.
         skipped: Micro-batches and updates left out because something was not finite.
-        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
-            where that is not finite. Runs of older versions lack those of their first updates.
-        learning_rates: Of as many updates, the last ones.
+        gradient_norms: Norm of the gradient before clipping, averaged over the micro-batches of
+            each update; ``None`` where it is not finite.
+        learning_rates: Learning rate of each update.
     """
 
     losses: list[float]
@@ -58,7 +58,7 @@ class RunRecords(NamedTuple):
 
     @property
     def samples_per_second(self) -> float:
-        """Training examples, without compilation and evaluation; 0 before the first epoch."""
+        """Training examples per second, without compilation and evaluation; 0 at first."""
         return self.epochs[-1].examples / self.epochs[-1].seconds if self.epochs else 0.0
 
     def to_plain(self) -> dict[str, Any]:
@@ -71,98 +71,99 @@ class RunRecords(NamedTuple):
         return cls(**{**plain, "epochs": [EpochRecord(**epoch) for epoch in plain["epochs"]]})
 
 
-# ---------------- which optimizer is first at a target, in updates and in seconds
+# ---------------- the first optimizer at a target, in updates and in seconds
 
 
 TARGET_ERROR = 0.03
-"""Of the validation set."""
+"""Target error on the validation set."""
 TO_TARGET = tuple(f"{unit} to {TARGET_ERROR:.0%}" for unit in ("updates", "s"))
-"""Heads of the columns of :func:`at_target`."""
+"""Headings of the columns of :func:`at_target`."""
 Runs = Mapping[str, Sequence[RunRecords]]
 _UNITS = {"updates": ".0f", "seconds": ".1f"}
 
 
 def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
     """The first epoch after which the error on the validation set is at most ``error``."""
-    known = (epoch for epoch in run.epochs if epoch.validation_accuracy is not None)
-    return next((x for x in known if 1 - x.validation_accuracy <= error + 1e-9), None)
+    return next((x for x in run.epochs if 1 - x.validation_accuracy <= error + 1e-9), None)
 
 
 def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Updates and seconds to the target: of several runs the geometric mean and its interval.
+    """Updates and seconds to the target; for several runs the geometric mean and its interval.
 
-    Where a run does not reach it, how many do: a mean of these alone would be of the lucky ones.
+    If a run misses the target, the cells say how many reach it: a mean over those alone would be
+    biased.
     """
-    found = _times(runs)
-    if None in found["updates"]:
-        count = sum(x is not None for x in found["updates"])
-        word = f"{count} of {len(runs)} seeds" if count else "never"
-        return word, word
-    updates, seconds = (_time(found[unit], form) for unit, form in _UNITS.items())
+    times = _times(runs)
+    if None in times["updates"]:
+        count = sum(x is not None for x in times["updates"])
+        reach_text = f"{count} of {len(runs)} seeds" if count else "never"
+        return reach_text, reach_text
+    updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
     return updates, seconds
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
-    """A number; of several the mean and, in brackets, its 95 % interval."""
+    """A number; for several numbers their mean and, in brackets, its 95 % interval."""
     if len(numbers) == 1:
         return format(numbers[0], form)
     return _text(mean_interval(numbers), form)
 
 
 def _time(numbers: Sequence[float], form: str) -> str:
-    """As :func:`interval`, of what is positive and compared by its ratios."""
+    """Like :func:`interval`, for positive values that are compared by ratios."""
     return format(numbers[0], form) if len(numbers) == 1 else _text(_geometric(numbers), form)
 
 
 def _geometric(numbers: Sequence[float]) -> Interval:
-    """The geometric mean: Student's interval of the logarithms."""
+    """The geometric mean with Student's interval of the logarithms."""
     return Interval(*map(math.exp, mean_interval(list(map(math.log, numbers)))))
 
 
 def race_sentence(runs: Runs) -> str:
-    """Who is faster to the target: in updates, and in seconds.
+    """Describe which optimizer reaches the target first, in updates and in seconds.
 
-    Of several seeds geometric means and 95 % intervals. One is faster then where the interval of
-    the ratio leaves one out: seed by seed both have seen the same examples.
+    For several seeds it gives geometric means and 95 % intervals. One optimizer then counts as
+    faster if the interval of the ratio excludes one; runs of the same seed see the same examples.
 
     Args:
-        runs: For each optimizer its runs, one for each seed, in the same order.
+        runs: The runs of each optimizer, one for each seed, in the same order.
     """
-    known = _known(runs)
-    goal, parts = f"{TARGET_ERROR:.0%} error on the validation images", []
-    for name, found in known.items():
-        label, times = OPTIMIZERS[name][0], _times(found)
+    finished = _with_epochs(runs)
+    goal, clauses = f"{TARGET_ERROR:.0%} error on the validation images", []
+    for name, runs_of_one in finished.items():
+        label, times = OPTIMIZERS[name][0], _times(runs_of_one)
         if missed := times["updates"].count(None):
-            often = f" in {missed} of {len(found)} seeds" if missed < len(found) else ""
-            parts.append(f"{label} does not reach {goal}{often}")
+            often = f" in {missed} of {len(runs_of_one)} seeds" if missed < len(runs_of_one) else ""
+            clauses.append(f"{label} does not reach {goal}{often}")
             continue
         updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
-        means = f" (geometric means of {len(found)} seeds, 95% intervals)"
-        several = means if len(found) > 1 else ""
-        parts.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
-    said = "; ".join(parts) + "."
-    verdicts = _verdicts(known)
-    return f"{said} {verdicts}" if verdicts else said
+        means = f" (geometric means of {len(runs_of_one)} seeds, 95% intervals)"
+        several = means if len(runs_of_one) > 1 else ""
+        clauses.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
+    sentence = "; ".join(clauses) + "."
+    verdicts = _verdicts(finished)
+    return f"{sentence} {verdicts}" if verdicts else sentence
 
 
 def race_record(runs: Runs) -> dict[str, Any]:
-    """The same as plain values for JSON.
+    """The content of :func:`race_sentence` as plain values for JSON.
 
     Returns:
-        ``sentence``; ``error``, the target; ``optimizers``, of each the ``updates`` and
-        ``seconds`` to it: ``each`` run's, ``None`` where it does not reach it, and ``interval``
-        ``{"mean", "low", "high"}`` of the geometric mean, ``None`` of one run or where one does
-        not; and ``ratios`` of the first optimizer's to the second's, likewise.
+        ``sentence``; ``error``, the target; ``optimizers``, with the ``updates`` and ``seconds`` to
+        the target for each optimizer; and ``ratios`` of the first optimizer's to the second's.
+        ``updates`` and ``seconds`` hold ``each`` run's value, ``None`` if it misses the target, and
+        the ``interval`` ``{"mean", "low", "high"}`` of the geometric mean, ``None`` for a single
+        run or if one misses. A ratio is such an interval, or ``None``.
     """
-    known = _known(runs)
+    finished = _with_epochs(runs)
     optimizers = {
         name: {
-            unit: {"each": each, "interval": _record(each, _geometric)}
-            for unit, each in _times(found).items()
+            unit: {"each": values, "interval": _record(values, _geometric)}
+            for unit, values in _times(runs_of_one).items()
         }
-        for name, found in known.items()
+        for name, runs_of_one in finished.items()
     }
-    ratios = {unit: _ratio(known, unit) for unit in _UNITS}
+    ratios = {unit: _ratio(finished, unit) for unit in _UNITS}
     return {
         "sentence": race_sentence(runs),
         "error": TARGET_ERROR,
@@ -172,19 +173,23 @@ def race_record(runs: Runs) -> dict[str, Any]:
 
 
 def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean and 95 % interval; ``None`` of fewer than two, or where one is not known."""
+    """Mean and 95 % interval; ``None`` for fewer than two numbers or if one is ``None``."""
     return _record(numbers, mean_interval)
 
 
 def _record(
     numbers: Sequence[float | None], mean: Callable[[Sequence[float]], Interval]
 ) -> dict[str, float] | None:
-    known = [x for x in numbers if x is not None]
-    return mean(known)._asdict() if len(known) == len(numbers) > 1 else None
+    finite = [x for x in numbers if x is not None]
+    return mean(finite)._asdict() if len(finite) == len(numbers) > 1 else None
 
 
-def _known(runs: Runs) -> Runs:
-    return {name: found for name, found in runs.items() if found and found[0].epochs}
+def _with_epochs(runs: Runs) -> Runs:
+    return {
+        name: runs_of_one
+        for name, runs_of_one in runs.items()
+        if runs_of_one and runs_of_one[0].epochs
+    }
 
 
 def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
@@ -196,49 +201,52 @@ def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
 
 
 def _ratio(runs: Runs, unit: str) -> Interval | None:
-    """Of the first optimizer's to the second's: the geometric mean over the seeds."""
+    """Geometric mean over the seeds of the ratio of the first optimizer to the second."""
     if len(runs) != 2:
         return None
-    first, second = (_times(found)[unit] for found in runs.values())
+    first, second = (_times(runs_of_one)[unit] for runs_of_one in runs.values())
     if len(first) != len(second) or len(first) < 2 or None in (*first, *second):
         return None
     return _geometric([x / y for x, y in zip(first, second, strict=True)])
 
 
 def _verdicts(runs: Runs) -> str:
-    times = {name: _times(found) for name, found in runs.items()}
-    if len(runs) != 2 or any(None in found["updates"] for found in times.values()):
+    times = {name: _times(runs_of_one) for name, runs_of_one in runs.items()}
+    if len(runs) != 2 or any(None in by_unit["updates"] for by_unit in times.values()):
         return ""
     labels = [OPTIMIZERS[name][0] for name in runs]
-    said = []
+    clauses = []
     for unit in _UNITS:
         ratio = _ratio(runs, unit)
         if ratio is not None:
-            words = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
+            ratio_text = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
             low, high = ratio.low, ratio.high
         else:
-            (first, *_), (second, *_) = (found[unit] for found in times.values())
-            words, low, high = "", first / second, first / second
+            (first, *_), (second, *_) = (by_unit[unit] for by_unit in times.values())
+            ratio_text, low, high = "", first / second, first / second
         winner = labels[0] if high < 1 else labels[1] if low > 1 else None
         faster = "neither is shown to be faster" if ratio is not None else "neither is faster"
         faster = faster if winner is None else f"{winner} is faster"
-        said.append((faster, f"in {unit}{words}"))
-    (one, first), (other, second) = said
-    both = "or" if one.startswith("neither") else "and"
-    found = f"{one} {first} {both} {second}" if one == other else f"{one} {first}, {other} {second}"
-    return f"{found[0].upper()}{found[1:]}."
+        clauses.append((faster, f"in {unit}{ratio_text}"))
+    (first_verdict, first), (second_verdict, second) = clauses
+    both = "or" if first_verdict.startswith("neither") else "and"
+    verdict = (
+        f"{first_verdict} {first} {both} {second}"
+        if first_verdict == second_verdict
+        else f"{first_verdict} {first}, {second_verdict} {second}"
+    )
+    return f"{verdict[0].upper()}{verdict[1:]}."
 
 
-def _text(found: Interval, form: str) -> str:
-    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
+def _text(interval: Interval, form: str) -> str:
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
 
 
-# ---------------- loss, error, learning rate and gradient norm of runs, over updates and over
-# seconds
+# ---------------- curves over updates and over seconds
 
 
 def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
-    """Training loss and test error by updates and by training time, then what drove them."""
+    """Training loss and test error by updates and by training time, then rate and gradient norm."""
     ends = {
         "Training loss": [e.train_loss for run in runs.values() for e in run.epochs],
         "Test error": [],
@@ -273,21 +281,21 @@ def _lines(name: str, run: RunRecords, title: str, axis: str) -> list[Line]:
         return [Line(label, x, y, name)]
     lines = [Line(label, x, [e.train_loss for e in run.epochs], name)]
     if axis == "step" and run.losses:
-        each = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
-        lines.insert(0, each._replace(faint=True))
+        update_line = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
+        lines.insert(0, update_line._replace(faint=True))
     return lines
 
 
 def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
     lines = []
     for name, run in runs.items():
-        values, last = getattr(run, field), len(run.losses)
-        x = list(range(last - len(values) + 1, last + 1))
+        values = getattr(run, field)
+        x = list(range(1, len(values) + 1))
         color = name if name in OPTIMIZERS else "a"
         lines.append(Line(OPTIMIZERS.get(name, (name,))[0], x, values, color))
     return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis("", log=log))
 
 
 def driven_panels(runs: Mapping[str, Any]) -> list[str]:
-    """Learning rate and gradient norm alone; none for runs that did not record them."""
-    return [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]
+    """Panels of learning rate and gradient norm, for the runs that recorded them."""
+    return [_driven(runs, *drawn) for drawn in _DRIVEN if _has(runs, drawn[1])]

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed, as one table and one page."""
+"""A table and a page about runs that differ only in their seed."""
 
 from collections.abc import Mapping
 from html import escape
@@ -23,19 +23,19 @@ _HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
 
 
 def seeds_table(runs: Runs) -> Table:
-    """Means and 95 % intervals over the seeds: of the last epoch, and of the time to the target.
+    """Means and 95 % intervals over the seeds, for the last epoch and for the time to the target.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
     """
     return terminal_table(_title(runs), _HEAD, _rows(runs), no_wrap=True)
 
 
 def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
-    """The same as an HTML page, with links to the runs' own.
+    """The table of :func:`seeds_table` as an HTML page, with links to the pages of the runs.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
         folders: ``{seed: page of its run}``.
     """
     links = [f'<a href="{escape(page)}">seed {escape(seed)}</a>' for seed, page in folders.items()]
@@ -59,18 +59,18 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
 
 
 def seeds_record(runs: Runs) -> dict[str, Any]:
-    """The same as plain values for JSON: ``to_target``, and ``final``, the last epoch's intervals.
+    """Plain values for JSON: ``to_target``, and ``final`` with intervals for the last epoch.
 
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: The runs of each optimizer, one for each seed.
     """
     final = {
         name: {
-            measured: interval_record([getattr(run.epochs[-1], measured) for run in found])
+            measured: interval_record([getattr(run.epochs[-1], measured) for run in runs_of_one])
             for measured in EpochRecord._fields
             if measured not in ("step", "examples")
         }
-        for name, found in runs.items()
+        for name, runs_of_one in runs.items()
     }
     return {"to_target": race_record(runs), "final": final}
 
@@ -83,10 +83,10 @@ def _rows(runs: Runs) -> list[list[str]]:
     return [
         [
             OPTIMIZERS[name][0],
-            *at_target(found),
-            interval([run.epochs[-1].train_loss for run in found], ".4f"),
-            interval([100 * run.epochs[-1].test_accuracy for run in found], ".2f"),
-            interval([run.epochs[-1].seconds for run in found], ".1f"),
+            *at_target(runs_of_one),
+            interval([run.epochs[-1].train_loss for run in runs_of_one], ".4f"),
+            interval([100 * run.epochs[-1].test_accuracy for run in runs_of_one], ".2f"),
+            interval([run.epochs[-1].seconds for run in runs_of_one], ".1f"),
         ]
-        for name, found in runs.items()
+        for name, runs_of_one in runs.items()
     ]

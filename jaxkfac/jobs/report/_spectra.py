@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkfac.curvature.capacity import diagonal_rows
 
-# ---------------- eigenvalues of every factor as plain records, before and after clipping
+# ---------------- spectra before and after clipping
 
 
 Side = Literal["A", "G", "diagonal"]
@@ -23,13 +23,13 @@ class SpectrumRecord(NamedTuple):
         side: ``"A"`` (inputs), ``"G"`` (output gradients), or ``"diagonal"`` for scales and
             lone biases.
         slice: Index into the layer's stack, ``()`` without one.
-        source: Layer under which this factor is stored; another one for a shared input.
+        source: Layer that stores this factor; another layer for a shared input.
         raw: Eigenvalues as decomposed, descending; rounding leaves small negative ones.
-        clipped: The same after clipping.
+        clipped: The eigenvalues after clipping.
         top: Largest eigenvalue.
         condition_raw: ``top`` over the smallest, or ``None`` where that is not positive.
-        condition_clipped: The same after clipping.
-        raised: How many eigenvalues clipping has raised.
+        condition_clipped: The condition number after clipping.
+        raised: Number of eigenvalues that clipping raised.
         entropy_rank: $\exp(-\sum p_i \log p_i)$, $p = \lambda / \sum \lambda$ over the
             positive raw values: 1 for one direction, n for an isotropic factor
             (Roy and Vetterli, The effective rank, 2007).
@@ -52,7 +52,7 @@ def spectrum_records(bases: Any) -> list[SpectrumRecord]:
     """Records of all spectra, in the order of the layers.
 
     Args:
-        bases: What ``jk.eigendecompose`` returns, with or without vectors.
+        bases: Result of ``jk.eigendecompose``, with or without eigenvectors.
     """
     return [record for layer in bases.layers for record in _of_layer(layer, bases[layer.name])]
 
@@ -100,20 +100,20 @@ def _entropy_rank(values: np.ndarray) -> float:
     return float(np.exp(-(p * np.log(p)).sum()))
 
 
-# ---------------- layers that differ only in their depth: slices of a stack, or numbered names
+# ---------------- families: layers that differ only in their depth
 
 
-# A number that is a whole component, an index in brackets, or after an underscore.
+# A number as a whole path component, as an index in brackets, or after an underscore.
 _NUMBER = re.compile(r"(?:(?<=[/_\[])|^)\d+(?=[/\]]|$)")
 
 
 class FactorFamily(NamedTuple):
-    """The same factor at every depth.
+    """One factor at every depth.
 
     Attributes:
         title: The layer's name without ``/kernel``, with ``*`` for its number if there are
             several; readers of a shared input are listed behind each other.
-        side: Which factor.
+        side: Kind of the factor.
         members: From the first depth to the last.
     """
 
@@ -123,17 +123,17 @@ class FactorFamily(NamedTuple):
 
 
 def families(
-    records: Sequence[SpectrumRecord], *, shared_once: bool, apart: bool = False
+    records: Sequence[SpectrumRecord], *, shared_once: bool, separate: bool = False
 ) -> list[FactorFamily]:
-    """Group the records of all depths, in the order of the network.
+    """Group the records over all depths, in the order of the network.
 
     Args:
-        records: Of all factors.
-        shared_once: Leave an input factor out where it is another layer's, and name all its
-            readers where it is stored.
-        apart: Whether layers whose names differ in a number are families of their own.
+        records: Records of all factors.
+        shared_once: Show a shared input factor only where it is stored, with the names of all its
+            readers.
+        separate: Whether layers whose names differ in a number form separate families.
     """
-    name_of = str if apart else lambda layer: _NUMBER.sub("*", layer)
+    name_of = str if separate else lambda layer: _NUMBER.sub("*", layer)
     groups: dict[tuple[str, Side], list[SpectrumRecord]] = {}
     readers: dict[str, list[str]] = {}
     for record in records:
@@ -143,18 +143,20 @@ def families(
             names += [family] if family not in names else []
         if record.source == record.layer or record.side != "A" or not shared_once:
             groups.setdefault((family, record.side), []).append(record)
-    found = []
+    result = []
     for (family, side), members in groups.items():
         names = {record.layer for record in members}
         title = family if len(names) > 1 else names.pop()
         if side == "A" and shared_once:
             title = joined([title, *readers[family][1:]])
-        found.append(FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth)))
-    return found
+        result.append(
+            FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth))
+        )
+    return result
 
 
 def joined(names: Sequence[str]) -> str:
-    """``a/q, k, v`` for the readers ``a/q/kernel``, ``a/k/kernel`` and ``a/v/kernel``."""
+    """Shorten the readers ``a/q/kernel``, ``a/k/kernel``, ``a/v/kernel`` to ``a/q, k, v``."""
     short = [name.removesuffix("/kernel") for name in names]
     folder, _, first = short[0].rpartition("/")
     last = ", ".join([first, *(name.rpartition("/")[2] for name in short[1:])])
@@ -162,7 +164,7 @@ def joined(names: Sequence[str]) -> str:
 
 
 def ends(values: Iterable[float]) -> tuple[float, float]:
-    """Smallest and largest positive value; (1, 1) without any."""
+    """Smallest and largest positive value; (1, 1) if there is none."""
     positive = [value for value in values if value > 0]
     return (min(positive), max(positive)) if positive else (1.0, 1.0)
 
@@ -175,18 +177,18 @@ def _depth(record: SpectrumRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class CoverageRow(NamedTuple):
-    """One layer of the table, or one parameter that no layer covers.
+    """A row about one layer, or about one parameter that no layer covers.
 
     Attributes:
         name: Layer name, or parameter path.
-        kind: As in ``Layer.kind``, or ``"uncovered"``.
+        kind: The value of ``Layer.kind``, or ``"uncovered"``.
         inputs: Size of the input factor without the ones column; ``None`` if uncovered.
         outputs: Size of the output factor; ``None`` if uncovered.
         stack: Shape of the stacked axes.
-        shares_input_with: Layer that stores the input factor, if another one.
-        parameters: How many numbers the layer covers.
-        share: Of all parameters, in [0, 1].
-        reason: Why it is not covered; empty for a layer.
+        shares_input_with: Layer that stores the input factor, if it is another one.
+        parameters: Number of elements that the layer covers.
+        share: Fraction of all parameters, in [0, 1].
+        reason: Why the parameter is not covered; empty for a layer.
     """
 
     name: str
@@ -204,11 +206,11 @@ def coverage_rows(layers: Any, sizes: Mapping[str, int]) -> list[CoverageRow]:
     """Rows of a layer table.
 
     Args:
-        layers: What ``jk.find_layers`` returns.
+        layers: Result of ``jk.find_layers``.
         sizes: ``{parameter path: number of elements}`` of the whole model.
 
     Returns:
-        The layers in their own order, then what is not covered.
+        The layers in their order, then the uncovered parameters.
     """
     total = sum(sizes.values())
     rows = [
@@ -233,5 +235,5 @@ def coverage_rows(layers: Any, sizes: Mapping[str, int]) -> list[CoverageRow]:
 
 
 def stack_text(stack: tuple[int, ...]) -> str:
-    """``2 x 3`` for a stack of shape (2, 3), nothing for none."""
+    """``2 x 3`` for a stack of shape (2, 3), empty without a stack."""
     return " × ".join(map(str, stack)) if math.prod(stack) != 1 or stack else ""

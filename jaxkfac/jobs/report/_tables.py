@@ -11,7 +11,7 @@ from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
-    """When each run is at 3 % error, and its last epoch."""
+    """Updates and seconds to 3 % error, and the last epoch of each run."""
     head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
     rows = []
     for name, run in runs.items():
@@ -33,7 +33,7 @@ def runs_table(runs: Mapping[str, RunRecords]) -> Table:
 
 
 def coverage_table(rows: Sequence[CoverageRow]) -> Table:
-    """Which parameters are covered, by what."""
+    """Which parameters are covered, and by which layer."""
     remarks = "shares its input with, or is not covered because"
     head = ["layer", "kind", "in", "out", "stack", "parameters", "share", remarks]
     cells = []
@@ -42,7 +42,7 @@ def coverage_table(rows: Sequence[CoverageRow]) -> Table:
         numbers = [stack_text(row.stack), str(row.parameters), f"{row.share:.1%}"]
         remark = row.reason or row.shares_input_with or ""
         cells.append([row.name, row.kind, *sizes, *numbers, remark])
-    return terminal_table("Coverage", head, cells, words=(0, 1, 7))
+    return terminal_table("Coverage", head, cells, text_columns=(0, 1, 7))
 
 
 def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
@@ -65,4 +65,4 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
         ]
         for record in records
     ]
-    return terminal_table("Spectra", head, rows, words=(0, 1))
+    return terminal_table("Spectra", head, rows, text_columns=(0, 1))

@@ -1,4 +1,4 @@
-"""Trees of parameters to NF4 and back."""
+"""Quantizing trees of parameters to NF4, and back."""
 
 import dataclasses
 import math
@@ -21,18 +21,18 @@ from jaxkfac.lslora.nf4._tensor import (
     nested_levels,
 )
 
-# ---------------- which axes of a kernel are a stack, inputs, outputs
+# ---------------- the axes of a kernel: stack, inputs, outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelAxes:
-    """How a kernel is read as a stack of matrices.
+    """How to read a kernel as a stack of matrices.
 
     Attributes:
-        name: The layer, for messages.
-        stack: Number of leading axes that are a stack.
+        name: Name of the layer, for messages.
+        stack: Number of leading axes that form the stack.
         shape: Shape of the kernel.
-        inputs: Which axes behind them are contracted, ascending.
+        inputs: Contracted axes, counted after the stack, ascending.
     """
 
     name: str
@@ -42,7 +42,7 @@ class KernelAxes:
 
     @classmethod
     def plain(cls, name: str, shape: tuple[int, ...], stack: int) -> "KernelAxes":
-        """A kernel ``(stack..., in, out)``."""
+        """Axes of a kernel ``(stack..., in, out)``."""
         if len(shape) != stack + 2:
             raise ValueError(
                 f"layer {name!r}: with stack={stack}, expected a kernel of {stack + 2} axes "
@@ -69,19 +69,19 @@ class KernelAxes:
         return math.prod(self.features[d] for d in self.outputs)
 
     def matrix(self, kernel: np.ndarray) -> np.ndarray:
-        """One slice as ``(out, in)``, as PyTorch has it."""
+        """One slice as ``(out, in)``, as PyTorch stores it."""
         turned = kernel.transpose(*self.outputs, *self.inputs)
         return turned.reshape(self.out_features, self.in_features)
 
 
 def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str, KernelAxes]:
-    """``{path: axes}`` of the layers of a table that a pattern matches.
+    """``{path: axes}`` of the layers in a table that a pattern matches.
 
     Raises:
-        UnknownLayerError: none, or one whose parameter is not in the tree.
-        ValueError: one is not dense, or its axes are not wholly stack, input or output.
+        UnknownLayerError: no layer matches, or the tree lacks the parameter of a matching one.
+        ValueError: a layer is not dense, or an axis mixes stack, inputs and outputs.
     """
-    found: dict[str, KernelAxes] = {}
+    axes_by_path: dict[str, KernelAxes] = {}
     chosen = selector(layers, [n for n in table if table[n].weight.path in leaves])
     for name in (n for n in table if n in chosen):
         layer, path = table[name], table[name].weight.path
@@ -90,20 +90,20 @@ def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str,
                 f"layer {name!r} is of kind {layer.kind!r}, and only dense layers can be NF4: "
                 "make layers= narrower"
             )
-        own = _from_layer(layer, tuple(leaves[path].shape))
-        if found.setdefault(path, own).inputs != own.inputs:
+        axes = _from_layer(layer, tuple(leaves[path].shape))
+        if axes_by_path.setdefault(path, axes).inputs != axes.inputs:
             raise ValueError(
                 f"layer {name!r}: its parameter is also used in another orientation "
-                f"({found[path].name!r}), and blocks run along the inputs of one: keep it in full "
-                "precision"
+                f"({axes_by_path[path].name!r}), and blocks run along the inputs of one: keep it "
+                "in full precision"
             )
     for name, layer in table.items():
-        if not layer.is_dense and layer.weight.path in found:
+        if not layer.is_dense and layer.weight.path in axes_by_path:
             raise ValueError(
-                f"layer {found[layer.weight.path].name!r}: its parameter is also read as an "
+                f"layer {axes_by_path[layer.weight.path].name!r}: its parameter is also read as an "
                 f"{layer.kind} ({name!r}), which NF4 cannot be: keep it in full precision"
             )
-    return found
+    return axes_by_path
 
 
 def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
@@ -119,15 +119,16 @@ def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
     for size in shape[len(weight.index) :]:
         mine: set[str] = set()
         while size > 1 and atoms and size % atoms[0][0] == 0:
-            part, kind = atoms.pop(0)
-            size //= part
+            atom_size, kind = atoms.pop(0)
+            size //= atom_size
             mine.add(kind)
         if size > 1 or len(mine) > 1:
             raise ValueError(
                 f"layer {layer.name!r}: an axis of its parameter {shape} is split between "
                 f"{' and '.join(sorted(mine))} by the program: keep it in full precision"
             )
-        # An axis of one is an output; in front of the inputs it may be a stack, to the same end.
+        # An axis of size one counts as an output; before the inputs it may be a stack,
+        # equivalently.
         roles.append(mine.pop() if mine else "output")
     stack = next((d for d, kind in enumerate(roles) if kind != "stack"), len(roles))
     if "stack" in roles[stack:]:
@@ -139,7 +140,7 @@ def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
     return KernelAxes(layer.name, stack, shape, inputs)
 
 
-# ----------------
+# ---------------- quantizing
 
 
 def quantize(
@@ -151,43 +152,43 @@ def quantize(
     block: int = 64,
     double: bool = True,
 ) -> PyTree:
-    r"""The tree with the kernels of dense layers in NF4, quantised on the host slice by slice.
+    r"""Quantize the kernels of dense layers to NF4, on the host, slice by slice.
 
     Each block of 64 inputs of one output is divided by its largest absolute value $s$ and
     rounded to the nearest of 16 levels. With ``double``, the scales $s$ minus their mean over
-    the slice are in turn kept in 8 bits, 256 to a scale. Codes and scales are those of
+    the slice are themselves quantized to 8 bits, in blocks of 256. Codes and scales equal those of
     bitsandbytes (``quantize_4bit(weight, quant_type="nf4", compress_statistics=double)``) for
-    the weight ``(out, in)``; only the mean, which PyTorch sums in an order of its own, may differ
-    by its last bits.
+    the weight ``(out, in)``; only the mean, which PyTorch sums in its own order, may differ in its
+    last bits.
 
-    A tree alone does not tell inputs from outputs. Without ``table`` a kernel is read as
-    ``(in, out)``, with ``stack`` scanned or expert axes in front. With the layer table, inputs,
-    outputs and stack are what the program makes of them, whatever the kernel's axes.
+    A tree alone does not tell inputs from outputs. Without ``table``, a kernel is read as
+    ``(in, out)`` with ``stack`` scanned or expert axes in front. With a layer table, the program
+    determines inputs, outputs and stack, whatever the order of the kernel's axes.
 
     Args:
-        params: Parameters, floating; bfloat16, float16 and float64 are quantised as float32.
+        params: Floating parameters; bfloat16, float16 and float64 are quantized as float32.
             ``jax.ShapeDtypeStruct`` leaves give NF4 of such leaves, for planning. Leaves that
-            are NF4 already stay: quantise stacked and single kernels with two calls.
+            are already NF4 stay: quantize stacked and single kernels in two calls.
         layers: Full-match pattern over parameter paths (layer names, with ``table``). By default
-            every ``kernel``, the head too: exclude it by pattern if its outputs matter.
-        stack: Number of leading axes that are a stack; not with ``table``.
+            it matches every ``kernel``, including the head: exclude it if its precision matters.
+        stack: Number of leading axes that form a stack; not with ``table``.
         table: ``jk.find_layers(apply_fn, params, inputs)``; shapes suffice for it.
-        block: Inputs to a scale, even.
-        double: Whether the scales are quantised too: 4.13 bits an element instead of 4.5.
+        block: Inputs per scale; even.
+        double: Whether to quantize the scales too: 4.13 bits per element instead of 4.5.
 
     Returns:
-        The tree, each kernel an :class:`NF4` in its place.
+        The tree, with each kernel replaced by an :class:`NF4`.
 
     Raises:
         UnknownLayerError: ``layers`` matches nothing.
-        ValueError: naming the layer: its axes are ambiguous or its inputs not divisible by
+        ValueError: names the layer: its axes are ambiguous or its inputs not divisible by
             ``block``, it is not dense, or it holds NaN or infinity.
 
     Memory:
         One slice in full precision beyond ``params`` and the result. In the step, a scanned stack
-        is decoded one slice at a time: temporaries of 1 layer's kernels forward and of 2 with the
-        adapters' gradients, at 16 layers. How many kernels of an unrolled model are decoded at
-        once is for the compiler to say (on a CPU: all of them).
+        is decoded one slice at a time: with 16 layers, temporaries were those of 1 layer's kernels
+        forward and of 2 with the adapters' gradients. For an unrolled model the compiler decides
+        how many kernels are decoded at once (on a CPU: all of them).
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora, jaxkfac.lslora.nf4 as nf4
@@ -207,15 +208,15 @@ def quantize(
     _check_block(block)
     if table is not None and stack:
         raise ValueError(f"stack={stack} and table=: the table has the stack of every layer")
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_encoded)
-    leaves = {path_of(path): leaf for path, leaf in found if _is_floating(leaf)}
+    path_leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_encoded)
+    leaves = {path_of(path): leaf for path, leaf in path_leaves if _is_floating(leaf)}
     axes = axes_of(table, layers, leaves) if table is not None else {}
     if table is None:
         for name in selector(layers, list(leaves)):
             axes[name] = KernelAxes.plain(name, tuple(leaves[name].shape), stack)
     new = {
-        path: _quantized(path, leaves[path], own, block=block, double=double)
-        for path, own in axes.items()
+        path: _quantized(path, leaves[path], kernel_axes, block=block, double=double)
+        for path, kernel_axes in axes.items()
     }
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: new.get(path_of(path), leaf), params, is_leaf=is_encoded
@@ -230,19 +231,19 @@ def quantize_slices(
     double: bool = True,
     inputs: tuple[int, ...] = (0,),
 ) -> NF4:
-    """A stack of kernels in NF4 from its slices, of which one at a time is alive.
+    """Build a stack of kernels in NF4 from its slices, with one slice in memory at a time.
 
     Args:
-        slices: Kernels ``(in, out)`` of one shape and dtype, NumPy or JAX; from a generator that
-            reads them from a file, for example.
-        length: Their number.
+        slices: Kernels ``(in, out)`` of one shape and dtype, NumPy or JAX; for example from a
+            generator that reads them from a file.
+        length: Number of slices.
         block: See :func:`quantize`.
         double: See :func:`quantize`.
-        inputs: Which axes of a slice are contracted, if not the first alone.
+        inputs: Contracted axes of a slice, if not only the first.
 
     Raises:
-        ValueError: the slices are not ``length`` many or differ in shape or dtype, their inputs
-            are not divisible by ``block``, or one holds NaN or infinity.
+        ValueError: the number of slices is not ``length``, they differ in shape or dtype, their
+            inputs are not divisible by ``block``, or one holds NaN or infinity.
 
     Memory:
         One slice in full precision, and the result.
@@ -256,8 +257,8 @@ def quantize_slices(
     if length < 1:
         raise ValueError(f"length={length}: expected the number of slices, at least 1")
     remaining, built, count = iter(slices), None, 0
-    while (each := next(remaining, None)) is not None:
-        shape, dtype = tuple(each.shape), jnp.dtype(each.dtype)
+    while (kernel := next(remaining, None)) is not None:
+        shape, dtype = tuple(kernel.shape), jnp.dtype(kernel.dtype)
         if built is None:
             axes = KernelAxes("the stack", 1, (length, *shape), tuple(sorted(inputs)))
             built = _Builder(axes, dtype, block, double)
@@ -268,16 +269,16 @@ def quantize_slices(
                 f"slice {count}: expected {built.axes.features} {built.dtype}, as the first, got "
                 f"{shape} {dtype}"
             )
-        built.write((count,), each)
+        built.write((count,), kernel)
         count += 1
-        del each  # gone before the next one is read
+        del kernel  # freed before the next one is read
     if built is None or count != length:
         raise ValueError(f"expected {length} slices, got {count}")
     return built.result()
 
 
 def dequantize(tree: PyTree) -> PyTree:
-    """The tree with every NF4 kernel as an array again, in full; one kernel alone is a tree too.
+    """Decode every NF4 kernel of a tree to a full array; a single kernel is a tree too.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora.nf4 as nf4
@@ -289,7 +290,7 @@ def dequantize(tree: PyTree) -> PyTree:
 
 
 class _Builder:
-    """The arrays of one NF4, written slice by slice."""
+    """Builds the arrays of one NF4 slice by slice."""
 
     def __init__(self, axes: KernelAxes, dtype: Any, block: int, double: bool) -> None:
         self.axes, self.dtype, self.block, self.double = axes, dtype, block, double

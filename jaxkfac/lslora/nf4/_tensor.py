@@ -1,4 +1,4 @@
-"""A kernel in NF4."""
+"""The NF4 format: encoding, decoding, and conversion to and from bitsandbytes."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxkfac._errors import nearest
 from jaxkfac.interception import EncodedParameter
 
-# ---------------- the two code books: 16 levels for weights, 256 for the scales of their blocks
+# ---------------- code books: 16 levels for weights, 256 for the scales of their blocks
 
 
 # QLoRA (Dettmers, Pagnoni, Holtzman, Zettlemoyer, 2023), appendix E: quantiles of the normal
@@ -43,15 +43,15 @@ LEVELS = np.array(
     np.float32,
 )
 
-# A value belongs to the level above if it is larger than the midpoint, rounded to float32.
+# A value gets the upper level if it is larger than the midpoint, rounded to float32.
 MIDPOINTS = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
 
-NESTED_BLOCK = 256  # scales that share one scale of the second level
+NESTED_BLOCK = 256  # number of scales that share a scale of the second level
 
 
 @functools.cache
 def nested_levels() -> np.ndarray:
-    """The dynamic 8-bit levels: seven decades, each with twice the resolution of the last.
+    """The dynamic 8-bit levels: seven decades, each with twice the resolution of the previous one.
 
     8-bit Approximations for Parallelism in Deep Learning (Dettmers, 2016). Decade ``e`` holds
     the centres of ``2**e`` equal parts of [0.1, 1], with both signs. The ends of the parts are
@@ -61,10 +61,10 @@ def nested_levels() -> np.ndarray:
     low, high = np.float32(0.1), np.float32(1)
     levels = [np.zeros(1, np.float32), np.ones(1, np.float32)]
     for decade in range(7):
-        parts = 2**decade
-        step = np.float64((high - low) / np.float32(parts))
-        i = np.arange(parts + 1)
-        ends = np.where(i < (parts + 1) // 2, low + step * i, high - step * (parts - i))
+        count = 2**decade
+        step = np.float64((high - low) / np.float32(count))
+        i = np.arange(count + 1)
+        ends = np.where(i < (count + 1) // 2, low + step * i, high - step * (count - i))
         ends = ends.astype(np.float32)
         centres = np.float32(10.0 ** (decade - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
         levels += [centres, -centres]
@@ -73,7 +73,7 @@ def nested_levels() -> np.ndarray:
 
 @functools.cache
 def nested_codes() -> np.ndarray:
-    """The code of every one of 65536 equidistant values in [-1, 1].
+    """The code of each of 65536 equidistant values in [-1, 1].
 
     bitsandbytes on the CPU rounds a scale to this grid first and then to the nearest level, the
     lower one of two. Below 3e-5 the grid is coarser than the levels, and zero is no grid point:
@@ -87,24 +87,24 @@ def nested_codes() -> np.ndarray:
     return np.where(above == 0, 0, np.where(nearer, right, right - 1)).astype(np.uint8)
 
 
-# ---------------- one matrix in NF4, on the host
+# ---------------- encoding one matrix, on the host
 #
-# In NumPy, because the codes are to be those of bitsandbytes to the last: XLA on a CPU flushes
-# denormal numbers to zero, and whatever follows a quotient it may fuse and round differently.
-# qwix has the same levels and blocks (a test holds its codes and scales against these), but neither
-# the second level of scales nor two codes in a byte, so nothing of it is used here.
+# This uses NumPy because the codes must equal those of bitsandbytes exactly: XLA on a CPU flushes
+# denormal numbers to zero, and may fuse operations after a division and round differently. qwix has
+# the same levels and blocks (a test compares its codes and scales), but neither the second level of
+# scales nor two codes in a byte, so it is not used here.
 
 
-_AT_ONCE = 2**20  # elements: temporaries stay in the cache
+_AT_ONCE = 2**20  # elements per step, so that temporaries stay in the cache
 _SMALLEST = np.float32(1e-38)  # bitsandbytes divides by no smaller scale
 
 
 def encode(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of a matrix ``(out, in)``, ``block`` inputs to a scale.
+    """Codes and scales of a matrix ``(out, in)``, with ``block`` inputs per scale.
 
     Returns:
-        ``(codes (out, in / 2) uint8, scales (out, in / block) float32)``. Of the two codes in
-        a byte the first is in the upper half.
+        ``(codes (out, in / 2) uint8, scales (out, in / block) float32)``. The first of the two
+        codes in a byte is in the upper half.
 
     Raises:
         ValueError: a value is NaN or infinite as float32.
@@ -114,27 +114,27 @@ def encode(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     scales = np.empty((outs, ins // block), np.float32)
     rows = max(1, _AT_ONCE // max(1, ins))
     for start in range(0, outs, rows):
-        part = slice(start, start + rows)
-        with np.errstate(over="ignore"):  # what is too large for float32 is refused below
-            groups = np.asarray(matrix[part], np.float32).reshape(-1, ins // block, block)
-        scales[part] = np.abs(groups).max(-1)
-        if not np.isfinite(scales[part]).all():
+        row_slice = slice(start, start + rows)
+        with np.errstate(over="ignore"):  # values too large for float32 raise below
+            groups = np.asarray(matrix[row_slice], np.float32).reshape(-1, ins // block, block)
+        scales[row_slice] = np.abs(groups).max(-1)
+        if not np.isfinite(scales[row_slice]).all():
             raise ValueError("NaN or infinite values (as float32)")
-        inverse = np.float32(1) / np.maximum(scales[part], _SMALLEST)
-        found = _nearest(np.clip(groups * inverse[..., None], -1, 1)).reshape(-1, ins)
-        codes[part] = found[:, 0::2] << 4 | found[:, 1::2]
+        inverse = np.float32(1) / np.maximum(scales[row_slice], _SMALLEST)
+        levels = _nearest(np.clip(groups * inverse[..., None], -1, 1)).reshape(-1, ins)
+        codes[row_slice] = levels[:, 0::2] << 4 | levels[:, 1::2]
     return codes, scales
 
 
 def encode_scales(
     scales: np.ndarray, offset: np.float32 | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """The second level: scales minus their mean, in 8 bits, 256 to a scale of their own.
+    """The second level: scales minus their mean, in 8 bits, with one nested scale per 256.
 
     Args:
-        scales: Float32, of any shape; blocks run through them in order.
-        offset: Their mean. By default it is exact and rounded once; PyTorch's own sum depends
-            on its threads and vectors, and differs in the last bits.
+        scales: Float32, of any shape; blocks run through the flattened array.
+        offset: Mean of the scales. By default it is computed exactly and rounded once; PyTorch's
+            sum depends on its threads and vectors, and differs in the last bits.
 
     Returns:
         ``(codes like scales, uint8; nested scales; offset)``.
@@ -154,7 +154,7 @@ def encode_scales(
 
 @functools.cache
 def _cells() -> tuple[np.ndarray, np.ndarray]:
-    """For 64 equal parts of [-1, 1]: the code at the lower end, and the midpoint inside."""
+    """For each of 64 equal cells of [-1, 1]: the code at its lower end, and the midpoint in it."""
     low = np.arange(65) / 32 - 1
     code = np.searchsorted(MIDPOINTS, low - 1e-3)
     padded = np.append(MIDPOINTS, np.float32(np.inf))
@@ -163,21 +163,21 @@ def _cells() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nearest(x: np.ndarray) -> np.ndarray:
-    """How many midpoints each value exceeds. A part holds one midpoint at most: one compare."""
+    """Number of midpoints below each value; a cell holds at most one, so it takes one compare."""
     codes, midpoints = _cells()
     cell = ((x + np.float32(1)) * np.float32(32)).astype(np.uint8)
     return codes[cell] + (x > midpoints[cell])
 
 
-# ----------------
+# ---------------- a kernel in NF4
 
 
 class Nested(NamedTuple):
     """The second level: ``scale = levels[code] * absmax + offset``.
 
     Attributes:
-        absmax: One for each 256 scales of a slice, ``(stack..., blocks)`` float32.
-        levels: What the 256 codes stand for, ``(stack..., 256)`` float32.
+        absmax: Scale of each block of 256 scales of a slice, ``(stack..., blocks)`` float32.
+        levels: Values of the 256 codes, ``(stack..., 256)`` float32.
         offset: Mean of the slice's scales, ``(stack...,)`` float32.
     """
 
@@ -189,24 +189,25 @@ class Nested(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class NF4(EncodedParameter):
-    """A kernel, or a stack of them, in four bits: a pytree that stands where the array stood.
+    """A kernel, or a stack of them, in four bits: a pytree in place of the array.
 
     It passes through ``jit`` as an argument; ``lax.scan``, ``jax.tree.map(lambda x: x[i], ...)``
     and ``jnp.stack`` act on its stacked axes. Only :func:`dequantize` and the function that
-    ``jk.lslora.attach`` returns read it. 4.13 bits an element with nested scales, else 4.5.
+    ``jk.lslora.attach`` returns read it. It takes 4.13 bits per element with nested scales, else
+    4.5.
 
-    Blocks run along the inputs of one output, as in the flattened ``(out, in)`` weight of
-    PyTorch, whatever the kernel's own order of axes.
+    Blocks run along the inputs of one output, as in PyTorch's flattened ``(out, in)`` weight,
+    whatever the order of the kernel's axes.
 
     Attributes:
-        codes: ``(stack..., out, in / 2)`` uint8: two codes in a byte, the first in the upper half.
+        codes: ``(stack..., out, in / 2)`` uint8: two codes per byte, the first in the upper half.
         absmax: Scale of each block, ``(stack..., out, in / block)``: float32, or the uint8 codes
             of the second level.
         nested: The second level, or ``None``.
         features: Shape of one slice.
-        inputs: Which of its axes are contracted.
-        dtype: What it decodes to.
-        block: Inputs to a scale.
+        inputs: Contracted axes of a slice.
+        dtype: Dtype of the decoded kernel.
+        block: Inputs per scale.
     """
 
     codes: Any
@@ -243,7 +244,7 @@ class NF4(EncodedParameter):
         return f"NF4({self.shape}, {self.dtype}, block={self.block}{double})"
 
     def scales(self) -> Float[Array, "*stack out blocks"]:
-        """The scale of each block, float32."""
+        """The scale of each block, in float32."""
         if self.nested is None:
             return self.absmax
         flat = self.absmax.reshape(*self.stack, -1)
@@ -252,53 +253,54 @@ class NF4(EncodedParameter):
         )
         absmax = jnp.repeat(self.nested.absmax, NESTED_BLOCK, axis=-1)[..., : flat.shape[-1]]
         product = levels * absmax
-        # Rounded before the offset is added, as bitsandbytes does: a compiler that fuses the two
-        # keeps the product's last bits, and no barrier of XLA's keeps LLVM from it. A select does.
+        # Round before the offset is added, as bitsandbytes does. A compiler that fuses the two
+        # would
+        # keep the product's last bits; XLA's barriers do not stop LLVM from fusing, a select does.
         product = jnp.where(product == product, product, jnp.nan)
         return (product + self.nested.offset[..., None]).reshape(self.absmax.shape)
 
     def decode(self) -> Float[Array, "..."]:
-        """The kernel, ``dtype`` and ``shape``; computed in float32."""
+        """Decode to an array of ``dtype`` and ``shape``; the computation is in float32."""
         levels = jnp.asarray(LEVELS)
-        # Two look-ups in 16 entries, where the codes lie: faster on a CPU than one in 256 pairs.
+        # Two look-ups among 16 entries are faster on a CPU than one among 256 pairs.
         halves = [_look_up(levels, self.codes >> 4), _look_up(levels, self.codes & 15)]
         blocks = jnp.stack(halves, -1).reshape(*self.absmax.shape, self.block)
         values = (blocks * self.scales()[..., None]).astype(self.dtype)
         order = [d for d in range(len(self.features)) if d not in self.inputs]
         order += self.inputs
         n = len(self.stack)
-        own = sorted(range(len(order)), key=order.__getitem__)
+        own_order = sorted(range(len(order)), key=order.__getitem__)
         values = values.reshape(*self.stack, *(self.features[d] for d in order))
-        return values.transpose(*range(n), *(n + d for d in own))
+        return values.transpose(*range(n), *(n + d for d in own_order))
 
 
 def _look_up(levels: Array, codes: Array) -> Array:
     return levels.at[codes].get(mode="promise_in_bounds")
 
 
-# ---------------- 4-bit weights of bitsandbytes' checkpoints, without loss in either direction
+# ---------------- 4-bit weights of bitsandbytes' checkpoints, lossless in both directions
 
 
 _STATE = "quant_state.bitsandbytes__nf4"
-_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # that bitsandbytes knows
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # block sizes that bitsandbytes accepts
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
-    """One 4-bit weight of a bitsandbytes checkpoint as a kernel ``(in, out)``.
+    """Convert one 4-bit weight of a bitsandbytes checkpoint to a kernel ``(in, out)``.
 
-    Nothing is decoded: codes, scales and the second level's own code book are taken over, and
+    Nothing is decoded: codes, scales and the second level's code book are copied, and
     :func:`dequantize` gives what ``bitsandbytes.functional.dequantize_4bit`` gives, transposed.
-    Kernels of one shape are stacked for a scan by ``jax.tree.map(lambda *x: jnp.stack(x),
+    To stack kernels of one shape for a scan, use ``jax.tree.map(lambda *x: jnp.stack(x),
     *kernels)``.
 
     Args:
-        tensors: Of a safetensors file, NumPy arrays.
-        name: Key of the weight; ``name + ".absmax"`` and the like hold the rest.
+        tensors: Tensors of a safetensors file, as NumPy arrays.
+        name: Key of the weight; the other tensors have keys such as ``name + ".absmax"``.
 
     Raises:
-        ValueError: tensors are missing or do not fit, the weight is FP4, not a matrix, or not
-            made of whole blocks by output.
+        ValueError: tensors are missing or do not fit, or the weight is FP4, not a matrix, or not
+            made of blocks within one output.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora.nf4 as nf4
@@ -321,7 +323,7 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
         )
     if not np.array_equal(_tensor(tensors, f"{name}.quant_map"), LEVELS):
         raise ValueError(f"{name}.quant_map: expected the 16 levels of NF4, got others")
-    # Some checkpoints store the bytes as another dtype, for the sake of sharding.
+    # Some checkpoints store the bytes under another dtype, for sharding.
     codes = np.ascontiguousarray(_tensor(tensors, name)).reshape(-1).view(np.uint8)
     blocks = outs * ins // block
     absmax, nested = _tensor(tensors, f"{name}.absmax"), None
@@ -331,12 +333,14 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
                 f"{name}: expected nested blocks of {NESTED_BLOCK}, got "
                 f"{state.get('nested_blocksize')}"
             )
-        found = _tensor(tensors, f"{name}.nested_absmax").reshape(-1)
+        nested_absmax = _tensor(tensors, f"{name}.nested_absmax").reshape(-1)
         levels = _tensor(tensors, f"{name}.nested_quant_map").reshape(-1)
-        _check_size(f"{name}.nested_absmax", found, -(-blocks // NESTED_BLOCK))
+        _check_size(f"{name}.nested_absmax", nested_absmax, -(-blocks // NESTED_BLOCK))
         _check_size(f"{name}.nested_quant_map", levels, 256)
         offset = jnp.asarray(state.get("nested_offset", 0.0), jnp.float32)
-        nested = Nested(jnp.asarray(found, jnp.float32), jnp.asarray(levels, jnp.float32), offset)
+        nested = Nested(
+            jnp.asarray(nested_absmax, jnp.float32), jnp.asarray(levels, jnp.float32), offset
+        )
     _check_size(name, codes, outs * ins // 2)
     _check_size(f"{name}.absmax", absmax, blocks)
     return NF4(
@@ -351,9 +355,9 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
 
 
 def to_bitsandbytes(kernel: NF4, name: str) -> dict[str, np.ndarray]:
-    """The tensors of one kernel as bitsandbytes' checkpoints have them, for ``save_file``.
+    """Convert one kernel to the tensors of a bitsandbytes checkpoint, for ``save_file``.
 
-    The weight is ``(out, in)``; several input or output axes are flattened.
+    The weight is ``(out, in)``, with several input or output axes flattened.
 
     Raises:
         ValueError: the kernel is a stack (take a slice with ``jax.tree.map(lambda x: x[i],
@@ -411,6 +415,6 @@ def _tensor(tensors: Mapping[str, Any], key: str) -> np.ndarray:
     return np.asarray(tensors[key])
 
 
-def _check_size(key: str, found: np.ndarray, expected: int) -> None:
-    if found.size != expected:
-        raise ValueError(f"{key}: expected {expected} elements, got {found.size}")
+def _check_size(key: str, array: np.ndarray, expected: int) -> None:
+    if array.size != expected:
+        raise ValueError(f"{key}: expected {expected} elements, got {array.size}")

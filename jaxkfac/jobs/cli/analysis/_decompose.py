@@ -1,4 +1,4 @@
-"""Eigenvalues of factors on disk: by decomposition, or by Lanczos with vectors on disk."""
+"""Eigenvalues of factors on disk, by decomposition, and Lanczos with its vectors on disk."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,11 @@ from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import Folder, Group
 from jaxkfac.linalg import Spectrum
 
-# ---------------- lanczos whose vectors lie on disk: two of them are in memory, however many there
-# are
+# ---------------- Lanczos with vectors on disk: only two of them are in memory at a time
 
 
 _CHUNK = 1 << 16
-_EPS = float(np.finfo(np.float32).eps)  # of the vectors
+_EPS = float(np.finfo(np.float32).eps)  # the vectors are float32
 _STATE = "lanczos/state.json"
 
 
@@ -28,8 +27,8 @@ class ExactSpectrum(NamedTuple):
 
     Attributes:
         eigenvalues: Descending.
-        error_bounds: Within this distance of each lies an eigenvalue.
-        steps: Products that were made.
+        error_bounds: Each eigenvalue lies within this distance of an exact one.
+        steps: Number of products made.
     """
 
     eigenvalues: list[float]
@@ -48,27 +47,27 @@ def lanczos(
     eps: float,
     advance: Callable[[int, str], None],
 ) -> ExactSpectrum:
-    r"""Lanczos with full reorthogonalisation; a run that goes on makes the products that it lacks.
+    r"""Lanczos with full reorthogonalization; a resumed run makes only the missing products.
 
     After $k$ steps $A Q = Q T + \beta q e_k^\top$: for an eigenpair $T s = \theta s$ an eigenvalue
     of $A$ lies within $\beta |s_k|$ of $\theta$. See :func:`jaxkfac.spectrum`, which keeps the
     vectors on the device.
 
     Args:
-        product: With the operator, of flat float32 vectors.
-        size: Their length.
-        folder: Where vectors are kept.
-        count: How many eigenvalues are returned, at most.
-        steps: Products, at most.
-        seed: Of the first vector.
-        eps: Of the type in which products are made, relative.
-        advance: Told how many products are made.
+        product: Product of the operator with a flat float32 vector.
+        size: Length of the vectors.
+        folder: Folder for the vectors.
+        count: Largest number of eigenvalues to return.
+        steps: Largest number of products.
+        seed: Seed for the first vector.
+        eps: Relative precision of the dtype in which products are computed.
+        advance: Called with the number of products made.
 
     Raises:
         NonFiniteFactorError: a product is not finite.
 
     Memory:
-        Two vectors beside what the product takes.
+        Two vectors beside what the product needs.
     """
     state = {"alphas": [], "betas": []}
     if folder.has(_STATE):
@@ -82,28 +81,28 @@ def lanczos(
     alphas, betas = state["alphas"], state["betas"]
     while len(alphas) < min(steps, size) and not _is_exhausted(alphas, betas, eps):
         done = len(alphas)
-        rest = product(folder.load_vector(done))
-        if not np.isfinite(_dot(rest, rest)):
+        residual = product(folder.load_vector(done))
+        if not np.isfinite(_dot(residual, residual)):
             raise NonFiniteFactorError(
                 f"product {done + 1} of Lanczos with the exact Fisher is not finite: the model "
                 "overflows on the first texts"
             )
         alpha = 0.0
-        for again in (False, True):  # the second time takes away what rounding has left
+        for again in (False, True):  # the second pass removes what rounding left of the first
             for number in range(done, -1, -1):
                 vector = folder.load_vector(number)
-                along = _dot(vector, rest)
+                along = _dot(vector, residual)
                 vector *= np.float32(along)
-                rest -= vector
+                residual -= vector
                 if number == done and not again:
                     alpha = along
-        beta = float(np.sqrt(_dot(rest, rest)))
+        beta = float(np.sqrt(_dot(residual, residual)))
         if beta > 0:
-            rest /= np.float32(beta)
-        folder.save_vector(done + 1, rest)
+            residual /= np.float32(beta)
+        folder.save_vector(done + 1, residual)
         alphas, betas = [*alphas, alpha], [*betas, beta]
         folder.write(_STATE, {"alphas": alphas, "betas": betas})
-        del rest
+        del residual
         advance(len(alphas), f"largest {_ritz(alphas, betas, eps)[0][0]:.4g}")
     values, bounds = _ritz(alphas, betas, eps)
     return ExactSpectrum(values[:count], bounds[:count], len(alphas))
@@ -118,36 +117,36 @@ def _ritz(alphas: list[float], betas: list[float], eps: float) -> tuple[list[flo
 
 
 def _is_exhausted(alphas: list[float], betas: list[float], eps: float) -> bool:
-    """Whether nothing but rounding is left of the Krylov space."""
+    """Whether only rounding error is left of the Krylov space."""
     if not betas:
         return False
-    # The sums of float32 lose more than a step of it, a product's rounding at most about one.
+    # Sums in float32 lose more than one rounding step; a product's rounding is about one at most.
     return betas[-1] <= max(16 * _EPS, eps) * max(map(abs, alphas))
 
 
-def _dot(one: np.ndarray, other: np.ndarray) -> float:
-    """In double precision from piece to piece: one sum of 1e8 terms in float32 loses digits."""
+def _dot(first: np.ndarray, second: np.ndarray) -> float:
+    """Dot product in float64 over chunks; one float32 sum of 1e8 terms would lose digits."""
     return sum(
-        float(np.dot(one[at : at + _CHUNK], other[at : at + _CHUNK]))
-        for at in range(0, len(one), _CHUNK)
+        float(np.dot(first[at : at + _CHUNK], second[at : at + _CHUNK]))
+        for at in range(0, len(first), _CHUNK)
     )
 
 
-# ---------------- eigenvalues of factors on disk, one group of layers and one block at a time
+# ---------------- eigenvalues of factors on disk, one block of one group at a time
 
 
 _TABLES = ("a", "a_without_ones", "g")
 
 
 class Chosen:
-    """The blocks that are decomposed.
+    """The blocks to decompose.
 
     Args:
         groups: All layers.
-        pattern: Full match of a layer's name, or of that of one of its blocks.
+        pattern: Full-match pattern of a layer's name, or of the name of one of its blocks.
 
     Raises:
-        UnknownLayerError: it matches none.
+        UnknownLayerError: the pattern matches nothing.
     """
 
     def __init__(self, groups: Sequence[Group], pattern: str) -> None:
@@ -171,7 +170,7 @@ class Chosen:
 
     def of(self, group: Group) -> list[int | None]:
         """The blocks of a group that are decomposed."""
-        return [block for own, block in self.blocks if own is group]
+        return [block for owner, block in self.blocks if owner is group]
 
     def largest(self) -> int:
         """Size of the largest matrix."""
@@ -192,7 +191,7 @@ class Chosen:
 def decompose(
     chosen: Chosen, folder: Folder, *, dtype: str, advance: Callable[[int, str], None]
 ) -> None:
-    """Write the eigenvalues of every chosen block; those that are there are left.
+    """Write the eigenvalues of every chosen block; existing ones stay.
 
     Raises:
         NonFiniteFactorError: naming the factor.
@@ -209,12 +208,12 @@ def _values(group: Group, block: int | None, folder: Folder, dtype: str) -> dict
     bases = jk.eigendecompose(
         _factors(group, block, layers, folder), vectors=False, placement="host", dtype=dtype
     )
-    found = {
+    eigenvalues = {
         f"{table}|{key}": np.asarray(spectrum.values)
         for table in _TABLES
         for key, spectrum in getattr(bases, table).items()
     }
-    return found | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
+    return eigenvalues | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
 
 
 def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder: Folder) -> Factors:
@@ -225,7 +224,7 @@ def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder:
     for part in group.parts(block):
         stored = folder.load_part(part)
         terms = stored.terms
-        tables[part.table][part.key + suffix] = stored.whole(part)
+        tables[part.table][part.key + suffix] = stored.unfolded(part)
         if part in stored.counts:
             counts[part.key + suffix] = stored.counts[part]
     return Factors(
@@ -234,9 +233,9 @@ def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder:
 
 
 def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Eigenbases:
-    """Bases without vectors of what has been decomposed.
+    """Bases, without eigenvectors, of what has been decomposed.
 
-    A stacked layer of which all blocks are there is one layer; of others each block is one.
+    A stacked layer with all blocks decomposed stays one layer; otherwise each block is a layer.
     """
     tables: dict[str, Any] = {table: {} for table in _TABLES}
     diagonals: dict[str, object] = {}
@@ -245,10 +244,10 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
         if not (blocks := chosen.of(group)):
             continue
         stacked = chosen.is_whole(group) and blocks[0] is not None
-        found = [(block, folder.load_values(group.name(block))) for block in blocks]
+        block_values = [(block, folder.load_values(group.name(block))) for block in blocks]
         if stacked:
             layers += group.layers
-        for block, values in found:
+        for block, values in block_values:
             if not stacked:
                 layers += group.of_block(block)
             for table, key, array in _entries(values):
@@ -257,9 +256,9 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
                 elif not stacked:
                     tables[table][key] = Spectrum(jnp.asarray(array), None)
         if stacked:
-            for table, key, _ in _entries(found[0][1]):
+            for table, key, _ in _entries(block_values[0][1]):
                 base = key.removesuffix(f"[{blocks[0]}]")
-                rows = [values[f"{table}|{base}[{block}]"] for block, values in found]
+                rows = [values[f"{table}|{base}[{block}]"] for block, values in block_values]
                 tables[table][base] = Spectrum(jnp.asarray(np.stack(rows)), None)
     return jk.Eigenbases(
         **tables,

@@ -1,9 +1,8 @@
-"""What an analysis keeps on disk: sums of factors, eigenvalues, and what it was asked for."""
+"""Files of an analysis: sums of factors, eigenvalues, Lanczos vectors, and its options."""
 
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +14,10 @@ from jaxkfac.files import PARTIAL, Archive, read_json, write_archive, write_json
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import packed_shape, unpack
 
-# ---------------- what is gathered, stored and decomposed by itself: arrays of factors, and groups
-# of layers
+# ---------------- units of storage: parts of the factors, and groups of layers
 
 
-TABLES = ("a_sums", "g_sums", "diagonals")  # of Factors
+TABLES = ("a_sums", "g_sums", "diagonals")  # attributes of Factors
 
 
 class Part(NamedTuple):
@@ -28,7 +26,7 @@ class Part(NamedTuple):
     Attributes:
         table: Attribute of ``Factors``.
         key: Key in it.
-        block: Index along the leading stacked axis, ``None`` where there is none.
+        block: Index along the leading stacked axis; ``None`` without such an axis.
     """
 
     table: str
@@ -41,10 +39,10 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers that are decomposed together: they share an input, or are one parameter.
+    """Layers that are decomposed together, because they share an input or a parameter.
 
     Attributes:
-        layers: As they are in the model.
+        layers: The layers, with all their stacked axes.
         blocks: Indices of the leading stacked axis; ``(None,)`` without one.
     """
 
@@ -52,34 +50,34 @@ class Group(NamedTuple):
     blocks: tuple[int | None, ...]
 
     def name(self, block: int | None) -> str:
-        """What it is called in ``--decompose``."""
+        """Name of a block in messages and files."""
         return self.layers[0].name + ("" if block is None else f"[{block}]")
 
     def names(self, block: int | None) -> list[str]:
-        """By which ``--decompose`` may ask for a block."""
-        own = [layer.name for layer in self.layers]
-        return own + ([] if block is None else [f"{name}[{block}]" for name in own])
+        """All names by which ``--decompose`` may select a block."""
+        layer_names = [layer.name for layer in self.layers]
+        return layer_names + ([] if block is None else [f"{name}[{block}]" for name in layer_names])
 
     def parts(self, block: int | None) -> Iterator[Part]:
-        """The arrays of a block, each once."""
-        found: dict[Part, None] = {}
+        """The arrays of a block, without repetition."""
+        unique_parts: dict[Part, None] = {}
         for layer in self.layers:
             if layer.is_diagonal:
-                found[Part("diagonals", layer.name, None)] = None
+                unique_parts[Part("diagonals", layer.name, None)] = None
                 continue
-            found[Part("a_sums", layer.input, block)] = None
-            found[Part("g_sums", layer.name, block)] = None
-        yield from found
+            unique_parts[Part("a_sums", layer.input, block)] = None
+            unique_parts[Part("g_sums", layer.name, block)] = None
+        yield from unique_parts
 
     def of_block(self, block: int | None) -> tuple[Layer, ...]:
-        """The layers as they are in one block, with its number in their names."""
+        """The layers restricted to one block, with its number in their names."""
         if block is None:
             return self.layers
         return tuple(_one_block(layer, block) for layer in self.layers)
 
 
 def groups_of(layers: Sequence[Layer]) -> list[Group]:
-    """Every layer in one group, in the order of the layers."""
+    """Put every layer into one group; keeps the order of the layers."""
     parents = {layer.name: layer.name for layer in layers}
 
     def root(name: str) -> str:
@@ -92,10 +90,13 @@ def groups_of(layers: Sequence[Layer]) -> list[Group]:
         parents[root(layer.name)] = root(layer.input)
         first = weights.setdefault(f"{layer.weight.path}{layer.weight.index}", layer.name)
         parents[root(layer.name)] = root(first)
-    found: dict[str, list[Layer]] = {}
+    layers_by_root: dict[str, list[Layer]] = {}
     for layer in layers:
-        found.setdefault(root(layer.name), []).append(layer)
-    return [Group(tuple(own), _blocks(own)) for own in found.values()]
+        layers_by_root.setdefault(root(layer.name), []).append(layer)
+    return [
+        Group(tuple(group_layers), _blocks(group_layers))
+        for group_layers in layers_by_root.values()
+    ]
 
 
 def _blocks(layers: Sequence[Layer]) -> tuple[int | None, ...]:
@@ -117,20 +118,20 @@ def _one_block(layer: Layer, block: int) -> Layer:
 
 
 def _matrix(matrix: ParameterMatrix, block: int) -> ParameterMatrix:
-    """The slice of a parameter at an index of its first stacked axis."""
+    """The slice of a parameter at one index of its first stacked axis."""
     (axis, *stack), atoms = matrix.stack, list(matrix.atoms)
     del atoms[axis]
 
     def moved(positions: Sequence[int]) -> tuple[int, ...]:
         return tuple(p - (p > axis) for p in positions)
 
-    rest: Any = {name: moved(getattr(matrix, name)) for name in ("inputs", "outputs")}
+    moved_axes: Any = {name: moved(getattr(matrix, name)) for name in ("inputs", "outputs")}
     return dataclasses.replace(
-        matrix, index=(*matrix.index, block), atoms=tuple(atoms), stack=moved(stack), **rest
+        matrix, index=(*matrix.index, block), atoms=tuple(atoms), stack=moved(stack), **moved_axes
     )
 
 
-# ----------------
+# ---------------- the folder
 
 
 _FORM = "jaxkfac-analysis"
@@ -138,16 +139,16 @@ _FOLDERS = ("factors", "spectra", "lanczos")
 
 
 class StoredSums:
-    """Sums and counts of some parts, triangles folded.
+    """Sums and counts of some parts, with symmetric matrices folded to a triangle.
 
     Attributes:
-        arrays: ``{part: sum}``; of a matrix its folded triangle, with leading axes for those of
-            the stack that remain.
-        counts: ``{part: rows}`` of inputs.
-        sizes: ``{part: n}`` of matrices.
-        terms: Loss terms behind all of them.
-        loss: Sum of the loss over them.
-        batches: How many batches are in them.
+        arrays: ``{part: sum}``; a matrix is stored as its folded triangle, behind the stacked axes
+            that remain.
+        counts: ``{part: rows}``, the number of rows of inputs.
+        sizes: ``{part: n}`` for matrices.
+        terms: Number of loss terms behind all parts.
+        loss: Sum of the loss over these terms.
+        batches: Number of batches added.
     """
 
     def __init__(self) -> None:
@@ -161,8 +162,8 @@ class StoredSums:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
-    def whole(self, part: Part) -> np.ndarray:
-        """A sum as :class:`~jaxkfac.Factors` has it."""
+    def unfolded(self, part: Part) -> np.ndarray:
+        """A sum in the form that :class:`~jaxkfac.Factors` has."""
         array = self.arrays[part]
         if part not in self.sizes:
             return array
@@ -179,46 +180,46 @@ class Folder:
     path: Path
 
     @property
-    def _asked(self) -> Path:
+    def _options_path(self) -> Path:
         return self.path / "analysis.json"
 
-    def begin(self, asked: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
-        """Note what is asked for; what a run that goes on was begun with.
+    def begin(self, options: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
+        """Check the options against the folder; return those the analysis was begun with.
 
         Raises:
             CheckpointMismatchError: the folder holds another analysis.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for partial in self.path.rglob(f".*{PARTIAL}"):  # of a run that was killed
+        for partial in self.path.rglob(f".*{PARTIAL}"):  # left by a killed run
             partial.unlink()
-        asked = json.loads(json.dumps(asked))
-        if resume and self._asked.is_file():
-            known = self.read("analysis.json")
-            for name, value in asked.items():
-                if known.get(name) != value:
+        options = json.loads(json.dumps(options))
+        if resume and self._options_path.is_file():
+            stored_options = self.read("analysis.json")
+            for name, value in options.items():
+                if stored_options.get(name) != value:
                     raise CheckpointMismatchError(
-                        f"{self.path} holds an analysis with {name}={known.get(name)}, and now it "
-                        f"is {value}: give the same options, or --overwrite"
+                        f"{self.path} holds an analysis with {name}={stored_options.get(name)}, "
+                        f"and now it is {value}: give the same options, or --overwrite"
                     )
-            return known
+            return stored_options
         for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        return asked
+        return options
 
-    def note(self, known: Mapping[str, Any]) -> None:
-        """Write what the run was begun with."""
-        self.write("analysis.json", known)
+    def note(self, options: Mapping[str, Any]) -> None:
+        """Write the options that the run was begun with."""
+        self.write("analysis.json", options)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Plain values of a file.
+        """The plain values in a file.
 
         Raises:
-            DamagedFileError: a byte is not what was written.
+            DamagedFileError: the file is damaged.
         """
         return read_json(self.path / name, _FORM, "start again with --overwrite")
 
     def write(self, name: str, plain: Mapping[str, Any]) -> None:
-        """Plain values, whole or not at all."""
+        """Write plain values to a file, atomically."""
         write_json(self.path / name, _FORM, plain, f"{name} of the analysis")
 
     def has(self, name: str) -> bool:
@@ -235,22 +236,19 @@ class Folder:
         self._write(self._of_part(part), about, arrays, f"the factor {part}")
 
     def load_part(self, part: Part) -> StoredSums:
-        """Read it."""
-        found = StoredSums()
+        """Read one part."""
+        sums = StoredSums()
         with Archive(self._of_part(part), _FORM, f"factor {part}") as stored:
-            found.terms = stored.about["terms"]
+            sums.terms = stored.about["terms"]
             if stored.about["size"] is not None:
-                found.sizes[part] = stored.about["size"]
-            found.arrays[part] = stored.read("sum")
+                sums.sizes[part] = stored.about["size"]
+            sums.arrays[part] = stored.read("sum")
             if "count" in stored.names:
-                found.counts[part] = stored.read("count")
-        return found
-
-    def has_part(self, part: Part) -> bool:
-        return self._of_part(part).is_file()
+                sums.counts[part] = stored.read("count")
+        return sums
 
     def save_sums(self, name: str, sums: StoredSums) -> None:
-        """Write the sums of a pass that goes on."""
+        """Write the sums of an unfinished pass."""
         about = {
             "parts": [list(part) for part in sums.arrays],
             "counted": [list(part) for part in sums.counts],
@@ -266,33 +264,29 @@ class Folder:
         self._write(self.path / "factors" / name, about, arrays, "the sums of a pass")
 
     def load_sums(self, name: str) -> StoredSums:
-        """Read them; none of a pass that has not begun."""
-        path, found = self.path / "factors" / name, StoredSums()
+        """Read the sums of a pass; empty for a pass that has not begun."""
+        path, sums = self.path / "factors" / name, StoredSums()
         if not path.exists():
-            return found
+            return sums
         with Archive(path, _FORM, "sums of a pass") as stored:
             about = stored.about
             for i, part in enumerate(about["parts"]):
-                found.arrays[Part(*part)] = stored.read(f"sum/{i}")
+                sums.arrays[Part(*part)] = stored.read(f"sum/{i}")
             for i, part in enumerate(about["counted"]):
-                found.counts[Part(*part)] = stored.read(f"count/{i}")
-            found.sizes = {Part(*part): size for part, size in about["sizes"]}
-            found.terms, found.loss = about["terms"], about["loss"]
-            found.batches = about["batches"]
-        return found
+                sums.counts[Part(*part)] = stored.read(f"count/{i}")
+            sums.sizes = {Part(*part): size for part, size in about["sizes"]}
+            sums.terms, sums.loss = about["terms"], about["loss"]
+            sums.batches = about["batches"]
+        return sums
 
     def drop_sums(self, name: str) -> None:
         (self.path / "factors" / name).unlink(missing_ok=True)
 
     @property
     def nbytes(self) -> int:
-        """Of the factors, eigenvalues and vectors in it."""
+        """Bytes of the factors, eigenvalues and vectors in the folder."""
         files = [x for name in _FOLDERS for x in (self.path / name).glob("*")]
         return sum(file.stat().st_size for file in files)
-
-    def drop_factors(self) -> None:
-        """Delete the factors."""
-        shutil.rmtree(self.path / "factors", ignore_errors=True)
 
     # ------------------------------------------------------------ eigenvalues
 
@@ -302,7 +296,7 @@ class Folder:
         self._write(path, {}, list(values.items()), f"the eigenvalues of {name}")
 
     def load_values(self, name: str) -> dict[str, np.ndarray]:
-        """Read them."""
+        """Read the eigenvalues of a block of a group."""
         path = self.path / "spectra" / _file_name(name)
         with Archive(path, _FORM, f"eigenvalues of {name}") as stored:
             return {key: stored.read(key) for key in stored.names}
@@ -313,19 +307,15 @@ class Folder:
     # ------------------------------------------------------------ vectors
 
     def save_vector(self, number: int, vector: np.ndarray) -> None:
-        """Write a vector of Lanczos."""
+        """Write one Lanczos vector."""
         path = self.path / "lanczos" / f"{number}"
         self._write(path, {}, [("vector", vector)], f"vector {number} of Lanczos")
 
     def load_vector(self, number: int) -> np.ndarray:
-        """Read it."""
+        """Read one Lanczos vector."""
         path = self.path / "lanczos" / f"{number}"
         with Archive(path, _FORM, f"vector {number} of Lanczos") as stored:
             return stored.read("vector")
-
-    def drop_vectors(self) -> None:
-        """Delete them."""
-        shutil.rmtree(self.path / "lanczos", ignore_errors=True)
 
     def _write(self, path: Path, about: Any, arrays: Any, what: str) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -338,7 +328,7 @@ class Folder:
         return self.path / "factors" / _file_name(name)
 
     def results(self) -> Iterator[Path]:
-        """Files that say what has been found."""
+        """Files that hold options or results."""
         names = ("analysis.json", "metrics.json", "report.html")
         return (self.path / name for name in names if (self.path / name).exists())
 

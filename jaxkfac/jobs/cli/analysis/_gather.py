@@ -1,4 +1,4 @@
-"""Factors of a model over texts: one pass after the other, each over all batches."""
+"""Factors of a model over texts, collected pass by pass, each over all batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
 from jaxkfac.jobs.cli.analysis._texts import Texts, on_device
 from jaxkfac.linalg import pack, packed_shape
 
-# ---------------- where in a model numbers stop being finite
+# ---------------- locating the first non-finite numbers
 
 
 def raise_non_finite(
     analysis: AnalyzedModel, params: Any, batch: Any, exist: Any, bad: Part, texts: Sequence[int]
 ) -> NoReturn:
-    """Name the first layer whose inputs are not finite, or else the part that is not.
+    """Raise with the name of the first layer with non-finite inputs, or else of the bad part.
 
     Raises:
         NonFiniteFactorError: always.
@@ -38,25 +38,25 @@ def raise_non_finite(
             )
     dtype = jax.tree.leaves(params)[0].dtype
     remedy = "" if dtype == jnp.float32 else "; --dtype float32 reaches further"
-    found = _first_inputs(analysis, params, batch, exist)
-    if found is None:
+    first_layer = _first_inputs(analysis, params, batch, exist)
+    if first_layer is None:
         raise NonFiniteFactorError(
             f"{bad} is not finite over {where}, though the inputs of every layer are: the loss "
             f"or its gradient overflows in {dtype}{remedy}"
         )
     raise NonFiniteFactorError(
-        f"the inputs of layer {found} are not finite over {where}, the first such in the model: "
-        f"something before it overflows in {dtype}{remedy}"
+        f"the inputs of layer {first_layer} are not finite over {where}, the first such in the "
+        f"model: something before it overflows in {dtype}{remedy}"
     )
 
 
 def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) -> str | None:
-    """The layer, in the order of the program, from the diagonals of all A alone."""
+    """The first layer with non-finite inputs in program order, from the diagonals of all A."""
     collect = jk.value_grad_and_factors(
         analysis.objective, fisher="forward", max_dense=1, uncovered="ignore"
     )
     squares = collect(params, batch, positions=exist).factors
-    found = []
+    bad_layers = []
     for number, layer in enumerate(squares.layers):
         if layer.is_diagonal:
             continue
@@ -66,17 +66,17 @@ def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) 
             block = int(bad[0]) if layer.stack else None
             run = _run(squares.layers, number)
             name = layer.name + ("" if block is None else f"[{block}]")
-            found.append((run, block or 0, number, name))
-    return min(found)[-1] if found else None
+            bad_layers.append((run, block or 0, number, name))
+    return min(bad_layers)[-1] if bad_layers else None
 
 
 def _run(layers: Sequence[Layer], number: int) -> int:
-    """How many times the depth of the stack changes before a layer: blocks run in between."""
+    """Number of changes of stack depth before a layer: the blocks of one stack run in sequence."""
     depths = [layer.stack[:1] for layer in layers[: number + 1]]
-    return sum(one != other for one, other in zip(depths, depths[1:], strict=False))
+    return sum(depth != next_depth for depth, next_depth in zip(depths, depths[1:], strict=False))
 
 
-# ----------------
+# ---------------- the passes
 
 
 def gather(
@@ -89,38 +89,38 @@ def gather(
     advance: Callable[[int, str], None],
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Write every factor to the folder; passes and batches that are done are left out.
+    """Write every factor to the folder; passes and batches that are done are skipped.
 
     Args:
         analysis: Programs and passes.
-        params: Of the model.
-        texts: What the factors are over.
-        folder: Where they go.
-        every: Batches between two savings of a pass that goes on.
-        advance: Told how many batches of all passes are done, and of what.
-        stopped: Asked after each batch: if so, its pass is kept as it is.
+        params: Parameters of the model.
+        texts: Texts to collect the factors over.
+        folder: Folder for the factors.
+        every: Batches between two saves of an unfinished pass.
+        advance: Called with the number of finished batches over all passes, and a description.
+        stopped: Called after each batch; if it returns true, the pass is saved as it is.
 
     Returns:
         ``{"loss": nats a token, "terms": tokens}``.
 
     Raises:
-        NonFiniteFactorError: naming the first layer whose inputs are not finite.
+        NonFiniteFactorError: names the first layer whose inputs are not finite.
         OSError: the disk is full.
-        KeyboardInterrupt: it was stopped.
+        KeyboardInterrupt: ``stopped`` returned true.
     """
     total = len(texts.batches)
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for number in range(len(analysis.passes)):
         done = f"pass-{number}.json"
         if not folder.has(f"factors/{done}"):
-            found = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
-            folder.write(f"factors/{done}", found)
+            totals = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
+            folder.write(f"factors/{done}", totals)
             if stopped():
                 raise KeyboardInterrupt
-        folder.drop_sums(f"pass-{number}")  # not before: of a pass that is done nobody reads them
-        found = folder.read(f"factors/{done}")
-        advance((number + 1) * total, f"pass {number + 1}, loss {found['loss']:.3f}")
-    return found
+        folder.drop_sums(f"pass-{number}")  # only now: nobody reads the sums of a finished pass
+        totals = folder.read(f"factors/{done}")
+        advance((number + 1) * total, f"pass {number + 1}, loss {totals['loss']:.3f}")
+    return totals
 
 
 def _one_pass(
@@ -149,7 +149,7 @@ def _one_pass(
         sums.batches += 1
         advance(number * total + sums.batches, f"pass {number + 1}, loss {float(value):.3f}")
         if sums.batches == total:
-            break  # the pass itself is written, also where it was stopped
+            break  # a complete pass is written even when it was stopped
         if (stop := stopped()) or sums.batches % every == 0:
             folder.save_sums(f"pass-{number}", sums)
         if stop:
@@ -162,7 +162,7 @@ def _one_pass(
 def _add(
     sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int], dtype: np.dtype
 ) -> Part | None:
-    """Add a batch's factors, one block at a time; the first part that is not finite."""
+    """Add a batch's factors, one block at a time; return the first part that is not finite."""
     dense = {("a_sums", x.input) for x in factors.layers if x.a_dense and not x.is_diagonal}
     dense |= {("g_sums", x.name) for x in factors.layers if x.g_dense}
     bad: Part | None = None
@@ -176,9 +176,11 @@ def _add(
                 if not np.isfinite(host).all():
                     bad = bad or part
                     continue
-                known = sums.arrays.get(part)
+                total_so_far = sums.arrays.get(part)
                 sums.arrays[part] = (
-                    host.astype(dtype) if known is None else np.add(known, host, out=known)
+                    host.astype(dtype)
+                    if total_so_far is None
+                    else np.add(total_so_far, host, out=total_so_far)
                 )
             array.delete()
         if table == "a_sums":
@@ -192,13 +194,13 @@ def _add(
 def _blocks(
     table: str, name: str, array: Any, one: Pass, stacks: dict[str, int]
 ) -> list[tuple[Part, Any]]:
-    """The blocks of an array; of a window those that the model has."""
+    """The blocks of an array; for a window, only those that exist in the model."""
     if table == "diagonals" or name not in stacks:
         return [(Part(table, name, None), array)]
     windowed = name in one.parts and one.parts[name].rows is not None
     start = one.start if windowed else 0
     stop = min(start + array.shape[0], stacks[name])
-    host = np.asarray(array)  # on the CPU a view
+    host = np.asarray(array)  # a view on the CPU
     return [(Part(table, name, i), host[i - start]) for i in range(start, stop)]
 
 
@@ -212,7 +214,7 @@ def _folded(matrix: np.ndarray) -> np.ndarray:
 
 
 def _rows(index: int, texts: Texts) -> Sequence[int]:
-    """Which texts a batch holds, from 0."""
+    """Indices of the texts in a batch, from 0."""
     sizes = [len(exist) for exist in texts.exist]
     start = sum(sizes[:index])
     return range(start, start + sizes[index])

@@ -1,4 +1,4 @@
-"""What an analysis needs, stage by stage, before anything is loaded."""
+"""Memory that each stage of an analysis needs, before anything is loaded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,41 +11,41 @@ from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, sums_dt
 from jaxkfac.jobs.report import MemoryRow
 from jaxkfac.memory import bytes_text, resident_bytes
 
-_OF_MATRIX = {"float64": 36, "float32": 16}  # bytes times n² of a decomposition
-_MEAN = 8  # bytes times n²: the sum that was read, and its mean
+_OF_MATRIX = {"float64": 36, "float32": 16}  # bytes of a decomposition, to be multiplied by n²
+_MEAN = 8  # bytes times n²: the sum as read, and its mean
 
 
 def fit(
     analysis: AnalyzedModel, chosen: Chosen, room: int, *, every: bool = True
 ) -> list[MemoryRow]:
-    """Find passes that fit into ``room`` bytes; what every stage then needs.
+    """Find passes that fit into ``room`` bytes; return the plan of every stage.
 
     Args:
-        analysis: Takes the budget that is found.
-        chosen: What is decomposed.
-        room: Of the device; on a CPU of the whole process.
-        every: Whether every pass is compiled; see :meth:`AnalyzedModel.fit`.
+        analysis: Receives the budget that is found.
+        chosen: The blocks to decompose.
+        room: Bytes on the device; on a CPU bytes of the whole process.
+        every: Whether to compile every pass; see :meth:`AnalyzedModel.fit`.
 
     Raises:
-        ValueError: a stage does not fit, with the smallest room that would do.
+        ValueError: a stage does not fit; names the smallest room that would do.
     """
-    held = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
-    found = analysis.fit(room - held, held=held, every=every)
-    rows = plan_rows(analysis, chosen, found)
+    held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
+    pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
+    rows = plan_rows(analysis, chosen, pass_bytes)
     check_stages(rows, room)
     return rows
 
 
 def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False) -> None:
-    """Refuse stages that do not fit into ``room`` bytes.
+    """Raise if a stage does not fit into ``room`` bytes.
 
     Args:
-        rows: Of every stage.
-        room: Of the device.
-        gathers: Whether the passes are given too, as those of an analysis that goes on are.
+        rows: The plan of every stage.
+        room: Bytes on the device.
+        gathers: Whether to check the passes too, which a resumed analysis cannot change.
 
     Raises:
-        ValueError: one does not, with the smallest room that would do.
+        ValueError: a stage does not fit; names the smallest room that would do.
     """
     passes = "the passes of an analysis cannot change: give it as much, or begin with --overwrite"
     for stage, remedy in (
@@ -61,17 +61,17 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
             )
 
 
-def plan_rows(analysis: AnalyzedModel, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:
-    """The rows of every stage, from the bytes of its largest pass."""
-    options, held = analysis.options, held_rows(analysis)
+def plan_rows(analysis: AnalyzedModel, chosen: Chosen, pass_bytes: PassBytes) -> list[MemoryRow]:
+    """The plan of every stage, from the bytes of its largest pass."""
+    options, rows_held = analysis.options, held_rows(analysis)
     on_cpu = jax.default_backend() == "cpu"
     count = len(analysis.passes)
-    words = "a pass" if count == 1 else f"the largest of {count} passes"
+    pass_text = "a pass" if count == 1 else f"the largest of {count} passes"
     rows = [
-        *held,
-        MemoryRow("gather", f"activations and temporaries of {words}", found.temporaries),
-        MemoryRow("gather", f"factors of {words}", found.factors),
-        MemoryRow("gather", "their sums, triangles folded", found.sums, on_device=on_cpu),
+        *rows_held,
+        MemoryRow("gather", f"activations and temporaries of {pass_text}", pass_bytes.temporaries),
+        MemoryRow("gather", f"factors of {pass_text}", pass_bytes.factors),
+        MemoryRow("gather", "their sums, triangles folded", pass_bytes.sums, on_device=on_cpu),
     ]
     if options.lanczos:
         memory = analysis.product.memory_analysis()
@@ -92,7 +92,7 @@ def plan_rows(analysis: AnalyzedModel, chosen: Chosen, found: PassBytes) -> list
 
 
 def held_rows(analysis: AnalyzedModel) -> list[MemoryRow]:
-    """What is there all the time: this process, and the model until it has been used."""
+    """Memory in use all the time: this process, and the model until its last use."""
     on_cpu = jax.default_backend() == "cpu"
     stages = "gather, Lanczos" if analysis.options.lanczos else "gather"
     return [
@@ -104,7 +104,7 @@ def held_rows(analysis: AnalyzedModel) -> list[MemoryRow]:
 
 
 def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True) -> int:
-    """The sum of a stage's rows."""
+    """Sum of a stage's rows."""
     return sum(
         row.nbytes
         for row in rows
@@ -113,9 +113,9 @@ def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True
 
 
 def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
-    """What lies on the disk at most: folded factors, the sums of a pass, vectors of Lanczos.
+    """Largest number of bytes on disk: folded factors, the sums of a pass, Lanczos vectors.
 
-    At the end of a pass its folded factors are there twice, once in the dtype of sums.
+    At the end of a pass its folded factors exist twice, once in the dtype of the sums.
     """
     tables = (shapes.a_sums, shapes.g_sums)
     elements = sum(x.size for table in tables for x in table.values())
@@ -127,7 +127,7 @@ def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
 
 
 def room_of(device_bytes: int | None) -> int:
-    """What the analysis may take."""
+    """Bytes that the analysis may use."""
     if device_bytes is not None:
         return device_bytes
     return free_room() + (0 if jax.default_backend() != "cpu" else resident_bytes() or 0)

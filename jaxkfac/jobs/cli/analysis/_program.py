@@ -1,4 +1,4 @@
-"""The programs of an analysis, compiled from shapes, and passes that fit into a budget."""
+"""Programs of an analysis, compiled from shapes, and passes that fit into a budget."""
 
 import functools
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from jaxkfac.interception import LayerTable, leaves_by_path
 from jaxkfac.jobs.cli._options import ModelAnalysis
 from jaxkfac.memory import bytes_text
 
-# ---------------- bytes of one pass of an analysis: of its program, its factors and their sums
+# ---------------- bytes of one pass
 
 
 class PassBytes(NamedTuple):
-    """What one pass holds at once, beside the model.
+    """Bytes that one pass needs at once, beside the model.
 
     Attributes:
-        temporaries: Of its program, with its batch.
-        factors: That the program returns.
-        sums: In main memory, triangles folded.
+        temporaries: Temporaries of its program, and its batch.
+        factors: Factors that the program returns.
+        sums: Sums in main memory, with triangles folded.
     """
 
     temporaries: int
@@ -36,61 +36,62 @@ class PassBytes(NamedTuple):
         return sum(self)
 
 
-def check_room(found: PassBytes, room: int, held: int) -> None:
-    """Refuse a room that the least budget does not fit into."""
-    if found.total > room:
+def check_room(pass_bytes: PassBytes, room: int, held_bytes: int) -> None:
+    """Raise if even the smallest budget does not fit into the room."""
+    if pass_bytes.total > room:
         raise ValueError(
-            f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
-            f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
-            f"and this process, {bytes_text(found.temporaries)} for activations and "
-            f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
-            "smaller --batch-size, --max-length or --max-dense needs less"
+            f"--device-bytes {bytes_text(room + held_bytes)}: the smallest with which this "
+            f"analysis can do is {bytes_text(pass_bytes.total + held_bytes)}: "
+            f"{bytes_text(held_bytes)} for the model and this process, "
+            f"{bytes_text(pass_bytes.temporaries)} for activations and temporaries, "
+            f"{bytes_text(pass_bytes.factors + pass_bytes.sums)} for factors; a smaller "
+            "--batch-size, --max-length or --max-dense needs less"
         )
 
 
 def sums_dtype(batches: int) -> np.dtype:
-    """That of sums of so many batches; of very many a float32 would lose digits."""
+    """Dtype of sums over this many batches; float32 would lose digits over very many."""
     return np.dtype(np.float64 if batches > PLAIN_TERMS else np.float32)
 
 
 def sums_bytes(factors: int, batches: int = 1) -> int:
-    """Of what a pass returns, triangles folded; one block is folded before its array is let go."""
+    """Bytes of the folded sums of a pass; a block is folded before its full array is freed."""
     return factors // 2 * sums_dtype(batches).itemsize // 4 + factors // 16
 
 
 def with_sums(one: Pass, batches: int = 1) -> int:
-    """Of the factors of a pass and their sums, as it was planned."""
+    """Bytes of the factors of a planned pass and of their sums."""
     return one.nbytes + sums_bytes(one.results, batches)
 
 
-# ----------------
+# ---------------- an analyzed model
 
 
 PyTree = Any
-_TRIES = 6  # of budgets that are compiled
+_TRIES = 6  # largest number of budgets to compile
 _HALVINGS = 12
-_SPREAD = 1.15  # a pass took up to 1.14 of the bytes of that whose factors take most
+_SPREAD = 1.15  # a pass needed up to 1.14 times the bytes of the pass with the largest factors
 
 
 class AnalyzedModel:
-    """Everything that is known of an analysis before the model is loaded.
+    """Everything known about an analysis before the model is loaded.
 
     Args:
-        options: How the model is analyzed.
-        apply_fn: Of the model.
+        options: Options of the analysis.
+        apply_fn: Function of the model.
         params: Shapes of its parameters.
-        batch: Shapes of a whole batch, ``(inputs, targets, mask)``.
-        exist: Shape of which positions exist.
-        batches: How many there are.
+        batch: Shapes of a full batch, ``(inputs, targets, mask)``.
+        exist: Shape of the mask of positions that hold a token.
+        batches: Number of batches.
 
     Attributes:
-        table: The layers.
-        shapes: Of all factors.
-        layers: Theirs.
-        stacks: ``{layer: blocks}`` of stacked layers with two factors, and of their inputs.
-        collector: Under the budget of a pass's factors, once :meth:`fit` has found it.
-        max_factor_bytes: That budget.
-        passes: Under it.
+        table: The layers of the model.
+        shapes: Shapes of all factors.
+        layers: Layers of the factors.
+        stacks: ``{layer: blocks}`` for stacked layers with two factors, and for their inputs.
+        collector: Collector under the budget that :meth:`fit` has found.
+        max_factor_bytes: Budget of the factors of a pass.
+        passes: Passes under that budget.
     """
 
     def __init__(
@@ -125,18 +126,18 @@ class AnalyzedModel:
             self.objective,
             fisher=self.options.fisher,
             max_dense=self.options.max_dense,
-            max_factor_bytes=1,  # until one has been found
+            max_factor_bytes=1,  # placeholder until a budget is found
             uncovered="ignore",
         )
         assert isinstance(collector, BudgetedCollector)
         return collector
 
     def use(self, max_factor_bytes: int, *, every: bool = True) -> PassBytes:
-        """Take this budget, and compile its passes; the bytes of the largest.
+        """Set the budget and compile its passes; return the bytes of the largest.
 
         Args:
             max_factor_bytes: The budget.
-            every: Whether each is compiled, or that alone whose factors take most.
+            every: Whether to compile each pass, or only the one with the largest factors.
         """
         self.max_factor_bytes = max_factor_bytes
         self.collector = self.collector.under(max_factor_bytes)
@@ -164,50 +165,50 @@ class AnalyzedModel:
         out = memory.output_size_in_bytes
         return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out, self.batches))
 
-    def fit(self, room: int, *, held: int, every: bool = True) -> PassBytes:
-        """The largest budget of factors with which a pass takes at most ``room`` bytes.
+    def fit(self, room: int, *, held_bytes: int, every: bool = True) -> PassBytes:
+        """Find the largest budget of factors with which a pass needs at most ``room`` bytes.
 
-        Compiling is most of the time. What a pass takes beside its factors hardly depends on
-        which they are, so the programs of one budget tell what others need.
+        Compiling takes most of the time. What a pass needs beside its factors hardly depends on
+        which factors they are, so the programs of one budget predict the needs of others.
 
         Args:
-            room: For a pass.
-            held: What is there beside it, for the error.
-            every: Whether every pass is compiled, to be run; or, to plan, the largest alone, and
-                the others where they decide whether the budget fits.
+            room: Bytes for a pass.
+            held_bytes: Bytes in use beside it, for the error message.
+            every: Whether to compile every pass, for running; for planning only the largest is
+                compiled, and the others where they decide whether the budget fits.
 
         Raises:
-            ValueError: the smallest does not fit, with what would.
+            ValueError: the smallest budget does not fit; names the room it needs.
         """
         params, batch, _ = self._shapes
-        least, whole = self.collector.budgets(params, batch, self._key_shape)
-        found = self.use(least, every=False)
-        check_room(found, room, held)
-        left = room - (found.total - self._most(least))
+        least, largest = self.collector.budgets(params, batch, self._key_shape)
+        pass_bytes = self.use(least, every=False)
+        check_room(pass_bytes, room, held_bytes)
+        room_for_factors = room - (pass_bytes.total - self._most(least))
         for _ in range(_TRIES):
-            budget = self._largest(least, whole, left)
-            found = self._used(budget, room, every=every)
-            if found.total <= room:
-                return found
+            budget = self._largest(least, largest, room_for_factors)
+            pass_bytes = self._used(budget, room, every=every)
+            if pass_bytes.total <= room:
+                return pass_bytes
             if budget == least:
                 break
-            left -= found.total - room + budget // 64
-        found = self._used(least, room, every=every)
-        check_room(found, room, held)
-        return found
+            room_for_factors -= pass_bytes.total - room + budget // 64
+        pass_bytes = self._used(least, room, every=every)
+        check_room(pass_bytes, room, held_bytes)
+        return pass_bytes
 
     def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:
-        """:meth:`use`, with every pass also where another than the largest may exceed the room."""
-        found = self.use(max_factor_bytes, every=every)
-        if every or found.total <= room / _SPREAD:
-            return found
+        """:meth:`use`, compiling every pass if one beside the largest may exceed the room."""
+        pass_bytes = self.use(max_factor_bytes, every=every)
+        if every or pass_bytes.total <= room / _SPREAD:
+            return pass_bytes
         return self.use(max_factor_bytes)
 
-    def _largest(self, least: int, whole: int, room: int) -> int:
-        """A budget whose passes have factors of ``room`` bytes at most, or the least."""
-        if self._most(whole) <= room:
-            return whole
-        low, high = least, whole
+    def _largest(self, least: int, largest: int, room: int) -> int:
+        """The largest budget whose passes have factors of at most ``room`` bytes, or the least."""
+        if self._most(largest) <= room:
+            return largest
+        low, high = least, largest
         for _ in range(_HALVINGS):
             middle = (low + high) // 2
             if self._most(middle) <= room:
@@ -217,22 +218,22 @@ class AnalyzedModel:
         return low
 
     def _most(self, max_factor_bytes: int) -> int:
-        """Bytes of the factors of the largest pass under a budget, with their sums."""
+        """Bytes of the factors and sums of the largest pass under a budget."""
         return max(map(self._with_sums, self._planned(max_factor_bytes)))
 
     def _with_sums(self, one: Pass) -> int:
         return with_sums(one, self.batches)
 
     def call(self, batch: Any, exist: Any, key: Any) -> Any:
-        """The arguments of a program."""
+        """The arguments of a pass program."""
         return self.collector.call(batch, key, exist)
 
     def key_of(self, index: int) -> Any:
-        """The key of a batch's sampled labels."""
+        """The key for a batch's sampled labels."""
         return None if self._key is None else jax.random.fold_in(self._key, index)
 
     def program(self, number: int, exist: Any) -> Callable[..., Any]:
-        """What runs a pass: compiled beforehand for whole batches."""
+        """The program of a pass: the compiled one for full batches."""
         one = self.passes[number]
         if exist.shape == self._shapes[2].shape:
             return self._compiled[_form(one)]
@@ -261,7 +262,7 @@ class AnalyzedModel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """``{parameter: how many numbers}``."""
+        """``{parameter: number of elements}``."""
         return {path: x.size for path, x in leaves_by_path(self._shapes[0]).items()}
 
     @property
@@ -270,7 +271,7 @@ class AnalyzedModel:
 
     @property
     def eps(self) -> float:
-        """Of the coarsest type among the parameters, in which products are made."""
+        """Relative precision of the coarsest parameter dtype, in which products are computed."""
         leaves = jax.tree.leaves(self._shapes[0])
         return max(float(jnp.finfo(x.dtype).eps) for x in leaves if _is_float(x))
 

@@ -62,10 +62,10 @@ def test_a_pass_takes_most_of_the_room_and_no_more(analysis):
     assert whole > 3 * smallest
     for share in (0.3, 0.5, 0.8):
         room = int(smallest + share * (whole - smallest))
-        found = analysis.fit(room, held=0)
+        found = analysis.fit(room, held_bytes=0)
         assert 0.7 * room < found.total <= room and len(analysis.passes) > 1
-    assert analysis.fit(whole, held=0).total == whole and len(analysis.passes) == 1
-    assert analysis.fit(smallest, held=0).total <= smallest
+    assert analysis.fit(whole, held_bytes=0).total == whole and len(analysis.passes) == 1
+    assert analysis.fit(smallest, held_bytes=0).total <= smallest
 
 
 @pytest.mark.sampled(1)
@@ -73,12 +73,12 @@ def test_a_pass_takes_most_of_the_room_and_no_more(analysis):
 def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
     smallest, whole = ends(analysis)
     room = int(smallest + share * (whole - smallest))
-    planned = analysis.fit(room, held=0, every=False)
+    planned = analysis.fit(room, held_bytes=0, every=False)
     assert planned.total <= room and len(analysis.compiled) >= 1
     assert share <= 1 or len(analysis.compiled) == 2  # nothing else can be too large
     analysis.compiled.clear()
     analysis._compiled = {}
-    assert analysis.fit(room, held=0) == planned  # where every pass has been compiled
+    assert analysis.fit(room, held_bytes=0) == planned  # where every pass has been compiled
 
 
 @pytest.mark.sampled(1)
@@ -86,26 +86,26 @@ def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
 def test_a_plan_finds_the_passes_of_a_run_near_the_edge_of_a_budget(analysis, share):
     smallest, whole = ends(analysis)
     analysis.more, room = 0.1, int(smallest + share * (whole - smallest))
-    planned = analysis.fit(room, held=0, every=False)
+    planned = analysis.fit(room, held_bytes=0, every=False)
     passes, analysis._compiled = analysis.passes, {}
-    found = analysis.fit(room, held=0)
+    found = analysis.fit(room, held_bytes=0)
     assert analysis.passes == passes and planned.total <= found.total <= room
 
 
 def test_passes_that_take_more_than_the_largest_are_made_smaller(analysis):
     smallest, whole = ends(analysis)
     room = (smallest + whole) // 2
-    analysis.fit(room, held=0)
+    analysis.fit(room, held_bytes=0)
     budget, analysis.more, analysis._compiled = analysis.max_factor_bytes, 2, {}
     assert analysis.use(budget).total > room
-    found = analysis.fit(room, held=0)
+    found = analysis.fit(room, held_bytes=0)
     assert found.total <= room and analysis.max_factor_bytes < budget
     analysis.more, analysis._compiled = 100, {}
     with pytest.raises(ValueError, match="the smallest with which this analysis can do is"):
-        analysis.fit(room, held=0)
+        analysis.fit(room, held_bytes=0)
 
 
 def test_a_room_too_small_says_what_would_do(analysis):
     smallest, _ = ends(analysis)
     with pytest.raises(ValueError, match="the smallest with which this analysis can do is"):
-        analysis.fit(smallest - 1, held=10)
+        analysis.fit(smallest - 1, held_bytes=10)

@@ -1,4 +1,4 @@
-"""`jaxkfac analyze` of a pretrained model: plan, run the stages, and write what was found."""
+"""`jaxkfac analyze` for a pretrained model: plan, run the stages, and write the results."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ _OTHER = "compared"
 
 
 def run_analysis(arguments: AnalyzeArguments) -> None:
-    """Analyze a pretrained model; or print the plan."""
+    """Analyze a pretrained model, or print the plan."""
     _check(arguments)
     give_blocks_back()
     console = Console(stderr=arguments.json)
@@ -46,23 +46,25 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
     if arguments.compare is not None:
         models[str(arguments.compare)] = arguments.output / _OTHER
     with jk.memory.track("analysis") as stages:
-        found: list[Found] = []
+        results: list[Found] = []
         plans: list[ModelMemory] = []
         first: Prepared | None = None
         for number, (model, path) in enumerate(models.items()):
-            # of its own: stages of the same names would be taken for those of the first
-            own = contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
-            with own as own_stages:
-                with contextlib.nullcontext() if found else nothing_begun():
+            # Separate tracking: stages of the same names would be merged with the first model's.
+            tracking = (
+                contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
+            )
+            with tracking as model_stages:
+                with contextlib.nullcontext() if results else nothing_begun():
                     with jk.memory.track("plan"):
                         ready = prepare(arguments, model, path, exact=number == 0)
                     console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
                     if arguments.plan:
                         continue
-                    if arguments.overwrite and not found:  # texts, model and options were checked
+                    if arguments.overwrite and not results:  # texts, model and options are valid
                         _remove(arguments.output)
-                found.append(run_stages(ready, arguments))
-            peaks = _peaks(own_stages)
+                results.append(run_stages(ready, arguments))
+            peaks = _peaks(model_stages)
             passes = len(ready.analysis.passes)
             plans.append(ModelMemory(model, ready.rows, peaks, passes, ready.disk))
             first = first or ready
@@ -70,11 +72,11 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
     if first is None:
         return
     with phase("measuring capacity"):
-        record = _record(arguments, first, found, plans, stages)
+        record = _record(arguments, first, results, plans, stages)
     with phase("writing the report"):
         _write(arguments, record)
     for path in models.values():
-        _clean(arguments, path, whole=arguments.model.decompose == ".*")
+        _clean(arguments, path, all_decomposed=arguments.model.decompose == ".*")
     if arguments.json:
         print(json.dumps(record.to_dict(), allow_nan=False))
         return
@@ -95,9 +97,11 @@ def _check(arguments: AnalyzeArguments) -> None:
     if arguments.resume and arguments.overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     output = arguments.output
-    held = next(path for path in (output, *output.parents) if path.exists())
-    if not held.is_dir():
-        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"--output {output}: {existing} is a file, and no folder can be there"
+        )
     if not arguments.plan:
         probe_folder(output)
     if arguments.plan or not (output / "analysis.json").exists():
@@ -110,56 +114,56 @@ def _check(arguments: AnalyzeArguments) -> None:
 
 
 def _remove(output: Path) -> None:
-    """Delete what an analysis has written, and nothing else."""
+    """Delete the files that an analysis has written, and nothing else."""
     if not (output / "analysis.json").exists():
         return
     (output / "report.html").unlink(missing_ok=True)
     for path in (output / _OTHER, output):
         for name in ("factors", "spectra", "lanczos"):
             shutil.rmtree(path / name, ignore_errors=True)
-        for name in ("gathered", "exact", "metrics", "analysis"):  # while that is there, so is all
+        for name in ("gathered", "exact", "metrics", "analysis"):  # analysis.json marks the rest
             (path / f"{name}.json").unlink(missing_ok=True)
 
 
-def _clean(arguments: AnalyzeArguments, path: Path, *, whole: bool) -> None:
-    """Let go of what can be computed again, once all of it has been used."""
+def _clean(arguments: AnalyzeArguments, path: Path, *, all_decomposed: bool) -> None:
+    """Delete what can be computed again, after its last use."""
     shutil.rmtree(path / "lanczos", ignore_errors=True)
-    if whole and not arguments.keep_factors:
+    if all_decomposed and not arguments.keep_factors:
         shutil.rmtree(path / "factors", ignore_errors=True)
 
 
 def _peaks(stages: jk.memory.Stage) -> dict[str, int]:
-    """Most bytes of main memory of each stage of one model."""
-    known = ((stage.name, stage.resident_peak) for stage in stages.stages)
-    return {name: peak.nbytes for name, peak in known if peak is not None}
+    """Peak bytes of main memory in each stage of one model."""
+    stage_peaks = ((stage.name, stage.resident_peak) for stage in stages.stages)
+    return {name: peak.nbytes for name, peak in stage_peaks if peak is not None}
 
 
 def _record(
     arguments: AnalyzeArguments,
     ready: Prepared,
-    found: list[Found],
+    results: list[Found],
     plans: list[ModelMemory],
     stages: jk.memory.Stage,
 ) -> AnalysisRecord:
     examples = arguments.num_examples or ready.texts.num_terms
     measured = [
         jk.capacity_metrics(x.bases, num_examples=examples, damping=arguments.damping)
-        for x in found
+        for x in results
     ]
     capacity = CapacityReport(measured[0])
     if arguments.compare is not None:
         comparison = jk.compare_capacity(measured[1], measured[0])
         capacity = capacity._replace(comparison=comparison, before=str(arguments.compare))
-    exact = found[0].exact
+    exact = results[0].exact
     return AnalysisRecord(
         model=str(arguments.checkpoint),
         texts={
             "texts": ready.texts.num_texts,
             "tokens": ready.texts.num_terms,
             "left out": ready.texts.num_bad,
-            "loss": found[0].loss,
+            "loss": results[0].loss,
         },
-        spectra=spectrum_records(found[0].bases),
+        spectra=spectrum_records(results[0].bases),
         capacity=capacity,
         exact=None if exact is None else exact._asdict(),
         plans=plans,
@@ -202,6 +206,8 @@ def _print(console: Any, record: AnalysisRecord) -> None:
     console.print(legend(), style="dim")
     for line in exact_lines(record):
         console.print(line, soft_wrap=True, highlight=False)
-    for own in record.plans:
-        table = memory_plan_table(own.model, own.plan, disk=own.disk, peaks=own.peaks)
+    for model_plan in record.plans:
+        table = memory_plan_table(
+            model_plan.model, model_plan.plan, disk=model_plan.disk, peaks=model_plan.peaks
+        )
         console.print(table)

@@ -1,4 +1,4 @@
-"""The stages of one model's analysis, in their order."""
+"""The stages of one model's analysis, in order."""
 
 import contextlib
 import ctypes
@@ -51,16 +51,16 @@ _BYTES = 1 << 20
 
 
 def give_blocks_back() -> None:
-    """Have glibc return every freed block of a mebibyte and more to the system.
+    """Make glibc return every freed block of a mebibyte or more to the system.
 
-    It learns to keep ever larger ones, up to 32 MiB, and a peak would be that of all stages
-    together. Elsewhere nothing is done.
+    By default it learns to keep ever larger blocks, up to 32 MiB, and the peak would be that of all
+    stages together. Does nothing on other systems.
     """
     _call("mallopt", _MMAP_THRESHOLD, _BYTES)
 
 
 def give_heap_back() -> None:
-    """Have glibc return what is free in its heap: compiling leaves a gigabyte of small blocks."""
+    """Make glibc return the free part of its heap; compiling leaves a gigabyte of small blocks."""
     gc.collect()
     _call("malloc_trim", 0)
 
@@ -72,28 +72,28 @@ def _call(name: str, *arguments: int) -> None:
             function(*arguments)
 
 
-# ----------------
+# ---------------- the stages
 
 
 _MAX_CONDITION = 1e6
-_BLOCK = 1 << 20  # bytes of a file that are read at once
-# Of a run that goes on: what is there already is right for these too.
+_BLOCK = 1 << 20  # bytes of a file to read at once
+# Options that may change on --resume, because existing results stay valid.
 _MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
 
 
 class Prepared(NamedTuple):
-    """A model that is ready to be loaded and analyzed.
+    """A model that is planned and ready to be loaded.
 
     Attributes:
-        what: Which.
-        texts: In its tokens.
-        analysis: Its programs and passes.
-        chosen: What is decomposed.
-        folder: Where everything is kept.
-        known: What it says of the analysis.
-        rows: The plan of its memory.
-        disk: Bytes of the disk.
-        coverage: Which parameters factors cover.
+        what: The model.
+        texts: The texts in its tokens.
+        analysis: Programs and passes.
+        chosen: The blocks to decompose.
+        folder: Folder of all files.
+        begun_with: The options that the analysis was begun with.
+        rows: Plan of the memory.
+        disk: Bytes needed on disk.
+        coverage: Which parameters the factors cover.
     """
 
     what: Analyzed
@@ -101,19 +101,19 @@ class Prepared(NamedTuple):
     analysis: AnalyzedModel
     chosen: Chosen
     folder: Folder
-    known: Mapping[str, Any]
+    begun_with: Mapping[str, Any]
     rows: list[MemoryRow]
     disk: int
     coverage: list[CoverageRow]
 
 
 class Found(NamedTuple):
-    """What the analysis of one model has found.
+    """Results of the analysis of one model.
 
     Attributes:
-        bases: Without vectors.
-        loss: Nats a token.
-        exact: Of the exact Fisher, if it was asked for.
+        bases: Eigenvalues without eigenvectors.
+        loss: Mean loss, nats a token.
+        exact: Spectrum of the exact Fisher, if requested.
     """
 
     bases: jk.Eigenbases
@@ -122,18 +122,18 @@ class Found(NamedTuple):
 
 
 def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool = True) -> Prepared:
-    """Read the texts, compile the programs, and plan; nothing of the model is loaded.
+    """Read the texts, compile the programs, and plan; loads no parameters.
 
     Args:
-        arguments: What was asked for.
-        model: Which of them, the one that is analyzed or the one that it is compared with.
-        path: Where everything of it is kept.
-        exact: Whether its exact Fisher is looked at, as it was asked for.
+        arguments: Arguments of the command.
+        model: The analyzed model or the one to compare with.
+        path: Folder for its files.
+        exact: Whether to include the exact Fisher, where the options request it.
 
     Raises:
-        FileNotFoundError: there are no weights.
+        FileNotFoundError: the model has no weights.
         ValueError: the options do not go with the model, or the budget is too small.
-        OSError: the disk has no room.
+        OSError: the disk has too little room.
     """
     options = arguments.model if exact else dataclasses.replace(arguments.model, lanczos=0)
     what = analyzed(model, options)
@@ -150,38 +150,40 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
         analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like, batches=number)
         chosen = Chosen(groups_of(analysis.layers), options.decompose)
         folder = Folder(path)
-        asked = {
+        options_now = {
             "model": model,
             "weights": [] if arguments.plan else _weights(model),
             "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
             "texts": texts.crc,
         }
-        known = asked
+        begun_with = options_now
         if not arguments.plan:
-            known = folder.begin(asked, resume=arguments.resume)
-        given = arguments.device_bytes
-        room = room_of(None if given is None else int(parse_bytes(given, name="--device-bytes")))
-        if "max_factor_bytes" in known:
+            begun_with = folder.begin(options_now, resume=arguments.resume)
+        device_bytes = arguments.device_bytes
+        room = room_of(
+            None if device_bytes is None else int(parse_bytes(device_bytes, name="--device-bytes"))
+        )
+        if "max_factor_bytes" in begun_with:
             gathers = not folder.has("gathered.json")
-            largest = analysis.use(known["max_factor_bytes"], every=gathers)
+            largest = analysis.use(begun_with["max_factor_bytes"], every=gathers)
             rows = plan_rows(analysis, chosen, largest)
-            if given is not None and room < known["room"]:
+            if device_bytes is not None and room < begun_with["room"]:
                 check_stages(rows, room, gathers=gathers)
         else:
             rows = fit(analysis, chosen, room, every=not arguments.plan)
         needed = disk_bytes(analysis, analysis.shapes)
-        if not arguments.plan and "max_factor_bytes" not in known:
+        if not arguments.plan and "max_factor_bytes" not in begun_with:
             _check_disk(path, needed - (folder.nbytes if arguments.overwrite else 0))
-            known = known | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
+            begun_with = begun_with | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
     sizes = analysis.sizes
     coverage = coverage_rows(analysis.table, sizes)
-    return Prepared(what, texts, analysis, chosen, folder, known, rows, needed, coverage)
+    return Prepared(what, texts, analysis, chosen, folder, begun_with, rows, needed, coverage)
 
 
 def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
-    """Note what is asked for, load, gather, Lanczos, decompose; what is done already is read."""
+    """Load, gather, run Lanczos and decompose; results that exist are read instead."""
     folder, analysis, options = ready.folder, ready.analysis, ready.analysis.options
-    folder.note(ready.known)
+    folder.note(ready.begun_with)
     params: Any = None
     spectrum = _known_spectrum(folder, options) if options.lanczos else None
     exact = options.lanczos > 0 and spectrum is None
@@ -195,7 +197,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
             phase("gathering the factors"),
             _shown("gather", total) as (advance, stopped),
         ):
-            found = gather(
+            totals = gather(
                 analysis,
                 params,
                 ready.texts,
@@ -204,12 +206,12 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
                 advance=advance,
                 stopped=stopped,
             )
-            folder.write("gathered.json", found)
+            folder.write("gathered.json", totals)
     if exact:
         with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
             spectrum = _exact(ready, params)
-        asked = [options.lanczos, options.lanczos_steps]
-        folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
+        lanczos_options = [options.lanczos, options.lanczos_steps]
+        folder.write("exact.json", {"asked": lanczos_options, "found": spectrum._asdict()})
     del params
     give_heap_back()
     with (
@@ -224,12 +226,12 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
 
 
 def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | None:
-    """What Lanczos has found, if it was asked for the same."""
+    """The stored result of Lanczos, if it was run with the same options."""
     if not folder.has("exact.json"):
         return None
-    known = folder.read("exact.json")
-    same = known["asked"] == [options.lanczos, options.lanczos_steps]
-    return ExactSpectrum(**known["found"]) if same else None
+    stored = folder.read("exact.json")
+    is_same = stored["asked"] == [options.lanczos, options.lanczos_steps]
+    return ExactSpectrum(**stored["found"]) if is_same else None
 
 
 def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
@@ -243,7 +245,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
         return np.array(program(params, few, jnp.asarray(vector)))
 
     with progress("Lanczos", options.lanczos_steps) as shown:
-        found = lanczos(
+        spectrum = lanczos(
             product,
             analysis.num_parameters,
             ready.folder,
@@ -253,7 +255,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
             eps=analysis.eps,
             advance=shown.advance,
         )
-    return found
+    return spectrum
 
 
 @contextlib.contextmanager
@@ -264,7 +266,7 @@ def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], 
 
 
 def _weights(model: str) -> list[list[Any]]:
-    """Names and CRC-32 of the files, by which other weights in the same place are noticed."""
+    """Names and CRC-32 of the weight files, to detect other weights in the same place."""
     path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
     files = [path] * path.is_file()
     if path.is_dir():
@@ -273,11 +275,11 @@ def _weights(model: str) -> list[list[Any]]:
 
 
 def _crc(path: Path) -> str:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return f"{found:08x}"
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
 def _check_disk(path: Path, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""The texts of an analysis as batches, in their order."""
+"""Texts of an analysis as batches, in their order."""
 
 import dataclasses
 import zlib
@@ -18,15 +18,15 @@ from jaxkfac.jobs.data.readers import Bad, FileRows
 from jaxkfac.jobs.data.text import Completion
 from jaxkfac.jobs.data.wordnet import wordnet_pairs
 
-_GLOSSES = 24  # of an embedded text: more than 128 tokens
+_GLOSSES = 24  # glosses per embedded text: more than 128 tokens
 
 
 class Analyzed(NamedTuple):
-    """The model that is analyzed, as `finetune` would load it.
+    """The model to analyze, in the form in which `finetune` loads it.
 
     Attributes:
-        family: What kind of model it is.
-        experiment: How it is loaded, and its texts written in tokens.
+        family: Kind of the model.
+        experiment: Options by which the model is loaded and the texts are tokenized.
     """
 
     family: Family
@@ -34,14 +34,14 @@ class Analyzed(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What the factors are gathered over.
+    """The texts to collect the factors over.
 
     Attributes:
         batches: ``(inputs, targets, mask)`` of NumPy arrays; the last may have fewer rows.
-        exist: Which positions of each exist.
-        num_texts: How many there are.
-        num_terms: Tokens in the loss.
-        num_bad: Rows that were left out.
+        exist: Mask of the positions that hold a token, for each batch.
+        num_texts: Number of texts.
+        num_terms: Number of tokens in the loss.
+        num_bad: Number of rows left out.
         crc: CRC-32 of all tokens.
     """
 
@@ -54,7 +54,7 @@ class Texts(NamedTuple):
 
 
 def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
-    """The model called ``name``, and what it is loaded with."""
+    """The model called ``name``, with the options to load it."""
     family = family_of(Finetuning(model=name))
     pairs = isinstance(family, EncoderDecoderFamily)
     experiment = Finetuning(
@@ -65,17 +65,17 @@ def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
         batch_size=1,
         questions="0",
         dtype=options.dtype,
-        dropout=0.0,  # the key of sampled labels drops nothing
+        dropout=0.0,  # the key is for sampled labels alone
         loss_on="assistant" if pairs else "all",
     )
     return Analyzed(family, experiment)
 
 
 def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
-    """The first texts, before the model is there.
+    """The first texts, read before the model is loaded.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     family, experiment = what
     count = arguments.model.texts
@@ -94,7 +94,7 @@ def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
 
 def _first(rows: FileRows, count: int) -> Text:
     """The first ``count`` good rows, and the bad ones before and among them."""
-    rows.peek()  # says what is wrong where none is good
+    rows.peek()  # raises if no row is usable
     good: list[Any] = []
     bad: list[Bad] = []
     for _, row in rows.read():
@@ -111,42 +111,42 @@ def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> 
     """The texts in the model's tokens.
 
     Raises:
-        ValueError: the tokenizer has tokens that the model has not, or nothing can be learnt.
+        ValueError: the tokenizer has ids that the model does not have, or nothing can be learned.
     """
     if pretrained.tokenizer is None:
         model = what.experiment.model
         raise ValueError(f"{model} has no tokenizer: put its tokenizer.json beside it")
-    found = what.family.tokens(what.experiment, pretrained, text).validation
-    number = len(found.examples)
+    encoded = what.family.tokens(what.experiment, pretrained, text).validation
+    number = len(encoded.examples)
     size = min(batch_size, number)
     batches, exist, crc = [], [], 0
-    for index, batch in enumerate(dataclasses.replace(found, batch_size=size).in_order()):
+    for index, batch in enumerate(dataclasses.replace(encoded, batch_size=size).in_order()):
         rows = min(size, number - index * size)
-        given = what.family.batch(batch, np.asarray)
-        # what fills the last batch is no text, and its positions would count
-        given = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), given)
-        batches.append(given)
-        exist.append(np.asarray(what.family.exist(on_device(given))))
-        for leaf in jax.tree.leaves(given):
+        arrays = what.family.batch(batch, np.asarray)
+        # Rows that only fill the last batch hold no text, but their positions would count.
+        arrays = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), arrays)
+        batches.append(arrays)
+        exist.append(np.asarray(what.family.exist(on_device(arrays))))
+        for leaf in jax.tree.leaves(arrays):
             crc = zlib.crc32(leaf.tobytes(), crc)
     terms = sum(int(batch[2].sum()) for batch in batches)
     return Texts(batches, exist, number, terms, len(text.bad), f"{crc:08x}")
 
 
 def on_device(batch: Any) -> Any:
-    """A batch in JAX's arrays."""
+    """A batch as JAX arrays."""
     return jax.tree.map(jnp.asarray, batch)
 
 
 def _glosses(count: int) -> list[Completion]:
-    """Words and what they mean, many in a text."""
+    """Words with their meanings, several in each text."""
     pairs = wordnet_pairs()[0]
     if count * _GLOSSES > len(pairs):
         raise ValueError(
             f"--texts {count}: the embedded glosses make {len(pairs) // _GLOSSES} texts; give "
             "--data a file of your own"
         )
-    step = len(pairs) // count  # from the whole alphabet
+    step = len(pairs) // count  # spreads the texts over the whole alphabet
     texts = []
     for start in range(0, count * step, step):
         some = pairs[start : start + _GLOSSES]

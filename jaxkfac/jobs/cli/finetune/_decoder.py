@@ -1,4 +1,4 @@
-"""Runs of a decoder: records of text, multiple choice."""
+"""Fine-tuning of a decoder: records of text, multiple-choice questions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ from jaxkfac.jobs.data.text import (
 from jaxkfac.jobs.models import Tokens, decoder_shapes, load_decoder
 from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
 
-_SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
+_SYSTEM = "Answer in a word."  # shorter than the default of SmolLM2's template
 _EMBEDDED_QUESTIONS = 40
 
 
@@ -52,8 +52,8 @@ class DecoderFamily(Family):
     def shapes(self, experiment: Finetuning) -> Any:
         path: str | Path = experiment.model
         if path == "smollm2":
-            (known,) = KNOWN
-            path = cached_file(known)
+            (weights,) = KNOWN
+            path = cached_file(weights)
         return decoder_shapes(path, **self._options(experiment))
 
     def save(self, folder: Path, pretrained: Any) -> None:
@@ -68,8 +68,8 @@ class DecoderFamily(Family):
             )
         for name in ("prefix", "source_key", "target_key"):
             if getattr(experiment, name):
-                words = name.replace("_", "-")
-                raise ValueError(f"--{words} is for pairs, and {experiment.model} is a decoder")
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
         if experiment.dropout:
             raise ValueError(
                 f"--dropout is of encoder-decoders, and {experiment.model} is a decoder, which was "
@@ -84,7 +84,7 @@ class DecoderFamily(Family):
         else:
             train, validation = record_files(experiment.data, strict=strict)
             train.peek()
-        held = held_rows(validation)
+        validation_rows = held_rows(validation)
         chosen = experiment.questions
         if chosen is None:
             chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
@@ -93,11 +93,11 @@ class DecoderFamily(Family):
             questions = element_questions(count, seed=experiment.seed) if count else []
         else:
             questions = read_questions(Path(chosen))
-        return Text(train, held.good, questions, system, held.bad)
+        return Text(train, validation_rows.good, questions, system, validation_rows.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         context, tokenizer = pretrained.config.longest, pretrained.tokenizer
-        if experiment.data == "elements":  # short, whatever the model is
+        if experiment.data == "elements":  # its records are short, whatever the model is
             longest = min(experiment.max_length, context)
         elif experiment.max_length > context:
             raise ValueError(
@@ -127,14 +127,14 @@ class DecoderFamily(Family):
                 seed=experiment.seed,
                 **options,
             )
-            train.first()  # what is wrong with it shows at once
+            train.first()  # reports errors in the data at once
         else:
             encoded = encoded_of(text.train)
             train = _batches(experiment, encoded, pad_id, longest)
         if text.validation:
-            held = encoded_of(text.validation).examples
-            size = min(experiment.batch_size, len(held))
-            validation = TokenBatches.padded(held, batch_size=size, pad_id=pad_id)
+            validation_examples = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(validation_examples))
+            validation = TokenBatches.padded(validation_examples, batch_size=size, pad_id=pad_id)
         return EncodedText(encoded, train, validation, {})
 
     def rows(self, experiment: Finetuning, batches: Any) -> Any:

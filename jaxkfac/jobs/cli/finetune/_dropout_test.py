@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.jobs.cli._checkpoint import Checkpoint, option_differences, save_checkpoint
 from jaxkfac.jobs.cli.finetune import _encoder_decoder
 from jaxkfac.jobs.cli.finetune._load import load_text, model_shapes
-from jaxkfac.jobs.cli.finetune._older import OLDER, as_begun
-from jaxkfac.jobs.cli.finetune._options import AdapterOptions, FinetuneArguments, Finetuning
+from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.jobs.cli.finetune._pairs_run_test import CONFIG
 from jaxkfac.jobs.cli.finetune._problem import objective_of, options_of, shaped_problem
 
@@ -40,27 +38,6 @@ def test_adapters_may_drop_where_the_model_does_not():
     experiment = dataclasses.replace(BASE, adapter=AdapterOptions(dropout=0.1))
     problem = shaped_problem(experiment, model_shapes(experiment))
     assert options_of(experiment, problem)["dropout"] == 0.0 and problem.drops(experiment)
-
-
-def test_a_run_that_was_begun_before_there_was_dropout_goes_on_without(tmp_path):
-    config = dataclasses.replace(CONFIG, dropout=0.2)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
-    base = dataclasses.replace(BASE, model=str(tmp_path), train="all")
-    folder = tmp_path / "checkpoints"
-
-    def begun(config, step, **options):
-        save_checkpoint(folder, Checkpoint({"params/x": np.zeros(1)}, config, "adamw", {}, step))
-        arguments = FinetuneArguments(dataclasses.replace(base, **options), resume=True)
-        found = as_begun(arguments, folder).experiment
-        return found, options_of(found, shaped_problem(found, model_shapes(found)))
-
-    _, now = begun({"dropout": 0.1}, 1)
-    assert now["dropout"] == 0.2
-    older = {name: value for name, value in now.items() if name != "dropout"}
-    found, options = begun(older, 2)
-    assert found.dropout == 0.0 and not list(option_differences(OLDER | older, options))
-    asked, _ = begun(older, 3, dropout=0.3)  # this is refused, as any other option is
-    assert asked.dropout == 0.3
 
 
 def test_a_decoder_has_none():

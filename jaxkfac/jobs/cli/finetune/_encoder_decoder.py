@@ -1,4 +1,4 @@
-"""Runs of an encoder-decoder: pairs of texts."""
+"""Fine-tuning of an encoder-decoder: pairs of texts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ _FLAN_T5_XL = EncoderDecoderConfig(
     head_size=64, eos_ids=(1,), dropout=0.1, **_SHAPES,
 )  # fmt: skip
 ENCODER_DECODERS = {"t5-bytes": _BYTES, "flan-t5-xl": _FLAN_T5_XL}
-"""Models of this kind that have a name here."""
+"""Encoder-decoders that can be named instead of a folder."""
 
 
 class EncoderDecoderFamily(Family):
@@ -102,8 +102,8 @@ class EncoderDecoderFamily(Family):
         keys = {"source": experiment.source_key, "target": experiment.target_key}
         train, validation = pair_files(experiment.data, prefix=prefix, strict=strict, **keys)
         train.peek()
-        held = held_rows(validation)
-        return Text(train, held.good, bad=held.bad)
+        validation_rows = held_rows(validation)
+        return Text(train, validation_rows.good, bad=validation_rows.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         tokenizer, config = pretrained.tokenizer, pretrained.config
@@ -128,28 +128,28 @@ class EncoderDecoderFamily(Family):
                 window=experiment.shuffle_window,
                 **chosen,
             )
-            train.first()  # what is wrong with it shows at once
+            train.first()  # reports errors in the data at once
         else:
             encoded = encoded_of(text.train)
             train = PairBatches.padded(
                 encoded.examples, num_lengths=experiment.num_lengths or 1, **chosen
             )
         if text.validation:
-            held = encoded_of(text.validation).examples
-            size = min(experiment.batch_size, len(held))
-            validation = PairBatches.padded(held, batch_size=size, **ends)
-            known = text.train  # of files, the pairs of the first window
-            if isinstance(known, FileRows):
-                known = known.peek(experiment.shuffle_window)
-            examples = (encoded or encoded_of(known)).examples
-            targets = ([e.target for e in side] for side in (examples, held))
+            validation_examples = encoded_of(text.validation).examples
+            size = min(experiment.batch_size, len(validation_examples))
+            validation = PairBatches.padded(validation_examples, batch_size=size, **ends)
+            train_pairs = text.train  # for files, the pairs of the first window
+            if isinstance(train_pairs, FileRows):
+                train_pairs = train_pairs.peek(experiment.shuffle_window)
+            examples = (encoded or encoded_of(train_pairs)).examples
+            targets = ([e.target for e in side] for side in (examples, validation_examples))
             reference["bigram"] = bigram_loss(*targets, vocabulary=config.vocabulary)
         return EncodedText(encoded, train, validation, reference)
 
     def sources(
         self, experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]
     ) -> list[list[int]]:
-        """Ids of the sources, cut as those that are learnt from."""
+        """Ids of the sources, cut like those that are trained on."""
         return [e.source.tolist() for e in _encoded(experiment, tokenizer, pairs).examples]
 
     def rows(self, experiment: Finetuning, batches: Any) -> Any:
@@ -168,7 +168,7 @@ class EncoderDecoderFamily(Family):
         return Pairs(source, source_mask, decoder_inputs), targets, mask
 
     def exist(self, batch: Any) -> jax.Array:
-        return batch[2]  # of the target; of the source the model says it itself
+        return batch[2]  # for the target; the model derives the source's from its mask
 
     def dropout(self, experiment: Finetuning, config: EncoderDecoderConfig) -> float | int:
         return config.dropout if experiment.dropout is None else experiment.dropout
@@ -196,7 +196,7 @@ def _encoded(experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]) -> E
 
 
 def _untrained(experiment: Finetuning) -> Pretrained:
-    """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
+    """A small encoder-decoder over bytes, with random parameters from the run's seed."""
     rate = _BYTES.dropout if experiment.dropout is None else experiment.dropout
     rngs = nnx.Rngs(experiment.seed)
     model = EncoderDecoder(_BYTES, dropout=rate, remat=experiment.remat, rngs=rngs)
@@ -206,7 +206,7 @@ def _untrained(experiment: Finetuning) -> Pretrained:
 
 
 def _check(experiment: Finetuning) -> None:
-    """Refuse options of decoders."""
+    """Refuse options that only decoders have."""
     wrong = {
         "--questions are multiple choice": experiment.questions not in (None, "0"),
         "--attention cudnn has no relative positions": experiment.attention != "xla",
@@ -215,8 +215,8 @@ def _check(experiment: Finetuning) -> None:
         "--system is the first turn of a conversation": experiment.system is not None,
         "--adapter.split takes fused projections apart": experiment.adapter.split,
     }
-    for words, given in wrong.items():
-        if given:
-            raise ValueError(f"{words}, and {experiment.model} is an encoder-decoder")
+    for complaint, is_set in wrong.items():
+        if is_set:
+            raise ValueError(f"{complaint}, and {experiment.model} is an encoder-decoder")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")

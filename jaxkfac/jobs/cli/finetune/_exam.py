@@ -1,4 +1,4 @@
-"""Examinations: validation loss, what a family of models is asked, and the nonlinearity."""
+"""Evaluations: validation loss, questions or generated targets, and the nonlinearity."""
 
 import abc
 import functools
@@ -17,11 +17,11 @@ from jaxkfac.jobs.report import ExamRecord, FourierRecord, SampleRecord
 
 
 class Examiner(abc.ABC):
-    """Asks the model the same things at several updates; its programs are compiled once.
+    """Evaluates the model in the same way at several updates; compiles its programs once.
 
     Attributes:
-        problem: What is trained.
-        arguments: What was asked for.
+        problem: The problem that is trained.
+        arguments: Arguments of the command.
     """
 
     def __init__(self, problem: Any, arguments: Any) -> None:
@@ -29,7 +29,7 @@ class Examiner(abc.ABC):
         config, self._probe = problem.config, None
         if config is not None and config.fourier_placement != "none":
             first = problem.family.batch(problem.train.first())
-            self._probe = problem.devices.whole(first[0])
+            self._probe = problem.devices.replicated(first[0])
 
         devices = problem.devices
         compiled = functools.partial(jax.jit, **devices.of_program())
@@ -47,37 +47,37 @@ class Examiner(abc.ABC):
 
     @abc.abstractmethod
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """What is measured, or ``None`` if there is nothing to ask."""
+        """Measure loss and answers; ``None`` if there is nothing to evaluate."""
 
     @abc.abstractmethod
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Answers to the first prompts that fit."""
+        """Answers to the first prompts that fit the context."""
 
     def nonlinearity(self, adapters: Any) -> Any:
-        """Numbers of every slice's nonlinearity, on the device, or ``None`` where there is none."""
+        """Measurements of every slice's nonlinearity, on the device; ``None`` for plain LoRA."""
         if self._probe is None:
             return None
         settled = self.problem.devices.processes.settled
         return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
 
     def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
-        """Of every target of a batch on the host."""
-        given = self.problem.devices.whole(self.problem.family.batch(batch))
-        return np.asarray(self._each_token(self.problem.params, adapters, given))
+        """Log-likelihoods of every target of a batch, on the host."""
+        arrays = self.problem.devices.replicated(self.problem.family.batch(batch))
+        return np.asarray(self._each_token(self.problem.params, adapters, arrays))
 
     def loss(self, adapters: Any) -> float | None:
-        """Mean over the learnt tokens of the validation text, nats."""
+        """Mean loss over the learned tokens of the validation text, nats."""
         if self.problem.validation is None:
             return None
         batches = list(self.problem.validation.in_order())
-        found = (self.log_likelihoods(adapters, x)[x.mask].sum(dtype=np.float64) for x in batches)
-        return -sum(map(float, found)) / sum(batch.num_terms for batch in batches)
+        sums = (self.log_likelihoods(adapters, x)[x.mask].sum(dtype=np.float64) for x in batches)
+        return -sum(map(float, sums)) / sum(batch.num_terms for batch in batches)
 
 
-def fourier_record(step: int, found: Any) -> FourierRecord:
-    """The record of what :meth:`Examiner.nonlinearity` has found, once it is on the host."""
+def fourier_record(step: int, diagnoses: Any) -> FourierRecord:
+    """The record of a result of :meth:`Examiner.nonlinearity` that is on the host."""
     layers = {}
-    for name, diagnosis in found.items():
+    for name, diagnosis in diagnoses.items():
         values = diagnosis._asdict()
         coefficients = np.asarray(values.pop("coefficients"))
         slices = coefficients.reshape(-1, coefficients.shape[-1])
@@ -87,37 +87,40 @@ def fourier_record(step: int, found: Any) -> FourierRecord:
     return FourierRecord(step, layers)
 
 
-# ---------------- what an encoder-decoder is asked: the targets of pairs
+# ---------------- evaluation of an encoder-decoder: generated targets
 
 
 class PairExaminer(Examiner):
-    """Asks an encoder-decoder."""
+    """Evaluates an encoder-decoder."""
 
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """Validation loss, and how near generated targets are to those of the first pairs."""
+        """Validation loss, and scores of the targets generated for the first pairs."""
         if self.problem.validation is None:
             return None
-        asked, scores = self.problem.text.validation[: self.arguments.generate], None
-        if asked:
-            answers, targets = self._answers(adapters, asked), [pair.target for pair in asked]
+        pairs, scores = self.problem.text.validation[: self.arguments.generate], None
+        if pairs:
+            answers, targets = self._answers(adapters, pairs), [pair.target for pair in pairs]
             scores = {"exact match": exact_match(answers, targets)}
             if self.arguments.rouge:
                 scores["ROUGE-L"] = rouge_l(answers, targets)
         return ExamRecord(step, self.loss(adapters), {}, {}, scores)
 
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Targets of the first sources, of those to validate with where there are any."""
+        """Generated targets of the first distinct sources, of the validation pairs if any."""
         text, first = self.problem.text, dict[str, Pair]()
-        for pair in text.validation or text.train:
+        for one_pair in text.validation or text.train:
             if len(first) == count:
                 break
-            first.setdefault(pair.source, pair)
-        asked = list(first.values())
-        answers = zip(asked, self._answers(adapters, asked), strict=True)
-        return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]
+            first.setdefault(one_pair.source, one_pair)
+        pairs = list(first.values())
+        answers = zip(pairs, self._answers(adapters, pairs), strict=True)
+        return [
+            SampleRecord(step, one_pair.source, answer, one_pair.target)
+            for one_pair, answer in answers
+        ]
 
     def _answers(self, adapters: Any, pairs: Sequence[Pair]) -> list[str]:
-        """The targets that the model gives, as many sources at a time as a batch has rows."""
+        """Generate targets, with as many sources at a time as a batch has rows."""
         arguments, problem = self.arguments, self.problem
         experiment, tokenizer = arguments.experiment, problem.tokenizer
         pretrained, called = problem.weights(adapters)
@@ -125,33 +128,33 @@ class PairExaminer(Examiner):
         size, answers = min(experiment.batch_size, len(encoded)), []
         for start in range(0, len(encoded), size):
             sources = encoded[start : start + size]
-            found = generate_targets(
+            generated = generate_targets(
                 pretrained,
-                sources + sources[:1] * (size - len(sources)),  # one program for all of them
+                sources + sources[:1] * (size - len(sources)),  # one shape, so one program
                 max_new_tokens=arguments.sample_tokens or experiment.max_target_length,
                 num_beams=arguments.num_beams,
                 **called,
             )
-            answers += [tokenizer.decode(ids).strip() for ids in found[: len(sources)]]
+            answers += [tokenizer.decode(ids).strip() for ids in generated[: len(sources)]]
         return answers
 
 
-# ---------------- what a decoder is asked: multiple choice, and prompts to go on from
+# ---------------- evaluation of a decoder: multiple choice and sample answers
 
 
 _SAMPLE_TOKENS = 12
 
 
 class DecoderExaminer(Examiner):
-    """Asks a decoder."""
+    """Evaluates a decoder."""
 
     @property
     def context(self) -> int:
-        """Most tokens that the model reads."""
+        """Largest number of tokens that the model reads."""
         return self.problem.pretrained.config.longest
 
     def exam(self, step: int, adapters: Any) -> ExamRecord | None:
-        """Validation loss and accuracies."""
+        """Validation loss, and accuracy of the multiple-choice questions."""
         problem = self.problem
         if problem.validation is None and not problem.text.questions:
             return None
@@ -170,13 +173,17 @@ class DecoderExaminer(Examiner):
                 system=problem.text.system,
             )
             for variant in VARIANTS:
-                found = scores.accuracy(variant)
-                accuracy[variant] = [found.value, found.low, found.high]
+                accuracy_interval = scores.accuracy(variant)
+                accuracy[variant] = [
+                    accuracy_interval.value,
+                    accuracy_interval.low,
+                    accuracy_interval.high,
+                ]
                 correct[variant] = scores.correct(variant).tolist()
         return ExamRecord(step, loss, accuracy, correct)
 
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Greedy answers to the first prompts: of the questions, or else of the records."""
+        """Greedy answers to the first prompts: questions if there are any, else records."""
         problem, tokens = self.problem, self.arguments.sample_tokens or _SAMPLE_TOKENS
         prompts = _prompts(problem, count, room=self.context - tokens)
         if not prompts:
@@ -185,13 +192,13 @@ class DecoderExaminer(Examiner):
         answers = generate(pretrained, [ids for _, ids in prompts], max_new_tokens=tokens, **called)
         decode = problem.tokenizer.decode
         return [
-            SampleRecord(step, words, decode(ids).strip())
-            for (words, _), ids in zip(prompts, answers, strict=True)
+            SampleRecord(step, prompt, decode(ids).strip())
+            for (prompt, _), ids in zip(prompts, answers, strict=True)
         ]
 
 
 def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
-    """``{variant: {"gained", "lost", "p_value"}}`` of the same questions at two updates."""
+    """``{variant: {"gained", "lost", "p_value"}}``, comparing two updates question by question."""
     return {
         variant: compare(np.array(first.correct[variant]), np.array(right))._asdict()
         for variant, right in last.correct.items()
@@ -199,22 +206,22 @@ def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
 
 
 def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int]]]:
-    """``(words, ids)`` of prompts of at most ``room`` tokens."""
+    """``(text, ids)`` of prompts of at most ``room`` tokens."""
     text, tokenizer = problem.text, problem.tokenizer
     if text.questions:
         first = [{"role": "system", "content": text.system}] if text.system else []
-        asked = [
+        candidates = [
             (q.stem, tokenizer.chat([*first, {"role": "user", "content": q.stem}]))
             for q in text.questions[:count]
         ]
     else:
-        asked = [prompt for r in text.some(4 * count) if (prompt := _asked(r, tokenizer))]
-    fitting = [(words, list(ids)) for words, ids in asked if len(ids) <= room]
+        candidates = [prompt for r in text.some(4 * count) if (prompt := _prompt_of(r, tokenizer))]
+    fitting = [(prompt, list(ids)) for prompt, ids in candidates if len(ids) <= room]
     return fitting[:count]
 
 
-def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
-    """A record up to the first answer; ``None`` for text without a prompt."""
+def _prompt_of(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
+    """A record up to its first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
         return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
     turns = [turn.to_plain() for turn in record.messages]

@@ -1,4 +1,4 @@
-"""What a decoder and an encoder-decoder do differently in a run."""
+"""What decoders and encoder-decoders do differently in a run."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from jaxkfac.jobs.data.readers import Bad, FileRows
 
 
 class Text(NamedTuple):
-    """What is read before any of it is tokens.
+    """The texts of a run, before tokenization.
 
     Attributes:
-        train: To learn: records, or pairs; of files, perhaps to be read as they are needed.
-        validation: To measure with; may be empty.
-        questions: To be examined with; may be empty.
-        system: What the system says first in questions; may be empty.
+        train: Training records or pairs; rows of files may be streamed.
+        validation: Validation records or pairs; may be empty.
+        questions: Multiple-choice questions for the evaluations; may be empty.
+        system: System message of the questions; may be empty.
         bad: Rows of the validation files that were left out.
     """
 
@@ -31,16 +31,16 @@ class Text(NamedTuple):
     bad: Sequence[Bad] = ()
 
     def some(self, count: int) -> list[Any]:
-        """The first of what is validated with, and then of what is learnt."""
+        """The first validation examples, then training examples, ``count`` in all."""
         train = self.train.peek(count) if isinstance(self.train, FileRows) else self.train
         return [*self.validation[:count], *train[:count]][:count]
 
 
 class Held(NamedTuple):
-    """Records or pairs that are held in memory.
+    """Records or pairs in memory.
 
     Attributes:
-        good: Those.
+        good: The usable ones.
         bad: Rows that were left out.
     """
 
@@ -49,28 +49,27 @@ class Held(NamedTuple):
 
 
 def held_rows(rows: FileRows | None) -> Held:
-    """What is measured with, all of it.
+    """Read all validation rows into memory.
 
     Raises:
         ValueError: no row can be used.
     """
-    found = Held([], [])
+    held_text = Held([], [])
     if rows is not None:
         rows.peek()
         for _, row in rows.read():
-            (found.bad if isinstance(row, Bad) else found.good).append(row)
-    return found
+            (held_text.bad if isinstance(row, Bad) else held_text.good).append(row)
+    return held_text
 
 
 class EncodedText(NamedTuple):
-    """The same in tokens.
+    """The texts of a run in tokens.
 
     Attributes:
-        encoded: What is learnt, and how much of it was cut; ``None`` where it is read as it is
-            needed.
-        train: Batches of it.
-        validation: Batches to measure with, or ``None``.
-        reference: Names of other models and their loss on the validation text, nats a token.
+        encoded: Training examples and how much of them was cut; ``None`` for streamed files.
+        train: Training batches.
+        validation: Validation batches, or ``None``.
+        reference: Names of baseline models and their loss on the validation text, nats a token.
     """
 
     encoded: Any
@@ -80,13 +79,13 @@ class EncodedText(NamedTuple):
 
 
 class Family(abc.ABC):
-    """Models of one kind.
+    """One kind of model.
 
     Attributes:
-        target: Full-match pattern of the layers that are adapted by default.
-        kernels: Of those that are quantised with ``"all"``.
-        task_type: PEFT's word for what the model does.
-        num_lengths: Row lengths of files that are read as they are needed, unless chosen.
+        target: Full-match pattern of the layers to adapt by default.
+        kernels: Full-match pattern of the kernels that ``"all"`` quantizes.
+        task_type: PEFT's name for the task.
+        num_lengths: Default number of row lengths for streamed files.
     """
 
     target: ClassVar[str]
@@ -100,59 +99,61 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, experiment: Finetuning) -> Any:
-        """The same with shapes for parameters; no weights are read."""
+        """Like :meth:`load`, with shapes as parameters; reads no weights."""
 
     @abc.abstractmethod
     def save(self, folder: Path, pretrained: Any) -> None:
-        """Write a model whose parameters were all trained."""
+        """Write a model of which every parameter was trained."""
 
     @abc.abstractmethod
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
-        """What is learnt and measured with; what is wrong with it shows at once.
+        """Read training and validation text; errors in the data show at once.
 
         Args:
-            experiment: Which.
-            strict: Whether a bad row is an error where it could be left out.
+            experiment: Options of the run.
+            strict: Whether a bad row raises instead of being left out.
         """
 
     @abc.abstractmethod
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
-        """Text in the model's tokens, and batches of it."""
+        """The text in the model's tokens, and its batches."""
 
     @abc.abstractmethod
     def rows(self, experiment: Finetuning, batches: Any) -> Any:
-        """Zeros in the form of a batch of the longest rows: of ``batches``, or ``None``."""
+        """Zeros shaped like a batch of the longest rows of ``batches``, or by the options if
+        None.
+        """
 
     @abc.abstractmethod
     def batch(self, batch: Any, asarray: Callable[[Any], Any] = jnp.asarray) -> Any:
-        """``(inputs, targets, mask)`` as an objective takes them, of what ``asarray`` makes."""
+        """``(inputs, targets, mask)`` for an objective, with arrays made by ``asarray``."""
 
     @abc.abstractmethod
     def exist(self, batch: Any) -> jax.Array:
-        """Which positions of such a batch exist."""
+        """Mask of the positions of such a batch that hold a token."""
 
     @abc.abstractmethod
     def examiner(self, problem: Any, arguments: Any) -> Any:
-        """An ``Examiner``, which asks the model the same things at several updates."""
+        """The ``Examiner`` of this kind of model."""
 
     def dropout(self, experiment: Finetuning, config: Any) -> float | int:
-        """Rate of the model's own dropout in training, whose config is given."""
+        """Dropout rate of the model itself in training."""
         return 0.0
 
     def quantized(self, experiment: Finetuning) -> str | None:
-        """Full-match pattern of the kernels in NF4."""
+        """Full-match pattern of the kernels to keep in NF4."""
         return self.kernels if experiment.quantize == "all" else experiment.quantize
 
 
 def dtype_of(experiment: Finetuning) -> Any:
-    """The model's dtype; a CPU computes bfloat16 by way of float32, several times slower."""
+    """The model's dtype; a CPU emulates bfloat16 through float32, several times slower."""
     if experiment.dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(experiment.dtype)
 
 
 def check_ids(largest: int, vocabulary: int) -> None:
-    """Refuse tokens that the model has not."""
+    """Refuse token ids that the model does not have."""
     if largest >= vocabulary:
         raise ValueError(
             f"the tokenizer gives id {largest}, and the model has {vocabulary} tokens: they are "

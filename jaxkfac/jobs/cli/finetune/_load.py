@@ -1,4 +1,4 @@
-"""The model and the text of a run."""
+"""Loading of the model and the text of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from jaxkfac.jobs.models.checkpoint import read_config
 
 
 def family_of(experiment: Finetuning) -> Family:
-    """What kind of model it is: of a folder, by its ``config.json``.
+    """The kind of the model; for a folder, its ``config.json`` decides.
 
-    What is wrong with a folder is said where it is loaded.
+    Errors in the folder are raised later, where the model is loaded.
     """
     if experiment.model in ENCODER_DECODERS:
         return EncoderDecoderFamily()
@@ -26,10 +26,10 @@ def family_of(experiment: Finetuning) -> Family:
 
 
 def load_model(experiment: Finetuning) -> Any:
-    """The model: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
+    """Load the model: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
 
     Raises:
-        ValueError: it has no tokenizer, or an option does not go with it.
+        ValueError: the model has no tokenizer, or an option does not apply to it.
     """
     pretrained = family_of(experiment).load(experiment)
     if pretrained.tokenizer is None:
@@ -38,14 +38,14 @@ def load_model(experiment: Finetuning) -> Any:
 
 
 def model_shapes(experiment: Finetuning) -> Any:
-    """The same with shapes for parameters; nothing is downloaded, and no weights are read.
+    """Like :func:`load_model`, with shapes as parameters; downloads nothing, reads no weights.
 
     Raises:
-        FileNotFoundError: the model is not here.
+        FileNotFoundError: the model is not on this machine.
     """
     return family_of(experiment).shapes(experiment)
 
 
 def load_text(experiment: Finetuning, *, strict: bool = False) -> Text:
-    """Text, before the model is loaded: what is wrong with it shows at once."""
+    """Read the text before the model is loaded, so that errors in it show at once."""
     return family_of(experiment).text(experiment, strict=strict)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go while it runs."""
+"""Loggers that receive a run's numbers while it trains."""
 
 import contextlib
 import os
@@ -19,26 +19,26 @@ _INSTALL = {
 
 @runtime_checkable
 class MetricLogger(Protocol):
-    """Takes numbers and texts of an update."""
+    """Receives numbers and texts of an update."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers by name."""
         ...
 
     def text(self, step: int, name: str, words: str) -> None:
-        """Words by name, such as a sample."""
+        """A text by name, such as a sample."""
         ...
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Write what is buffered."""
         ...
 
 
 class TensorBoard:
-    """An event file in a folder, written by this thread.
+    """Writes an event file to a folder, in the calling thread.
 
-    ``SummaryWriter`` has a thread that ends when the disk is full, and whoever writes then waits
-    for it forever.
+    ``SummaryWriter`` is not used: its thread dies when the disk is full, and the next write then
+    blocks for ever.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -48,7 +48,7 @@ class TensorBoard:
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = package.event_file_writer.EventsWriter(str(folder / "events"))
-            if step:  # what an interrupted run wrote after its checkpoint is hidden
+            if step:  # hides what an interrupted run wrote after its checkpoint
                 start = proto.SessionLog(status=proto.SessionLog.START)
                 self._writer.write_event(self._event(step=step, session_log=start))
 
@@ -59,7 +59,7 @@ class TensorBoard:
         self._add(step, [self._summary.text(name, words)])
 
     def close(self) -> None:
-        if not self._failed:  # its error has been raised
+        if not self._failed:  # otherwise its error has been raised already
             with self._explained():
                 self._writer.close()
 
@@ -85,10 +85,10 @@ class TensorBoard:
 
 
 class Tracker:
-    """Weights & Biases, or trackio, which has the same face.
+    """Logs to Weights & Biases, or to trackio, which has the same interface.
 
-    A service refuses steps that go back, and both number their calls themselves: the update is
-    one of the numbers.
+    Both number their calls themselves and reject steps that go back, so the update is logged as one
+    of the numbers.
     """
 
     def __init__(self, package: str, name: str, config: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Tracker:
 
 
 class Several:
-    """All of them at once; none of them, too."""
+    """Forwards to any number of loggers, including none."""
 
     def __init__(self, loggers: Sequence[MetricLogger]) -> None:
         self._loggers = tuple(loggers)
@@ -125,7 +125,7 @@ class Several:
 
 
 def check_loggers(names: Sequence[LogTo]) -> None:
-    """Refuse what is not installed, before anything is computed.
+    """Check that the loggers' packages are installed, before anything is computed.
 
     Raises:
         ModuleNotFoundError: a package is missing; how to install it is said.
@@ -137,13 +137,13 @@ def check_loggers(names: Sequence[LogTo]) -> None:
 def open_loggers(
     names: Sequence[LogTo], output: Path, *, config: Mapping[str, Any], step: int
 ) -> Several:
-    """The loggers that were asked for.
+    """Open the chosen loggers.
 
     Args:
-        names: Of the loggers.
-        output: Of the run: TensorBoard's files go to ``tensorboard`` in it.
-        config: What the run was asked to do.
-        step: Update at which it begins.
+        names: Names of the loggers.
+        output: Output folder of the run; TensorBoard's files go to ``tensorboard`` in it.
+        config: Options of the run.
+        step: Update at which the run begins.
     """
     return Several(
         [

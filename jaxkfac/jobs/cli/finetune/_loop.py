@@ -1,8 +1,8 @@
-"""The loop of a fine-tuning run: update by update, each a pure function of the state.
+"""The training loop of a fine-tuning run, update by update.
 
-An update reads the batches behind the position of the one before, so a run that was stopped and
-resumed gives the same bits as one that was not. Its numbers stay on the device until those of many
-updates are read at once.
+Each update is a pure function of the state and reads the batches that follow the previous update's
+position in the data. A run that was stopped and resumed therefore gives the same bits as an
+uninterrupted one. Losses stay on the device until those of many updates are read at once.
 """
 
 import functools
@@ -43,19 +43,19 @@ from jaxkfac.jobs.report import FinetuneRecords
 
 
 PyTree = Any
-_LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
+_LABELS, _DROPOUT = 0, 1  # folded into the run's key, so that labels and dropout get other bits
 
 
 class PreparedStep(NamedTuple):
-    """A micro-batch on the device, and what of it the host counts.
+    """A micro-batch on the device, with the counts that the host needs.
 
     Attributes:
-        number: Of the micro-batch in the run.
-        position: In the data, behind it.
+        number: Number of the micro-batch in the run.
+        position: Position in the data after it.
         batch: ``(inputs, targets, mask)``.
-        tokens: That are read, without padding.
-        learnt: Of them in the loss.
-        examples: In all rows.
+        tokens: Tokens read, without padding.
+        learnt: Tokens in the loss.
+        examples: Examples in all rows.
     """
 
     number: int
@@ -69,13 +69,13 @@ class PreparedStep(NamedTuple):
 def prepare(
     problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
 ) -> PreparedStep:
-    """Build the next micro-batch and send it; does not wait until it has arrived.
+    """Build the next micro-batch and start its transfer, without waiting for it.
 
     Raises:
-        ValueError: it has ids that the model has not.
+        ValueError: the batch has ids that the model does not have.
     """
     batch, position = next(batches)
-    if isinstance(problem.train, BatchStream):  # others are checked when they are made
+    if isinstance(problem.train, BatchStream):  # batches in memory were checked when built
         check_ids(batch.largest_id, problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
     arrays = problem.family.batch(batch, np.asarray)
@@ -83,14 +83,14 @@ def prepare(
 
 
 class MicroResult(NamedTuple):
-    """After a micro-batch.
+    """State and numbers after a micro-batch.
 
     Attributes:
-        adapters: Changed by the last micro-batch of an update only.
-        optimizer: State.
-        numbers: Loss (mean over the learnt tokens, before), the regulariser times its weight,
-            before, what the optimizer has skipped so far, and the norm of the gradient, the
-            regulariser's included.
+        adapters: The adapters; only the last micro-batch of an update changes them.
+        optimizer: The optimizer state.
+        numbers: Loss before the update (mean over the learned tokens), weighted regularizer before
+            the update, number of skips so far, and norm of the gradient including the
+            regularizer's.
     """
 
     adapters: PyTree
@@ -99,24 +99,24 @@ class MicroResult(NamedTuple):
 
 
 def empty_history(rows: int) -> jax.Array:
-    """Room for the numbers of ``rows`` micro-batches."""
+    """Zeros for the numbers of ``rows`` micro-batches."""
     return jnp.zeros((rows, 4))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write(history: jax.Array, numbers: jax.Array, row: jax.Array) -> jax.Array:
-    """One more row; not in the step, whose bits the size of the history would change."""
+    """Write one row; kept out of the step because the history's size would change its bits."""
     return history.at[row].set(numbers.astype(history.dtype))
 
 
 class MicroStep:
-    """``step(adapters, optimizer, given)``, compiled for each shape of a batch.
+    """Callable ``step(adapters, optimizer, prepared)``, compiled once for each shape of a batch.
 
-    The first two are donated: what comes back lies in their memory.
+    The step donates its first two arguments and returns its results in their memory.
 
     Attributes:
-        compile_seconds: Spent so far.
-        programs: Compiled so far.
+        compile_seconds: Seconds spent compiling so far.
+        programs: Number of programs compiled so far.
     """
 
     def __init__(
@@ -131,19 +131,19 @@ class MicroStep:
         self._run = jax.jit(step, donate_argnums=(1, 2), **options)
         self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
-    def __call__(self, adapters: PyTree, optimizer: PyTree, given: PreparedStep) -> MicroResult:
-        """Take a micro-batch into account."""
-        number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
-        arguments = (self._params, adapters, optimizer, given.batch, number)
+    def __call__(self, adapters: PyTree, optimizer: PyTree, prepared: PreparedStep) -> MicroResult:
+        """Process one micro-batch."""
+        number = self._devices.replicated(jnp.asarray(prepared.number, jnp.int32))
+        arguments = (self._params, adapters, optimizer, prepared.batch, number)
         return self._devices.processes.settled(self.program(*arguments)(*arguments))
 
     def program(self, *arguments: Any) -> Any:
-        """The compiled program of these arguments: of parameters, then those of a call."""
+        """The compiled program for these arguments: the parameters, then those of a call."""
         shape = tuple(x.shape for x in jax.tree.leaves(arguments[3]))
         if shape not in self._compiled:
-            jax.block_until_ready(arguments)  # what is under way is no part of the compilation
+            jax.block_until_ready(arguments)  # keeps earlier work out of the compile time
             started = time.perf_counter()
-            # A trace that is broken off can take the process down when it ends.
+            # Interrupting a trace can crash the process when it exits.
             with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
                 lowered = self._run.lower(*arguments)
                 self._compiled[shape] = self._devices.processes.compiled(lowered)
@@ -189,25 +189,25 @@ def _micro_step(
             penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
             grads = jax.tree.map(jnp.add, grads, penalty_grads)
         updates, state = tx.update(grads, state, adapters, **extra)
-        found = (loss, penalty, skipped_updates(state), gradient_norm(grads))
-        numbers = jnp.stack([x.astype(loss.dtype) for x in found])
+        measured = (loss, penalty, skipped_updates(state), gradient_norm(grads))
+        numbers = jnp.stack([x.astype(loss.dtype) for x in measured])
         return MicroResult(optax.apply_updates(adapters, updates), state, numbers)
 
     return micro_step
 
 
-# ----------------
+# ---------------- a run, update by update
 
 
 class TuneState(NamedTuple):
-    """What one update hands to the next.
+    """State of a run between updates.
 
     Attributes:
-        adapters: Trained so far.
-        optimizer: State.
-        step: Updates made.
-        records: They only grow, whenever numbers are read.
-        position: In the data, where the next update begins; ``None`` is the beginning.
+        adapters: The adapters trained so far.
+        optimizer: The optimizer state.
+        step: Number of updates made.
+        records: Records of the run; they grow whenever numbers are read.
+        position: Position in the data of the next update; ``None`` is the beginning.
     """
 
     adapters: PyTree
@@ -218,29 +218,29 @@ class TuneState(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """An update whose numbers are on the device.
+    """An update whose numbers are still on the device.
 
     Attributes:
-        given: Its micro-batches' counts.
-        numbers: Of its last micro-batch: they are there when the update has ended.
-        look: What was asked about the adapters after it, or ``None``.
+        micro_batches: The update's micro-batches, without their arrays.
+        numbers: Numbers of its last micro-batch; ready when the update has ended.
+        look: Result of ``look`` on the adapters after the update, or ``None``.
     """
 
-    given: list[PreparedStep]
+    micro_batches: list[PreparedStep]
     numbers: jax.Array
     look: Any
 
 
 class Tuning:
-    """A run of updates between readings.
+    """Runs updates and reads their numbers from time to time.
 
-    The state is donated to every micro-batch, so there is one of it: the newest. The next batch
-    is built and sent while the device works, and the host runs no more than one update ahead of
-    it, so that it need not wait longer than that when it is stopped.
+    Every micro-batch donates the state, so only the newest exists. The host builds and sends the
+    next batch while the device works, and runs at most one update ahead, so a stop never waits
+    longer than one update.
 
     Attributes:
-        state: After the last update; its records go as far as the last reading.
-        seconds: Of each update of this session that has ended, without compilation.
+        state: State after the last update; its records end at the last read.
+        seconds: Seconds of each finished update of this session, without compilation.
     """
 
     def __init__(
@@ -254,17 +254,17 @@ class Tuning:
         unread: int,
         look: Callable[[int, PyTree], Any],
     ) -> None:
-        """Begin at ``state``.
+        """Start at ``state``.
 
         Args:
-            experiment: What was asked for.
-            problem: What is trained.
+            experiment: Options of the run.
+            problem: The problem to train.
             tx: The optimizer.
-            state: Where the run begins; its arrays are donated.
-            total: Updates of the run.
-            unread: Most updates between two readings.
-            look: ``look(step, adapters)`` after each update; what it returns, but ``None``, is
-                read with the losses and becomes a ``FourierRecord``.
+            state: The initial state; its arrays are donated.
+            total: Number of updates of the run.
+            unread: Largest number of updates between two reads.
+            look: ``look(step, adapters)``, called after each update; a result other than ``None``
+                is read together with the losses and becomes a ``FourierRecord``.
         """
         self.state = state
         self.seconds: list[float] = []
@@ -282,8 +282,8 @@ class Tuning:
         self._clock = 0.0
 
     @property
-    def whole(self) -> bool:
-        """Whether the state is there, and all of its records or their numbers with it."""
+    def is_complete(self) -> bool:
+        """Whether the state exists, with all its records or the numbers they are made from."""
         state = self.state
         counted = len(state.records.losses) + len(self._unread) == state.step
         return counted and is_whole(state.adapters, state.optimizer)
@@ -293,13 +293,13 @@ class Tuning:
         adapters, optimizer, step, *_ = self.state
         if not self._unread:
             self._clock = time.perf_counter()
-        compiled, given = self._micro_step.compile_seconds, []
-        row = sum(len(update.given) for update in self._unread)
+        compiled, prepared = self._micro_step.compile_seconds, []
+        row = sum(len(update.micro_batches) for update in self._unread)
         for number in micro_batches(self._experiment, self._problem, step):
             micro = self._ahead if self._ahead is not None else self._prepared(number)
             adapters, optimizer, numbers = self._micro_step(adapters, optimizer, micro)
-            self._history = write(self._history, numbers, jnp.asarray(row + len(given)))
-            given.append(micro._replace(batch=None))
+            self._history = write(self._history, numbers, jnp.asarray(row + len(prepared)))
+            prepared.append(micro._replace(batch=None))
             self._ahead = None if number == self._last else self._prepared(number + 1)
         self._clock += self._micro_step.compile_seconds - compiled
         look = self._look(step + 1, adapters)
@@ -307,13 +307,13 @@ class Tuning:
             adapters=adapters,
             optimizer=optimizer,
             step=step + 1,
-            position=given[-1].position,
+            position=prepared[-1].position,
         )
-        self._unread.append(_Unread(given, numbers, look))
+        self._unread.append(_Unread(prepared, numbers, look))
         self._wait(ahead=1)
 
     def read(self) -> None:
-        """Add the numbers of all updates since the last reading to the records, at once.
+        """Read the numbers of all updates since the last read and add them to the records.
 
         Raises:
             NonFiniteLossError: naming the first update whose loss was not finite.
@@ -323,24 +323,26 @@ class Tuning:
         self._wait(ahead=0)
         first = self.state.step - len(self._unread)
         rates = self._rate(jnp.arange(first, self.state.step))
-        asked = (self._history, rates, [update.look for update in self._unread])
-        history, rates, looks = jax.device_get(asked)
+        on_device = (self._history, rates, [update.look for update in self._unread])
+        history, rates, looks = jax.device_get(on_device)
         losses, penalties, norms, row = [], [], [], 0
         for i, update in enumerate(self._unread):
-            rows = history[row : row + len(update.given)].tolist()
+            rows = history[row : row + len(update.micro_batches)].tolist()
             row += len(rows)
-            learnt = sum(x.learnt for x in update.given)
-            loss = sum(x[0] * y.learnt for x, y in zip(rows, update.given)) / max(learnt, 1)
+            learnt = sum(x.learnt for x in update.micro_batches)
+            loss = sum(x[0] * y.learnt for x, y in zip(rows, update.micro_batches)) / max(learnt, 1)
             penalty = sum(x[1] / len(rows) for x in rows)
             if not (math.isfinite(loss) and math.isfinite(penalty)):
                 raise NonFiniteLossError(_explain(self._experiment, first + i, loss))
             losses.append(loss)
             penalties.append(penalty)
             norms.append(sum(x[3] for x in rows) / len(rows))
-        found = [fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None]
+        fourier_records = [
+            fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None
+        ]
 
         def counted(name: str) -> list[int]:
-            return [sum(getattr(x, name) for x in update.given) for update in self._unread]
+            return [sum(getattr(x, name) for x in update.micro_batches) for update in self._unread]
 
         records, step = self.state.records, self._micro_step
         records = records._replace(
@@ -350,7 +352,7 @@ class Tuning:
             learnt=[*records.learnt, *counted("learnt")],
             examples=[*records.examples, *counted("examples")],
             seconds=[*records.seconds, *self.seconds[-len(self._unread) :]],
-            fourier=[*records.fourier, *found],
+            fourier=[*records.fourier, *fourier_records],
             compile_seconds=self._compiled_before[0] + step.compile_seconds,
             programs=self._compiled_before[1] + step.programs,
             skipped=int(history[row - 1][2]),
@@ -363,7 +365,7 @@ class Tuning:
         return prepare(self._problem, number, self._batches)
 
     def _wait(self, *, ahead: int) -> None:
-        """Until all but the newest ``ahead`` updates have ended; waiting reads nothing."""
+        """Wait for all but the newest ``ahead`` updates to end, without reading anything."""
         read = self.state.step - self._first - len(self._unread)
         for update in self._unread[len(self.seconds) - read : len(self._unread) - ahead]:
             jax.block_until_ready(update.numbers)

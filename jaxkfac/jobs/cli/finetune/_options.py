@@ -1,4 +1,4 @@
-"""What ``jaxkfac finetune`` accepts. Nothing heavy is imported here, so that help is quick."""
+"""Options of ``jaxkfac finetune``. Imports nothing slow, for quick help."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,44 +20,44 @@ class AdapterOptions:
     """The LS-LoRA adapter; see `jaxkfac.lslora.Config`."""
 
     target: str | None = None
-    """Full-match pattern of the layers that are adapted, or "all-linear"; by default the
-    projections of a decoder, and q and v of an encoder-decoder's attention."""
+    """Full-match pattern of the layers to adapt, or "all-linear"; by default the projections of a
+    decoder, and q and v of an encoder-decoder's attention."""
     exclude: str | None = None
-    """Full-match pattern of layers that are left out."""
+    """Full-match pattern of layers to leave out."""
     rank: int = 8
-    """Width of the bottleneck."""
+    """Rank of the adapter."""
     alpha: float = 16.0
-    """The branch is multiplied by alpha / rank."""
+    """Scale: the branch is multiplied by alpha / rank."""
     fourier_placement: Literal["output", "bottleneck", "none"] = "output"
-    """Where the nonlinearity is; none is plain LoRA."""
+    """Position of the nonlinearity; none gives plain LoRA."""
     nonlinearity: str = "fourier"
-    """Its name; or module:object of one of your own, which is imported and registered."""
+    """Name of the nonlinearity, or module:object of your own, which is imported and registered."""
     init_sigma: float = 1.0
-    """First width of the nonlinearity."""
+    """Initial width of the nonlinearity."""
     reg_weight: float = 0.01
-    """Of the distance of the coefficients from their first values."""
+    """Weight of the penalty on the coefficients' distance from their initial values."""
     dropout: float = 0.0
-    """Of the branch's inputs."""
+    """Dropout rate of the branch's inputs."""
     dialect: Literal["lslora", "peft"] = "lslora"
-    """Which `peft_type` the saved adapter states; plain LoRA is always peft."""
+    """The `peft_type` that the saved adapter states; plain LoRA is always peft."""
     rslora: bool = False
-    """Multiply the branch by alpha / sqrt(rank) instead."""
+    """Multiply the branch by alpha / sqrt(rank) instead of alpha / rank."""
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
-    """Other ranks: full-match pattern of layers, rank, pattern, rank; the first match counts."""
+    """Ranks by layer: full-match pattern, rank, pattern, rank; the first match counts."""
     alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    """Other alphas, likewise."""
+    """Alphas by layer: full-match pattern, alpha, pattern, alpha; the first match counts."""
     modules_to_save: str | None = None
-    """Full-match pattern of parameters that are trained whole and saved beside the adapter, such as
+    """Full-match pattern of parameters to train in full and save beside the adapter, such as
     ".*layernorm/scale"; the base keeps its own copy."""
     sigma_from_data: float | None = None
-    """First width as this many times the root mean square of the branch over the first batch, in
-    place of init_sigma."""
+    """Set the initial width to this many times the root mean square of the branch over the first
+    batch, instead of init_sigma."""
     start: str | None = None
-    """Folder of a saved adapter to go on from. Its layers, rank, alpha and modules_to_save count;
-    plain LoRA receives a nonlinearity of width init_sigma, which is close to linear where
-    that is several times what the branch gives."""
+    """Folder of a saved adapter to start from. Its layers, rank, alpha and modules_to_save count.
+    Plain LoRA receives a nonlinearity of width init_sigma, which is close to linear where the width
+    is several times the branch's output."""
     split: bool = False
-    """Save it as adapters of q, k, v and of gate, up, which Llama's PyTorch model keeps apart."""
+    """Save separate adapters of q, k, v and of gate, up, as Llama's PyTorch model has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,106 +70,108 @@ class AdapterAdamwOptions(AdamwOptions):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterKfacOptions(KfacOptions):
-    """K-FAC on A and B of the adapter, whose factors are of labels sampled from the model; AdamW
-    on coefficients and sigma.
+    """K-FAC on A and B of the adapter, with factors of labels sampled from the model; AdamW on
+    coefficients and sigma.
     """
 
     max_dense: int = 640
-    """A larger side of a layer is kept as a diagonal."""
+    """Largest side of a layer with a full factor; a larger side has a diagonal."""
     fisher: Fisher = "mc"
-    """Labels of the factors: sampled from the model, or the given ones."""
+    """Labels of the factors: mc samples them from the model, empirical takes those of the data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdafactorOptions:
-    """What `optax.adafactor` takes."""
+    """Options of `optax.adafactor`."""
 
     learning_rate: float = 1e-2
-    """Largest learning rate, in units of a parameter's root mean square."""
+    """Peak learning rate, in units of a parameter's root mean square."""
     clipping_threshold: float = 1.0
-    """Updates of a larger root mean square are scaled down to it."""
+    """Largest root mean square of an update; larger updates are scaled down to it."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finetuning:
-    """Everything that decides the result of a run; stored in its checkpoints."""
+    """Every option that decides the result of a run; stored in its checkpoints."""
 
     model: str = "smollm2"
     """smollm2 (135 million parameters, downloaded once); a folder in Hugging Face's layout with a
-    decoder, or an encoder-decoder of T5's; t5-bytes (a small one that reads bytes, untrained);
-    flan-t5-xl (its sizes alone, for --plan)."""
+    decoder or an encoder-decoder of T5's layout; t5-bytes (a small untrained model that reads
+    bytes); or flan-t5-xl (sizes only, for --plan)."""
     data: str = "elements"
     """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder); or
     a file, or a folder of files with train and validation in their names: JSON lines (.jsonl,
-    .jsonl.gz, .jsonl.zst), .parquet or .arrow. A decoder's files are read as they are needed,
-    whatever their size."""
+    .jsonl.gz, .jsonl.zst), .parquet or .arrow. A decoder's files are streamed, whatever their
+    size."""
     source_key: str | None = None
-    """Of pairs: the key of the source. By default source, input, prompt, document, article, text
-    or question: the first that is there with its target."""
+    """For pairs: key of the source. By default the first of source, input, prompt, document,
+    article, text or question that a row has together with its target."""
     target_key: str | None = None
-    """Of pairs: the key of the target. By default target, output, completion, summary, highlights
+    """For pairs: key of the target. By default target, output, completion, summary, highlights
     or answer."""
     prefix: str = ""
-    """Of pairs: what every source begins with, such as "summarize: "."""
+    """For pairs: prefix of every source, such as "summarize: "."""
     train: Trained = "adapter"
-    """The adapter, or all parameters (of an encoder-decoder)."""
+    """Train the adapter, or all parameters (encoder-decoders only)."""
     questions: str | None = None
-    """Multiple choice to be examined with: a file in OpenBookQA's format or the datasets
-    library's; or as many of the embedded ones as this number says (40 with the embedded data,
-    none with other)."""
+    """Multiple-choice questions for the evaluations: a file in OpenBookQA's format or the datasets
+    library's; or a number of embedded questions (40 with the embedded data, 0 with other data)."""
     style: Literal["chat", "plain"] = "chat"
-    """Questions as turns of a chat, or as "Answer:" behind the question."""
+    """Format of the questions: turns of a chat, or plain text with "Answer:" after the question."""
     system: str | None = None
-    """What the system says first in embedded records and in questions."""
+    """System message of embedded records and of questions."""
     seed: int = 0
-    """Of the adapter, the order, the dropout, the sampled labels and the embedded questions."""
+    """Seed for the adapter, data order, dropout, sampled labels and embedded questions."""
     steps: int = 40
-    """Parameter updates."""
+    """Number of parameter updates."""
     epochs: int | None = None
-    """Passes over the records, instead of steps. The last update may be of fewer micro-batches;
-    records that fill no micro-batch of batch_size rows are left out of their pass. Of files, the
-    records are counted; the first --shuffle-window of them say how many rows they make."""
+    """Passes over the records, instead of steps. The last update may have fewer micro-batches;
+    records that do not fill a micro-batch of batch_size rows are left out of their pass. Records of
+    files are counted, and the first --shuffle-window of them tell how many rows they make."""
     batch_size: int = 8
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per update; weighted by their learnt tokens."""
+    """Micro-batches per update, weighted by their number of learned tokens."""
     batching: Literal["pad", "pack"] = "pad"
-    """A record in each row, padded to the longest; or rows of max_length with many."""
+    """pad puts one record in each row; pack puts several into rows of max_length."""
     num_lengths: int | None = None
-    """With pad: row lengths that a program is compiled for; more waste less on padding. A batch
-    takes the least that fits its longest row; by default 8 for records of files, 4 for each side
-    of pairs of files, else 1."""
+    """With pad: number of row lengths, each with its own compiled program; more lengths waste less
+    on padding. A batch takes the smallest that fits its longest row. By default 8 for records of
+    files, 4 for each side of pairs of files, else 1."""
     shuffle_window: int = 8192
-    """Records of files among which the order is random; that many are held. 1 keeps their order."""
+    """Records of files to shuffle among; that many stay in memory. 1 keeps the order of the
+    file."""
     max_length: int = 512
-    """Tokens of a record, or of a source; the end of a longer one is cut, which is counted and
-    said."""
+    """Longest record, or source of a pair, in tokens; longer ones are cut at the end, and the
+    command reports how many."""
     max_target_length: int = 128
-    """Of pairs: tokens of a target, likewise."""
+    """Longest target of a pair, in tokens; longer ones are cut at the end."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are learnt; of pairs the targets are."""
+    """Tokens in the loss: answers of the assistant, or all; for pairs always the targets."""
     label_smoothing: float = 0.0
-    """Part of each learnt token's probability that is spread over all tokens."""
+    """Fraction of each learned token's probability to spread over all tokens."""
     dropout: float | None = None
-    """Of an encoder-decoder in training; by default what its config.json says, 0.1 if nothing."""
+    """Dropout rate of an encoder-decoder in training; by default that of its config.json, else
+    0.1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
+    """Dtype of the base model; auto is bfloat16 on accelerators and float32 on a CPU, which would
+    emulate bfloat16."""
     quantize: str | None = None
-    """Full-match pattern of kernels that are kept as NF4, or "all"."""
+    """Full-match pattern of kernels to keep as NF4, or "all"."""
     attention: Literal["xla", "cudnn"] = "xla"
     """xla runs anywhere; cudnn is flash attention, on NVIDIA GPUs, with --dtype bfloat16."""
     remat: bool = True
     """Recompute each block's activations in the backward pass."""
     optimizer: Literal[Optimizer, "adafactor"] = "adamw"
-    """What trains the adapter, or all parameters."""
+    """Optimizer of the adapter, or of all parameters."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after its warmup."""
+    """Shape of the learning rate after its warmup."""
     warmup: float = 0.1
-    """Part of the updates in which it rises."""
+    """Fraction of the updates in which the learning rate rises."""
     clip_norm: float | None = 1.0
-    """Gradients longer than this are scaled down to it."""
+    """Norm to clip at: longer gradients are scaled down to it."""
     adapter: AdapterOptions = AdapterOptions()
     adamw: AdapterAdamwOptions = AdapterAdamwOptions(2e-3, b2=0.99, weight_decay=0.0)
     kfac: AdapterKfacOptions = AdapterKfacOptions(
@@ -202,85 +204,85 @@ class Finetuning:
 class FinetuneArguments:
     """Teach a pretrained decoder or encoder-decoder, and examine it before and after.
 
-    An LS-LoRA adapter is trained, or with --train all every parameter of an encoder-decoder.
-    By default SmolLM2-135M learns facts about the chemical elements, in about three minutes
-    on two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
-    time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout or
-    the model in Hugging Face's, TensorBoard's event files and checkpoints. Ctrl-C ends the update
-    under way and keeps it; --resume goes on as if nothing had happened. A second Ctrl-C stops at
-    once, and the last checkpoint counts.
+    The command trains an LS-LoRA adapter, or with --train all every parameter of an
+    encoder-decoder. By default SmolLM2-135M learns facts about the chemical elements, in about
+    three minutes on two cores. The output folder receives report.html (loss, nonlinearity of the
+    adapter over time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's
+    layout or the model in Hugging Face's, TensorBoard's event files and checkpoints. Ctrl-C
+    finishes the current update and saves it; --resume then gives the same result as an
+    uninterrupted run. A second Ctrl-C stops at once and keeps the last checkpoint.
 
-    For example, your own records with K-FAC:
+    Examples: your own records with K-FAC:
     `jaxkfac finetune --data chats.jsonl --epochs 2 --optimizer kfac --output runs/chats`
-    and a T5 from nothing on WordNet's words and glosses, in less than ten minutes:
+    and a T5 from scratch on WordNet's words and glosses, in less than ten minutes:
     `jaxkfac finetune --preset wordnet-t5`
     """
 
     experiment: Annotated[Finetuning, tyro.conf.arg(name="")] = Finetuning()
     preset: Preset = "elements"
-    """What the other options are by default: SmolLM2 and the elements; an untrained T5 and WordNet;
-    or FLAN-T5-XL as it is documented, of which --plan shows the memory. --help shows the options
-    of the preset that stands beside it."""
+    """Defaults of the other options: SmolLM2 and the elements; an untrained T5 and WordNet; or
+    FLAN-T5-XL as it is documented, for --plan. --help after --preset shows that preset's
+    defaults."""
     plan: bool = False
-    """Print what the run needs, from shapes, and stop: nothing is loaded. Rows are as long as the
-    options allow; of a folder its config.json is enough."""
+    """Print the memory the run needs, computed from shapes, and stop: nothing is loaded. Rows are
+    as long as the options allow; a folder needs only its config.json."""
     device_bytes: str | None = None
-    """With --plan: what the device can hand out, such as 32GB; by default what is free here."""
+    """With --plan: bytes of device memory, such as 32GB; by default what is free here."""
     output: Path = Path("runs/finetune")
-    """Folder for everything that is written."""
+    """Folder for all results."""
     resume: bool = False
-    """Go on from the newest checkpoint, if there is one."""
+    """Continue from the newest checkpoint, if there is one."""
     overwrite: bool = False
     """Replace the run in the output folder."""
     strict: bool = False
-    """Stop at the first bad row of the data, instead of leaving it out and counting it."""
+    """Stop at the first bad row of the data instead of skipping and counting it."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
     devices: str = "1"
-    """How many devices, or all. A run may go on with others than it was begun with."""
+    """Number of devices, or all. --resume may use another number."""
     mesh: str | None = None
-    """data=4,model=2: rows of a batch over four, the base's matrices over two; by default all for
-    data, and the base over these."""
+    """Device mesh, such as data=4,model=2: splits a batch over four, the base's matrices over two;
+    by default all devices split the batch, and the base over the same devices."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, in every process of one run; auto asks SLURM, Open MPI or the TPU
-    pod. All of them see the output folder; process 0 writes to it."""
+    """HOST:PORT of process 0, for a run in several processes; auto asks SLURM, Open MPI or the TPU
+    pod. Every process must see the output folder; process 0 writes to it."""
     processes: int | None = None
-    """With --coordinator: how many processes."""
+    """With --coordinator: number of processes."""
     process: int | None = None
-    """With --coordinator: which of them this is, from 0."""
+    """With --coordinator: number of this process, from 0."""
     log_every: int = 10
-    """Updates between two readings of losses from the device; an evaluation and a checkpoint
-    read them, too."""
+    """Updates between two reads of losses from the device; evaluations and checkpoints read them
+    too."""
     evaluate_every: int | None = None
-    """Updates between two evaluations; by default only before and after. Saved is then what was
-    trained at the evaluation of the least validation loss."""
+    """Updates between two evaluations; by default only before and after training. With this option
+    the run saves the state with the least validation loss."""
     patience: int | None = None
-    """Stop after so many evaluations in a row that were no better."""
+    """Stop after this many evaluations in a row without improvement."""
     diagnose_every: int = 5
-    """Updates between two looks at the adapter's nonlinearity."""
+    """Updates between two measurements of the adapter's nonlinearity."""
     samples: int = 4
-    """Prompts that are answered at each evaluation: the first that fit the context."""
+    """Number of prompts to answer at each evaluation; the first that fit the context."""
     sample_tokens: int | None = None
-    """Tokens of an answer, at most; by default 12, or max_target_length of a target."""
+    """Longest answer, in tokens; by default 12, or max_target_length for a target."""
     generate: int = 32
-    """Of pairs: how many of those to validate with have their targets generated at each
-    evaluation, for exact match and ROUGE-L."""
+    """For pairs: number of validation pairs whose targets are generated at each evaluation, for
+    exact match and ROUGE-L."""
     num_beams: int = 1
-    """Of pairs: beams of that generation; one is greedy."""
+    """For pairs: beams of that generation; 1 is greedy."""
     rouge: bool = False
-    """Of pairs: ROUGE-L of what is generated; needs pip install "jaxkfac[rouge]"."""
+    """For pairs: compute ROUGE-L of generated targets; needs pip install "jaxkfac[rouge]"."""
     curvature: str | None = "auto"
-    """Full-match pattern of the adapter's layers whose spectra and capacity are reported, such as
-    ".*o_proj/kernel/[ab]"; auto takes the smallest adapter's, None none."""
+    """Full-match pattern of the adapter's layers whose spectra and capacity the report shows, such
+    as ".*o_proj/kernel/[ab]"; auto takes the smallest adapter, None takes none."""
     log: tuple[LogTo, ...] = ("tensorboard",)
-    """Where numbers go while it runs, beside the output folder."""
+    """Loggers that receive numbers during the run, beside the output folder."""
     json: bool = False
     """Print the summary as JSON instead of a table."""
     debug: bool = False
     """Show the full traceback of an error."""
 
 
-# ---------------- options that go together. Nothing heavy is imported here, so that help is quick
+# ---------------- presets
 
 
 _WORDNET_T5 = FinetuneArguments(
@@ -327,11 +329,11 @@ PRESETS: Mapping[str, FinetuneArguments] = MappingProxyType(
 )
 
 
-def default_arguments(words: Sequence[str]) -> FinetuneArguments:
-    """What the options are where ``words`` do not say it; an unknown preset is refused later."""
+def default_arguments(argv_words: Sequence[str]) -> FinetuneArguments:
+    """The arguments of the preset that the command line names; an unknown name is refused later."""
     named = [
-        word.partition("=")[2] or next(iter(words[number + 1 :]), "")
-        for number, word in enumerate(words)
-        if word.partition("=")[0] == "--preset"
+        argument.partition("=")[2] or next(iter(argv_words[number + 1 :]), "")
+        for number, argument in enumerate(argv_words)
+        if argument.partition("=")[0] == "--preset"
     ]
     return PRESETS.get(named[-1] if named else "", PRESETS["elements"])

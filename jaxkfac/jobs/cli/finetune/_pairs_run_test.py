@@ -2,7 +2,6 @@
 
 import errno
 import json
-import shutil
 import sys
 
 import jax.numpy as jnp
@@ -156,27 +155,6 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
         np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
     for name in ("losses", "tokens", "exams", "samples"):
         assert a.records[name] == b.records[name], name
-
-
-@pytest.mark.exhaustive  # _dropout_test.py has what is made of such a checkpoint
-def test_a_run_of_before_dropout_is_resumed_without_a_word(run, folder, tmp_path):
-    model = shutil.copytree(folder, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"dropout_rate": 0.2}))
-    words = ("--train", "all")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for output in (whole, parts):
-        assert run(*words, "--dropout", "0", output=output, model=model) == 0
-    folder = parts / "checkpoints"
-    (folder / "6").unlink()
-    stored = load_checkpoint(folder)
-    older = {name: value for name, value in stored.config.items() if name != "dropout"}
-    (folder / "4").unlink()
-    _checkpoint.save_checkpoint(folder, stored._replace(config=older))
-    assert run(*words, "--resume", output=parts, model=model) == 0
-    a, b = (load_checkpoint(path / "checkpoints") for path in (whole, parts))
-    for path in a.leaves:
-        np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`--plan`: what a run needs, before anything is loaded."""
+"""`--plan`: the memory that a run needs, before anything is loaded."""
 
 import dataclasses
 import functools
@@ -26,11 +26,11 @@ from jaxkfac.jobs.report import terminal_table
 from jaxkfac.memory import bytes_text, parse_bytes
 from jaxkfac.planning import plan_memory
 
-# ---------------- what a run of `jaxkfac finetune` needs, from shapes
+# ---------------- bytes of a fine-tuning run, from shapes
 
 
 def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
-    """Bytes of a run with the longest rows; the tokens are counted once, no weights are read."""
+    """Bytes of a run with the longest rows; counts the tokens once and reads no weights."""
     experiment = arguments.experiment
     text = load_text(experiment, strict=arguments.strict)
     batches = build_problem(experiment, model_shapes(experiment), text).train
@@ -38,14 +38,14 @@ def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
 
 
 def planned_shapes() -> RunShapes:
-    """Bytes of a run with rows as long as its options allow; neither text nor weights are read."""
+    """Bytes of a run with rows as long as its options allow; reads neither text nor weights."""
     return _run_shapes(None)
 
 
 def _run_shapes(batches: Any) -> RunShapes:
     @functools.cache
     def need(arguments: FinetuneArguments) -> Need:
-        # an update more or less changes no byte, and of whole epochs the text would be counted
+        # The number of updates changes no byte, and epochs would need the text to be counted.
         experiment = dataclasses.replace(arguments.experiment, epochs=None)
         return _need(experiment, shaped_problem(experiment, model_shapes(experiment), batches))
 
@@ -68,7 +68,7 @@ def _changed(name: str) -> Callable[[FinetuneArguments], FinetuneArguments | Non
 def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
     adapted, params, (inputs, targets, mask) = problem.adapted, problem.params, problem.rows
 
-    # The base is an input: a shape cannot be closed over.
+    # The base is an input: an objective cannot close over shapes.
     def apply(adapters: Any, base_and_inputs: Any, key: Any = None) -> jax.Array:
         base, inputs = base_and_inputs
         return adapted(base, adapters, inputs, key=key)
@@ -96,7 +96,7 @@ def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
 
 
 def _optimizer(experiment: Finetuning, problem: FinetuneProblem) -> optax.GradientTransformation:
-    """One that allocates what the run's own would."""
+    """A transformation that allocates the same state as the run's optimizer."""
 
     def init(params: Any, adapters: Any) -> Any:
         pretrained = problem.pretrained._replace(params=params)
@@ -113,11 +113,11 @@ def _optimizer(experiment: Finetuning, problem: FinetuneProblem) -> optax.Gradie
     return optax.GradientTransformation(zeros, optax.identity().update)  # never updates
 
 
-# ----------------
+# ---------------- printing
 
 
 def print_plan(arguments: FinetuneArguments) -> None:
-    """Print the bytes of a run by row, and whether they fit, or by which options they would.
+    """Print the bytes of a run by row, and whether they fit, or options by which they would.
 
     Raises:
         ValueError: ``device_bytes`` cannot be read.
@@ -129,13 +129,13 @@ def print_plan(arguments: FinetuneArguments) -> None:
     need, experiment = shapes.need(arguments), arguments.experiment
     rows = [[name, bytes_text(nbytes)] for name, nbytes in need.rows.items() if nbytes]
     rows.append(["sum", bytes_text(need.total)])
-    said = (
+    headline = (
         f"{experiment.model}: {experiment.batch_size} × {experiment.gradient_accumulation_steps} "
         f"rows an update, {experiment.optimizer}, {jnp.dtype(dtype_of(experiment)).name}"
     )
     console = Console()
-    console.print(said, soft_wrap=True, highlight=False)
+    console.print(headline, soft_wrap=True, highlight=False)
     console.print(terminal_table("Plan", ["", "bytes"], rows))
     fits = need.total <= room
-    words = f"It fits {bytes_text(room)}." if fits else remedy(arguments, shapes, room)
-    console.print(words, soft_wrap=True, highlight=False)
+    verdict = f"It fits {bytes_text(room)}." if fits else remedy(arguments, shapes, room)
+    console.print(verdict, soft_wrap=True, highlight=False)

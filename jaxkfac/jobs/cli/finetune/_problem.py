@@ -1,4 +1,4 @@
-"""What is trained: the model, its tokens, and the optimizer."""
+"""The problem to train: the model, its tokens, and the optimizer."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora import Adapters, Config, RmsSigma
 from jaxkfac.memory import bytes_text
 
-# ---------------- label smoothing whose Fisher stays the model's
+# ---------------- label smoothing that leaves the Fisher that of the model
 
 
 Outputs = Array | jax.ShapeDtypeStruct
@@ -35,8 +35,8 @@ Outputs = Array | jax.ShapeDtypeStruct
 class SmoothedCategorical(jk.Categorical):
     r"""Cross entropy with $(1 - \epsilon)$ at the target and $\epsilon / K$ at all K classes.
 
-    Labels that the model samples stand for its own distribution, and are not smoothed: they come
-    as $-1 - k$ for class k, and ``terms`` is then the plain cross entropy.
+    Sampled labels follow the model's own distribution and are not smoothed. :meth:`sample` encodes
+    class k as $-1 - k$, and ``terms`` is then the plain cross entropy.
 
     Args:
         smoothing: $\epsilon$ in [0, 1).
@@ -62,34 +62,33 @@ def _classes(targets: Array) -> Array:
     return jnp.where(targets < 0, -1 - targets, targets)
 
 
-# ----------------
+# ---------------- the problem
 
 
 PyTree = Any
 
 
 class FinetuneProblem(NamedTuple):
-    """Everything that training and its evaluations read, before anything has been trained.
+    """Everything that training and its evaluations read, before any training.
 
-    What is trained is called the adapters, also where it is all parameters; then the base model
-    has none.
+    The trained parameters are called adapters even when they are all parameters; the base model
+    then has none.
 
     Attributes:
-        family: What kind of model it is.
+        family: Kind of the model.
         pretrained: The base model and its tokenizer.
-        config: Of the adapter; ``None`` where all parameters are trained.
+        config: Settings of the adapter; ``None`` where all parameters are trained.
         adapted: ``adapted(params, adapters, inputs, key)``.
-        initial: ``initial() -> adapters``. Training takes their memory over. An adapter is
-            float32 and the same each time; all parameters are given once.
-        adapters: Their shapes.
+        initial: ``initial() -> adapters``; training donates them. Adapters are float32, with the
+            same values at each call; all parameters are handed out only once.
+        adapters: Shapes of the adapters.
         rows: Shapes of ``(inputs, targets, mask)`` of the longest rows.
-        devices: Where all of it lies.
-        text: Questions, among others.
-        train: Batches to learn.
-        validation: To measure with, or ``None``.
-        encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
-            are needed.
-        reference: Names of other models and their loss on the validation text.
+        devices: Devices of the arrays.
+        text: The texts, with the questions.
+        train: Training batches.
+        validation: Validation batches, or ``None``.
+        encoded: The training text in tokens, and how much was cut; ``None`` for streamed files.
+        reference: Names of baseline models and their loss on the validation text.
     """
 
     family: Family
@@ -116,30 +115,30 @@ class FinetuneProblem(NamedTuple):
 
     @property
     def data_crc(self) -> str:
-        """CRC-32 of every example's tokens, those to learn and those to measure with.
+        """CRC-32 of the tokens of all training and validation examples.
 
-        Of files that are read as they are needed, of their bytes and of the first batch.
+        For streamed files it is taken over the files' bytes and the first batch.
         """
-        held = [] if self.validation is None else self.validation.examples
-        found = 0
+        examples = [] if self.validation is None else self.validation.examples
+        crc = 0
         if isinstance(self.train, BatchStream):
-            found = zlib.crc32(self.train.rows.checksum().encode())
-            for part in self.train.first():
-                found = zlib.crc32(part.tobytes(), found)
+            crc = zlib.crc32(self.train.rows.checksum().encode())
+            for array in self.train.first():
+                crc = zlib.crc32(array.tobytes(), crc)
         else:
-            held = [*self.encoded.examples, *held]
-        for example in held:
-            for part in (np.int64(len(example[0])), *example):
-                found = zlib.crc32(part.tobytes(), found)
-        return f"{found:08x}"
+            examples = [*self.encoded.examples, *examples]
+        for example in examples:
+            for array in (np.int64(len(example[0])), *example):
+                crc = zlib.crc32(array.tobytes(), crc)
+        return f"{crc:08x}"
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model has."""
+        """Number of tokens that the model has."""
         return self.pretrained.config.vocabulary
 
     def described(self, position: Position | None = None) -> str:
-        """The data in a line: what there is, or of files what has been read at a position."""
+        """A line about the data: all of it, or what has been read of streamed files so far."""
         if not isinstance(self.train, BatchStream):
             return str(self.encoded)
         if position is not None:
@@ -149,21 +148,21 @@ class FinetuneProblem(NamedTuple):
         return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
 
     def learnt(self, position: Position) -> int:
-        """Tokens in the loss, of the data or of what has been read of them at a position."""
+        """Tokens in the loss: in the data, or read so far from streamed files."""
         if isinstance(self.train, BatchStream):
             return position["tally"]["learnt"]
         return self.encoded.num_learnt
 
     def weights(self, adapters: PyTree) -> Any:
-        """The model with these, as a pretrained one, and how it is called: for generation."""
+        """The model with these adapters, and the keyword arguments to call it, for generation."""
         if self.config is None:
             return self.pretrained._replace(params=adapters), {}
         return self.pretrained, {"adapted": self.adapted, "adapters": adapters}
 
     def drops(self, experiment: Finetuning) -> bool:
-        """Whether training drops anything: of the adapters' inputs, or in the model."""
-        own = 0.0 if self.config is None else self.config.dropout
-        return own > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
+        """Whether training applies dropout, to the adapters' inputs or in the model."""
+        adapter_rate = 0.0 if self.config is None else self.config.dropout
+        return adapter_rate > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
 
 
 def build_problem(
@@ -172,24 +171,24 @@ def build_problem(
     text: Text,
     devices: RunDevices = ONE_DEVICE,
 ) -> FinetuneProblem:
-    """Tokens and fresh adapters; the model's memory is taken over.
+    """Tokens and fresh adapters; the model's memory is reused.
 
     Raises:
         UnknownLayerError: the adapter's target matches no layer.
-        ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
-            tokenizer has tokens that the model has not.
+        ValueError: ``max_length`` exceeds the model's context, nothing to learn fits, or the
+            tokenizer has tokens that the model does not have.
     """
     family = family_of(experiment)
-    found = family.tokens(experiment, pretrained, text)
-    return shaped_problem(experiment, pretrained, found.train, devices)._replace(
-        text=text, **found._asdict()
+    tokens = family.tokens(experiment, pretrained, text)
+    return shaped_problem(experiment, pretrained, tokens.train, devices)._replace(
+        text=text, **tokens._asdict()
     )
 
 
 def shaped_problem(
     experiment: Finetuning, pretrained: Any, batches: Any = None, devices: RunDevices = ONE_DEVICE
 ) -> FinetuneProblem:
-    """A problem whose text has not been read, but for the longest rows of ``batches``."""
+    """A problem without text, except for the longest rows of ``batches``."""
     family = family_of(experiment)
     rows = jax.eval_shape(lambda: family.rows(experiment, batches))
     if experiment.train == "all":
@@ -202,7 +201,7 @@ def shaped_problem(
 def _all_parameters(
     experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
 ) -> FinetuneProblem:
-    apply_fn, held = pretrained.apply_fn, [pretrained.params]
+    apply_fn, params_once = pretrained.apply_fn, [pretrained.params]
 
     def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
         return apply_fn(adapters, inputs, key=key)
@@ -212,8 +211,8 @@ def _all_parameters(
         pretrained=pretrained._replace(params={}),
         config=None,
         adapted=adapted,
-        initial=held.pop,
-        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0]),
+        initial=params_once.pop,
+        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_once[0]),
         rows=rows,
         devices=devices,
     )
@@ -224,37 +223,37 @@ def _adapters(
 ) -> FinetuneProblem:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
-    start, found = experiment.adapter.start, None
+    start, loaded = experiment.adapter.start, None
     if start is not None:
-        found, config = started(experiment, pretrained)
+        loaded, config = started(experiment, pretrained)
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
 
     def fresh(config: Config, inputs: Any) -> Adapters:
-        found = jk.lslora.init(
+        adapters = jk.lslora.init(
             config,
             apply_fn,
             pretrained.params,
             inputs,
             key=jax.random.key(experiment.seed),
-            dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
+            dtype=jnp.float32,  # for every base: an update is smaller than bfloat16's step
         )
-        return {name: _own(x) for name, x in found.items()}
+        return {name: _donatable(x) for name, x in adapters.items()}
 
     def initial() -> Adapters:
         if start is not None:
             return started(experiment, pretrained)[0]
         inputs = rows[0]
         if isinstance(config.init_sigma, RmsSigma):
-            inputs = devices.whole(family.batch(batches.first())[0])
+            inputs = devices.replicated(family.batch(batches.first())[0])
         return fresh(config, inputs)
 
-    if found is None:
-        shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have nothing to measure
+    if loaded is None:
+        shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have no values to measure
         shapes = jax.eval_shape(lambda: fresh(shaped, rows[0]))
     else:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        found = None  # it is read again when training begins
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
+        loaded = None  # read again when training begins
 
     return FinetuneProblem(
         family=family,
@@ -268,18 +267,18 @@ def _adapters(
     )
 
 
-def _own(x: Any) -> Any:
-    """An adapter as it is; of a parameter that is trained whole a copy: donation takes it."""
+def _donatable(x: Any) -> Any:
+    """An adapter unchanged; a copy of a parameter trained in full, because training donates it."""
     if isinstance(x, jk.lslora.Adapter):
         return x
     return jnp.copy(x) if isinstance(x, jax.Array) else jnp.zeros(x.shape, x.dtype)
 
 
 def adapter_config(experiment: Finetuning, family: Family) -> Config:
-    """The adapter's settings.
+    """Settings of the adapter.
 
     Raises:
-        ValueError: a nonlinearity that is not known, or not where it was said to be.
+        ValueError: the nonlinearity is unknown, or cannot be imported.
     """
     chosen = experiment.adapter
     from_data = chosen.sigma_from_data
@@ -301,12 +300,12 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
 
 
 def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
-    """The saved adapter that a run goes on from, in float32, and its settings.
+    """The saved adapter that a run starts from, in float32, and its settings.
 
     Raises:
-        CheckpointMismatchError: it is of another model.
-        ValueError: its nonlinearity is another or elsewhere than was asked for, or none was; or
-            its width was to be measured.
+        CheckpointMismatchError: the adapter is of another model.
+        ValueError: its nonlinearity, or the place of it, differs from the options; or the options
+            ask to measure its width.
     """
     chosen = experiment.adapter
     if chosen.sigma_from_data is not None:
@@ -315,21 +314,21 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
             "give --adapter.init-sigma"
         )
     adapters, config = jk.lslora.load(str(chosen.start), model=pretrained)
-    wanted, had = chosen.fourier_placement, config.fourier_placement
-    if had == "none" and wanted != "none":
+    wanted_placement, had = chosen.fourier_placement, config.fourier_placement
+    if had == "none" and wanted_placement != "none":
         adapters, config = jk.lslora.as_fourier(
-            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted
+            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted_placement
         )
-    elif had != wanted:
+    elif had != wanted_placement:
         raise ValueError(
             f"--adapter.start {chosen.start} has fourier_placement {had!r}, and "
-            f"--adapter.fourier-placement is {wanted!r}: they are different models"
+            f"--adapter.fourier-placement is {wanted_placement!r}: they are different models"
         )
-    asked = _registered(chosen.nonlinearity)
-    if asked not in (AdapterOptions.nonlinearity, config.nonlinearity):
+    wanted_name = _registered(chosen.nonlinearity)
+    if wanted_name not in (AdapterOptions.nonlinearity, config.nonlinearity):
         raise ValueError(
             f"--adapter.start {chosen.start} has the nonlinearity {config.nonlinearity!r}, and "
-            f"--adapter.nonlinearity is {asked!r}: leave it out, or begin anew"
+            f"--adapter.nonlinearity is {wanted_name!r}: leave it out, or begin anew"
         )
     options = {"reg_weight": chosen.reg_weight, "dropout": chosen.dropout}
     wide = {
@@ -342,21 +341,21 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
 
 
 def _registered(nonlinearity: str) -> str:
-    """The name of a nonlinearity that may have to be imported, such as ``package.module:CUBIC``."""
+    """Name of a nonlinearity, which may be ``package.module:CUBIC`` and then is imported."""
     module, colon, name = nonlinearity.partition(":")
     if not colon:
         return nonlinearity
     try:
-        found = getattr(importlib.import_module(module), name)
+        nonlinearity_object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--adapter.nonlinearity {nonlinearity}: {error}") from error
-    if not isinstance(found, jk.lslora.Nonlinearity):
+    if not isinstance(nonlinearity_object, jk.lslora.Nonlinearity):
         raise ValueError(
             f"--adapter.nonlinearity {nonlinearity}: expected an object of a subclass of "
-            f"jaxkfac.lslora.Nonlinearity, got {type(found).__name__}"
+            f"jaxkfac.lslora.Nonlinearity, got {type(nonlinearity_object).__name__}"
         )
-    jk.lslora.register(found)
-    return found.name
+    jk.lslora.register(nonlinearity_object)
+    return nonlinearity_object.name
 
 
 def objective_of(
@@ -364,8 +363,9 @@ def objective_of(
 ) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
-    With a key it is that of training, with dropout, unless ``drops=False``. Inside a compiled
-    function ``params`` must be its argument: what it closes over is copied into the program.
+    With a key it applies dropout as in training, unless ``drops=False``. Inside a compiled
+    function,
+    ``params`` must be an argument of that function: constants would be copied into the program.
     """
 
     def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
@@ -381,7 +381,7 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     return jk.value_grad_and_factors(
         objective,
         fisher=experiment.kfac.fisher,
-        # of an adapter AdamW has the coefficients and sigma
+        # AdamW trains the adapter's coefficients and sigma
         layers=None if experiment.train == "all" else r".*/(a|b)",
         uncovered="ignore",
         max_dense=experiment.kfac.max_dense,
@@ -389,20 +389,20 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
 
 
 def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
-    """Everything that decides the result, as plain values, with the layers that are adapted."""
+    """Every option that decides the result, as plain values, with the adapted layers."""
     options = as_config(experiment)
     streamed = isinstance(problem.train, BatchStream)
     default = problem.family.num_lengths if streamed else 1
     options["num_lengths"] = experiment.num_lengths or default
     options["dropout"] = problem.family.dropout(experiment, problem.pretrained.config)
     if problem.config is not None:
-        for name in ("target", "rank", "alpha", "rslora"):  # a saved adapter has its own
+        for name in ("target", "rank", "alpha", "rslora"):  # a saved adapter brings its own
             options["adapter"][name] = getattr(problem.config, name)
     return options
 
 
 def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
-    """Updates in the whole run: ``steps``, or whole epochs, the last update of what is left."""
+    """Updates in the run: ``steps``, or whole epochs, where the last update may be smaller."""
     if experiment.epochs is None:
         return experiment.steps
     micro = experiment.epochs * problem.train.per_epoch
@@ -410,7 +410,7 @@ def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
 
 
 def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int) -> range:
-    """Numbers of the micro-batches of an update; the last one of whole epochs may have fewer."""
+    """Numbers of the micro-batches of an update; the last update of an epoch run may have fewer."""
     size = experiment.gradient_accumulation_steps
     start, stop = update * size, (update + 1) * size
     if experiment.epochs is not None:
@@ -419,7 +419,7 @@ def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int)
 
 
 def learning_rate(experiment: Finetuning, num_updates: int) -> optax.Schedule:
-    """Of the optimizer that was chosen, by the number of an update."""
+    """Schedule of the chosen optimizer, by the number of the update."""
     return _schedule(getattr(experiment, experiment.optimizer), experiment, num_updates)
 
 
@@ -431,7 +431,7 @@ def _schedule(options: Any, experiment: Finetuning, num_updates: int) -> optax.S
 def build_optimizer(
     experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, Adafactor, or K-FAC with AdamW for what no factor covers; clipped, accumulated."""
+    """AdamW, Adafactor, or K-FAC with AdamW for uncovered parameters; clipped, accumulated."""
 
     def rate(options: Any) -> optax.Schedule:
         return _schedule(options, experiment, num_updates)

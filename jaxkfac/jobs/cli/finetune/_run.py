@@ -1,4 +1,4 @@
-"""`jaxkfac finetune`: load, examine, train, examine again, and write what the run has to show."""
+"""`jaxkfac finetune`: load, evaluate, train, evaluate again, and write the results."""
 
 import functools
 import json
@@ -22,7 +22,6 @@ from jaxkfac.jobs.cli.finetune._exam import compare_exams
 from jaxkfac.jobs.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._loggers import check_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState
-from jaxkfac.jobs.cli.finetune._older import as_begun
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.jobs.cli.finetune._plan import print_plan
 from jaxkfac.jobs.cli.finetune._problem import (
@@ -49,18 +48,18 @@ from jaxkfac.jobs.report import (
     versions,
 )
 
-# ---------------- curvature of the adapter: what is covered, spectra and capacity
+# ---------------- curvature of the adapter: coverage, spectra and capacity
 
 
 PyTree = Any
 
 
 class AdapterCurvature(NamedTuple):
-    """Of the factors of one batch at the end of a run.
+    """Curvature of one batch at the end of a run.
 
     Attributes:
         spectra: Eigenvalues of each factor of each slice.
-        capacity: Metrics of the layers that were asked for.
+        capacity: Metrics of the chosen layers.
     """
 
     spectra: list[SpectrumRecord]
@@ -68,7 +67,7 @@ class AdapterCurvature(NamedTuple):
 
 
 def adapter_coverage(experiment: Finetuning, problem: FinetuneProblem) -> list[CoverageRow]:
-    """Which of the trained parameters factors cover; nothing is computed."""
+    """Which of the trained parameters the factors cover; computes nothing."""
     objective = objective_of(experiment, problem, problem.params)
     table = jk.find_layers(objective, problem.adapters, problem.rows)
     sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
@@ -76,12 +75,12 @@ def adapter_coverage(experiment: Finetuning, problem: FinetuneProblem) -> list[C
 
 
 def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
-    """The pattern, or for ``"auto"`` one of the adapter whose largest factor is smallest.
+    """The pattern, or for ``"auto"`` a pattern of the adapter whose largest factor is smallest.
 
-    Called before training, so that a pattern that matches nothing shows at once.
+    Called before training, so that a pattern without a match raises at once.
 
     Raises:
-        UnknownLayerError: it matches no covered layer; the nearest names are said.
+        UnknownLayerError: the pattern matches no covered layer; names the nearest.
     """
     covered = [row for row in coverage if not row.reason]
     if pattern == "auto":
@@ -99,8 +98,8 @@ def adapter_curvature(
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 
-    The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals. Nothing
-    is dropped.
+    The Fisher is ``experiment.kfac.fisher``, sides beyond ``max_dense`` are diagonals, and dropout
+    is off.
     """
     devices = problem.devices
 
@@ -118,21 +117,21 @@ def adapter_curvature(
 
     batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
-    given = devices.whole(batch)
-    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
+    placed_batch = devices.replicated(batch)
+    factors = devices.processes.settled(collect(problem.params, state.adapters, placed_batch, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )
-    assert state.position is not None  # after an update
+    assert state.position is not None  # at least one update was made
     metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
     return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))
 
 
-# ----------------
+# ---------------- the command
 
 
 def run_finetune(arguments: FinetuneArguments) -> None:
-    """Train, write everything, and print the summary; or print the plan."""
+    """Train, write the results, and print the summary; or print the plan."""
     if arguments.plan:
         return print_plan(arguments)
     with run_processes(arguments) as processes:
@@ -151,7 +150,6 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
             overwrite=arguments.overwrite,
             writes=processes.first,
         )
-        arguments = as_begun(arguments, folder)
         experiment = arguments.experiment
         devices = run_devices(
             arguments.devices,
@@ -168,12 +166,16 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment, strict=arguments.strict)
         loading = processes.together("loading the model")
-        with jk.memory.track("load the model"), phase("loading the model"), loading as same:
-            # of a run that goes on, all parameters are in its checkpoint
+        with (
+            jk.memory.track("load the model"),
+            phase("loading the model"),
+            loading as shared_values,
+        ):
+            # the checkpoint of a resumed run holds all parameters
             goes_on = arguments.resume and find_checkpoint(folder) is not None
             load = model_shapes if goes_on and experiment.train == "all" else load_model
             problem = build_problem(experiment, load(experiment), text, devices)
-            same.append(problem.data_crc)
+            shared_values.append(problem.data_crc)
         if processes.first:
             _say_what_is_read(problem)
         coverage = adapter_coverage(experiment, problem)
@@ -186,12 +188,14 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state, pattern)
-    kept = devices.described((problem.params, state.adapters, state.optimizer))
-    words = "writing what was trained, and the report"
-    with phase(words), processes.together(words):
+    device_use = devices.described((problem.params, state.adapters, state.optimizer))
+    doing = "writing what was trained, and the report"
+    with phase(doing), processes.together(doing):
         if processes.first:
             saved = _save(arguments, problem, state.adapters)
-            summary = _write_results(arguments, problem, state, curvature, coverage, stages, kept)
+            summary = _write_results(
+                arguments, problem, state, curvature, coverage, stages, device_use
+            )
             _print(arguments, problem, state.records, summary | saved, saved)
 
 
@@ -216,8 +220,8 @@ def _print(
     console = Console()
     console.print(finetune_table(records, summary["comparison"], problem.reference))
     if best := summary["best"]:
-        words = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
-        console.print(f"{words}, of {len(records.losses)}", highlight=False)
+        saved_text = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
+        console.print(f"{saved_text}, of {len(records.losses)}", highlight=False)
     if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
@@ -244,7 +248,7 @@ def _check(arguments: FinetuneArguments) -> None:
 
 
 def _save(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> dict[str, str]:
-    """Write the adapter, or the model; what it is and where."""
+    """Write the adapter, or the model; return its kind and path."""
     pretrained, config, output = problem.pretrained, problem.config, arguments.output
     if config is None:
         problem.family.save(output / "model", pretrained._replace(params=adapters))
@@ -339,12 +343,12 @@ def _write_results(
 
 
 def best_record(best: ExamRecord | None) -> dict[str, Any] | None:
-    """What the metrics say of the evaluation whose state was saved."""
+    """The evaluation whose state was saved, for the metrics."""
     return None if best is None else {"step": best.step, "loss": best.loss}
 
 
 def best_words(best: ExamRecord | None, trained: str) -> str:
-    """What the report says of it."""
+    """The evaluation whose state was saved, as a sentence of the report."""
     if best is None:
         return ""
     return f" Saved is {trained} of update {best.step}, of the least validation loss."

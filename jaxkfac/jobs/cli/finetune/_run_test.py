@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxkfac as jk
 from jaxkfac.jobs.cli import _progress, main
-from jaxkfac.jobs.cli._checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from jaxkfac.jobs.cli._checkpoint import find_checkpoint, load_checkpoint
 from jaxkfac.jobs.cli.finetune import _loop
 from jaxkfac.jobs.cli.finetune import _run as run_module
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
@@ -398,24 +398,6 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     moved = load_checkpoint(tmp_path / "checkpoints").leaves
     steps = [int(x) for path, x in moved.items() if path.endswith("gradient_step")]
     assert steps == [2]
-
-
-@pytest.mark.exhaustive
-def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(
-    run, plain, finished, tmp_path, capsys
-):
-    words = ("--questions", "0", "--samples", "0")
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "checkpoints"
-    stored = load_checkpoint(folder)
-    del stored.config["attention"], stored.config["adapter"]["split"]
-    del stored.config["adapter"]["nonlinearity"]
-    find_checkpoint(folder).unlink()
-    save_checkpoint(folder, stored)
-    assert run(*words, "--resume") == 0
-    assert run(*words, "--resume", "--adapter.split") == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "option adapter.split: False in the checkpoint, True requested" in said
 
 
 @pytest.mark.slow

@@ -25,12 +25,10 @@ from jaxkfac.jobs.cli._processes import RunProcesses
 from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.jobs.cli.finetune._older import OLDER
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.jobs.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,
-    micro_batches,
     options_of,
     total_updates,
 )
@@ -75,10 +73,10 @@ def train(
     total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
-    with processes.together(f"looking for a checkpoint in {folder}") as same:
+    with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
         state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
-        same.append(state.step)
-    adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
+        shared_values.append(state.step)
+    adapters, optimizer = problem.devices.replicated((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
     del adapters, optimizer
     check_held_once(
@@ -109,8 +107,8 @@ def train(
             if processes.first:
                 plain = records.to_plain()
                 optimized = experiment.optimizer
-                found = Checkpoint(leaves, config, optimized, plain, step, position)
-                writer.save(folder, found)
+                checkpoint = Checkpoint(leaves, config, optimized, plain, step, position)
+                writer.save(folder, checkpoint)
 
         _to_the_end(
             arguments, run, watch, best, writer, save, processes, folder=folder, total=total
@@ -150,7 +148,7 @@ def _to_the_end(
         if examine():
             return
         with progress("finetune", total, start=first, quiet=not processes.first) as shown:
-            said = False
+            has_told_time = False
             pause_at, paused, since = first + 1, first, time.monotonic()
             for step in range(first + 1, total + 1):
                 reads = watch.reads(step)
@@ -159,8 +157,8 @@ def _to_the_end(
                     if reads:
                         read()
                 shown.advance(step, words_of(run.state.records) if reads else None)
-                if not said and len(run.seconds) > _MEASURED and step < total:
-                    said = True
+                if not has_told_time and len(run.seconds) > _MEASURED and step < total:
+                    has_told_time = True
                     measured = sum(run.seconds[1 : _MEASURED + 1]) / _MEASURED
                     shown.say(time_left(measured, total - step))
                 ends = examine() if reads else False
@@ -171,13 +169,13 @@ def _to_the_end(
                 # Several wait for one another there, and so look for a signal only now and then.
                 if reads or not processes.several or step >= pause_at:
                     processes.pause(step, writer.error)
-                    each = processes.slowest((time.monotonic() - since) / (step - paused))
-                    pause_at = step + max(1, int(_PAUSE_SECONDS / max(each, 1e-6)))
+                    seconds_each = processes.slowest((time.monotonic() - since) / (step - paused))
+                    pause_at = step + max(1, int(_PAUSE_SECONDS / max(seconds_each, 1e-6)))
                     paused, since = step, time.monotonic()
                 if ends:
                     break
     except KeyboardInterrupt:
-        if not (run.whole and processes.stop_together):
+        if not (run.is_complete and processes.stop_together):
             writer.wait()  # the last one may be under way
             say_nothing_saved(folder)
         elif run.state.step:
@@ -203,12 +201,8 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.adapters)
-        adapters, optimizer = restore_state(
-            stored, problem.adapters, template, config, lacking=OLDER
-        )
-        records, position = FinetuneRecords.from_plain(stored.records), stored.position
-        if position is None:  # of an older version, whose data were in memory
-            position = {"batch": micro_batches(experiment, problem, stored.step).start}
-        return TuneState(adapters, optimizer, stored.step, records, position)
+        adapters, optimizer = restore_state(stored, problem.adapters, template, config)
+        records = FinetuneRecords.from_plain(stored.records)
+        return TuneState(adapters, optimizer, stored.step, records, stored.position)
     adapters = problem.initial()
     return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())

@@ -1,4 +1,4 @@
-"""What a run keeps and asks while it goes on: its best state, evaluations, samples."""
+"""What a run does beside its updates: evaluations, samples, and saving its best state."""
 
 from pathlib import Path
 from typing import Any
@@ -21,36 +21,36 @@ from jaxkfac.jobs.cli.finetune._problem import FinetuneProblem
 from jaxkfac.jobs.report import ExamRecord, FinetuneRecords
 from jaxkfac.memory import bytes_text, resident_bytes
 
-# ---------------- the state of the least held-out loss, kept on the disk while a run goes on
+# ---------------- the best state, kept on disk
 #
-# Its arrays lie beside the checkpoints, in a file named after its update: a copy in memory would
-# be a second one of what is trained. Which update it is follows from the records, so that a run
-# that is resumed, from whichever checkpoint, agrees with one that was not stopped.
+# Its arrays lie beside the checkpoints, in a file named after its update; a copy in memory would be
+# a second one of what is trained. The records say which update it is, so a run resumed from any
+# checkpoint agrees with one that was not stopped.
 
 
 _FORM = "jaxkfac.best"
-_CHECKPOINTS = 3  # the two that are kept, and the one that may not be on the disk yet
+_CHECKPOINTS = 3  # the two on disk, and one that may still be being written
 
 
 class BestKept:
-    """What is trained, as it was at the best evaluation so far.
+    """Keeps the trained parameters of the best evaluation so far.
 
-    Evaluations count from the first update on, where ``--evaluate-every`` asks for them and there
-    are records to validate with.
+    It is active where ``--evaluate-every`` is set and there are validation records. Evaluations
+    count from the first update on.
     """
 
     def __init__(self, arguments: FinetuneArguments, problem: FinetuneProblem, folder: Path):
         self._problem, self._folder = problem, folder
         self._patience = arguments.patience
-        self._asked = arguments.evaluate_every is not None
+        self._is_active = arguments.evaluate_every is not None
         self._saved: list[int] = []
 
     def best(self, records: FinetuneRecords) -> ExamRecord | None:
-        """The evaluation whose state is kept."""
-        return records.best if self._asked else None
+        """The evaluation whose state is saved."""
+        return records.best if self._is_active else None
 
     def stops(self, records: FinetuneRecords) -> bool:
-        """Whether the last ``--patience`` evaluations were no better than one before them."""
+        """Whether the last ``--patience`` evaluations were no better than an earlier one."""
         best = self.best(records)
         if self._patience is None or best is None:
             return False
@@ -58,7 +58,7 @@ class BestKept:
         return since >= self._patience
 
     def keep(self, state: TuneState) -> None:
-        """Write the state down if it is the best one; every process calls."""
+        """Save the state if it is the best so far; every process calls this."""
         best = self.best(state.records)
         if best is None or best.step != state.step or self._file(best.step).exists():
             return
@@ -77,7 +77,7 @@ class BestKept:
                 )
 
     def saved(self, records: FinetuneRecords) -> None:
-        """A checkpoint is about to be written: files that none of those kept needs can go."""
+        """Delete files that no remaining checkpoint needs, before a checkpoint is written."""
         best = self.best(records)
         self._saved = [*self._saved, 0 if best is None else best.step][-_CHECKPOINTS:]
         if len(self._saved) == _CHECKPOINTS and self._problem.devices.processes.first:
@@ -86,20 +86,20 @@ class BestKept:
                     path.unlink()
 
     def resumed(self, step: int) -> None:
-        """Forget what was kept after the update where the run goes on."""
+        """Delete states saved after the update where the run resumes."""
         if self._problem.devices.processes.first:
             for path in self._folder.glob("*"):
                 if path.name.isdigit() and int(path.name) > step:
                     path.unlink()
 
     def restored(self, state: TuneState) -> TuneState:
-        """The state with what was trained as it was at the best evaluation.
+        """The state with the trained parameters of the best evaluation.
 
-        The arrays that are replaced are deleted, before others take memory.
+        Deletes the arrays that it replaces before it allocates others.
 
         Raises:
-            FileNotFoundError: the file is gone.
-            DamagedFileError: it is not what was written.
+            FileNotFoundError: the file is missing.
+            DamagedFileError: the file is damaged.
         """
         best = self.best(state.records)
         if best is None or best.step == state.step:
@@ -110,28 +110,27 @@ class BestKept:
                 array.delete()
             leaves = {name: jnp.asarray(stored.read(name)) for name in stored.names}
         adapters: Any = with_leaves({"params": shapes}, leaves)["params"]
-        return state._replace(adapters=self._problem.devices.whole(adapters))
+        return state._replace(adapters=self._problem.devices.replicated(adapters))
 
     def _file(self, step: int) -> Path:
         return self._folder / str(step)
 
 
 def best_folder(checkpoints: Path) -> Path:
-    """Beside the checkpoints."""
+    """Folder of the best state, beside the checkpoints."""
     return checkpoints / "best"
 
 
 def remove_best(checkpoints: Path) -> None:
-    """Delete what an earlier run has kept."""
+    """Delete the states that an earlier run saved."""
     remove_checkpoints(best_folder(checkpoints))
 
 
-# ---------------- what is asked of a run while it goes on: evaluations, samples, numbers for
-# loggers
+# ---------------- evaluations, samples and numbers for loggers
 
 
 class Watch:
-    """Examines the states whose turn it is, and hands numbers to the logger."""
+    """Evaluates states when they are due, and hands numbers to the logger."""
 
     def __init__(
         self, arguments: FinetuneArguments, examiner: Examiner, logger: MetricLogger, total: int
@@ -141,81 +140,83 @@ class Watch:
 
     def reads(self, step: int) -> bool:
         """Whether numbers are read after this update."""
-        asked = self._arguments
-        every = (asked.log_every, asked.checkpoint_every, asked.evaluate_every)
+        arguments = self._arguments
+        every = (arguments.log_every, arguments.checkpoint_every, arguments.evaluate_every)
         return step == self._total or any(step % n == 0 for n in every if n is not None)
 
     def look(self, step: int, adapters: Any) -> Any:
-        """The adapter's nonlinearity where it is its turn, on the device."""
+        """Measure the adapter's nonlinearity if it is due, on the device."""
         if step % self._arguments.diagnose_every and step != self._total:
             return None
         return self._examiner.nonlinearity(adapters)
 
     def note(self, records: FinetuneRecords, step: int) -> None:
-        """Hand over the numbers of the updates after ``step``."""
-        held = float(memory_in_use() or 0)
+        """Log the numbers of the updates after ``step``."""
+        bytes_in_use = float(memory_in_use() or 0)
         for i in range(step, len(records.losses)):
             values = {
                 "loss/train": records.losses[i],
                 "loss/penalty": records.penalties[i],
                 "learning_rate": records.learning_rates[i - len(records.losses)],
                 "tokens_per_second": records.tokens[i] / records.seconds[i],
-                "memory_bytes": held,
+                "memory_bytes": bytes_in_use,
                 "skipped": float(records.skipped),
             }
             if (norm := records.gradient_norms[i - len(records.losses)]) is not None:
                 values["gradient_norm"] = norm
             self._logger.numbers(i + 1, values)
-        for found in records.fourier:
-            if found.step > step:
-                self._note_fourier(found)
+        for fourier in records.fourier:
+            if fourier.step > step:
+                self._note_fourier(fourier)
 
     @phase("examining")
     def examine(self, state: TuneState) -> TuneState:
-        """Add what is due after this update, and not in the records of it yet."""
-        step, records, asked = state.step, state.records, self._arguments
+        """Add the evaluations that are due after this update and not yet in its records."""
+        step, records, arguments = state.step, state.records, self._arguments
         end = step in (0, self._total)
         if step == 0 and not records.fourier:
-            found = jax.device_get(self._examiner.nonlinearity(state.adapters))
-            if found is not None:
-                records = records._replace(fourier=[fourier_record(0, found)])
+            values = jax.device_get(self._examiner.nonlinearity(state.adapters))
+            if values is not None:
+                records = records._replace(fourier=[fourier_record(0, values)])
                 self._note_fourier(records.fourier[0])
-        due = end or (asked.evaluate_every and step % asked.evaluate_every == 0)
+        due = end or (arguments.evaluate_every and step % arguments.evaluate_every == 0)
         if due and not any(exam.step == step for exam in records.exams):
             exam = self._examiner.exam(step, state.adapters)
             if exam is not None:
                 records = records._replace(exams=[*records.exams, exam])
-                found = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
+                values = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
                 if exam.loss is not None:
-                    found["loss/validation"] = exam.loss
-                found |= {f"generated/{name}": value for name, value in (exam.scores or {}).items()}
-                self._logger.numbers(step, found)
-        if due and asked.samples and not any(sample.step == step for sample in records.samples):
-            samples = self._examiner.samples(step, state.adapters, count=asked.samples)
+                    values["loss/validation"] = exam.loss
+                values |= {
+                    f"generated/{name}": value for name, value in (exam.scores or {}).items()
+                }
+                self._logger.numbers(step, values)
+        if due and arguments.samples and not any(sample.step == step for sample in records.samples):
+            samples = self._examiner.samples(step, state.adapters, count=arguments.samples)
             records = records._replace(samples=[*records.samples, *samples])
             for number, sample in enumerate(samples):
                 self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")
         return state._replace(records=records)
 
-    def _note_fourier(self, found: Any) -> None:
-        for layer, values in found.layers.items():
+    def _note_fourier(self, record: Any) -> None:
+        for layer, values in record.layers.items():
             names = ("sigma", "deviation", "nonlinearity", "saturated")
             means = {f"{name}/{layer}": float(np.mean(values[name])) for name in names}
-            self._logger.numbers(found.step, means)
+            self._logger.numbers(record.step, means)
 
 
 def words_of(records: FinetuneRecords) -> str:
-    """How a run stands, in a line; empty before the first reading."""
+    """A line about the progress of a run; empty before the first read."""
     if not records.losses:
         return ""
-    held = memory_in_use()
-    memory = "" if held is None else f"  {bytes_text(held)}"
+    bytes_in_use = memory_in_use()
+    memory = "" if bytes_in_use is None else f"  {bytes_text(bytes_in_use)}"
     speed = f"{records.tokens_per_second:,.0f} tokens/s{memory}"
     rate, norm = records.learning_rates[-1], records.gradient_norms[-1]
     return f"loss {records.losses[-1]:.4f}  rate {rate:.2g}  gradient {number(norm)}  {speed}"
 
 
 def memory_in_use() -> int | None:
-    """Bytes in use on the first device, or of main memory where devices do not count."""
+    """Bytes in use on the first device, or in main memory where devices report none."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_in_use"] if stats else resident_bytes()

@@ -1,4 +1,4 @@
-"""What ``jaxkfac influence`` accepts. Nothing heavy is imported here, so that help is quick."""
+"""Options of ``jaxkfac influence``. Imports nothing slow, for quick help."""
 
 import dataclasses
 from pathlib import Path
@@ -13,16 +13,16 @@ from jaxkfac.jobs.cli._options import Fisher
 class InfluenceArguments:
     """Score training texts by how much training on each lowers the loss of a query.
 
-    Factors of the model's curvature are collected from training texts and decomposed; the queries'
-    gradients are preconditioned with them, and each training text is scored in one backward pass
-    for all queries. The output folder receives report.html (the most helpful and the most harmful
-    texts for each query, their tokens shaded by their share), influence.json and scores.npy, and
-    the factors, the bases and the scores so far. --resume continues a run that was stopped or
-    killed as if nothing had happened.
+    The command collects factors of the model's curvature from training texts, decomposes them,
+    preconditions the queries' gradients with them, and scores each training text in one backward
+    pass for all queries. The output folder receives report.html (the most helpful and the most
+    harmful texts for each query, with tokens shaded by their share), influence.json, scores.npy,
+    and intermediate results. --resume continues a run that was stopped or killed and gives the
+    result of an uninterrupted one.
 
-    For example, with factors from 100 of the texts:
+    Examples: factors from 100 of the texts:
     `jaxkfac influence --train texts.jsonl --queries questions.jsonl --factors-from 100`
-    and of a model of your own, in a folder that `jaxkfac finetune` takes:
+    and your own model, in a folder that `jaxkfac finetune` takes:
     `jaxkfac influence models/mine --train chats.jsonl --queries answers.jsonl --top 10`
     """
 
@@ -30,63 +30,65 @@ class InfluenceArguments:
     """Training texts: a file of rows that `jaxkfac finetune --data` takes. For an
     encoder-decoder, pairs."""
     queries: Path
-    """What is asked about: a file of such rows. Of each, the tokens that would be learnt are the
+    """Queries: a file of such rows. The tokens of a row that training would learn are the
     query."""
     model: tyro.conf.Positional[str] = "smollm2"
     """smollm2 (135 million parameters, downloaded once); or a folder in Hugging Face's layout with
-    a decoder, or an encoder-decoder of T5's."""
+    a decoder or an encoder-decoder of T5's layout."""
     factors_from: int | None = None
-    """Training texts that the factors are collected from, chosen by the seed; by default all."""
+    """Number of training texts to collect factors from, chosen by the seed; by default all."""
     fisher: Fisher = "mc"
-    """Labels of the factors: sampled from the model, or the given ones."""
+    """Labels of the factors: mc samples them from the model, empirical takes those of the data."""
     ekfac: bool = False
-    """Measure the eigenvalues in the eigenbases, in another pass over the factors' texts."""
+    """Measure the eigenvalues in the eigenbases, in a second pass over the factors' texts."""
     layers: str | None = None
-    """Full-match pattern of the layers that count; by default all, but for an encoder-decoder's
-    relative positions, which no example has to itself."""
+    """Full-match pattern of the layers that count; by default all, except an encoder-decoder's
+    relative positions, which all examples share."""
     max_dense: int = 16384
-    """A larger side of a layer is kept as a diagonal."""
+    """Largest side of a layer with a full factor; a larger side has a diagonal."""
     damping: float | Literal["heuristic"] = "heuristic"
-    """Added to the curvature, in units of a squared gradient; heuristic is a tenth of each block's
-    mean eigenvalue."""
+    """Added to the curvature, in units of a squared gradient; heuristic takes a tenth of each
+    block's mean eigenvalue."""
     query_rank: int | None = 64
-    """Each layer's part of a query is held as the nearest matrix of this rank; None holds it
-    whole. What is lost by it is said."""
+    """Rank of the approximation of each layer's block of a query; None keeps the block exact. The
+    report shows the error."""
     top: int = 5
-    """Texts that are shown for each query, as many that help as that harm."""
+    """Number of helpful, and of harmful, texts to show for each query."""
     batch_size: int = 8
-    """Texts at a time."""
+    """Texts per batch."""
     max_length: int = 512
-    """Tokens of a text, or of a source; the end of a longer one is cut, which is counted and
-    said."""
+    """Longest text, or source of a pair, in tokens; longer ones are cut at the end, and the
+    command reports how many."""
     max_target_length: int = 128
-    """Of pairs: tokens of a target, likewise."""
+    """Longest target of a pair, in tokens; longer ones are cut at the end."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are in the loss; of plain text all are, and of pairs the targets."""
+    """Tokens in the loss: answers of the assistant, or all; plain text always counts in full, pairs
+    by their targets."""
     source_key: str | None = None
-    """Of pairs: the key of the source; by default as `jaxkfac finetune` finds it."""
+    """For pairs: key of the source; by default as in `jaxkfac finetune`."""
     target_key: str | None = None
-    """Of pairs: the key of the target."""
+    """For pairs: key of the target."""
     prefix: str = ""
-    """Of pairs: what every source begins with, such as "summarize: "."""
+    """For pairs: prefix of every source, such as "summarize: "."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
+    """Dtype of the model; auto is bfloat16 on accelerators and float32 on a CPU, which would
+    emulate bfloat16."""
     memory: str | None = None
-    """What factors may take on the device while they are collected, and queries when they are
-    held, such as 4GB; by default there is no bound."""
+    """Bytes of device memory for factors while they are collected, and for queries, such as 4GB; by
+    default no bound."""
     seed: int = 0
-    """Of the texts that the factors are from, and of sampled labels."""
+    """Seed for the choice of the factors' texts and for sampled labels."""
     bases: Path | None = None
-    """The output folder of another run, whose bases are taken: the model, the training texts and
-    the options of the factors must be its own."""
+    """Output folder of another run whose bases to use; the model, the training texts and the
+    options of the factors must match."""
     store: Path | None = None
-    """A folder for the training texts' gradients, in bfloat16: as many numbers for each text as
-    the layers have parameters, which is printed first. Where it holds them already, no text takes
-    a backward pass for its score, whatever the queries are."""
+    """Folder for the training texts' gradients, in bfloat16; the command first prints its size.
+    Each text takes as many numbers as the layers have parameters. Where the folder already holds
+    them, scoring needs no backward pass over the training texts, whatever the queries are."""
     output: Path = Path("runs/influence")
-    """Folder for everything that is written."""
+    """Folder for all results."""
     resume: bool = False
-    """Go on from what the output folder holds."""
+    """Continue the run in the output folder."""
     overwrite: bool = False
     """Replace the run in the output folder."""
     json: bool = False
@@ -95,7 +97,7 @@ class InfluenceArguments:
     """Show the full traceback of an error."""
 
     def check(self) -> None:
-        """Refuse values that no run can have.
+        """Refuse values out of range.
 
         Raises:
             ValueError: naming the option.
@@ -112,14 +114,14 @@ class InfluenceArguments:
             raise ValueError(f"seed must not be negative, not {self.seed}")
 
     def options_of_bases(self) -> dict[str, object]:
-        """What decides factors and bases, beside model and texts, as plain values."""
+        """Options that decide factors and bases, beside model and texts, as plain values."""
         names = ("model", "factors_from", "fisher", "ekfac", "layers", "max_dense", "batch_size",
                  "max_length", "max_target_length", "loss_on", "prefix", "dtype",
                  "seed")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def options(self) -> dict[str, object]:
-        """What decides the scores."""
-        own = {"damping": self.damping, "query_rank": self.query_rank}
-        own |= {} if self.store is None else {"store": True}  # its scores are rounded
-        return self.options_of_bases() | own
+        """Options that decide the scores."""
+        of_scores = {"damping": self.damping, "query_rank": self.query_rank}
+        of_scores |= {} if self.store is None else {"store": True}  # its scores are rounded
+        return self.options_of_bases() | of_scores

@@ -1,4 +1,4 @@
-"""`jaxkfac influence`: factors, bases, queries, scores, and a report of the texts that say most."""
+"""`jaxkfac influence`: factors, bases, queries, scores, and a report of the extreme texts."""
 
 import io
 import json
@@ -35,7 +35,7 @@ from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influen
 
 
 def run_influence(arguments: InfluenceArguments) -> None:
-    """Score, write everything, and print the tables."""
+    """Score, write the results, and print the tables."""
     arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
@@ -47,13 +47,13 @@ def run_influence(arguments: InfluenceArguments) -> None:
         with jk.memory.track("gradients of the training texts"):
             store = stored(scoring, bases)
         with jk.memory.track("queries"):
-            held = prepared(scoring, bases)
+            preconditioned = prepared(scoring, bases)
             del bases  # as large as the factors
         with jk.memory.track("scores"):
-            scores = scored(scoring, held, stages, store)
+            scores = scored(scoring, preconditioned, stages, store)
             _save(arguments.output / "scores.npy", scores)
         with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
-            queries = _records(scoring, held, scores)
+            queries = _records(scoring, preconditioned, scores)
     with phase("writing the report"):
         _write(arguments, scoring, queries, measured)
 
@@ -62,19 +62,19 @@ def _stages(arguments: InfluenceArguments) -> Stages:
     folder = arguments.output / "stages"
     check_output(arguments.output, [], resume=arguments.resume, overwrite=arguments.overwrite)
     stages = Stages(folder)
-    held = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
-    if held and not (arguments.resume or arguments.overwrite):
+    existing = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
+    if existing and not (arguments.resume or arguments.overwrite):
         raise ValueError(
-            f"{arguments.output} already holds a run (its {', '.join(held)}): continue it with "
+            f"{arguments.output} already holds a run (its {', '.join(existing)}): continue it with "
             "--resume, replace it with --overwrite, or choose another --output"
         )
     return stages
 
 
 def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
-    """The bases, of this run or of another; with ``--overwrite`` what is replaced goes.
+    """The bases, computed in this run or taken from another; ``--overwrite`` deletes old files.
 
-    That is not before all has been checked: the layers for new bases, or the bases that are given.
+    It deletes them only after all checks: of the layers for new bases, or of the bases given.
 
     Raises:
         FileNotFoundError: ``--bases`` holds none.
@@ -87,34 +87,34 @@ def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
                 stages.remove()
         return decomposed(scoring, stages, shapes)
     with nothing_begun():
-        given = Stages(arguments.bases / "stages")
-        if not given.holds("bases"):
+        source = Stages(arguments.bases / "stages")
+        if not source.holds("bases"):
             raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
-        bases = decomposed(scoring, given, factor_shapes(scoring))
+        bases = decomposed(scoring, source, factor_shapes(scoring))
         if arguments.overwrite:
-            same = arguments.bases.resolve() == arguments.output.resolve()
-            stages.remove(("scores",) if same else STAGES)
+            is_same_run = arguments.bases.resolve() == arguments.output.resolve()
+            stages.remove(("scores",) if is_same_run else STAGES)
     return bases
 
 
 def _scoring(arguments: InfluenceArguments) -> Scoring:
-    """The model and the texts.
+    """Load the model and read the texts.
 
     Raises:
-        ValueError: the folder holds no model that can be scored, or a text is none.
+        ValueError: the folder holds no model that can be scored, or a text is invalid.
     """
     like = Finetuning(
         model=arguments.model,
         max_length=arguments.max_length,
         max_target_length=arguments.max_target_length,
         dtype=arguments.dtype,
-        dropout=0.0,  # the key of sampled labels drops nothing
+        dropout=0.0,  # the key is for sampled labels alone
     )
     if arguments.model in ("t5-bytes", "flan-t5-xl"):
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
-    for path in (arguments.train, arguments.queries):  # before the model takes its time
+    for path in (arguments.train, arguments.queries):  # checked before the slow loading
         if not path.is_file():
             raise FileNotFoundError(f"no file of texts at {path}")
     family, pretrained = family_of(like), load_model(like)
@@ -125,11 +125,11 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
 
 
 def _crc(params: Any) -> str:
-    found = 0
+    crc = 0
     for path, leaf in leaves_by_path(params).items():
-        found = zlib.crc32(path.encode(), found)
-        found = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, found)
-    return f"{found:08x}"
+        crc = zlib.crc32(path.encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, crc)
+    return f"{crc:08x}"
 
 
 def _say(train: ScoredTexts, queries: ScoredTexts) -> None:
@@ -146,22 +146,22 @@ def _save(path: Path, scores: np.ndarray) -> None:
         file.write(buffer.getvalue())
 
 
-def _records(scoring: Scoring, held: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
-    """For each query the texts that say most, with their tokens."""
+def _records(scoring: Scoring, preconditioned: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
+    """For each query, its most helpful and most harmful texts, with scores of their tokens."""
     texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
     order = np.argsort(-scores, 1, kind="stable")
     best, worst = order[:, :number], order[:, ::-1][:, :number]
     shown = sorted({*best.ravel().tolist(), *worst.ravel().tolist()})
-    parts = by_token(scoring, held, [texts[i] for i in shown])
+    token_scores = by_token(scoring, preconditioned, [texts[i] for i in shown])
     place = {index: at for at, index in enumerate(shown)}
 
     def record(query: int, index: int) -> ScoredText:
         text = texts[index]
-        each = parts[query, place[index]].tolist()
-        tokens = list(zip(scoring.reader.pieces(text), each, strict=False))
+        scores_of_tokens = token_scores[query, place[index]].tolist()
+        tokens = list(zip(scoring.reader.pieces(text), scores_of_tokens, strict=False))
         return ScoredText(text.row, float(scores[query, index]), scoring.reader.shown(text), tokens)
 
-    lost = np.asarray(held.errors).max(1)
+    lost = np.asarray(preconditioned.errors).max(1)
     return [
         QueryRecord(
             row=query.row,
@@ -184,7 +184,7 @@ def _write(
 ) -> None:
     output, config, software = arguments.output, scoring.config(), versions()
     memory, train = host_memory(measured), scoring.train
-    found = {
+    results = {
         "config": config,
         "versions": software,
         "train": {"file": str(arguments.train), "rows": [x.row for x in train.texts],
@@ -194,7 +194,7 @@ def _write(
         "host_memory": memory,
         "memory": measured.to_dict(),
     }  # fmt: skip
-    text = json.dumps(found, indent=1, allow_nan=False)
+    text = json.dumps(results, indent=1, allow_nan=False)
     write_text(output / "influence.json", text, "the records of the run")
     sizes = [int(x.size) for x in jax.tree.leaves(scoring.pretrained.params)]
     page = influence_page(
@@ -208,7 +208,7 @@ def _write(
     )
     write_text(output / "report.html", page, "the report")
     if arguments.json:
-        print(json.dumps(found, allow_nan=False))
+        print(json.dumps(results, allow_nan=False))
         return
     console = Console()
     for query in queries:

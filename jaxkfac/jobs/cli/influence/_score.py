@@ -1,4 +1,4 @@
-"""Factors, bases and scores of a run, each taken from its file where that is there."""
+"""Factors, bases and scores of a run; each is read from its file if the file exists."""
 
 import contextlib
 import dataclasses
@@ -20,15 +20,15 @@ from jaxkfac.jobs.cli.influence._texts import NumberedText, ScoredTexts, TextRea
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
-# ---------------- sums over batches that are right to 1e-5, however many batches there are
+# ---------------- sums over batches with a relative error of at most 1e-5
 
 
 class HostSum:
-    """A sum of arrays in host memory; ``sum + new`` adds to it in place.
+    """A running sum of arrays in host memory; ``sum + new`` adds in place.
 
     Args:
-        first: Its first term.
-        wide: Whether it is kept in float64.
+        first: The first term.
+        wide: Whether to accumulate in float64.
     """
 
     def __init__(self, first: Any, *, wide: bool) -> None:
@@ -41,17 +41,16 @@ class HostSum:
 
     @property
     def total(self) -> Any:
-        """In the dtypes of its terms."""
+        """The sum, in the dtypes of its terms."""
         return jax.tree.map(lambda x, dtype: x.astype(dtype, copy=False), self._sum, self._dtypes)
 
 
 def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | LongSum | HostSum:
-    """What further factors are added to.
+    """Start a sum of factors.
 
     Args:
-        first: Of the first batch.
-        number: How many batches there are. Up to 256 a plain sum keeps its digits, and takes half
-            of the bytes.
+        first: Factors of the first batch.
+        number: Number of batches. Up to 256 a plain sum keeps its digits, with half of the bytes.
         on_host: Whether factors are NumPy arrays.
     """
     if on_host:
@@ -60,25 +59,25 @@ def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | Long
 
 
 def total_of(summed: Any) -> Factors:
-    """The sum."""
+    """The value of a sum that :func:`summed_from` has started."""
     return summed if isinstance(summed, Factors) else summed.total
 
 
-# ----------------
+# ---------------- stages of a run
 
 
 PyTree = Any
-_SECONDS = 30.0  # between two writings of the scores
+_SECONDS = 30.0  # between two saves of the scores
 
 
 class Scoring(NamedTuple):
-    """What is scored, with what.
+    """The model, its texts, and the options of the scoring.
 
     Attributes:
-        arguments: What was asked for.
-        family: What kind of model it is.
+        arguments: Arguments of the command.
+        family: Kind of the model.
         pretrained: The model.
-        reader: Of its texts.
+        reader: Reader of its texts.
         train: Training texts.
         queries: Queries.
         params_crc: CRC-32 of the model's parameters.
@@ -94,45 +93,45 @@ class Scoring(NamedTuple):
 
     @property
     def objective(self) -> jk.Objective:
-        """Of which influence is taken."""
+        """The objective whose influence is measured."""
         return jk.Objective(self.pretrained.apply_fn, jk.Categorical())
 
     @property
     def max_bytes(self) -> int | None:
-        """The budget."""
-        given = self.arguments.memory
-        return None if given is None else int(parse_bytes(given, name="--memory"))
+        """Budget in bytes, or ``None``."""
+        budget = self.arguments.memory
+        return None if budget is None else int(parse_bytes(budget, name="--memory"))
 
     def config_of_bases(self) -> dict[str, Any]:
-        """All that decides factors and bases."""
+        """Every option that decides factors and bases."""
         crcs = {"params_crc32": self.params_crc, "train_crc32": self.train.crc}
         return self.arguments.options_of_bases() | crcs
 
     def config(self) -> dict[str, Any]:
-        """All that decides the scores."""
+        """Every option that decides the scores."""
         return self.config_of_bases() | self.arguments.options() | {"query_crc32": self.queries.crc}
 
     def batches(
         self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
     ) -> Iterator[Any]:
-        """``(inputs, targets, mask)`` of all texts from one on, in order."""
+        """``(inputs, targets, mask)`` of the texts from ``start`` on, in order."""
         for batch in self.reader.batches(texts, start=start, fill=fill):
             yield self.family.batch(batch)
 
     def statistics(self) -> Any:
-        """Collects factors."""
-        given = self.arguments
+        """The function that collects factors."""
+        arguments = self.arguments
         return jk.value_grad_and_factors(
             self.objective,
-            fisher=given.fisher,
-            layers=self.reader.layers if given.layers is None else given.layers,
+            fisher=arguments.fisher,
+            layers=self.reader.layers if arguments.layers is None else arguments.layers,
             uncovered="ignore",
-            max_dense=given.max_dense,
+            max_dense=arguments.max_dense,
             max_factor_bytes=self.max_bytes,
         )
 
     def chosen(self) -> list[NumberedText]:
-        """The texts that factors are collected from."""
+        """The texts to collect factors from."""
         texts, number = self.train.texts, self.arguments.factors_from
         if number is None or number >= len(texts):
             return texts
@@ -144,14 +143,14 @@ def factor_shapes(scoring: Scoring) -> jk.Factors:
     """Shapes of the factors.
 
     Raises:
-        UnknownLayerError: ``--layers`` matches none.
+        UnknownLayerError: ``--layers`` matches no layer.
     """
     first = next(scoring.batches(scoring.chosen(), fill=False))
     return scoring.statistics().factor_shapes(scoring.pretrained.params, first)
 
 
 def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenbases:
-    """The bases: of their file, or from factors, whose shapes are ``like``."""
+    """The bases, from their file or from factors with the shapes of ``like``."""
     config, params = scoring.config_of_bases(), scoring.pretrained.params
     first = next(scoring.batches(scoring.chosen(), fill=False))
 
@@ -172,9 +171,9 @@ def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenba
 
 
 def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
-    """The bases of layers of one input after the other, whose factors are given up for them.
+    """Decompose the layers of one input after the other, freeing their factors.
 
-    Together the sums, the means and the bases of a model would be in memory at once.
+    Otherwise the sums, means and bases of the whole model would be in memory together.
     """
     groups: dict[str, list[Any]] = {}
     for layer in factors.layers:
@@ -184,9 +183,9 @@ def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
     for layers in groups.values():
         keys = {key for layer in layers for key in (layer.input, layer.name)}
         some = {
-            table: {key: whole.pop(key) for key in keys & whole.keys()}
+            table: {key: full_table.pop(key) for key in keys & full_table.keys()}
             for table in tables
-            for whole in [getattr(factors, table)]
+            for full_table in [getattr(factors, table)]
         }
         part = dataclasses.replace(factors, layers=tuple(layers), **some)
         del some
@@ -201,20 +200,20 @@ def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
 
 
 def _collected(scoring: Scoring) -> jk.Factors:
-    """Factors of the chosen texts, batch by batch; they are added by their counts."""
-    texts, given, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
-    key = jax.random.key(given.seed)
+    """Factors of the chosen texts, summed over batches with their counts."""
+    texts, arguments, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
+    key = jax.random.key(arguments.seed)
 
     def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
 
     add: Any = operator.add
-    on_host = scoring.max_bytes is not None  # passes compile themselves, and come back there
+    on_host = scoring.max_bytes is not None  # budgeted passes compile themselves, return NumPy
     if not on_host:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    total, done, batches = None, 0, -(-len(texts) // given.batch_size)
+    total, done, batches = None, 0, -(-len(texts) // arguments.batch_size)
     doing = "collecting factors"
-    with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
+    with phase(doing), _explained(arguments), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
             if total is None:
@@ -230,7 +229,7 @@ def _collected(scoring: Scoring) -> jk.Factors:
 
 @contextlib.contextmanager
 def _explained(arguments: InfluenceArguments) -> Iterator[None]:
-    """Name the option that a budget was given with."""
+    """Name the option that set the budget in errors about it."""
     try:
         yield
     except MemoryBudgetError as error:
@@ -243,14 +242,14 @@ def _explained(arguments: InfluenceArguments) -> Iterator[None]:
 def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
     """The bases with eigenvalues measured on the same texts."""
     correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
-    # other labels than those of the factors
+    # Use other sampled labels than the factors did.
     key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
     add: Any = jax.jit(operator.add, donate_argnums=0)
     total, done, texts = None, 0, scoring.chosen()
     with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
-            # Not + of the bases: of very many batches float32 would lose digits.
+            # Not the + of the bases: over very many batches float32 would lose digits.
             total = add(LongSum.zeros(new.corrections) if total is None else total, new.corrections)
             done += len(batch[1])
             shown.advance(done, "texts")
@@ -260,86 +259,88 @@ def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
 
 def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
     """The queries, preconditioned."""
-    given = scoring.arguments
+    arguments = scoring.arguments
     batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    with phase("preconditioning the queries"), _explained(given):
+    all_queries = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    with phase("preconditioning the queries"), _explained(arguments):
         return jk.prepare_queries(
             scoring.objective,
             scoring.pretrained.params,
             bases,
-            scoring.family.batch(whole),
-            damping=given.damping,
-            query_rank=given.query_rank,
+            scoring.family.batch(all_queries),
+            damping=arguments.damping,
+            query_rank=arguments.query_rank,
             max_bytes=scoring.max_bytes,
         )
 
 
 def stored(scoring: Scoring, bases: jk.Eigenbases) -> jk.GradientStore | None:
-    """The gradients of the training texts, where ``--store`` asks for them."""
-    given, texts = scoring.arguments, scoring.train.texts
-    if given.store is None:
+    """The store of the training texts' gradients, if ``--store`` is given."""
+    arguments, texts = scoring.arguments, scoring.train.texts
+    if arguments.store is None:
         return None
     with phase("storing gradients"), progress("gradients", len(texts)) as shown:
 
         def batches() -> Iterator[Any]:
             for done, batch in enumerate(scoring.batches(texts)):
-                shown.advance(min(done * given.batch_size, len(texts)), "texts")
+                shown.advance(min(done * arguments.batch_size, len(texts)), "texts")
                 yield batch
 
         params = scoring.pretrained.params
         return jk.gradient_store(
-            scoring.objective, params, bases, batches(), given.store, num_examples=len(texts)
+            scoring.objective, params, bases, batches(), arguments.store, num_examples=len(texts)
         )
 
 
 def scored(
-    scoring: Scoring, held: Queries, stages: Stages, store: jk.GradientStore | None = None
+    scoring: Scoring, preconditioned: Queries, stages: Stages, store: jk.GradientStore | None = None
 ) -> np.ndarray:
-    """``(queries, texts)``; what has been scored is stored every now and then, and at the end.
+    """Scores ``(queries, texts)``; saved from time to time and at the end.
 
-    The file holds all scores: written after every batch, a run would be quadratic in its texts.
+    Each save writes all scores, so saving after every batch would take time quadratic in the texts.
     """
     config, texts = scoring.config(), scoring.train.texts
-    found = np.zeros((held.number, 0), np.float32)
+    all_scores = np.zeros((preconditioned.number, 0), np.float32)
     if stages.holds("scores"):
-        found = stages.read("scores", config)["scores"]
-    done = stored = found.shape[1]
+        all_scores = stages.read("scores", config)["scores"]
+    done = stored = all_scores.shape[1]
     batches: Any = scoring.batches(texts, start=done)
-    if store is not None and done < len(texts):  # it is read from its first example on
-        batches, found, done, stored = store, found[:, :0], 0, 0
-    args = scoring.objective, scoring.pretrained.params, held
+    if store is not None and done < len(texts):  # a store is read from its first example on
+        batches, all_scores, done, stored = store, all_scores[:, :0], 0, 0
+    args = scoring.objective, scoring.pretrained.params, preconditioned
     if done == len(texts):
-        return found
-    parts, since = [found], time.monotonic()
+        return all_scores
+    score_blocks, since = [all_scores], time.monotonic()
     with phase("scoring"), progress("scores", len(texts), start=done) as shown:
         try:
             for scores, exist in scores_of_batches(*args, batches):
-                parts.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
-                done += parts[-1].shape[1]
+                score_blocks.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
+                done += score_blocks[-1].shape[1]
                 if time.monotonic() - since >= _SECONDS:
-                    stages.write("scores", config, {"scores": np.concatenate(parts, 1)})
+                    stages.write("scores", config, {"scores": np.concatenate(score_blocks, 1)})
                     stored, since = done, time.monotonic()
                 shown.advance(done, "texts")
-        finally:  # after Ctrl-C too
-            found = np.concatenate(parts, 1)
-            if found.shape[1] > stored:
-                stages.write("scores", config, {"scores": found})
-    return found
+        finally:  # also after Ctrl-C
+            all_scores = np.concatenate(score_blocks, 1)
+            if all_scores.shape[1] > stored:
+                stages.write("scores", config, {"scores": all_scores})
+    return all_scores
 
 
-def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
-    """``(queries, texts, positions)``: the parts of the layers whose rows are such positions.
+def by_token(
+    scoring: Scoring, preconditioned: Queries, texts: Sequence[NumberedText]
+) -> np.ndarray:
+    """Scores ``(queries, texts, positions)`` of the layers whose rows are token positions.
 
-    Zeros where ``--layers`` has left none of them, as of an encoder alone.
+    Zeros where ``--layers`` excludes all such layers, for example with an encoder's layers alone.
     """
     try:
-        found = [
+        score_blocks = [
             np.asarray(scores)
             for scores, _ in scores_of_batches(
                 scoring.objective,
                 scoring.pretrained.params,
-                held,
+                preconditioned,
                 scoring.batches(texts),
                 per="token",
                 layers=scoring.reader.tokens_of,
@@ -347,5 +348,5 @@ def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> 
         ]
     except UnknownLayerError:
         longest = max(len(scoring.reader.pieces(text)) for text in texts)
-        return np.zeros((held.number, len(texts), longest), np.float32)
-    return np.concatenate(found, 1)[:, : len(texts)]
+        return np.zeros((preconditioned.number, len(texts), longest), np.float32)
+    return np.concatenate(score_blocks, 1)[:, : len(texts)]

@@ -1,4 +1,4 @@
-"""What a run has come to: one file for each stage, for no other run than that it belongs to."""
+"""Intermediate results of a run: one file per stage, tied to the options of the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,47 +19,47 @@ STAGES = ("factors", "bases", "scores")
 
 
 class Stages:
-    """The files of a run, in one folder.
+    """The stage files of a run, in one folder.
 
     Args:
-        folder: Where they are.
-        goes_on: Whether what is there is read.
+        folder: Folder of the files.
+        goes_on: Whether to read existing files.
     """
 
     def __init__(self, folder: Path, *, goes_on: bool = True) -> None:
         self._folder, self._goes_on = folder, goes_on
 
     def holds(self, stage: str) -> bool:
-        """Whether a stage has been reached."""
+        """Whether the file of a stage exists."""
         return self._goes_on and (self._folder / stage).is_file()
 
     def tree(
         self, stage: str, config: Mapping[str, Any], like: Any, make: Callable[[], Any]
     ) -> Any:
-        """A pytree of arrays as it was stored, or as ``make`` makes it; then it is stored.
+        """A pytree of arrays, read if it is stored; otherwise made and stored.
 
         Args:
-            stage: Its name.
-            config: All that decides it.
-            like: Its shapes.
-            make: Makes it.
+            stage: Name of the stage.
+            config: Every option that decides the result.
+            like: Shapes of the pytree.
+            make: Function that makes the pytree.
         """
         if self.holds(stage):
             stored = self.read(stage, config)
             leaves = [jnp.asarray(stored.pop(name)) for name in sorted(stored)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
-        made = make()
-        leaves = jax.tree.leaves(made)
+        result = make()
+        leaves = jax.tree.leaves(result)
         names = (f"{number:06d}" for number in range(len(leaves)))
         self.write(stage, config, dict(zip(names, map(np.asarray, leaves), strict=True)))
-        return made
+        return result
 
     def read(self, stage: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of a stage.
+        """Read the arrays of a stage.
 
         Raises:
-            CheckpointMismatchError: they are of another run; what differs is listed.
-            DamagedFileError: a byte is not what was written.
+            CheckpointMismatchError: the file is of another run; lists the differences.
+            DamagedFileError: the file is damaged.
         """
         path = self._folder / stage
         with Archive(path, _FORM, f"file of {stage}") as stored:
@@ -75,7 +75,7 @@ class Stages:
     def write(
         self, stage: str, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Store a stage, whole or not at all; Ctrl-C waits until it is."""
+        """Store a stage atomically; Ctrl-C waits until it is done."""
         doing, nbytes = f"writing the {stage}", sum(x.nbytes for x in arrays.values())
         with interrupts_deferred(doing), phase(doing):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Stages:
             write_archive(path, _FORM, about, arrays.items(), what=what, nbytes=nbytes)
 
     def remove(self, stages: Sequence[str] = STAGES) -> None:
-        """Delete the files of stages, and what a killed run has left of any."""
+        """Delete the files of stages, and partial files that a killed run left."""
         for path in (
             *(self._folder / stage for stage in stages),
             *self._folder.glob(f".*{PARTIAL}"),

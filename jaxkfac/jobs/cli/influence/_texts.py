@@ -1,4 +1,4 @@
-"""Training texts and queries in tokens: every row keeps its number, and what was cut is counted."""
+"""Training texts and queries in tokens; rows keep their numbers, and cuts are counted."""
 
 import abc
 import zlib
@@ -15,11 +15,11 @@ from jaxkfac.jobs.data.text import Example, bucket_lengths, encode_record, read_
 
 
 class NumberedText(NamedTuple):
-    """One text, or one of several examples that a conversation is made into.
+    """One text, or one of the examples that a conversation is split into.
 
     Attributes:
-        row: Its number in the file, from 1.
-        example: In tokens, cut.
+        row: Number of the row in the file, from 1.
+        example: The example in tokens, cut to length.
     """
 
     row: int
@@ -27,12 +27,12 @@ class NumberedText(NamedTuple):
 
 
 class ScoredTexts(NamedTuple):
-    """What a file holds.
+    """The texts of a file.
 
     Attributes:
-        texts: Those of which something is in the loss.
-        cut: How many were longer than what is read.
-        left_out: How many have nothing in the loss.
+        texts: Texts with at least one token in the loss.
+        cut: Number of texts that were cut.
+        left_out: Number of texts without a token in the loss.
     """
 
     texts: list[NumberedText]
@@ -40,29 +40,29 @@ class ScoredTexts(NamedTuple):
     left_out: int
 
     def __str__(self) -> str:
-        words = f"{len(self.texts)} texts"
+        summary = f"{len(self.texts)} texts"
         if self.cut:
-            words += f", {self.cut} of them cut"
+            summary += f", {self.cut} of them cut"
         if self.left_out:
-            words += f", {self.left_out} left out (nothing in their loss)"
-        return words
+            summary += f", {self.left_out} left out (nothing in their loss)"
+        return summary
 
     @property
     def crc(self) -> str:
         """CRC-32 of all tokens."""
-        found = 0
+        crc = 0
         for text in self.texts:
-            for part in (np.int64(len(text.example[0])), *text.example):
-                found = zlib.crc32(part.tobytes(), found)
-        return f"{found:08x}"
+            for array in (np.int64(len(text.example[0])), *text.example):
+                crc = zlib.crc32(array.tobytes(), crc)
+        return f"{crc:08x}"
 
 
 class TextReader(abc.ABC):
-    """How texts of a kind of model become batches.
+    """Turns texts for one kind of model into batches.
 
     Attributes:
-        layers: Full-match pattern of the layers that count by default; ``None``: all.
-        tokens_of: Of those whose rows run along the tokens that are shaded.
+        layers: Full-match pattern of the layers that count by default; ``None`` means all.
+        tokens_of: Full-match pattern of the layers whose rows are the shaded tokens.
     """
 
     layers: str | None = None
@@ -73,11 +73,11 @@ class TextReader(abc.ABC):
         self._tokenizer = pretrained.tokenizer
 
     def read(self, path: Path, what: str) -> ScoredTexts:
-        """The texts of a file.
+        """Read the texts of a file.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: a row is none, or nothing of any text, or of a query, is in the loss.
+            FileNotFoundError: there is no such file.
+            ValueError: a row is invalid, or the loss of all texts, or of a query, is empty.
         """
         texts, cut, left_out = [], 0, 0
         for row, (example, was_cut) in self._examples(path):
@@ -103,12 +103,12 @@ class TextReader(abc.ABC):
     def batches(
         self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
     ) -> Iterator[Any]:
-        """All texts in order, in rows of one length; a last batch filled with rows without loss.
+        """All texts in order, padded to one length; filler rows without loss complete a batch.
 
         Args:
             texts: The texts.
-            start: The first that is read, where a batch begins.
-            fill: Whether the last batch is filled; else it is smaller.
+            start: Index of the first text to read, at the start of a batch.
+            fill: Whether to fill the last batch; otherwise it is smaller.
         """
         size, examples = self._arguments.batch_size, [text.example for text in texts]
         size = min(size, len(examples))
@@ -120,7 +120,7 @@ class TextReader(abc.ABC):
             yield self._batch(rows, lengths)
 
     def pieces(self, text: NumberedText) -> list[str]:
-        """The token that is read at each position."""
+        """The token read at each position."""
         return [self._tokenizer.decode([int(i)]) for i in self._read_ids(text)]
 
     @abc.abstractmethod
@@ -146,27 +146,27 @@ class TextReader(abc.ABC):
 
     @abc.abstractmethod
     def shown(self, text: NumberedText) -> str:
-        """The text in words."""
+        """The text as a string."""
 
 
 class RecordReader(TextReader):
-    """Records for a decoder."""
+    """Reads records for a decoder."""
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Example, bool]]]:
-        longest, given = self._arguments.max_length, self._arguments
+        longest, arguments = self._arguments.max_length, self._arguments
         for name in ("prefix", "source_key", "target_key"):
-            if getattr(given, name):
-                words = name.replace("_", "-")
-                raise ValueError(f"--{words} is for pairs, and {given.model} is a decoder")
+            if getattr(arguments, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for pairs, and {arguments.model} is a decoder")
         if longest > (context := self._pretrained.config.longest):
             raise ValueError(
                 f"max_length {longest} is longer than the model's context, {context} tokens: "
                 "lower --max-length"
             )
         for row, record in enumerate(read_records(path), 1):
-            for whole in encode_record(record, self._tokenizer, loss_on=given.loss_on):
-                example = Example(whole.ids[:longest], whole.learnt[:longest])
-                yield row, (example, len(whole.ids) > longest)
+            for full_example in encode_record(record, self._tokenizer, loss_on=arguments.loss_on):
+                example = Example(full_example.ids[:longest], full_example.learnt[:longest])
+                yield row, (example, len(full_example.ids) > longest)
 
     def _learnt(self, example: Example) -> bool:
         return bool(example.learnt.any())
@@ -191,21 +191,21 @@ class RecordReader(TextReader):
 
 
 class PairReader(TextReader):
-    """Pairs for an encoder-decoder."""
+    """Reads pairs for an encoder-decoder."""
 
-    # Relative positions are added to every example's attention alike.
+    # Relative positions add the same bias to every example's attention.
     layers = r"(?!.*relative_attention_bias/).*"
     tokens_of = r"(decoder/(?!.*(EncDecAttention/[kv]|relative_attention_bias)/).*|lm_head.*)"
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[PairExample, bool]]]:
-        given, found = self._arguments, self._arguments
-        pairs, _ = read_pairs(path, source=given.source_key, target=given.target_key)
+        arguments, limits = self._arguments, self._arguments
+        pairs, _ = read_pairs(path, source=arguments.source_key, target=arguments.target_key)
         for row, pair in enumerate(pairs, 1):
             example, *cut = encode_pair(
-                Pair(given.prefix + pair.source, pair.target),
+                Pair(arguments.prefix + pair.source, pair.target),
                 self._tokenizer,
-                max_source_length=found.max_length,
-                max_target_length=found.max_target_length,
+                max_source_length=limits.max_length,
+                max_target_length=limits.max_target_length,
             )
             yield row, (example, any(cut))
 

@@ -3,7 +3,6 @@
 from jaxkfac.jobs.data.choices._questions import (
     PromptStyle,
     Question,
-    parse_question,
     read_questions,
 )
 from jaxkfac.jobs.data.choices._scores import (
@@ -15,7 +14,6 @@ from jaxkfac.jobs.data.choices._scores import (
     compare,
     score_choices,
     target_log_likelihoods,
-    wilson_interval,
 )
 
 Interval = ProportionInterval  # its name in version 0.1
@@ -30,9 +28,7 @@ __all__ = [
     "Question",
     "Variant",
     "compare",
-    "parse_question",
     "read_questions",
     "score_choices",
     "target_log_likelihoods",
-    "wilson_interval",
 ]

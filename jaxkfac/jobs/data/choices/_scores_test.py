@@ -11,12 +11,12 @@ from jaxkfac.jobs.data.choices import (
     VARIANTS,
     Question,
     compare,
-    parse_question,
     read_questions,
     score_choices,
     target_log_likelihoods,
-    wilson_interval,
 )
+from jaxkfac.jobs.data.choices._questions import parse_question
+from jaxkfac.jobs.data.choices._scores import wilson_interval
 from jaxkfac.jobs.data.text._encode_test import Letters
 
 QUESTIONS = (

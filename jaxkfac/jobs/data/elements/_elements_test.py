@@ -6,7 +6,8 @@ import json
 import pytest
 
 from jaxkfac.jobs.data.choices import read_questions
-from jaxkfac.jobs.data.elements import element_questions, element_records, load_elements
+from jaxkfac.jobs.data.elements import element_questions, element_records
+from jaxkfac.jobs.data.elements._elements import load_elements
 
 ELEMENTS = load_elements()
 BY_SYMBOL = {e.symbol: e for e in ELEMENTS}

@@ -27,12 +27,6 @@ class ClassImages(NamedTuple):
     source: str
     images: Mapping[str, UInt8[np.ndarray, "images height width channels"]]
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels."""
-        height, width, channels = next(iter(self.images.values())).shape[1:]
-        return height, width, channels
-
 
 class Splits(NamedTuple):
     """Three sets of classes, none of them in two.

@@ -2,7 +2,6 @@
 
 from jaxkfac.jobs.data.pairs._batches import PairBatches, PairStream, pair_stream
 from jaxkfac.jobs.data.pairs._pairs import (
-    PAIR_KEYS,
     EncodedPairs,
     Pair,
     PairBatch,
@@ -11,13 +10,11 @@ from jaxkfac.jobs.data.pairs._pairs import (
     encode_pairs,
     pair_batch,
     pair_files,
-    parse_pair,
     read_pairs,
 )
 from jaxkfac.jobs.data.pairs._scores import bigram_loss, exact_match, rouge_l, rouge_package
 
 __all__ = [
-    "PAIR_KEYS",
     "EncodedPairs",
     "Pair",
     "PairBatch",
@@ -31,7 +28,6 @@ __all__ = [
     "pair_batch",
     "pair_files",
     "pair_stream",
-    "parse_pair",
     "read_pairs",
     "rouge_l",
     "rouge_package",

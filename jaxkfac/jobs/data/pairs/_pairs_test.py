@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxkfac.jobs.data.pairs import PAIR_KEYS, Pair, parse_pair, read_pairs
+from jaxkfac.jobs.data.pairs import Pair, read_pairs
+from jaxkfac.jobs.data.pairs._pairs import PAIR_KEYS, parse_pair
 
 PAIR = Pair("It rains.", "Rain.")
 

@@ -2,10 +2,9 @@
 
 from jaxkfac.jobs.data.wordnet._wordnet import (
     KINDS,
-    WORDNET_SHA256,
     WordGloss,
     load_wordnet,
     wordnet_pairs,
 )
 
-__all__ = ["KINDS", "WORDNET_SHA256", "WordGloss", "load_wordnet", "wordnet_pairs"]
+__all__ = ["KINDS", "WordGloss", "load_wordnet", "wordnet_pairs"]

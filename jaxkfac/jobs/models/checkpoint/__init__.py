@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and the parameters filled."""
+"""Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and loaded parameters."""
 
 from jaxkfac.jobs.models.checkpoint._fill import (
     Leaf,

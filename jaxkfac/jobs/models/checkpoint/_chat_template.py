@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, as tokenizers of Hugging Face carry them."""
+"""Chat templates: Jinja in a sandbox, as in tokenizers of Hugging Face."""
 
 import datetime
 import functools
@@ -14,20 +14,20 @@ import jinja2.filters
 import jinja2.nodes
 import jinja2.sandbox
 
-# ---------------- jinja with an end: templates come with the weights, and may compute only so much
+# ---------------- bounded Jinja: templates come with the weights, so their work is limited
 
 
-MAX_STEPS = 200_000  # rounds of loops and calls of macros; a long conversation takes thousands
+MAX_STEPS = 200_000  # loop iterations and macro calls; a long conversation takes thousands
 MAX_SIZE = 1 << 24  # characters of a text, elements of a list
 _MAX_BITS = 1 << 14  # of an integer
 _WIDTHS = ("center", "indent", "truncate", "wordwrap", "batch", "slice", "round")
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox in which rounds are counted, and operators may not make anything huge.
+    """A sandbox that counts steps and refuses operators with huge results.
 
-    A template repeats itself by loops and macros alone, so that counting these ends every one.
-    Steps rather than seconds are counted: a row is refused on every machine or on none.
+    Only loops and macros can repeat code in a template, so counting them makes every one end.
+    Steps are counted rather than seconds, so a row is refused on every machine or on none.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -49,20 +49,20 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._run.steps = 0
 
     def step(self) -> str:
-        """Count one round."""
+        """Count one step."""
         self._run.steps = getattr(self._run, "steps", 0) + 1
         if self._run.steps > MAX_STEPS:
             _refuse(f"it takes more than {MAX_STEPS} rounds of its loops and calls")
         return ""
 
     def joined(self, parts: Iterable[Any]) -> str:
-        """What a template writes, or the operator ``~`` gives."""
+        """The concatenated output of a template, or of the operator ``~``."""
         texts = [str(part) for part in parts]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
 
     def _join_filter(self, function: Any) -> Any:
-        """``join``, with a step for each part, and refused a text that is too long."""
+        """``join`` that counts a step per part and refuses a result that is too long."""
 
         @functools.wraps(function)
         def join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
@@ -80,7 +80,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return join
 
-    concat = joined  # Jinja's name for what a block, a macro or all of a template writes
+    concat = joined  # Jinja uses this name for the output of a block, a macro or a template
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         nodes = jinja2.nodes
@@ -91,7 +91,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses methods of texts the numbers that make them huge."""
+        """Refuse calls of string methods with numbers that would make huge strings."""
         text = getattr(function, "__self__", None)
         if isinstance(text, str):
             _check_numbers((*args, *kwargs.values()))
@@ -100,7 +100,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """``str.format`` in the sandbox, refused widths that make its text huge."""
+        """``str.format`` in the sandbox, without widths that would make huge strings."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -108,7 +108,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _checked(wrapped, lambda values: _check_form((form, *values)))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An operator, refused before it computes what is too large."""
+        """Apply an operator, unless its result would be too large."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() * abs(right))
         elif operator == "*":
@@ -134,7 +134,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 def _checked(function: Any, check: Callable[[tuple[Any, ...]], None]) -> Any:
-    """A filter whose arguments are looked at first."""
+    """A filter whose arguments are checked first."""
 
     @functools.wraps(function)  # an attribute tells Jinja what the filter is called with
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _checked(function: Any, check: Callable[[tuple[Any, ...]], None]) -> Any:
 
 
 def _check_form(values: tuple[Any, ...]) -> None:
-    """A form such as ``"%9d"`` or ``"{:9}"``, and what is put into it, which may be a width."""
+    """Check a format such as ``"%9d"`` or ``"{:9}"`` and its arguments, which may be widths."""
     form, *arguments = (
         value for value in values if not isinstance(value, jinja2.nodes.EvalContext)
     )
@@ -183,7 +183,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 Messages = Sequence[Mapping[str, Any]]
-# Around answers while they are rendered: Unicode says that no text has these two.
+# Delimiters around answers during rendering: Unicode noncharacters, which no text contains.
 _START, _END = "\ufdd0", "\ufdd1"
 
 
@@ -211,15 +211,15 @@ def render(
     """The text of a conversation.
 
     Args:
-        template: Jinja source. It comes with the weights, so it runs in a sandbox.
-        messages: ``{"role": ..., "content": ...}`` each.
-        add_generation_prompt: End with the beginning of an answer.
-        tokens: Special tokens by name (``eos_token``), which templates may read.
-        tools: Descriptions of functions, which templates may read.
+        template: Jinja source. It comes with the weights, so it is run in a sandbox.
+        messages: A list of ``{"role": ..., "content": ...}``.
+        add_generation_prompt: Whether to end with the start of an answer.
+        tokens: Special tokens by name (``eos_token``), which a template may use.
+        tools: Descriptions of functions, which a template may use.
 
     Raises:
-        ValueError: the template is no Jinja, refuses these messages, fails, or computes more than
-            templates may, which depends on nothing but the template and the messages.
+        ValueError: the template is not valid Jinja, refuses these messages, fails, or exceeds the
+            limits on computation, which depend only on the template and the messages.
     """
     environment = _environment()
     environment.begin()
@@ -232,7 +232,7 @@ def render(
         )
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # it is a program: division by zero, recursion, an index
+    except Exception as error:  # a template is a program: division by zero, recursion, an index
         (what, *_) = str(error).splitlines() or [type(error).__name__]
         raise ValueError(f"the chat template refuses these messages: {what}") from error
     if not _marks_answers(template):

@@ -1,4 +1,4 @@
-"""Parameters filled slice by slice from a source of tensors."""
+"""Parameters read slice by slice from a source of tensors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,15 +11,14 @@ import numpy as np
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.memory import LeafSharding, Target, aligned_empty, as_sharding, check_targets
 
-# ---------------- which stored tensors make up each parameter, and whether a checkpoint has them
-# all
+# ---------------- which stored tensors form each parameter, and a check that all are there
 
 
 Shape = tuple[int, ...]
 
 
 class TensorSpec(NamedTuple):
-    """A stored tensor, (out, in) if it is a matrix."""
+    """Name and shape of a stored tensor; matrices are (out, in)."""
 
     name: str
     shape: Shape
@@ -29,10 +28,10 @@ class Leaf(NamedTuple):
     """A parameter.
 
     Attributes:
-        slices: For each slice of the stack, the parts that lie side by side along its outputs;
-            one slice where there is no stack.
-        stacked: Whether the parameter has an axis for its slices.
-        transposed: Whether it is (in, out).
+        slices: For each slice of the stack, the tensors that are concatenated along its outputs;
+            a single slice for a parameter that is not stacked.
+        stacked: Whether the parameter has a leading axis for its slices.
+        transposed: Whether the parameter is (in, out).
     """
 
     slices: tuple[tuple[TensorSpec, ...], ...]
@@ -41,7 +40,7 @@ class Leaf(NamedTuple):
 
     @property
     def slice_shape(self) -> Shape:
-        """Shape of a slice, as a parameter."""
+        """Shape of a slice of the parameter."""
         parts = self.slices[0]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         return shape[::-1] if self.transposed else shape
@@ -53,7 +52,7 @@ class Leaf(NamedTuple):
 
 
 def alone(name: str, shape: Shape, *, transposed: bool = False) -> Leaf:
-    """A parameter that is one stored tensor."""
+    """A parameter that consists of one stored tensor."""
     return Leaf(((TensorSpec(name, shape),),), stacked=False, transposed=transposed)
 
 
@@ -65,17 +64,17 @@ def check_tensors(
     what: str,
     repeats: Callable[[str], bool],
 ) -> None:
-    """Compare a checkpoint's tensors with those of the layout.
+    """Compare the tensors of a checkpoint with those of the layout.
 
     Args:
-        stored: Shapes by name.
-        leaves: Of the layout.
-        where: Name of the checkpoint, for the error.
-        what: Name of the model, for the error.
-        repeats: Whether a tensor says nothing new (a tied head), so that it may be there.
+        stored: Stored shapes by name.
+        leaves: The layout.
+        where: Name of the checkpoint, for error messages.
+        what: Name of the model, for error messages.
+        repeats: Whether a tensor is redundant (such as a tied head) and may be present.
 
     Raises:
-        ValueError: tensors that are missing, not known or of another shape; every one by name.
+        ValueError: tensors are missing, unknown or of the wrong shape; lists all of them.
     """
     wanted = dict(part for leaf in leaves.values() for parts in leaf.slices for part in parts)
     missing = [name for name in wanted if name not in stored]
@@ -97,15 +96,15 @@ def check_tensors(
 
 @runtime_checkable
 class Source(Protocol):
-    """A checkpoint, in Hugging Face's names."""
+    """A checkpoint, with Hugging Face's names."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Of every tensor."""
+        """Shapes of all tensors."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, floating."""
+        """Read one tensor, of a floating dtype."""
         ...
 
 
@@ -118,11 +117,12 @@ def fill(
     quantize: str | None,
     what: str,
 ) -> dict[str, Any]:
-    """The tree of parameters, one leaf at a time.
+    """Build the tree of parameters, one leaf at a time.
 
     Memory:
-        In main memory one stored tensor and the stacked leaf that it goes into, which on the
-        CPU becomes the parameter as it is. With ``quantize`` one slice of a matching kernel.
+        One stored tensor and the stacked leaf that it is part of, in main memory; on a CPU the
+        latter becomes the parameter without a copy. With ``quantize`` only one slice of a
+        matching kernel.
     """
     chosen = _quantized(leaves, quantize)
     places = {path: _place(path, leaf.shape, sharding) for path, leaf in leaves.items()}
@@ -147,7 +147,7 @@ def fill(
 def fill_shapes(
     leaves: Mapping[str, Leaf], *, dtype: np.dtype, quantize: str | None
 ) -> dict[str, Any]:
-    """The same tree of ``jax.ShapeDtypeStruct``; nothing is read."""
+    """The same tree of ``jax.ShapeDtypeStruct``, without reading anything."""
     params: dict[str, Any] = {}
     for path, leaf in leaves.items():
         _put(params, path, jax.ShapeDtypeStruct(leaf.shape, dtype))
@@ -190,7 +190,7 @@ def _slices(source: Source, leaf: Leaf, dtype: np.dtype) -> Iterator[np.ndarray]
 
 
 def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool) -> None:
-    """Parts side by side along the outputs, which are the last axis if transposed."""
+    """Write tensors next to each other along the outputs, the last axis if transposed."""
     out = out.T if transposed else out
     start = 0
     for part in parts:
@@ -206,7 +206,7 @@ def _place(path: str, shape: Shape, sharding: LeafSharding | None) -> Any:
 
 
 def _quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
-    """Paths of the stacked kernels that a pattern names."""
+    """Paths of the stacked kernels that match a pattern."""
     if pattern is None:
         return set()
     kernels = [path for path, leaf in leaves.items() if leaf.stacked and path.endswith("/kernel")]

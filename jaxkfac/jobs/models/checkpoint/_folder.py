@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout: its config, its weights, its tokenizer."""
+"""A folder in Hugging Face's layout: config, weights and tokenizer."""
 
 import json
 import math
@@ -16,19 +16,19 @@ from jaxkfac.jobs.models.checkpoint._fill import Leaf
 from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors
 
-# ---------------- a model with its weights, however it was loaded
+# ---------------- a loaded model
 
 
 class Pretrained(NamedTuple):
     """A model with its weights.
 
     Attributes:
-        config: Sizes: a :class:`DecoderConfig` or an :class:`EncoderDecoderConfig`.
+        config: A :class:`DecoderConfig` or an :class:`EncoderDecoderConfig`.
         apply_fn: ``apply_fn(params, inputs) -> logits``; see :class:`Decoder` and
             :class:`EncoderDecoder`.
-        params: Nested dictionary; paths are Hugging Face's names, with blocks stacked.
-        tokenizer: ``None`` where the checkpoint has none.
-        path: The folder it is from, which PyTorch can read as well; ``None`` for a GGUF file.
+        params: Nested dictionary; paths are Hugging Face's names, with stacked blocks.
+        tokenizer: ``None`` if the checkpoint has none.
+        path: The folder it was loaded from, which PyTorch can also read; ``None`` for a GGUF file.
     """
 
     config: Any
@@ -45,9 +45,9 @@ _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 class SafetensorsSource:
-    """A ``Source`` over ``model.safetensors``, or over shards and their index.
+    """A ``Source`` for ``model.safetensors``, or for shards and their index.
 
-    Headers are checked when it is built; a damaged file is refused there.
+    The constructor checks the headers and refuses damaged files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class SafetensorsSource:
             )
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as it is stored."""
+        """One tensor, in the stored dtype."""
         tensor = self._tensors[name]
         count = math.prod(tensor.shape)
         flat = np.fromfile(
@@ -78,11 +78,11 @@ class SafetensorsSource:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``, with the ends of answers that ``generation_config.json`` gives.
+    """``config.json``, with the end tokens of ``generation_config.json``.
 
     Raises:
-        FileNotFoundError: the folder or its ``config.json`` is not there.
-        ValueError: a damaged file, or a checkpoint that is quantised already.
+        FileNotFoundError: the folder or its ``config.json`` does not exist.
+        ValueError: a file is damaged, or the checkpoint is already quantised.
     """
     if not folder.is_dir():
         what = "is no folder and no .gguf file" if folder.exists() else "does not exist"
@@ -108,15 +108,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 def open_weights(
     folder: Path, *, vocabulary: int, eos_ids: tuple[int, ...]
 ) -> tuple[SafetensorsSource, Tokenizer | None]:
-    """Tensors and tokenizer of a folder whose config has been read.
+    """Tensors and tokenizer of a folder, after its config was read.
 
     Args:
-        folder: Of the checkpoint.
-        vocabulary: Rows of the embedding.
-        eos_ids: Of the config.
+        folder: Folder of the checkpoint.
+        vocabulary: Number of rows of the embedding.
+        eos_ids: End tokens from the config.
 
     Raises:
-        ValueError: the tokenizer has ids beyond the embedding.
+        ValueError: the tokenizer has ids outside the embedding.
     """
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
@@ -130,13 +130,13 @@ def open_weights(
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """None, one id or a list of them."""
+    """A tuple from ``None``, one id or a list of ids."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-# ---------------- a folder in Hugging Face's layout, written tensor by tensor
+# ---------------- write a folder in Hugging Face's layout, tensor by tensor
 
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -149,18 +149,18 @@ def save_folder(
     config: Mapping[str, Any],
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write ``config.json``, ``model.safetensors`` and what the tokenizer has.
+    """Write ``config.json``, ``model.safetensors`` and the files of the tokenizer.
 
     Args:
-        folder: Made if it is missing.
-        params: Nested dictionary, floating.
-        leaves: Which stored tensors make up each parameter.
-        config: What ``config.json`` shall hold.
-        tokenizer: Or ``None``.
+        folder: Created if it is missing.
+        params: Nested dictionary of floating arrays.
+        leaves: The stored tensors that form each parameter.
+        config: Contents of ``config.json``.
+        tokenizer: A tokenizer or ``None``.
 
     Raises:
-        ValueError: parameters that are not those of ``leaves``, or quantised ones.
-        OSError: a file could not be written; an older one is as it was.
+        ValueError: parameters do not match ``leaves``, or are quantised.
+        OSError: a file could not be written; an existing one is unchanged.
 
     Memory:
         One stored tensor in main memory.
@@ -184,7 +184,7 @@ def save_folder(
             }
             start = stop
     head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of eight bytes
+    head += b" " * (-len(head) % 8)  # tensors start at a multiple of eight bytes
     target = folder / "model.safetensors"
     with whole_file(target, "the model's weights", nbytes=8 + len(head) + start) as file:
         file.write(len(head).to_bytes(8, "little") + head)
@@ -198,7 +198,7 @@ def save_folder(
 
 
 def _tensors(leaf: Leaf, value: Any) -> Iterator[np.ndarray]:
-    """The stored tensors of a parameter, (out, in) if they are matrices."""
+    """The stored tensors of a parameter; matrices are (out, in)."""
     for number, parts in enumerate(leaf.slices):
         whole = np.asarray(value[number] if leaf.stacked else value)
         whole, start = whole.T if leaf.transposed else whole, 0

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and conversations by a chat template."""
+"""Text to token ids and back, and conversations with a chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ import numpy as np
 from jaxkfac.files import write_text
 from jaxkfac.jobs.models.checkpoint._chat_template import Messages, Rendered, render
 
-# ---------------- small JSON files that lie beside weights
+# ---------------- small JSON files next to the weights
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file.
+    """The JSON object in a file.
 
     Raises:
-        ValueError: it is damaged, or no object.
+        ValueError: the file is damaged or not an object.
     """
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -29,11 +29,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with what a checkpoint says beside it.
+    """A ``tokenizers.Tokenizer`` with the settings that a checkpoint stores for it.
 
     Attributes:
         eos_ids: Tokens that end an answer.
-        pad_id: Token for padding; the first of ``eos_ids``, or 0, where none is named.
+        pad_id: Token for padding; if none is given, the first of ``eos_ids``, or 0.
         chat_template: Jinja source, or ``None``.
     """
 
@@ -56,11 +56,11 @@ class Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
         Args:
-            folder: Of the checkpoint.
-            eos_ids: Of the config; the tokenizer's own end is added.
+            folder: Folder of the checkpoint.
+            eos_ids: End tokens from the config; the tokenizer's own are added.
 
         Raises:
-            ValueError: a file that is damaged.
+            ValueError: a file is damaged.
         """
         file, extra = folder / "tokenizer.json", folder / "tokenizer_config.json"
         try:
@@ -69,12 +69,12 @@ class Tokenizer:
             raise
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(f"{file} is no tokenizer: {error}; download it again") from error
-        tokenizer.no_padding()  # of training; rows are padded where they are batched
+        tokenizer.no_padding()  # set for training; here rows are padded when they are batched
         tokenizer.no_truncation()
         config = read_json(extra) if extra.is_file() else {}
         special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and _text(v)}
         template = config.get("chat_template")
-        if isinstance(template, list):  # several by name
+        if isinstance(template, list):  # several templates, by name
             try:
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             except (LookupError, TypeError) as error:
@@ -100,7 +100,7 @@ class Tokenizer:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` for :meth:`from_folder`.
 
         Raises:
-            OSError: a file could not be written; an older one is as it was.
+            OSError: a file could not be written; an existing one is unchanged.
         """
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
         for name, text in (
@@ -111,12 +111,12 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text, if the files name one."""
+        """The token that starts a text, if the files give one."""
         return [*_ids(self._tokenizer, _text(self._special.get("bos_token"))), None][0]
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text, if the tokenizer's own files name one."""
+        """The token that ends a text, if the tokenizer's own files give one."""
         return [*_ids(self._tokenizer, _text(self._special.get("eos_token"))), None][0]
 
     @property
@@ -128,8 +128,8 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            text: Any; special tokens in it (``<|im_end|>``) become those tokens.
-            add_special_tokens: What the tokenizer puts around a text, as a beginning.
+            text: Any text; special tokens in it (``<|im_end|>``) become those tokens.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
 
         Raises:
             ValueError: ``tokenizer.json`` lacks what the text needs.
@@ -159,7 +159,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation; see :meth:`render`."""
         text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        return self.encode(text, add_special_tokens=False)  # templates write them
+        return self.encode(text, add_special_tokens=False)  # the template already adds them
 
     def render(
         self,
@@ -168,11 +168,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] = (),
     ) -> str:
-        """The text of a conversation by the chat template.
+        """The text of a conversation, by the chat template.
 
         Args:
-            messages: ``{"role": "user", "content": "..."}`` each.
-            add_generation_prompt: End with the beginning of an answer.
+            messages: A list of ``{"role": "user", "content": "..."}``.
+            add_generation_prompt: Whether to end with the start of an answer.
             tools: Functions that may be called, as JSON schemas.
 
         Raises:
@@ -186,12 +186,12 @@ class Tokenizer:
         """Token ids of a conversation, and which of them the assistant generates.
 
         Args:
-            messages: ``{"role": "user", "content": "..."}`` each.
+            messages: A list of ``{"role": "user", "content": "..."}``.
             tools: Functions that may be called, as JSON schemas.
 
         Returns:
-            ``(ids, generated)`` by the template's ``{% generation %}`` marks, a token that a mark
-            cuts with it; ``None`` if the template has no such marks.
+            ``(ids, generated)`` according to the template's ``{% generation %}`` marks, including
+            tokens that a mark splits; ``None`` if the template has no such marks.
 
         Raises:
             ValueError: there is no template, or it refuses these messages.
@@ -221,7 +221,7 @@ class Tokenizer:
 
 
 def tokenizers_package() -> Any:
-    """The package ``tokenizers``, or how to get it."""
+    """The package ``tokenizers``, or an error that says how to install it."""
     try:
         import tokenizers
     except ModuleNotFoundError as error:
@@ -232,7 +232,7 @@ def tokenizers_package() -> Any:
 
 
 def _text(token: Any) -> str:
-    """A special token's text; files have it plain or as a record."""
+    """The text of a special token, which files store as a string or as an object."""
     return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
@@ -241,7 +241,7 @@ def _ids(tokenizer: Any, token: str | None) -> list[int]:
     return [] if found is None else [found]
 
 
-# ---------------- bytes as tokens: nothing has to be learnt from a text first
+# ---------------- bytes as tokens, without a vocabulary that must be learnt
 
 
 _PAD, _END = "<pad>", "</s>"

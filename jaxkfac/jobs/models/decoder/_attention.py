@@ -1,7 +1,7 @@
 """Causal attention over grouped heads, within segments and a sliding window.
 
-Shape suffixes: B rows, T tokens asking, S places asked, H query heads, K key and value heads,
-D width of the stream, R rotated pairs.
+Shape suffixes: B rows, T query tokens, S key places, H query heads, K key and value heads, D width
+of the residual stream, R rotated pairs.
 """
 
 from typing import Literal, NamedTuple
@@ -17,9 +17,9 @@ from jaxkfac.jobs.models.decoder._config import DecoderConfig
 from jaxkfac.jobs.models.decoder._rotary import Rotary, rotate
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- scores and logits held within bounds, and attention over such scores
+# ---------------- soft caps of scores and logits, and attention with capped scores
 #
-# Shape suffixes: B rows, T tokens asking, S places asked, K key and value heads, G query heads for
+# Shape suffixes: B rows, T query tokens, S key places, K key and value heads, G query heads for
 # each of them, H all query heads, d size of a head.
 
 
@@ -37,7 +37,7 @@ def softcapped_attention(
     scale: float | int,
     cap: float | int,
 ) -> Array:
-    """``jax.nn.dot_product_attention`` with soft-capped scores, which it does not have."""
+    """``jax.nn.dot_product_attention`` with soft-capped scores, which JAX does not offer."""
     shape, wide = q_BxTxHxd.shape, statistics_dtype(q_BxTxHxd.dtype)
     q_BxTxKxGxd = q_BxTxHxd.reshape(*shape[:2], k_BxSxKxd.shape[2], -1, shape[3])
     scores_BxKxGxTxS = jnp.einsum(
@@ -51,20 +51,20 @@ def softcapped_attention(
     return mixed_BxTxKxGxd.reshape(shape)
 
 
-# ---------------- what a decoder reads: tokens, and the keys and values of the tokens before them
+# ---------------- input of a decoder: tokens, and keys and values of the tokens before them
 
 
 class Tokens(NamedTuple):
-    """Token ids, and where they belong.
+    """Token ids with their positions and segments.
 
-    A token sees the tokens of its own segment that stand before it in the row, and itself. So
-    several texts packed into one row, each a segment with positions from 0, give what each
-    would give in a row of its own, and padding (segment 0) is seen by padding alone.
+    A token attends to itself and to earlier tokens of its own segment in the row. So several
+    texts packed into one row, each a segment with positions from 0, give the same results as
+    in rows of their own, and only padding attends to padding (segment 0).
 
     Attributes:
         ids: Token ids, shape ``(B, T)``.
-        positions: Positions in the text, ``(B, T)``; by default the place in the row.
-        segments: Texts in the row, ``(B, T)``, numbered from 1; 0 is padding. By default all
+        positions: Positions in the text, ``(B, T)``; by default the index in the row.
+        segments: Number of the text in the row, ``(B, T)``, from 1; 0 is padding. By default all
             tokens of a row are one text.
 
     Example:
@@ -83,16 +83,16 @@ class Tokens(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, in rows of S places, filled from the left.
+    """Keys and values of the tokens so far, in rows of S places that are filled from the left.
 
     Attributes:
         keys: ``(L, B, S, K, Dh)``, rotated.
         values: ``(L, B, S, K, Dh)``.
-        segments: Of the tokens, ``(B, S)``; 0 in places that are padding or not filled.
-        lengths: How long each text may become, ``(B,)``. Where angles follow the length of the
-            text they are those of this length from the first token on: what is in a cache
-            cannot be turned again, since the tokens after it have read it.
-        filled: How many places are filled, a scalar.
+        segments: Segments of the tokens, ``(B, S)``; 0 for padding and for empty places.
+        lengths: Final length of each text, ``(B,)``. If angles depend on the length of the text,
+            this length is used from the first token on: cached keys cannot be rotated again,
+            since later tokens have already attended to them.
+        filled: Number of filled places, a scalar.
     """
 
     keys: Float[Array, "L B S K Dh"]
@@ -103,11 +103,11 @@ class Cache(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """The tokens that come next, and the cache: ``apply_fn(params, Cached(...))``.
+    """The next tokens, and the cache: ``apply_fn(params, Cached(...))``.
 
-    The decoder then returns ``(logits (B, V) of each row's last token, cache)``, through the
-    same parameters, so that whatever rewrites the decoder (adapters) rewrites this too. The
-    cache must have places left for the tokens.
+    The decoder then returns ``(logits (B, V) of each row's last token, cache)``. It uses the same
+    parameters, so changes to the decoder, such as adapters, also apply here. The cache must have
+    enough free places for the tokens.
     """
 
     tokens: Tokens
@@ -125,11 +125,11 @@ def empty_cache(
     """A cache without tokens.
 
     Args:
-        config: Of the decoder.
-        rows: Texts.
-        places: Tokens that each row can hold.
-        dtype: Of keys and values: that of the parameters.
-        lengths: How long each text may become; by default ``places``.
+        config: Sizes of the decoder.
+        rows: Number of texts.
+        places: Number of tokens that each row can hold.
+        dtype: Dtype of keys and values, which is that of the parameters.
+        lengths: Final length of each text; by default ``places``.
 
     Memory:
         ``2 L B S K Dh`` elements.
@@ -151,12 +151,13 @@ AttentionBy = Literal["xla", "cudnn"]
 
 
 class Reading(NamedTuple):
-    """What blocks share about the tokens at hand.
+    """Inputs of attention that blocks share.
 
     Attributes:
-        angles: Of the tokens, ``(B, T, R)``.
-        scale: What cosine and sine of them are multiplied with.
-        mask: ``(B, 1, T, S)``, what each token sees; ``None``: all before it, in its window.
+        angles: Rotary angles of the tokens, ``(B, T, R)``.
+        scale: Factor of their cosine and sine.
+        mask: ``(B, 1, T, S)``, the places that each token attends to; ``None`` means all
+            earlier ones in its window.
     """
 
     angles: Array
@@ -165,9 +166,9 @@ class Reading(NamedTuple):
 
 
 def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> tuple[Reading, ...]:
-    """What blocks with the window read, and those without, where some are of either kind.
+    """Inputs of attention for blocks with the window and, if both kinds exist, those without.
 
-    The cache's marks must hold those of the tokens already.
+    The segments of the tokens must already be in the cache.
     """
     shape = tokens.ids.shape
     positions_BxT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
@@ -175,7 +176,7 @@ def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> tuple[Re
         positions_BxT = tokens.positions
     same_BxTxS, start, segments = None, 0, tokens.segments
     mixed, capped = config.windowed is not None, config.attention_softcap is not None
-    if segments is None and (mixed or capped):  # a mask for each kind, or scores of our own
+    if segments is None and (mixed or capped):  # masks per kind, or attention written out here
         same_BxTxS = jnp.ones((1, shape[1], shape[1]), bool)
     if segments is None:
         lengths_BxT = jnp.broadcast_to(positions_BxT.max(1, keepdims=True) + 1, shape)
@@ -204,7 +205,7 @@ def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> tuple[Re
 
 
 def of_block(readings: tuple[Reading, ...], config: DecoderConfig, layer: Array) -> Reading:
-    """What a block reads, by its number."""
+    """The inputs of attention for a block, by its number."""
     if config.windowed is None:
         return readings[0]
     windowed = jnp.asarray(config.windowed)[layer]
@@ -212,7 +213,7 @@ def of_block(readings: tuple[Reading, ...], config: DecoderConfig, layer: Array)
 
 
 class Attention(nnx.Module):
-    """One kernel to queries, keys and values, and one from the heads back to the stream."""
+    """One kernel for queries, keys and values, and one from the heads back to the stream."""
 
     def __init__(self, config: DecoderConfig, attention: AttentionBy, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -253,7 +254,7 @@ class Attention(nnx.Module):
             assert mask is not None
             scale = config.head_size**-0.5 if scale is None else scale
             return softcapped_attention(q, k, v, mask, scale=scale, cap=cap)
-        with jax.numpy_dtype_promotion("standard"):  # it adds float32 to bfloat16 inside
+        with jax.numpy_dtype_promotion("standard"):  # JAX adds float32 to bfloat16 here
             return jax.nn.dot_product_attention(
                 q,
                 k,
@@ -267,7 +268,7 @@ class Attention(nnx.Module):
 
 
 def _written(cache: Cache, layer: Array, k: Array, v: Array) -> tuple[Cache, Array, Array]:
-    """The cache with a block's new keys and values, and all of that block's."""
+    """The cache with new keys and values of a block, and all keys and values of that block."""
     at = (layer, 0, cache.filled - k.shape[1], 0, 0)
     keys = jax.lax.dynamic_update_slice(cache.keys, k[None], at)
     values = jax.lax.dynamic_update_slice(cache.values, v[None], at)

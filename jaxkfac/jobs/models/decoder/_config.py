@@ -1,4 +1,4 @@
-"""Sizes and choices of a decoder, from Hugging Face's ``config.json``, for each model type."""
+"""Sizes and options of a decoder from Hugging Face's ``config.json``, for each model type."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from jaxkfac.jobs.models.checkpoint import token_ids
 from jaxkfac.jobs.models.decoder._rotary import Rotary
 
-# ---------------- which blocks have the window
+# ---------------- which blocks use the sliding window
 
 
 _KINDS = ("sliding_attention", "full_attention")
@@ -20,12 +20,12 @@ def windows(
     """``sliding_window`` and ``windowed`` of a decoder.
 
     Args:
-        config: Its ``config.json``; new files have a list ``layer_types``.
-        window: What the file says.
-        otherwise: Whether a block has the window, by its number, where there is no list.
+        config: Contents of ``config.json``; newer files have a list ``layer_types``.
+        window: Size of the window in the file.
+        otherwise: Whether a block uses the window, by its number; used without such a list.
 
     Raises:
-        ValueError: a layer of another type, by name, or another number of them.
+        ValueError: a layer has an unknown type, or their number is wrong.
     """
     kinds, depth = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
@@ -40,8 +40,8 @@ def windows(
     return {"sliding_window": window, "windowed": None if all(windowed) else windowed}
 
 
-# ---------------- gemma 2: norms before and after each layer, soft-capped scores and logits, every
-# other window
+# ---------------- gemma 2: norms before and after each layer, soft-capped scores and logits, a
+# window in every second block
 
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -58,10 +58,10 @@ def gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common.
+    """Options that Gemma 2 and 3 share.
 
     Raises:
-        ValueError: attention to both sides, or another activation.
+        ValueError: bidirectional attention, or another activation.
     """
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: expected false, a decoder reads leftwards")
@@ -80,15 +80,15 @@ def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------- gemma 3, the text model: norms of heads, and other rotary angles in the blocks
-# with a window
+# ---------------- gemma 3, the text model: norms of heads, and other rotary angles in blocks with
+# a window
 
 
 def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a ``gemma3_text``.
 
     Raises:
-        ValueError: soft-capped attention, which no Gemma 3 has.
+        ValueError: soft-capped attention, which Gemma 3 does not use.
     """
     if config.get("attn_logit_softcapping"):
         raise ValueError("attn_logit_softcapping: expected null in a gemma3_text")
@@ -104,7 +104,7 @@ def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) -> Rotary:
-    """Of one kind of block; ``rope_scaling`` of older files is of the full ones."""
+    """Angles of one kind of block; in older files ``rope_scaling`` is for the full ones."""
     found = {"rope_theta": config.get(theta, default)}
     if kind == "full_attention":
         found |= config.get("rope_scaling") or {}
@@ -112,7 +112,7 @@ def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) ->
     return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": found})
 
 
-# ---------------- llama: no window, whatever the file says
+# ---------------- llama: no window, even if the file has one
 
 
 def llama(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,8 +120,7 @@ def llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-# ---------------- mistral: a window in all blocks, of 4096 where the file does not say; null is
-# none
+# ---------------- mistral: a window in all blocks, by default 4096; null means none
 
 
 def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": config.get("sliding_window", 4096)}
 
 
-# ---------------- phi-3: a window, where the file gives one, in all blocks
+# ---------------- phi-3: a window in all blocks, if the file has one
 
 
 def phi3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upper_windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The window of blocks from ``max_window_layers`` on; none without ``use_sliding_window``."""
+    """The window of blocks from ``max_window_layers`` on; none unless ``use_sliding_window``."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     below = config.get("max_window_layers", 28)
     return windows(config, window, lambda block: block >= below)
@@ -169,11 +168,11 @@ def qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------- the model types that are covered
+# ---------------- the supported model types
 
 
-# From a ``config.json`` to the options of ``DecoderConfig`` that its type decides. What it does not
-# name is read the same way for all.
+# From a ``config.json`` to the options of ``DecoderConfig`` that depend on the model type. All
+# other options are read in the same way for all types.
 Reader = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 FAMILIES: Mapping[str, Reader] = MappingProxyType(
@@ -185,11 +184,11 @@ FAMILIES: Mapping[str, Reader] = MappingProxyType(
 
 
 def model_types() -> str:
-    """Their names, for an error."""
+    """Names of the supported types, for error messages."""
     return ", ".join(FAMILIES)
 
 
-# ---------------- sizes and choices of a decoder, from Hugging Face's ``config.json``
+# ---------------- sizes and options of a decoder, from Hugging Face's ``config.json``
 
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -197,35 +196,36 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder of the Phi-3 layout: fused projections, rotary positions, grouped heads.
+    """A decoder in the Phi-3 layout: fused projections, rotary positions, grouped heads.
 
     Attributes:
         vocabulary: Number of tokens.
-        width: Size of the stream.
-        hidden: Size of the gated layer.
+        width: Size of the residual stream.
+        hidden: Hidden size of the gated layer.
         depth: Number of blocks.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; divides ``num_heads``.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; divides ``num_heads``.
         head_size: Size of a head.
-        context: Positions that the model was made for.
+        context: Number of positions the model was made for.
         norm_epsilon: Added to the mean square.
-        tied_head: The head is the embedding, transposed.
-        sliding_window: Positions that a token sees, its own included; ``None``: all before it.
-        attention_bias: Biases in the attention's projections.
-        mlp_bias: Biases in the gated layer's.
-        rotary: The angles of positions.
+        tied_head: Whether the head is the transposed embedding.
+        sliding_window: Number of positions a token attends to, including its own; ``None`` means
+            all earlier ones.
+        attention_bias: Whether all projections of attention have biases.
+        mlp_bias: Whether the gated layer has biases.
+        rotary: Rotary angles.
         eos_ids: Tokens that end an answer.
-        windowed: Which blocks have the window, one for each; ``None``: all.
-        local_rotary: The angles in these blocks; ``None``: the same.
-        qkv_bias: Biases of queries, keys and values alone.
-        head_norms: Queries and keys are normalised, head by head, before they are rotated.
-        post_norms: What attention and the gated layer give is normalised, too, before it is added.
-        unit_offset: Norms multiply by 1 + scale.
-        activation: Of the gate.
-        embedding_scale: What embeddings are multiplied with, in the dtype of the parameters.
-        attention_scale: What scores are; ``None``: one over the root of ``head_size``.
-        attention_softcap: ``c`` in ``c tanh(score / c)``; ``None``: scores as they are.
-        logit_softcap: The same of logits.
+        windowed: For each block, whether it uses the window; ``None`` means all do.
+        local_rotary: Rotary angles of blocks with the window; ``None`` means the same angles.
+        qkv_bias: Whether queries, keys and values have biases.
+        head_norms: Whether queries and keys are normalised, head by head, before the rotation.
+        post_norms: Whether outputs of attention and of the gated layer are also normalised.
+        unit_offset: Whether norms multiply by 1 + scale.
+        activation: Activation of the gate.
+        embedding_scale: Factor of embeddings, in the dtype of the parameters.
+        attention_scale: Factor of scores; ``None`` means one over the root of ``head_size``.
+        attention_softcap: ``c`` in ``c tanh(score / c)``; ``None`` means no cap.
+        logit_softcap: The same for logits.
 
     Example:
         >>> config = DecoderConfig.from_hugging_face({
@@ -288,16 +288,16 @@ class DecoderConfig:
 
     @property
     def longest(self) -> int:
-        """Positions that a text may have: ``dynamic`` angles stretch the context."""
+        """Largest number of positions of a text: ``dynamic`` angles extend the context."""
         stretched = self.rotary.kind == "dynamic"
         return int(self.context * self.rotary.factor) if stretched else self.context
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
-        """What the fused kernels are made of: ``{kernel: {part: its outputs}}``, in order.
+        """The parts of fused kernels in order: ``{kernel: {part: number of outputs}}``.
 
-        Llama and Mistral keep these projections apart; :func:`jaxkfac.lslora.split` and ``fuse``
-        take it to and from their adapters.
+        Llama and Mistral store these projections separately; :func:`jaxkfac.lslora.split` and
+        ``fuse`` convert adapters between the two forms.
         """
         heads, kv = (n * self.head_size for n in (self.num_heads, self.num_kv_heads))
         return {
@@ -310,13 +310,13 @@ class DecoderConfig:
         """Read a ``config.json``.
 
         Args:
-            config: The file's content. Old files (``rope_theta``, ``rope_scaling``) and new
-                ones (``rope_parameters``) are read; keys that do not change what the model
+            config: Contents of the file. Both old keys (``rope_theta``, ``rope_scaling``) and
+                new ones (``rope_parameters``) are read; keys that do not change what the model
                 computes are ignored.
 
         Raises:
-            ValueError: a ``model_type``, activation, rotary scaling or type of layer that is not
-                covered, or a key that is missing; each by name.
+            ValueError: a ``model_type``, activation, rotary scaling or layer type is not supported,
+                or a key is missing; names it.
         """
         kind = config.get("model_type")
         if kind not in FAMILIES:

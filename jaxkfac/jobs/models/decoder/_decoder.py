@@ -1,6 +1,6 @@
 """The decoder: embedding, scanned blocks, norm, head.
 
-Shape suffixes: B rows, T tokens, D width of the stream, V vocabulary.
+Shape suffixes: B rows, T tokens, D width of the residual stream, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 class GatedMLP(nnx.Module):
-    """``down(silu(gate) * up)``, gate and up from one kernel; or another activation."""
+    """``down(silu(gate) * up)``, with gate and up from one kernel (or another activation)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         width, hidden, bias = config.width, config.hidden, config.mlp_bias
@@ -47,10 +47,10 @@ class GatedMLP(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Attention, then the gated layer, each normalised first and added to the stream.
+    """Attention, then the gated layer; each normalises its input and adds to the stream.
 
-    With ``post_norms`` what is added is normalised, too. Then ``post_attention_layernorm`` is
-    behind the attention; else the gated layer's first norm has that name.
+    With ``post_norms`` the outputs of both are also normalised. Then ``post_attention_layernorm``
+    comes after attention; otherwise it is the norm before the gated layer.
     """
 
     def __init__(self, config: DecoderConfig, attention: AttentionBy, *, rngs: nnx.Rngs) -> None:
@@ -76,7 +76,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Stream(nnx.Module):
-    """Everything below the head. Attribute names are Hugging Face's, so adapters' are too."""
+    """Everything before the head. Attributes have Hugging Face's names, as adapters do."""
 
     def __init__(
         self, config: DecoderConfig, remat: bool, attention: AttentionBy, *, rngs: nnx.Rngs
@@ -114,20 +114,20 @@ class Decoder(nnx.Module):
     """A decoder of the Phi-3 layout: ``decoder(inputs) -> logits``.
 
     Inputs are token ids ``(B, T)`` or :class:`Tokens`; logits are ``(B, T, V)`` in the dtype of
-    the parameters. For generation inputs are :class:`Cached`. Queries, keys and values come
-    from one kernel, gate and up from another, as Phi-3 stores them; Llama, Mistral, Qwen and
-    Gemma are the same function with these kernels side by side, and the options of their config.
+    the parameters. For generation the input is :class:`Cached`. One kernel computes queries, keys
+    and values and another gate and up, as in Phi-3; Llama, Mistral, Qwen and Gemma compute the
+    same function with concatenated kernels and the options in their config.
     Softmax, norms and angles are computed in float32.
 
     Args:
-        config: Sizes.
+        config: Sizes and options.
         remat: Recompute each block's activations in the backward pass.
-        attention: Of ``jax.nn.dot_product_attention``: ``"xla"`` anywhere; ``"cudnn"``, flash
-            attention, on NVIDIA GPUs, for parameters in bfloat16 or float16.
-        rngs: For the initial values.
+        attention: Passed to ``jax.nn.dot_product_attention``: ``"xla"`` works everywhere;
+            ``"cudnn"`` is flash attention, on NVIDIA GPUs, for parameters in bfloat16 or float16.
+        rngs: Keys for the initial values.
 
     Raises:
-        ValueError: ``"cudnn"`` with soft-capped scores.
+        ValueError: ``"cudnn"`` is used with soft-capped scores.
 
     Example:
         >>> config = DecoderConfig(vocabulary=97, width=32, hidden=48, depth=2, num_heads=4,
@@ -186,7 +186,7 @@ class Decoder(nnx.Module):
 
 
 def norm_of(config: DecoderConfig) -> RMSNorm:
-    """A norm of the stream."""
+    """A norm of the residual stream."""
     return RMSNorm(config.width, config.norm_epsilon, unit_offset=config.unit_offset)
 
 

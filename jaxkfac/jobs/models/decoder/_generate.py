@@ -43,44 +43,43 @@ def generate(
     adapters: PyTree = None,
     adapter: Any = None,
 ) -> Any:
-    """Continue a prompt, or several side by side, until a token of ``eos_ids``.
+    """Continue a prompt, or several at once, until a token of ``eos_ids``.
 
-    One compiled program reads the prompts and then loops over the new tokens; it is compiled
-    again for another number of prompts, another ``max_new_tokens``, or another multiple of 32
-    tokens in the longest prompt. Prompts do not see each other, nor the padding on their left.
-    Where angles follow the text's length (longrope, dynamic) they are those of prompt and
-    ``max_new_tokens`` together.
+    A single compiled program reads the prompts and loops over the new tokens. It is compiled
+    again if the number of prompts, ``max_new_tokens`` or the length of the longest prompt,
+    rounded up to a multiple of 32, changes. Prompts do not attend to each other or to the padding
+    on their left. If angles depend on the length of the text (longrope, dynamic), that length is
+    the prompt with ``max_new_tokens``.
 
     Args:
         pretrained: From :func:`load_decoder`.
-        prompt: A text, token ids (``tokenizer.chat([...])``; an array of integers will do), or a
-            list of either; the rows of a matrix are prompts of one length.
-        max_new_tokens: The most to add.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
-            token is drawn.
-        top_k: Draw among so many of the likeliest.
-        top_p: Draw among the fewest of the likeliest that have this probability together.
-        key: For drawing.
-        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
-        adapters: For ``adapted``.
-        adapter: For ``adapted`` with a bank: an index, or one for each prompt; -1 is the base
+        prompt: A text, token ids (``tokenizer.chat([...])`` or an integer array), or a list of
+            these; rows of a matrix are prompts of equal length.
+        max_new_tokens: Largest number of tokens to add.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it and a
+            token is sampled.
+        top_k: Sample among this many of the most likely tokens.
+        top_p: Sample among the fewest most likely tokens that together have this probability.
+        key: Key for sampling.
+        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with this function.
+        adapters: Adapters for ``adapted``.
+        adapter: For ``adapted`` with a bank: an index, or one per prompt; -1 is the base
             model.
 
     Returns:
-        For a text the text that was added; for ids the ids that were added, the one that ended
-        the answer included. A list of these for a list.
+        The added text for a text; for ids the added ids, including the one that ended the
+        answer. For a list, a list of these.
 
     Raises:
-        ValueError: a prompt without tokens, with ids beyond the vocabulary, or longer than the
-            context leaves room for; a text without a tokenizer; a temperature without a key,
-            ``top_k`` or ``top_p`` without a temperature;
-            ``adapters``, or quantised parameters, without ``adapted``; an ``adapter`` beyond the
-            bank; logits that are not finite, so that no token is the likeliest.
-        MemoryBudgetError: no room for the cache.
+        ValueError: a prompt is empty, has ids outside the vocabulary, or is too long for the
+            context; a text is given without a tokenizer, a temperature without a key, ``top_k`` or
+            ``top_p`` without a temperature, or ``adapters`` or quantised parameters without
+            ``adapted``; an ``adapter`` is outside the bank; or logits are not finite.
+        MemoryBudgetError: the cache does not fit.
 
     Memory:
-        A cache of ``2 L B S K Dh`` elements, S the prompt (rounded up) and the new tokens; for
-        the prompt one block's activations.
+        A cache of ``2 L B S K Dh`` elements, S the rounded-up prompt with the new tokens; for
+        the prompt also the activations of one block.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -119,7 +118,7 @@ def generate(
         instead="give fewer prompts at once, or a smaller max_new_tokens",
     )
     if adapter is not None and not isinstance(adapter, jax.Array):
-        adapter = np.asarray(adapter)  # one array, of which the program sees the shape alone
+        adapter = np.asarray(adapter)  # as an array, so the program depends on its shape only
     if isinstance(adapters, Bank):
         adapters.check_index(adapter)
     operands = (params,) if adapted is None else (params, adapters, adapter)
@@ -141,7 +140,7 @@ def generate(
 
 
 class _Static(NamedTuple):
-    """What the program is compiled for, beside shapes."""
+    """Static arguments of the compiled program."""
 
     config: DecoderConfig
     dtype: Any
@@ -160,7 +159,7 @@ def _program(
     *,
     static: _Static,
 ) -> tuple[Array, Array]:
-    """New ids ``(B, steps)``, -1 behind the end of each answer; whether its logits were finite."""
+    """New ids ``(B, steps)``, -1 after the end of each answer; whether logits were finite."""
     params, *adapters = operands
     rows, length = tokens.ids.shape
     assert tokens.positions is not None
@@ -203,7 +202,7 @@ def _check_context(config: DecoderConfig, length: int, max_new_tokens: int) -> N
 
 
 def _side_by_side(rows: Sequence[Sequence[int]]) -> Tokens:
-    """Padded on the left, so that all rows end, and go on, in one place."""
+    """Pad on the left, so that all rows end at the same place."""
     ids, positions, segments = np.zeros((3, len(rows), padded_length(rows)), np.int32)
     for number, row in enumerate(rows):
         ids[number, -len(row) :] = row

@@ -35,16 +35,16 @@ from jaxkfac.memory import LeafSharding, checked_dtype
 # ---------------- byte-level BPE from the fields of a GGUF file
 
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types that no merge makes
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that do not come from merges
 _PRE = ("smollm", "gpt-2")
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokenizer | None:
-    """Vocabulary and merges as a tokenizer; ``None`` where the file has none.
+    """A tokenizer from vocabulary and merges; ``None`` if the file has none.
 
     Raises:
-        ValueError: another kind of tokenizer than byte-level BPE, or another way to cut a text
-            into words than SmolLM's (each digit alone) or GPT-2's.
+        ValueError: the tokenizer is not byte-level BPE, or splits a text into words differently
+            from SmolLM (single digits) and GPT-2.
     """
     if "tokenizer.ggml.tokens" not in fields:
         return None
@@ -102,9 +102,9 @@ _ENDS = {
 
 
 class GgufSource:
-    """A ``Source`` over a GGUF file.
+    """A ``Source`` for a GGUF file.
 
-    The file is mapped, so that pages read count as memory of the process until they give way.
+    The file is mapped, so pages that were read count as memory of the process until evicted.
     """
 
     def __init__(self, tensors: Any, config: DecoderConfig) -> None:
@@ -124,16 +124,16 @@ class GgufSource:
         heads = self._heads.get(name.split(".")[-2])
         if heads is None:
             return x
-        # Stored for rotation of neighbours: pair i of a head is rows 2i and 2i + 1. Ours, as
-        # Hugging Face's, is rows i and i + half.
+        # Stored for rotation of adjacent rows: pair i of a head is rows 2i and 2i + 1. Here, as in
+        # Hugging Face's files, it is rows i and i + half.
         return x.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
 def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
-    """Config, weights and tokenizer of a file.
+    """Config, weights and tokenizer of a GGUF file.
 
     Raises:
-        ValueError: the file is damaged, or holds another kind of model.
+        ValueError: the file is damaged, or holds an unsupported model.
     """
     try:
         from gguf import GGUFReader
@@ -144,7 +144,7 @@ def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the reader trusts the file: any lookup in it may fail
+    except Exception as error:  # the reader does not check the file: any lookup may fail
         raise ValueError(
             f"{file} ({file.stat().st_size} bytes) is no whole GGUF file: {error}; "
             "download it again"
@@ -158,7 +158,7 @@ def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
         tokenizer = gguf_tokenizer(fields, config.eos_ids)
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # fields that contradict each other, or that the package refuses
+    except Exception as error:  # fields contradict each other, or the package refuses them
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file}: its tokenizer cannot be read: {reason}") from error
     return config, GgufSource(reader.tensors, config), tokenizer
@@ -205,7 +205,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> DecoderConfig:
 
 
 def _name(name: str) -> str:
-    """Hugging Face's name of a tensor; one that has none keeps its own, and is then unknown."""
+    """Hugging Face's name of a tensor; a tensor without one keeps its name and is unknown."""
     if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         number, part, kind = found.groups()
         return f"model.layers.{number}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
@@ -213,14 +213,14 @@ def _name(name: str) -> str:
     return f"{_ENDS[part]}.{kind}" if part in _ENDS else name
 
 
-# ---------------- which stored tensors make up each parameter of a decoder
+# ---------------- which stored tensors form each parameter of a decoder
 
 
 def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
-    """Every parameter by its path.
+    """All parameters by path.
 
     Args:
-        config: Of the decoder.
+        config: Sizes of the decoder.
         fused: Whether qkv and gate/up are stored as one tensor each (Phi-3) or apart (Llama).
     """
     width, hidden, heads = config.width, config.hidden, config.num_heads * config.head_size
@@ -263,7 +263,7 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
 
 
 def repeats(name: str, leaves: Mapping[str, Leaf]) -> bool:
-    """Whether a tensor repeats something else: a tied head, frequencies in old files."""
+    """Whether a tensor is redundant: a tied head, or frequencies in old files."""
     tied = name == "lm_head.weight" and "lm_head/kernel" not in leaves
     return tied or name.endswith("rotary_emb.inv_freq")
 
@@ -293,36 +293,36 @@ def load_decoder(
 ) -> Pretrained:
     """Load a decoder of the types phi3, llama, mistral, qwen2, qwen3, gemma2 or gemma3_text.
 
-    Nothing is initialised first: shapes come from the config, every name and shape of the
-    checkpoint is compared with them before a tensor is read, and stacked parameters are filled
+    Parameters are not initialised first: shapes come from the config, names and shapes of the
+    checkpoint are compared with them before any tensor is read, and stacked parameters are read
     block by block.
 
     Args:
-        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
-            if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``; or a
-            ``.gguf`` file of a Llama, which is dequantised.
-        dtype: Of the parameters, and so of the computation.
+        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
+            optionally ``tokenizer.json`` and ``tokenizer_config.json``; or a ``.gguf`` file of a
+            Llama, which is dequantised.
+        dtype: Dtype of the parameters and of the computation.
         remat: Recompute each block's activations in the backward pass.
         quantize: Full-match pattern over paths of stacked kernels
-            (``r"model/layers/.*/kernel"``): these are quantised to NF4 as they are read. Such
-            parameters are read by ``jk.lslora.attach(apply_fn, config)`` alone; its adapters
-            may be ``{}``.
+            (``r"model/layers/.*/kernel"``): these are quantised to NF4 when they are read. Only
+            ``jk.lslora.attach(apply_fn, config)`` can use such parameters; its adapters may be
+            ``{}``.
         sharding: A sharding or device for all parameters, or a function of path and shape.
             Quantised kernels stay on the default device.
-        attention: ``"cudnn"``: flash attention, on NVIDIA GPUs, for bfloat16 or float16.
+        attention: ``"cudnn"`` means flash attention, on NVIDIA GPUs, in bfloat16 or float16.
 
     Returns:
         A :class:`Pretrained`.
 
     Raises:
-        FileNotFoundError: the folder, ``config.json`` or the weights are not there.
-        ValueError: a damaged file; a model that is not covered; tensors that are missing, not
-            known or of another shape, every one by name.
-        MemoryBudgetError: before anything is read, if it would not fit.
+        FileNotFoundError: the folder, ``config.json`` or the weights do not exist.
+        ValueError: a file is damaged, the model is not supported, or tensors are missing, unknown
+            or of the wrong shape; lists all of them.
+        MemoryBudgetError: the parameters would not fit; raised before anything is read.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:
-        The parameters; and in main memory one stored tensor and, on an accelerator, the largest
+        The parameters, and in main memory one stored tensor and, on an accelerator, the largest
         stacked parameter (a kernel of all blocks).
 
     Example:
@@ -362,9 +362,9 @@ def decoder_shapes(
     quantize: str | None = None,
     attention: AttentionBy = "xla",
 ) -> Pretrained:
-    """What :func:`load_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
+    """Like :func:`load_decoder`, with ``jax.ShapeDtypeStruct`` in place of arrays.
 
-    For planning: config and tokenizer are read, and no weights.
+    For planning: reads config and tokenizer, but no weights.
     """
     config, _, tokenizer = open_checkpoint(Path(path))
     apply_fn = decoder_function(config, remat, attention)
@@ -374,7 +374,7 @@ def decoder_shapes(
 
 
 def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
-    """``apply_fn`` of a decoder whose parameters are given with each call."""
+    """``apply_fn`` of a decoder; parameters are passed to each call."""
     shapes = nnx.eval_shape(
         lambda: Decoder(config, remat=remat, attention=attention, rngs=nnx.Rngs(0))
     )

@@ -1,4 +1,4 @@
-"""Rotary positions, and what stretches them beyond the context of pretraining."""
+"""Rotary positions, and rules that extend them beyond the context of pretraining."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 class Rotary:
     r"""Angles $p \, \theta^{-2i/d}$ of position p and pair i, by one of five rules.
 
-    ``linear`` divides frequencies by ``factor``; ``llama3`` only the low ones, with a ramp
+    ``linear`` divides frequencies by ``factor``; ``llama3`` only low ones, with a transition
     between; ``dynamic`` raises $\theta$ with the length of a sequence beyond the context;
     ``longrope`` divides by one of two lists, for sequences within the original context and
     for longer ones, and scales cosine and sine.
@@ -33,14 +33,14 @@ class Rotary:
     Attributes:
         kind: The rule.
         theta: The base.
-        partial: The part of each head, from its beginning, that is rotated.
-        factor: How much longer than the original context.
-        original_context: Positions of pretraining; for ``dynamic`` those of the model.
+        partial: Fraction of each head, from its first element, that is rotated.
+        factor: Ratio of the extended to the original context.
+        original_context: Number of positions in pretraining; for ``dynamic`` those of the model.
         low_freq_factor: Wavelengths above ``original_context / low_freq_factor`` are divided.
-        high_freq_factor: Those below ``original_context / high_freq_factor`` are kept.
-        short_factor: A divisor for each frequency.
-        long_factor: The same, for long sequences.
-        attention_factor: Multiplies cosine and sine.
+        high_freq_factor: Wavelengths below ``original_context / high_freq_factor`` are unchanged.
+        short_factor: Divisors of the frequencies, one for each.
+        long_factor: The same for long sequences.
+        attention_factor: Factor of cosine and sine.
 
     References:
         J. Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
@@ -71,7 +71,7 @@ class Rotary:
         if missing := [name for name in _NEEDS[kind] if found.get(name) is None]:
             raise ValueError(f"rope_type {kind!r} needs {missing} beside it in config.json")
         context = config["max_position_embeddings"]
-        # Phi-3 keeps the number outside of its scaling, Llama inside.
+        # In Phi-3 this number is outside of the scaling, in Llama inside.
         inside = found.get("original_max_position_embeddings")
         original = config.get("original_max_position_embeddings") or inside or context
         factor = found.get("factor") or (context / original if kind == "longrope" else 1.0)
@@ -94,14 +94,14 @@ class Rotary:
         )
 
     def size(self, head_size: int) -> int:
-        """How many elements of a head are rotated."""
+        """Number of rotated elements of a head."""
         return int(head_size * self.partial)
 
     def check(self, head_size: int) -> None:
-        """Whether the numbers fit heads of this size.
+        """Check that the options fit heads of this size.
 
         Raises:
-            ValueError: an odd number of rotated elements, or a list of another length.
+            ValueError: the number of rotated elements is odd, or a list has the wrong length.
         """
         size = self.size(head_size)
         if size % 2 or size < 2:
@@ -118,17 +118,17 @@ class Rotary:
     def angles(
         self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"], head_size: int
     ) -> Float[Array, "B T half"]:
-        """Angles in float32, as the models were trained with.
+        """Angles in float32, as in the training of the models.
 
         Args:
-            positions: Of the tokens in their sequences.
-            lengths: Of the sequence that each token belongs to; read only where the rule
-                follows it.
+            positions: Positions of the tokens in their sequences.
+            lengths: Length of the sequence of each token; used only by rules that depend on
+                it.
             head_size: Size of a head.
         """
         size = self.size(head_size)
-        # In float32 from the start, like the code the weights come from: at position 8000 the
-        # last bit of a frequency is a visible angle.
+        # In float32 from the start, as in the reference implementations: at position 8000 the last
+        # bit of a frequency changes the angle visibly.
         exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
         powers = np.power(np.float32(self.theta), exponents)
         where = positions.astype(jnp.float32)[..., None]
@@ -159,9 +159,9 @@ class Rotary:
 def rotate(
     x_BxTxHxK: Float[Array, "B T H K"], angles_BxTxR: Float[Array, "B T R"], scale: Float[Array, ""]
 ) -> Float[Array, "B T H K"]:
-    """Turn element i of a head's first ``2 R`` with element ``i + R``; keep the rest."""
+    """Rotate element i of a head's first ``2 R`` with element ``i + R``; keep the rest."""
     half = angles_BxTxR.shape[-1]
-    # At least float32: cosine and sine of bfloat16 are off in the third digit.
+    # At least float32: in bfloat16 cosine and sine are wrong in the third digit.
     wide = statistics_dtype(x_BxTxHxK.dtype)
     turned, kept = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
     scale, angles = scale.astype(wide), angles_BxTxR.astype(wide)

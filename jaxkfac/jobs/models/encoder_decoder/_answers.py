@@ -1,4 +1,4 @@
-"""Targets token by token, from a cache of keys and values."""
+"""Generation of targets token by token, with a cache of keys and values."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -51,41 +51,41 @@ def generate_targets(
     adapted: Callable[..., Any] | None = None,
     adapters: PyTree = None,
 ) -> list[Any]:
-    """The target of each source, until a token of ``eos_ids``.
+    """Generate the target of each source, until a token of ``eos_ids``.
 
-    One compiled program reads the sources and loops over the new tokens; it is compiled again
-    for another number of sources, another ``max_new_tokens``, or another multiple of 32 tokens
-    in the longest source.
+    A single compiled program reads the sources and loops over the new tokens. It is compiled
+    again if the number of sources, ``max_new_tokens`` or the length of the longest source,
+    rounded up to a multiple of 32, changes.
 
     Args:
         pretrained: From :func:`load_encoder_decoder`.
-        sources: Texts, or token ids with the end that the tokenizer gives a text.
-        max_new_tokens: The most of each target.
-        num_beams: More than one: beam search, as transformers does it.
-        length_penalty: Of beams: log probabilities are divided by length to this power.
-        early_stopping: Of beams: ``True`` stops an example at ``num_beams`` finished sequences,
-            ``False`` when the best running one is no better at its present length, ``"never"``
-            when it could not be at any.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
-            token is drawn.
-        top_k: Draw among so many of the likeliest.
-        top_p: Draw among the fewest of the likeliest that have this probability together.
-        key: For drawing.
-        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
-        adapters: For ``adapted``.
+        sources: Texts, or token ids including the end token that the tokenizer adds.
+        max_new_tokens: Largest number of tokens of each target.
+        num_beams: More than one means beam search, as in transformers.
+        length_penalty: For beams: log probabilities are divided by the length to this power.
+        early_stopping: For beams: ``True`` stops an example at ``num_beams`` finished sequences,
+            ``False`` when the best running beam is no better at its current length, ``"never"``
+            when it could not be better at any length.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it and a
+            token is sampled.
+        top_k: Sample among this many of the most likely tokens.
+        top_p: Sample among the fewest most likely tokens that together have this probability.
+        key: Key for sampling.
+        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with this function.
+        adapters: Adapters for ``adapted``.
 
     Returns:
-        For each text the target's text, for ids its ids, the one that ended it included.
+        For each text the text of its target; for ids the ids, including the end token.
 
     Raises:
-        ValueError: a source without tokens or with ids beyond the vocabulary; a text without a
-            tokenizer; a temperature without a key, or with beams; quantised parameters, or
-            ``adapters``, without ``adapted``; logits that are not finite.
-        MemoryBudgetError: no room for the cache.
+        ValueError: a source is empty or has ids outside the vocabulary; a text is given without a
+            tokenizer, a temperature without a key or with beams, or quantised parameters or
+            ``adapters`` without ``adapted``; or logits are not finite.
+        MemoryBudgetError: the cache does not fit.
 
     Memory:
-        A cache of ``2 L B (S + P) H K`` elements, S of the sources (rounded up) and P of the new
-        tokens; ``num_beams`` times that with beams, which also read each source as often.
+        A cache of ``2 L B (S + P) H K`` elements, S the rounded-up source and P the new tokens;
+        ``num_beams`` times that with beams, which also read each source that often.
 
     Example:
         >>> from flax import nnx
@@ -151,7 +151,7 @@ def generate_targets(
 
 
 class _Targets(NamedTuple):
-    """What the program is compiled for, beside shapes."""
+    """Static arguments of the compiled program."""
 
     config: EncoderDecoderConfig
     dtype: Any
@@ -174,7 +174,7 @@ def _program(
     *,
     static: _Targets,
 ) -> tuple[Array, Array]:
-    """New ids ``(B, steps)``, -1 behind the end of each answer; whether logits were finite."""
+    """New ids ``(B, steps)``, -1 after the end of each answer; whether logits were finite."""
     rows, length = source.shape
 
     def run(ids: Array, cache: PairsCache) -> tuple[Array, PairsCache]:

@@ -1,4 +1,4 @@
-"""The blocks of both stacks, their attention and positions, and what they read and cache."""
+"""Blocks of encoder and decoder, their attention and positions, their inputs and caches."""
 
 from typing import Any, NamedTuple
 
@@ -13,19 +13,19 @@ from jaxkfac.jobs.models._networks import RMSNorm
 from jaxkfac.jobs.models.encoder_decoder._config import NO_DROPOUT, Dropout, EncoderDecoderConfig
 from jaxkfac.linalg import statistics_dtype
 
-# ---------------- what an encoder-decoder reads: a source, and the target so far
+# ---------------- input of an encoder-decoder: a source, and the target so far
 
 
 class Pairs(NamedTuple):
-    """Sources, and what the decoder reads beside them.
+    """Sources, and the inputs of the decoder.
 
     Attributes:
         source: Token ids, ``(B, S)``.
-        source_mask: True where a token of the source exists, ``(B, S)``; ``None``: all do. The
-            others are seen by no token, and are rows of no factor.
-        decoder_inputs: Ids of the target behind its start, ``(B, T)``. A token sees those before
-            it and itself, so padding on the right needs no mask: leave it out of the loss, and
-            out of the factors by ``positions=``.
+        source_mask: Whether a token of the source is real, ``(B, S)``; ``None`` means all are. No
+            token attends to the others, and they are not rows of any factor.
+        decoder_inputs: Ids of the target after a start token, ``(B, T)``. A token attends to
+            itself and earlier ones, so padding on the right needs no mask: exclude it from the
+            loss, and from the factors with ``positions=``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,10 +43,10 @@ class Pairs(NamedTuple):
 
 
 def check_pairs(pairs: Pairs) -> Pairs:
-    """The pairs, with a mask of booleans.
+    """The pairs with a boolean mask.
 
     Raises:
-        ValueError: ids that are no integers of two axes, or shapes that do not go together.
+        ValueError: ids are not integers with two axes, or shapes do not match.
     """
     source, mask, target = pairs
     for name, ids in (("source", source), ("decoder_inputs", target)):
@@ -64,18 +64,18 @@ def check_pairs(pairs: Pairs) -> Pairs:
     return Pairs(source, None if mask is None else mask.astype(bool), target)
 
 
-# ---------------- relative positions: a table of few rows, one number for each head, added to the
+# ---------------- relative positions: a small table with a number for each head, added to the
 # scores
 
 
 def buckets(num: int, max_distance: int) -> np.ndarray:
-    """Bucket of every distance from 0 to ``max_distance``, which stands for all beyond.
+    """Bucket of every distance from 0 to ``max_distance``, which represents all larger ones.
 
-    The first half of the buckets are single distances; the others grow with the logarithm.
+    The first half of the buckets are single distances; the others grow logarithmically.
     """
     single = num // 2
     distance = np.arange(max_distance + 1, dtype=np.float32)
-    # In float32, as where the weights come from: a bound may fall on a distance.
+    # In float32, as in the reference: a bound can coincide with a distance.
     far = np.log(np.maximum(distance, 1) / np.float32(single)) / np.float32(
         np.log(max_distance / single)
     )
@@ -84,7 +84,7 @@ def buckets(num: int, max_distance: int) -> np.ndarray:
 
 
 class RelativePositions(nnx.Module):
-    """A bias of each score by where the key stands, seen from the query."""
+    """A bias for each score, by the position of the key relative to the query."""
 
     def __init__(self, config: EncoderDecoderConfig, *, both_sides: bool, rngs: nnx.Rngs) -> None:
         self.both_sides = both_sides
@@ -96,7 +96,7 @@ class RelativePositions(nnx.Module):
     def __call__(
         self, asking: Int[Array, " T"], asked: Int[Array, " S"]
     ) -> Float[Array, "1 H T S"]:
-        """The bias of places asked, for places asking."""
+        """The bias for pairs of query and key places."""
         ahead_TxS = asked[None, :] - asking[:, None]
         distance_TxS = jnp.abs(ahead_TxS) if self.both_sides else jnp.maximum(-ahead_TxS, 0)
         table = jnp.asarray(buckets(self.num, self.max_distance))
@@ -106,26 +106,26 @@ class RelativePositions(nnx.Module):
         return jnp.take(self.embedding[...], bucket_TxS, axis=0).transpose(2, 0, 1)[None]
 
 
-# ---------------- attention whose scores are not scaled, over the stream itself or over the
-# encoder's
+# ---------------- attention with unscaled scores, over the stream itself or over the encoder's
+# outputs
 #
-# Shape suffixes: B rows, T tokens asking, S places asked, H heads, K size of a head, D width of the
+# Shape suffixes: B rows, T query tokens, S key places, H heads, K size of a head, D width of the
 # stream.
 
 
 class KeysValues(NamedTuple):
-    """What is asked: ``(B, S, H, K)`` each; with an axis of blocks before in a cache."""
+    """Keys and values: ``(B, S, H, K)`` each; in a cache with a leading axis of blocks."""
 
     keys: Float[Array, "*L B S H K"]
     values: Float[Array, "*L B S H K"]
 
 
 class Seen(NamedTuple):
-    """What the tokens of a stack see of each other, the same in all its blocks.
+    """What the tokens of a stack attend to, the same in all its blocks.
 
     Attributes:
-        mask: ``(B or 1, 1, T or 1, S)``; ``None``: everything.
-        bias: Of relative positions, ``(1, H, T, S)``; ``None`` across the two stacks.
+        mask: ``(B or 1, 1, T or 1, S)``; ``None`` means everything.
+        bias: Bias of relative positions, ``(1, H, T, S)``; ``None`` between the two stacks.
     """
 
     mask: Bool[Array, "..."] | None
@@ -133,7 +133,7 @@ class Seen(NamedTuple):
 
 
 class PlainAttention(nnx.Module):
-    """Queries, keys, values and the way back, each a kernel of its own without a bias."""
+    """Queries, keys, values and outputs, each with its own kernel and no bias."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.heads = (config.num_heads, config.head_size)
@@ -144,7 +144,7 @@ class PlainAttention(nnx.Module):
             return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, rngs=rngs)
 
         width = config.width
-        # scores are not scaled, so the queries' kernel begins smaller
+        # scores are not scaled, so the initial kernel of the queries is smaller
         self.q = kernel(width, inner, (width * config.head_size) ** -0.5)
         self.k = kernel(width, inner, width**-0.5)
         self.v = kernel(width, inner, width**-0.5)
@@ -158,7 +158,7 @@ class PlainAttention(nnx.Module):
         self, x_BxTxD: Array, asked: KeysValues, seen: Seen, dropout: Dropout = NO_DROPOUT
     ) -> Array:
         q_BxTxHxK = self._by_head(self.q(x_BxTxD))
-        # Written out: jax.nn.dot_product_attention has its scores in float32 under x64 too.
+        # Written out: jax.nn.dot_product_attention computes scores in float32 even under x64.
         wide = statistics_dtype(x_BxTxD.dtype)
         scores_BxHxTxS = jnp.einsum(
             "bthk,bshk->bhts", q_BxTxHxK, asked.keys, preferred_element_type=wide
@@ -180,12 +180,12 @@ class PlainAttention(nnx.Module):
 
 
 class PairsCache(NamedTuple):
-    """What the decoder's blocks read again, an axis of blocks first.
+    """Keys and values that the decoder's blocks reuse, with a leading axis of blocks.
 
     Attributes:
-        own: Of the target, ``(L, B, P, H, K)`` each, in places filled from the left.
-        across: Of the source, ``(L, B, S, H, K)`` each; computed while nothing is filled.
-        filled: How many places are filled, a scalar.
+        own: Keys and values of the target, ``(L, B, P, H, K)`` each, filled from the left.
+        across: Those of the source, ``(L, B, S, H, K)`` each; computed when nothing is filled.
+        filled: Number of filled places, a scalar.
     """
 
     own: KeysValues
@@ -194,11 +194,11 @@ class PairsCache(NamedTuple):
 
 
 class CachedPairs(NamedTuple):
-    """The tokens that come next, and the cache: ``apply_fn(params, CachedPairs(...))``.
+    """The next tokens, and the cache: ``apply_fn(params, CachedPairs(...))``.
 
-    The model then returns ``(logits (B, V) of each row's last token, cache)``. With nothing
-    filled it reads the source first; whatever rewrites the model (adapters) meets all its layers
-    in this one program.
+    The model then returns ``(logits (B, V) of each row's last token, cache)``. If nothing is
+    filled, it reads the source first, so this one program contains all layers, and changes to the
+    model, such as adapters, apply to all of them.
     """
 
     pairs: Pairs
@@ -208,7 +208,7 @@ class CachedPairs(NamedTuple):
 def empty_pairs_cache(
     config: EncoderDecoderConfig, rows: int, sources: int, places: int, dtype: DTypeLike
 ) -> PairsCache:
-    """A cache of nothing, for ``sources`` tokens of the source and ``places`` of the target."""
+    """An empty cache for ``sources`` tokens of the source and ``places`` of the target."""
     heads = (config.num_heads, config.head_size)
 
     def zeros(length: int) -> KeysValues:
@@ -218,8 +218,8 @@ def empty_pairs_cache(
     return PairsCache(zeros(places), zeros(sources), jnp.zeros((), jnp.int32))
 
 
-# ---------------- the blocks of both stacks. Attribute names are Hugging Face's, so adapters' are
-# too
+# ---------------- blocks of encoder and decoder. Attributes have Hugging Face's names, as adapters
+# do
 
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu_new": jax.nn.gelu, "silu": jax.nn.silu}
@@ -250,7 +250,7 @@ class FeedForward(nnx.Module):
 
 
 class Sublayer(nnx.Module):
-    """A norm, and under its own name what comes after it."""
+    """A norm, and the layer after it under its own name."""
 
     def __init__(self, config: EncoderDecoderConfig, **inner: nnx.Module) -> None:
         self.layer_norm = RMSNorm(config.width, config.norm_epsilon)
@@ -259,7 +259,7 @@ class Sublayer(nnx.Module):
 
 
 class Sublayers(nnx.Module):
-    """Numbered from 0."""
+    """A list of sublayers with the attribute names 0, 1, ..."""
 
     def __init__(self, *sublayers: Sublayer) -> None:
         for number, sublayer in enumerate(sublayers):
@@ -270,11 +270,11 @@ class Sublayers(nnx.Module):
 
 
 class Past(NamedTuple):
-    """The cached side of a decoder's block.
+    """The cache of a decoder's block.
 
     Attributes:
         places: Keys and values of the block, ``(B, S, H, K)``.
-        filled: How many places are filled.
+        filled: Number of filled places.
     """
 
     places: KeysValues
@@ -282,7 +282,7 @@ class Past(NamedTuple):
 
 
 class SourceBlock(nnx.Module):
-    """Attention, then the feed-forward layer, each normalised first and added to the stream."""
+    """Attention, then the feed-forward layer; each normalises its input and adds to the stream."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.layer = Sublayers(
@@ -301,7 +301,7 @@ class SourceBlock(nnx.Module):
 
 
 class TargetBlock(nnx.Module):
-    """A block of the decoder: between the two, attention over the encoder's outputs."""
+    """A block of the decoder, with attention over the encoder's outputs between the two."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.layer = Sublayers(

@@ -1,4 +1,4 @@
-"""Sizes and choices of an encoder-decoder, from Hugging Face's ``config.json``."""
+"""Sizes and options of an encoder-decoder, from Hugging Face's ``config.json``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac.jobs.models.checkpoint import token_ids
 
-# ---------------- dropout by a key that is given with each call: without one nothing is dropped
+# ---------------- dropout with a key that is passed to each call; without a key it does nothing
 
 
 class Dropout(NamedTuple):
-    r"""Inverted dropout: a number stays with probability $1 - p$, and is then divided by it.
+    r"""Inverted dropout: an element is kept with probability $1 - p$ and then divided by it.
 
-    The expectation of what is dropped is what was given. Without a key, or at rate 0, it is what
-    was given itself.
+    The expectation of the output is the input. Without a key, or at rate 0, the output is the
+    input.
 
     Attributes:
         rate: The probability $p$, in [0, 1).
-        key: For this place; ``None`` drops nothing.
+        key: Key for this place; ``None`` drops nothing.
 
     References:
         N. Srivastava, G. Hinton, A. Krizhevsky, I. Sutskever, R. Salakhutdinov: Dropout: a simple
@@ -37,16 +37,16 @@ class Dropout(NamedTuple):
         return self.key is None or self.rate == 0
 
     def at(self, place: int) -> "Dropout":
-        """For one of several places, each of which draws numbers of its own."""
+        """For one of several places, each with its own random numbers."""
         if self.is_off:
             return Dropout()
         assert self.key is not None
         return self._replace(key=jax.random.fold_in(self.key, place))
 
     def split(self, count: int) -> tuple[Key[Array, " count"], ...]:
-        """Keys of so many places as a stacked input of a scan; no input where nothing drops.
+        """Keys of ``count`` places as a stacked input of a scan; empty if nothing is dropped.
 
-        They are those of :meth:`at`: ask one object for either.
+        They overlap with those of :meth:`at`: use only one of the two on an object.
         """
         if self.is_off:
             return ()
@@ -68,10 +68,10 @@ NO_DROPOUT = Dropout()
 
 
 def check_rate(rate: float | int) -> float | int:
-    """The rate.
+    """Return the rate.
 
     Raises:
-        ValueError: it is no probability in [0, 1).
+        ValueError: it is not a probability in [0, 1).
     """
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < 1:
         raise ValueError(f"dropout={rate!r}: expected a probability in [0, 1)")
@@ -81,10 +81,10 @@ def check_rate(rate: float | int) -> float | int:
 # ----------------
 
 
-_DROPOUT = 0.1  # what a file means that does not say it
+_DROPOUT = 0.1  # the default if the file has no rate
 Activation = Literal["relu", "gelu_new", "silu"]
 
-# What a file calls gelu is the tanh form of it.
+# In these files gelu means its tanh form.
 _FEED_FORWARD: dict[str, tuple[Activation, bool]] = {
     "relu": ("relu", False),
     "gated-gelu": ("gelu_new", True),
@@ -94,28 +94,28 @@ _FEED_FORWARD: dict[str, tuple[Activation, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """An encoder and a decoder of the T5 layout: relative positions, no biases.
+    """Sizes and options of an encoder-decoder in the T5 layout: relative positions, no biases.
 
     Attributes:
         vocabulary: Number of tokens.
-        width: Size of the stream.
-        hidden: Size of the feed-forward layer.
-        encoder_depth: Blocks of the encoder.
-        decoder_depth: Blocks of the decoder.
-        num_heads: Heads of every attention.
-        head_size: Size of a head; ``num_heads * head_size`` need not be the width.
-        num_buckets: Rows of each table of relative positions; half of them for either direction
-            in the encoder.
-        max_distance: From this distance on all positions share a bucket.
+        width: Size of the residual stream.
+        hidden: Hidden size of the feed-forward layer.
+        encoder_depth: Number of blocks of the encoder.
+        decoder_depth: Number of blocks of the decoder.
+        num_heads: Number of heads of every attention.
+        head_size: Size of a head; ``num_heads * head_size`` may differ from the width.
+        num_buckets: Rows of each table of relative positions; in the encoder half of them for
+            each direction.
+        max_distance: All positions from this distance on share a bucket.
         activation: ``"gelu_new"`` is the tanh form.
         gated: Whether the activation multiplies a second projection (version 1.1 and FLAN).
         norm_epsilon: Added to the mean square.
-        tied_head: The head is the embedding, transposed.
-        scaled_head: The head's inputs are divided by the root of the width (version 1.0).
-        start_id: What the decoder's inputs begin with.
-        pad_id: Token of padding.
+        tied_head: Whether the head is the transposed embedding.
+        scaled_head: Whether inputs of the head are divided by the root of the width (version 1.0).
+        start_id: First token of the decoder's inputs.
+        pad_id: Token for padding.
         eos_ids: Tokens that end an answer.
-        dropout: Rate with which it was trained; that of a model is chosen when it is made.
+        dropout: Rate used in its training; the rate of a model is chosen when it is built.
 
     Example:
         >>> config = EncoderDecoderConfig.from_hugging_face({
@@ -163,11 +163,11 @@ class EncoderDecoderConfig:
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
-        """What the fused kernels are made of: there are none."""
+        """The parts of fused kernels: none."""
         return {}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """What ``config.json`` says of these sizes; the inverse of :meth:`from_hugging_face`."""
+        """The contents of ``config.json``; the inverse of :meth:`from_hugging_face`."""
         ends = list(self.eos_ids)
         feed_forward = {value: name for name, value in _FEED_FORWARD.items()}
         if (self.activation, self.gated) not in feed_forward:
@@ -203,12 +203,12 @@ class EncoderDecoderConfig:
         """Read a ``config.json``.
 
         Args:
-            config: The file's content. ``tied_head`` is what it says there; whether a checkpoint
-                ties its head is seen in its tensors.
+            config: Contents of the file. ``tied_head`` is taken from it; whether a checkpoint
+                ties its head follows from its tensors.
 
         Raises:
-            ValueError: a ``model_type`` or ``feed_forward_proj`` that is not covered, or a key
-                that is missing; each by name.
+            ValueError: a ``model_type`` or ``feed_forward_proj`` is not supported, or a key is
+                missing; names it.
         """
         if (kind := config.get("model_type")) != "t5":
             raise ValueError(f"model_type: expected 't5', got {kind!r}")
@@ -239,7 +239,7 @@ class EncoderDecoderConfig:
             gated=gated,
             norm_epsilon=config.get("layer_norm_epsilon", 1e-6),
             tied_head=tied,
-            # transformers 5 writes this key, and writes that all heads are tied
+            # transformers 5 writes this key, and always writes that the head is tied
             scaled_head=bool(config.get("scale_decoder_outputs", tied)),
             start_id=pad if start is None else start,
             pad_id=pad,

@@ -34,7 +34,7 @@ from jaxkfac.jobs.models.encoder_decoder._config import (
 
 
 class BlockStack(nnx.Module):
-    """Blocks in a scan, the table of positions that all of them share, and the last norm."""
+    """Blocks in a scan, the table of positions that they share, and the last norm."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class BlockStack(nnx.Module):
         self.final_layer_norm = RMSNorm(config.width, config.norm_epsilon)
 
     def dropped(self, step: Any, x: Array, dropout: Dropout) -> Array:
-        """``x = step(x, block, dropout)`` through all blocks, then the norm; dropout around them.
+        """Apply ``x = step(x, block, dropout)`` for all blocks, then the norm, with dropout.
 
-        Each block draws numbers of its own.
+        Each block uses its own random numbers.
         """
 
         def with_key(x: Array, block: Any, *key: Array) -> tuple[Array, None]:
@@ -72,7 +72,7 @@ class BlockStack(nnx.Module):
         return dropout.at(2)(x)
 
     def scanned(self, step: Any, x: Array, *stacked: Any) -> Any:
-        """``x, out = step(x, block, slices of stacked)`` through all blocks, then the norm."""
+        """Apply ``x, out = step(x, block, slices of stacked)`` for all blocks, then the norm."""
         step = nnx.remat(step) if self.remat else step
         scan = nnx.scan(
             step, in_axes=(nnx.Carry, 0, *(0 for _ in stacked)), out_axes=(nnx.Carry, 0)
@@ -82,22 +82,21 @@ class BlockStack(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """An encoder-decoder of the T5 layout: ``model(Pairs(...)) -> logits``.
+    """An encoder-decoder in the T5 layout: ``model(Pairs(...)) -> logits``.
 
-    Logits are ``(B, T, V)`` in the dtype of the parameters. For generation inputs are
-    :class:`CachedPairs`. Softmax and norms are computed in
-    float32. Rows of the source that its mask leaves out are in no factor;
-    the model marks them itself (:func:`jaxkfac.mark_rows`).
+    Logits are ``(B, T, V)`` in the dtype of the parameters. For generation the input is
+    :class:`CachedPairs`. Softmax and norms are computed in float32. Rows of the source that its
+    mask excludes are not in any factor; the model marks them (:func:`jaxkfac.mark_rows`).
 
-    With a ``key`` it drops numbers as T5 does in training: of the embedded tokens, the attention
-    weights, what every attention and feed-forward layer adds to the stream, the inputs of ``wo``,
-    and the outputs of each stack. Without one it drops nothing, whatever the rate.
+    With a ``key`` it applies dropout as T5 does in training: to embedded tokens, attention
+    weights, what every attention and feed-forward layer adds to the stream, inputs of ``wo``, and
+    the outputs of each stack. Without a key it applies none, whatever the rate.
 
     Args:
-        config: Sizes.
-        dropout: Probability in [0, 1) with which a number is dropped, where a call has a key.
+        config: Sizes and options.
+        dropout: Probability in [0, 1) of dropping an element, in calls with a key.
         remat: Recompute each block's activations in the backward pass.
-        rngs: For the initial values.
+        rngs: Keys for the initial values.
 
     Example:
         >>> config = EncoderDecoderConfig(vocabulary=97, width=32, hidden=48, encoder_depth=2,
@@ -150,7 +149,7 @@ class EncoderDecoder(nnx.Module):
     def _next(self, pairs: Pairs, cache: PairsCache) -> tuple[Array, PairsCache]:
         """Logits of the last token of each row."""
         source, mask, target = _marked(pairs)
-        # Not nnx.cond, whose branches return the parameters too: those in four bits are no arrays.
+        # Not nnx.cond, whose branches also return the parameters: 4-bit ones are not arrays.
         definition, state = nnx.split(self)
         across = jax.lax.cond(
             cache.filled == 0,
@@ -200,7 +199,7 @@ class EncoderDecoder(nnx.Module):
 
 
 def _marked(pairs: Pairs) -> Pairs:
-    """The rows of the source named, whose axes do not reach the logits."""
+    """Mark the rows of the source, whose axes do not appear in the logits."""
     pairs = check_pairs(pairs)
     if pairs.source_mask is None:
         return pairs

@@ -26,11 +26,11 @@ from jaxkfac.jobs.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.jobs.models.encoder_decoder._encoder_decoder import EncoderDecoder
 from jaxkfac.memory import LeafSharding, checked_dtype
 
-# ---------------- which stored tensors make up each parameter of an encoder-decoder
+# ---------------- which stored tensors form each parameter of an encoder-decoder
 
 
 def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
-    """Every parameter by its path."""
+    """All parameters by path."""
     leaves = {"shared/embedding": alone("shared.weight", (config.vocabulary, config.width))}
     for stack, depth in (("encoder", config.encoder_depth), ("decoder", config.decoder_depth)):
         for path, shape in _block(config, cross=stack == "decoder").items():
@@ -42,7 +42,7 @@ def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
                 stacked=True,
                 transposed=kind == "kernel",
             )
-        # stored with the first block, read by all
+        # stored with the first block, used by all
         table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         shape = (config.num_buckets, config.num_heads)
         leaves[f"{stack}/relative_attention_bias/embedding"] = alone(table, shape)
@@ -55,14 +55,14 @@ def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
 
 
 def repeats(name: str, config: EncoderDecoderConfig) -> bool:
-    """Whether a stored tensor says nothing new: the embedding again, or what nothing reads."""
+    """Whether a stored tensor is redundant: the embedding again, or never used."""
     again = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     return name in (*again, unread) or (name == "lm_head.weight" and config.tied_head)
 
 
 def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int, ...]]:
-    """Stored shapes of a block's tensors by path: (out, in), or (width,) of a norm."""
+    """Stored shapes of a block's tensors by path: (out, in), or (width,) for norms."""
     width, hidden = config.width, config.hidden
     inner = config.num_heads * config.head_size
     attention = dict.fromkeys("qkv", (inner, width)) | {"o": (width, inner)}
@@ -93,21 +93,21 @@ def load_encoder_decoder(
 ) -> Pretrained:
     """Load an encoder-decoder of type t5: version 1.0, 1.1 or FLAN.
 
-    Nothing is initialised first: shapes come from the config, every name and shape of the
-    checkpoint is compared with them before a parameter is filled, and stacked parameters are
-    filled block by block. The head is tied where the checkpoint holds none, or the embedding
-    again.
+    Parameters are not initialised first: shapes come from the config, names and shapes of the
+    checkpoint are compared with them before any parameter is filled, and stacked parameters are
+    read block by block. The head is tied if the checkpoint has none, or a copy of the
+    embedding.
 
     Args:
-        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
-            if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``.
-        dtype: Of the parameters, and so of the computation.
-        dropout: Rate where a call has a ``key``; ``None`` takes that of the file. Of training
-            alone: a key for sampled labels drops numbers too.
+        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
+            optionally ``tokenizer.json`` and ``tokenizer_config.json``.
+        dtype: Dtype of the parameters and of the computation.
+        dropout: Rate in calls with a ``key``; ``None`` uses that of the file. For training only:
+            a key for sampled labels also drops elements.
         remat: Recompute each block's activations in the backward pass.
         quantize: Full-match pattern over paths of stacked kernels
-            (``r"(encoder|decoder)/block/.*/kernel"``): these are quantised to NF4 as they are
-            read. Such parameters are read by ``jk.lslora.attach(apply_fn, config)`` alone.
+            (``r"(encoder|decoder)/block/.*/kernel"``): these are quantised to NF4 when they are
+            read. Only ``jk.lslora.attach(apply_fn, config)`` can use such parameters.
         sharding: A sharding or device for all parameters, or a function of path and shape.
             Quantised kernels stay on the default device.
 
@@ -115,17 +115,17 @@ def load_encoder_decoder(
         A :class:`Pretrained`; ``apply_fn(params, Pairs(...)) -> logits``.
 
     Raises:
-        FileNotFoundError: the folder, ``config.json`` or the weights are not there.
-        ValueError: a damaged file; a model that is not covered; tensors that are missing, not
-            known or of another shape, every one by name; a tokenizer with ids beyond the
+        FileNotFoundError: the folder, ``config.json`` or the weights do not exist.
+        ValueError: a file is damaged, the model is not supported, tensors are missing, unknown or
+            of the wrong shape (lists all of them), or the tokenizer has ids outside the
             embedding.
-        MemoryBudgetError: before a parameter is filled, if they would not fit.
+        MemoryBudgetError: the parameters would not fit; raised before one is filled.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:
-        The parameters; and in main memory one stored tensor and, on an accelerator, the largest
-        stacked parameter (a kernel of all blocks). Where both are stored, embedding and head once
-        more while they are compared.
+        The parameters, and in main memory one stored tensor and, on an accelerator, the largest
+        stacked parameter (a kernel of all blocks). If both are stored, embedding and head are also
+        read once to compare them.
 
     Example:
         >>> load_encoder_decoder("nowhere")
@@ -164,14 +164,14 @@ def encoder_decoder_shapes(
     remat: bool = True,
     quantize: str | None = None,
 ) -> Pretrained:
-    """What :func:`load_encoder_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
+    """Like :func:`load_encoder_decoder`, with ``jax.ShapeDtypeStruct`` in place of arrays.
 
-    For planning: ``config.json`` is enough. Where weights are beside it, they say whether the head
-    is tied; where a tokenizer is, it is read.
+    For planning: ``config.json`` is enough. If weights are present, they decide whether the head
+    is tied; if a tokenizer is present, it is read.
 
     Raises:
-        FileNotFoundError: the folder or its ``config.json`` is not there.
-        ValueError: a model that is not covered.
+        FileNotFoundError: the folder or its ``config.json`` does not exist.
+        ValueError: the model is not supported.
     """
     path = Path(path)
     config, tokenizer = EncoderDecoderConfig.from_hugging_face(read_config(path)), None
@@ -191,27 +191,27 @@ def shaped_encoder_decoder(
     remat: bool,
     quantize: str | None,
 ) -> Pretrained:
-    """An encoder-decoder of these sizes with shapes for parameters, and no tokenizer."""
+    """An encoder-decoder with shapes for parameters and no tokenizer."""
     shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
     return Pretrained(config, encoder_decoder_function(config, remat, dropout), shapes, None)
 
 
 def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
-    """Write a folder that :func:`load_encoder_decoder` and transformers read.
+    """Write a folder that :func:`load_encoder_decoder` and transformers can read.
 
     Args:
-        folder: Made if it is missing.
-        pretrained: With parameters that are not quantised, in their own dtype.
+        folder: Created if it is missing.
+        pretrained: A model with parameters that are not quantised; their dtype is kept.
 
     Raises:
-        ValueError: parameters that are not those of the config.
-        OSError: a file could not be written; an older one is as it was.
+        ValueError: the parameters do not match the config.
+        OSError: a file could not be written; an existing one is unchanged.
 
     Memory:
         One stored tensor in main memory.
     """
     config, plain = pretrained.config, pretrained.config.to_hugging_face()
-    if pretrained.path is not None:  # what it says beyond the sizes is kept
+    if pretrained.path is not None:  # entries other than the sizes are kept
         plain = read_config(Path(pretrained.path)) | plain
     save_folder(folder, pretrained.params, layout(config), plain, pretrained.tokenizer)
 
@@ -219,7 +219,7 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
 def encoder_decoder_function(
     config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
 ) -> NnxApply:
-    """``apply_fn`` of an encoder-decoder whose parameters are given with each call."""
+    """``apply_fn`` of an encoder-decoder; parameters are passed to each call."""
     rate = config.dropout if dropout is None else dropout
 
     def model() -> EncoderDecoder:
@@ -230,10 +230,10 @@ def encoder_decoder_function(
 
 
 def _is_tied(config: EncoderDecoderConfig, source: Source) -> bool:
-    """Whether the head is the embedding, which ``config.json`` does not always say.
+    """Whether the head is the embedding, which ``config.json`` does not always state.
 
-    transformers 5 writes ``tie_word_embeddings: true`` with every model, and reads two different
-    tensors as two parameters whatever the file says.
+    transformers 5 writes ``tie_word_embeddings: true`` for every model, but treats two different
+    tensors as two parameters.
     """
     if _HEAD not in source.shapes or _EMBEDDING not in source.shapes:
         return config.tied_head

@@ -1,4 +1,4 @@
-"""Decoders as the harness lm-eval drives them."""
+"""Decoders for the harness lm-eval."""
 
 from jaxkfac.jobs.models.evaluation._lm_eval import Requests, lm_eval_model
 

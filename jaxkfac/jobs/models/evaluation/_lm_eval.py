@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model: likelihoods of continuations and of texts, and answers."""
+"""Requests of lm-eval: likelihoods of continuations and of texts, and answers."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder import Tokens, generate
 
-Row = tuple[list[int], list[int]]  # what is given, and what is scored
+Row = tuple[list[int], list[int]]  # the context, and the scored tokens
 
 
 def lm_eval_model(
@@ -22,9 +22,9 @@ def lm_eval_model(
 
     Args:
         pretrained: From ``load_decoder``, with a tokenizer.
-        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: evaluate with it instead.
-        adapters: For ``adapted``.
-        batch_size: Rows at once; those of like length go together.
+        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: evaluate this function.
+        adapters: Adapters for ``adapted``.
+        batch_size: Number of rows at once; rows of similar length are batched together.
 
     Raises:
         ModuleNotFoundError, ValueError: the extra ``eval`` is not installed; there is no tokenizer.
@@ -38,7 +38,7 @@ def lm_eval_model(
 
 
 class Requests:
-    """The three kinds of request, answered as lm-eval's own model answers for Hugging Face's."""
+    """The three kinds of request, answered as lm-eval's model for Hugging Face answers them."""
 
     def __init__(self, pretrained: Pretrained, adapted: Any, adapters: PyTree, batch_size: int):
         super().__init__()
@@ -53,7 +53,7 @@ class Requests:
         self.prefix_id = next((i for i in own if i is not None), 0)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Of each ``(context, continuation)``: nats, and whether it is the greedy answer."""
+        """For each ``(context, continuation)``: nats, and whether it is the greedy answer."""
         rows = [self._pair(*request.args) for request in requests]
         for request, row in zip(requests, rows, strict=True):
             if not 0 < (length := len(row[1])) <= self.max_length:
@@ -64,7 +64,7 @@ class Requests:
         return self._scored(rows)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Nats of each text, every token given those before it, in windows of the context."""
+        """Nats of each text, each token given earlier ones, in windows of the context."""
         texts = [self._windows(self._encode(request.args[0])) for request in requests]
         found = iter(self._scored([row for rows in texts for row in rows]))
         return [sum(next(found)[0] for _ in rows) for rows in texts]
@@ -114,7 +114,7 @@ class Requests:
         return out
 
     def _batches(self, numbers: Any, length: Callable[[int], int]) -> Iterator[list[int]]:
-        ordered = sorted(numbers, key=length, reverse=True)  # too much memory shows at once
+        ordered = sorted(numbers, key=length, reverse=True)  # out of memory fails at once
         for start in range(0, len(ordered), self.batch_size):
             yield ordered[start : start + self.batch_size]
 
@@ -123,7 +123,7 @@ class Requests:
             ids = self._encode(continuation, add_special_tokens=False)
             own = ids[:1] == [self.prefix_id]
             return (ids[:1], ids[1:]) if own else ([self.prefix_id], ids)
-        bare = context.rstrip()  # spaces belong to the word behind them
+        bare = context.rstrip()  # trailing spaces belong to the next word
         given, whole = self._encode(bare), self._encode(context + continuation)
         return given or [self.prefix_id], whole[len(given) :]
 
@@ -142,7 +142,7 @@ class Requests:
 
 
 def _scores(model: Any, ids: Any, targets: Any, marks: Any, operands: Any) -> Any:
-    """Log-likelihood of each target, and whether it is the likeliest."""
+    """Log-likelihood of each target, and whether it is the most likely token."""
     logits = model(*operands, Tokens(ids, None, marks)).astype(jnp.float32)
     logs = jax.nn.log_softmax(logits, -1)
     picked = jnp.take_along_axis(logs, targets[..., None], -1)[..., 0]

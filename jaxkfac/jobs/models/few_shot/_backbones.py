@@ -10,21 +10,21 @@ from jaxtyping import Array, Float
 
 from jaxkfac._errors import at_least_one, one_of
 
-# ---------------- batch normalisation whose batch is an episode
+# ---------------- batch normalisation within an episode
 
 
 class EpisodeNorm(nnx.Module):
-    """Batch normalisation over the images and places of each episode by itself.
+    """Batch normalisation over the images and pixels of each episode separately.
 
-    With one episode it is batch normalisation as PyTorch has it. With several, no episode sees
-    another: a batch of episodes has the gradient of these episodes accumulated, and the mean of
-    what they do to the running statistics.
+    With one episode it is batch normalisation as in PyTorch. With several, the episodes do not
+    affect each other: the gradient of a batch of episodes is the accumulated gradient of these
+    episodes, and the update of running statistics is the mean of theirs.
 
     Attributes:
         mean: Running mean, an ``nnx.BatchStat``, shape ``(features,)``.
-        var: Running variance, likewise, of which each part is divided by its count less one.
-        use_running_average: Whether the running statistics normalise; ``model.eval()`` and
-            ``model.train()`` set it.
+        var: Running variance, the same; each contribution is divided by its count minus one.
+        use_running_average: Whether to normalise with the running statistics; ``model.eval()``
+            and ``model.train()`` set it.
 
     Example:
         >>> norm = EpisodeNorm(3)
@@ -54,7 +54,7 @@ class EpisodeNorm(nnx.Module):
             count = x[0, ..., 0].size
             self._average(self.mean, mean)
             self._average(self.var, var * (count / max(count - 1, 1)))
-        # The scale meets rows of data, so that its curvature is that of every place.
+        # The scale multiplies rows of data, so that its curvature covers every pixel.
         normalised = (x - mean) * jax.lax.rsqrt(var + self.epsilon)
         return normalised * self.scale[...] + self.bias[...]
 
@@ -69,21 +69,21 @@ class EpisodeNorm(nnx.Module):
 
 
 class Conv4(nnx.Module):
-    """Four times convolution, batch normalisation, ReLU and a pool of 2 x 2; then flattened.
+    """Four times convolution, batch normalisation, ReLU and 2 x 2 pooling; then flattened.
 
-    The convolutions have no bias, which the normalisation would take away again.
+    The convolutions have no bias, which the normalisation would remove.
 
     Args:
-        image_size: Height and width of the images, pixels, at least 16.
+        image_size: Height and width of the images in pixels, at least 16.
         channels: Channels of the images.
         width: Features of each convolution.
-        rngs: Of the kernels.
+        rngs: Keys for the kernels.
 
     Attributes:
-        features: Numbers that an image becomes: ``width (image_size // 16)**2``.
+        features: Size of the output for an image: ``width (image_size // 16)**2``.
 
     Raises:
-        ValueError: images of fewer than 16 pixels, of which the pools leave nothing.
+        ValueError: images have fewer than 16 pixels, so pooling would leave nothing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,7 +128,7 @@ _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 class ResidualBlock(nnx.Module):
-    """Two convolutions beside a shortcut, which is projected where the shape changes."""
+    """Two convolutions with a shortcut, which is projected if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> None:
         self.first = _convolution(inputs, outputs, 3, stride, rngs)
@@ -148,18 +148,18 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A residual network without its classifier: each image becomes its mean over places.
+    """A residual network without its classifier; returns the mean over pixels of each image.
 
     Args:
-        depth: 10, 18 or 34 layers, the classifier counted in.
+        depth: 10, 18 or 34 layers, including the classifier.
         channels: Channels of the images.
-        width: Features of the first of the four stages, each of which doubles them.
-        stem: ``"large"``, of images of about 84 pixels or more: a convolution of 7 x 7 and a pool,
-            stride 2 each. ``"small"``: a convolution of 3 x 3, without stride or pool.
-        rngs: Of the kernels.
+        width: Features of the first of four stages; each stage doubles them.
+        stem: ``"large"``, for images of about 84 pixels or more: a 7 x 7 convolution and pooling,
+            with stride 2 each. ``"small"``: a 3 x 3 convolution with stride 1, without pooling.
+        rngs: Keys for the kernels.
 
     Attributes:
-        features: Numbers that an image becomes: ``8 width``.
+        features: Size of the output for an image: ``8 width``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -205,14 +205,14 @@ class ResNet(nnx.Module):
 
 
 def _pool(x: Array) -> Array:
-    """The largest of 3 x 3, stride 2, one pixel added on each side as PyTorch does."""
+    """Maximum over 3 x 3 with stride 2 and one pixel of padding on each side, as in PyTorch."""
     window, strides = (1, 1, 3, 3, 1), (1, 1, 2, 2, 1)
     around = ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -math.inf, jax.lax.max, window, strides, around)
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
-    # As many pixels on either side, as PyTorch pads; "SAME" would add one more on the right.
+    # Equal padding on both sides, as in PyTorch; "SAME" would pad one more on the right.
     around = ((size // 2, size // 2),) * 2
     return nnx.Conv(
         inputs, outputs, (size, size), strides=stride, padding=around, use_bias=False,

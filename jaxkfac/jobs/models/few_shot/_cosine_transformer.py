@@ -1,4 +1,4 @@
-"""Classifiers of an episode's queries: prototypes, and the cosine transformer."""
+"""Classifiers for queries of an episode: prototypes, and the cosine transformer."""
 
 import dataclasses
 from typing import Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from jaxkfac._errors import at_least_one
 
 @runtime_checkable
 class Backbone(Protocol):
-    """What turns images into features, such as :class:`Conv4` and :class:`ResNet`."""
+    """A network from images to features, such as :class:`Conv4` and :class:`ResNet`."""
 
     features: int
 
@@ -26,9 +26,9 @@ class Backbone(Protocol):
 
 
 class PrototypicalNetwork(nnx.Module):
-    """A class is the mean of its support; the logits are minus the squared distances to it.
+    """Each class is the mean of its support; logits are minus the squared distances to it.
 
-    It has no parameters but the backbone's, and takes any number of classes and images.
+    It has only the backbone's parameters, and works with any number of classes and images.
 
     Example:
         >>> from jaxkfac.jobs.models import Conv4
@@ -54,7 +54,7 @@ class PrototypicalNetwork(nnx.Module):
 def embed(
     backbone: Backbone, support: Float[Array, "E N K H W C"], query: Float[Array, "E Q H W C"]
 ) -> tuple[Float[Array, "E N K D"], Float[Array, "E Q D"]]:
-    """Features of an episode's images, all of which go through the backbone together."""
+    """Features of an episode's images; all go through the backbone together."""
     if support.ndim != 6 or query.ndim != 5 or support.shape[3:] != query.shape[2:]:
         raise ValueError(
             "expected support (episodes, classes, images, H, W, C) and query (episodes, images, "
@@ -73,20 +73,20 @@ def embed(
 # S size of a head.
 
 
-_SCALE = 2.0  # of the head's cosines; its learnable norm multiplies it
+_SCALE = 2.0  # of the cosines of the head, in addition to a learnable norm
 
 
 @dataclasses.dataclass(frozen=True)
 class CosineTransformerConfig:
-    """Sizes of a few-shot cosine transformer; the defaults are the paper's.
+    """Sizes of a few-shot cosine transformer; defaults are those of the paper.
 
     Attributes:
-        n_way: Classes of an episode.
-        k_shot: Images of each class.
-        depth: How often the block, whose parameters are shared, is applied.
-        num_heads: Attention heads.
+        n_way: Classes per episode.
+        k_shot: Images per class.
+        depth: Number of times the block, whose parameters are shared, is applied.
+        num_heads: Number of attention heads.
         head_size: Size of a head.
-        hidden: Size of the block's hidden layer.
+        hidden: Hidden size of the block.
     """
 
     n_way: int
@@ -101,12 +101,12 @@ class CosineTransformerConfig:
 
 
 class CosineAttention(nnx.Module):
-    """Each class attends to one query: a head's value times the cosine of the two.
+    """Each class attends to one query: the value of a head times the cosine of the two.
 
-    ``M`` is 1 for prototypes that all queries share, and else ``Q``.
+    ``M`` is 1 for prototypes that all queries share, and otherwise ``Q``.
 
-    There is one key, the query itself, so that no softmax is taken; one projection makes all
-    three of attention's operands.
+    There is a single key, the query itself, so no softmax is used; one projection computes
+    queries, keys and values.
     """
 
     def __init__(self, width: int, config: CosineTransformerConfig, *, rngs: nnx.Rngs) -> None:
@@ -124,8 +124,8 @@ class CosineAttention(nnx.Module):
         c_ExQxNxAxS = jnp.broadcast_to(
             _unit(c_ExMxNxAxS), (*q_ExQx1xAxS.shape[:2], *c_ExMxNxAxS.shape[2:])
         )
-        # An einsum, and not a product and its sum: of those XLA's CPU compiler (jax 0.10.2) makes
-        # one fusion with the projection that follows, and its numbers are wrong beyond 12 queries.
+        # An einsum, not a product and a sum: XLA's CPU compiler (jax 0.10.2) fuses those with the
+        # projection after them, and the results are wrong for more than 12 queries.
         cosines = jnp.einsum("eqnas,eqas->eqna", c_ExQxNxAxS, _unit(q_ExQx1xAxS)[:, :, 0])[
             ..., None
         ]
@@ -137,7 +137,7 @@ class CosineAttention(nnx.Module):
 
 
 class CosineHead(nnx.Module):
-    """A number for each row: a multiple of its cosine with a direction that is learned."""
+    """A number for each row: a multiple of its cosine with a learned direction."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -154,13 +154,13 @@ class CosineHead(nnx.Module):
 class CosineTransformer(nnx.Module):
     """Learnable prototypes, cosine attention between them and each query, a cosine head.
 
-    A prototype is a weighted mean of its class's support; the weights are a softmax of
-    parameters, one for each class and image, so that ``n_way`` and ``k_shot`` are the model's own.
+    A prototype is a weighted mean of the support of its class; the weights are a softmax of
+    parameters, one for each class and image, so ``n_way`` and ``k_shot`` are fixed by the model.
 
     Args:
-        backbone: Turns images into features, such as :class:`Conv4` and :class:`ResNet`.
-        config: Of the episodes and of what stands on the backbone.
-        rngs: Of the parameters.
+        backbone: A network from images to features, such as :class:`Conv4` and :class:`ResNet`.
+        config: Sizes of the episodes and of the layers after the backbone.
+        rngs: Keys for the parameters.
 
     Example:
         >>> from jaxkfac.jobs.models import Conv4
@@ -211,6 +211,6 @@ class CosineTransformer(nnx.Module):
 
 
 def _unit(x: Array) -> Array:
-    """Divided by its length; a zero stays zero, with a finite gradient."""
+    """Divide by the length; zero stays zero, with a finite gradient."""
     square = jnp.square(x).sum(-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

@@ -1,4 +1,4 @@
-"""Tokens chosen one after the other, whatever the model: likeliest, drawn, or by beams."""
+"""Token by token generation for any model: most likely, sampled, or with beams."""
 
 from jaxkfac.jobs.models.generation._generation import (
     EarlyStopping,
@@ -10,7 +10,6 @@ from jaxkfac.jobs.models.generation._generation import (
     end_ids,
     generated_ids,
     ids_of,
-    is_in,
     padded_length,
     require_cache,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "end_ids",
     "generated_ids",
     "ids_of",
-    "is_in",
     "padded_length",
     "require_cache",
 ]

@@ -1,4 +1,4 @@
-"""Tokens one by one: the request, the choice of a token, the loop, and beam search."""
+"""Token by token generation: the request, the choice of a token, the loop, and beam search."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ from jaxkfac.memory import require
 
 @dataclasses.dataclass(frozen=True)
 class TokenChoice:
-    """How a token is taken.
+    """How a token is chosen.
 
     Attributes:
-        greedy: The likeliest; else one is drawn.
-        top_k: Draw among so many of the likeliest; ``None``: among all.
-        top_p: Draw among the fewest of the likeliest whose probabilities sum to this at least.
+        greedy: Whether to take the most likely token; otherwise one is sampled.
+        top_k: Sample among this many of the most likely tokens; ``None`` means all.
+        top_p: Sample among the fewest most likely tokens with at least this total probability.
     """
 
     greedy: bool
@@ -45,7 +45,7 @@ def choose(
     temperature: Float[Array, ""],
     key: Key[Array, ""],
 ) -> Int[Array, " B"]:
-    """Ids by a choice; logits are divided by the temperature before they are cut."""
+    """Choose ids; logits are divided by the temperature before ``top_k`` and ``top_p`` apply."""
     if choice.greedy:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     scaled = logits.astype(jnp.float32) / temperature
@@ -55,35 +55,36 @@ def choose(
     if choice.top_p is not None:
         order = jnp.sort(scaled, axis=-1, descending=True)
         weights = jax.nn.softmax(order, -1)
-        before = jnp.cumsum(weights, -1) - weights  # the likeliest has nothing before it
+        before = jnp.cumsum(weights, -1) - weights  # 0 for the most likely token
         least = jnp.min(jnp.where(before < choice.top_p, order, jnp.inf), -1, keepdims=True)
         scaled = jnp.where(scaled < least, -jnp.inf, scaled)
     return jax.random.categorical(key, scaled).astype(jnp.int32)
 
 
-# ---------------- a request for tokens, whatever the model: ids in, room for a cache, ids out
+# ---------------- a request for tokens, for any model: input ids, memory of a cache, output ids
 
 
-# Rows are padded to a multiple of this, so that few lengths are compiled.
+# Rows are padded to a multiple of this, so that few programs are compiled.
 _ROUND = 32
 
 
 def check_temperature(temperature: float | int, key: Key[Array, ""] | None) -> None:
-    """Raise a ``ValueError`` if nothing can be drawn with these."""
-    if not temperature >= 0 or (temperature > 0 and key is None):  # NaN is no temperature
+    """Raise a ``ValueError`` if tokens cannot be sampled with these."""
+    if not temperature >= 0 or (temperature > 0 and key is None):  # also refuses NaN
         raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
 
 
 def ids_of(pretrained: Pretrained, text: Any, name: str) -> list[int]:
-    """The token ids of a text, or of ids.
+    """The token ids of a text; ids are checked and returned.
 
     Args:
-        pretrained: Its tokenizer, and how many ids there are.
+        pretrained: The model, for its tokenizer and vocabulary.
         text: A text, or ids.
-        name: Of the argument, for errors.
+        name: Name of the argument, for error messages.
 
     Raises:
-        ValueError: no tokens, ids beyond the vocabulary, or a text without a tokenizer.
+        ValueError: there are no tokens, ids are outside the vocabulary, or a text is given
+            without a tokenizer.
     """
     if isinstance(text, str):
         if pretrained.tokenizer is None:
@@ -97,12 +98,12 @@ def ids_of(pretrained: Pretrained, text: Any, name: str) -> list[int]:
 
 
 def padded_length(rows: Sequence[Sequence[int]]) -> int:
-    """The length to which rows of ids are padded."""
+    """The length that rows of ids are padded to."""
     return math.ceil(max(map(len, rows)) / _ROUND) * _ROUND
 
 
 def require_cache(cache: PyTree, *, what: str, instead: str) -> None:
-    """Raise a ``MemoryBudgetError`` if a cache of these shapes has no room on the device."""
+    """Raise a ``MemoryBudgetError`` if a cache of these shapes does not fit the device."""
     require(
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
         device=jnp.zeros(()).device,
@@ -112,7 +113,7 @@ def require_cache(cache: PyTree, *, what: str, instead: str) -> None:
 
 
 def end_ids(pretrained: Pretrained) -> tuple[int, ...]:
-    """The ids that end what is generated, those of the config first."""
+    """The ids that end generation, those of the config first."""
     known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
     return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))
 
@@ -124,16 +125,16 @@ def generated_ids(
     name: str,
     adapted: bool,
 ) -> list[list[int]]:
-    """The ids of each request, without the -1 behind its end.
+    """The ids of each request, without the -1 after its end.
 
     Args:
-        ids: What the program returned.
-        finite: Whether the logits of each request were.
-        name: Of the requests, for errors.
-        adapted: Whether there are adapters.
+        ids: Ids from the program.
+        finite: Whether the logits of each request were finite.
+        name: Name of the requests, for error messages.
+        adapted: Whether adapters are used.
 
     Raises:
-        ValueError: logits that are not finite.
+        ValueError: logits are not finite.
     """
     bad = np.flatnonzero(~np.asarray(finite))
     if len(bad):
@@ -157,7 +158,7 @@ class Continued(NamedTuple):
     """New tokens.
 
     Attributes:
-        ids: ``(B, steps)``, -1 behind the end of each answer.
+        ids: ``(B, steps)``, -1 after the end of each answer.
         finite: Whether the logits of each row were finite.
     """
 
@@ -174,14 +175,14 @@ def continued(
     steps: int,
     ends: Int[Array, " E"],
 ) -> Continued:
-    """Go on from the first logits ``(B, V)`` until every row has ended.
+    """Continue from the first logits ``(B, V)`` until every row has ended.
 
     Args:
-        logits: Of the first new token.
-        state: Of the model, a cache.
-        step: The model on the token before.
-        take: From logits and the token's number to ids.
-        steps: The most tokens.
+        logits: Logits of the first new token.
+        state: State of the model, such as a cache.
+        step: Runs the model on the previous token.
+        take: Maps logits and the number of the token to ids.
+        steps: Largest number of tokens.
         ends: Ids that end an answer.
     """
 
@@ -209,28 +210,28 @@ def is_in(ids: Int[Array, "..."], ends: Int[Array, " E"]) -> Bool[Array, "..."]:
 
 
 def is_finite(logits_BxV: Array) -> Array:
-    """Neither NaN nor infinity in a row; -infinity may forbid tokens, but not all.
+    """Whether rows have no NaN or infinity; -infinity may exclude tokens, but not all.
 
-    Not by the largest: XLA's CPU library for such sums hands on no NaN (jax 0.10.2, many columns).
+    The maximum is not used: XLA's CPU reduction of many columns drops NaN (jax 0.10.2).
     """
     bad = jnp.isnan(logits_BxV) | (logits_BxV == jnp.inf)
     return jnp.isfinite(logits_BxV).any(-1) & ~bad.any(-1)
 
 
-# ---------------- beam search, as transformers does it
+# ---------------- beam search, as in transformers
 #
 # Shape suffixes: N examples, K beams, C candidates, L tokens, V vocabulary.
 
 
 EarlyStopping = Literal["never"] | bool
 
-_NEVER = -1e9  # the score of what is no beam
+_NEVER = -1e9  # score of an invalid beam
 
 
 class _Beams(NamedTuple):
     number: Array  # tokens so far
     running_NxKxL: Array
-    scores_NxK: Array  # summed log probabilities of those
+    scores_NxK: Array  # their summed log probabilities
     ended_NxKxL: Array
     ended_scores_NxK: Array  # divided by length ** penalty
     has_ended_NxK: Array
@@ -253,21 +254,21 @@ def beam_search(
     length_penalty: float,
     early_stopping: EarlyStopping,
 ) -> tuple[Int[Array, "N steps"], Bool[Array, " N"]]:
-    """The best sequence of each example, -1 behind its end; whether all its logits were finite.
+    """The best sequence of each example, -1 after its end; whether its logits were all finite.
 
     Args:
-        logits: Of the first new token, ``(N K, V)``: each example ``num_beams`` times.
-        state: Of the model, a cache of ``N K`` rows.
-        step: The model on the token before.
-        reorder: From a state and rows ``(N K,)`` to the state of those rows.
-        num_beams: Beams of each example.
-        steps: The most tokens.
+        logits: Logits of the first new token, ``(N K, V)``: each example ``num_beams`` times.
+        state: State of the model, a cache of ``N K`` rows.
+        step: Runs the model on the previous token.
+        reorder: Maps a state and rows ``(N K,)`` to the state of those rows.
+        num_beams: Number of beams of each example.
+        steps: Largest number of tokens.
         ends: Ids that end a sequence.
-        length_penalty: A finished sequence's score is its log probability over its length to
-            this power.
+        length_penalty: The score of a finished sequence is its log probability divided by its
+            length to this power.
         early_stopping: ``True``: stop when an example has ``num_beams`` finished sequences.
-            ``False``: when the best running beam, at its present length, is no better than the
-            worst of them. ``"never"``: when it could not be at any length.
+            ``False``: when the best running beam, at its current length, is no better than the
+            worst of them. ``"never"``: when it could not be better at any length.
     """
     rows, vocabulary = logits.shape
     examples = rows // num_beams
@@ -275,7 +276,7 @@ def beam_search(
     def of_examples(logits: Array) -> Bool[Array, " N"]:
         return is_finite(logits).reshape(examples, num_beams).all(1)
 
-    kept = max(2, 1 + ends.shape[0]) * num_beams  # enough that num_beams of them have no end
+    kept = max(2, 1 + ends.shape[0]) * num_beams  # so that at least num_beams have not ended
 
     def one_more(b: _Beams) -> _Beams:
         length = (b.number + 1).astype(jnp.float32)
@@ -328,7 +329,7 @@ def beam_search(
     start = _Beams(
         number=jnp.zeros((), jnp.int32),
         running_NxKxL=nothing,
-        scores_NxK=none.at[:, 0].set(0.0),  # the beams of an example begin as one
+        scores_NxK=none.at[:, 0].set(0.0),  # all beams of an example start from the same one
         ended_NxKxL=nothing,
         ended_scores_NxK=none,
         has_ended_NxK=jnp.zeros((examples, num_beams), bool),

@@ -1,4 +1,4 @@
-"""Weights that package registries carry, downloaded once and checked."""
+"""Weights from package registries, downloaded once and checked."""
 
 from jaxkfac.jobs.models.pretrained._pretrained import (
     KNOWN,

