@@ -119,8 +119,8 @@ def _parts(plain: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]:
                 f"question {stem!r}: {len(choices)} choices without labels; at most 26 get letters"
             )
         labels = tuple(string.ascii_uppercase[: len(choices)])
-        known = dict(enumerate(labels))  # data sets without answers use -1
-        return stem, tuple(choices), labels, known.get(plain["answer"], plain["answer"])
+        label_of_index = dict(enumerate(labels))  # data sets without answers use -1
+        return stem, tuple(choices), labels, label_of_index.get(plain["answer"], plain["answer"])
     texts = tuple(choice["text"] for choice in choices)
     return stem, texts, tuple(choice["label"] for choice in choices), plain["answerKey"]
 

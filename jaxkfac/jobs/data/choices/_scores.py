@@ -211,15 +211,15 @@ def score_choices(
     options: dict[str, Any] = {"style": style, "system": system}
     chosen = choice_examples(questions, tokenizer, max_length=max_length, **options)
     bare = bare_examples(questions, tokenizer, **options)
-    flat = [example for each in chosen for example in each]
-    found = _sums(log_likelihoods, [*flat, *bare.values()], batch_size, tokenizer.pad_id)
-    alone = dict(zip(bare, found[len(flat) :], strict=True))
+    flat = [example for of_question in chosen for example in of_question]
+    sums = _sums(log_likelihoods, [*flat, *bare.values()], batch_size, tokenizer.pad_id)
+    bare_sums = dict(zip(bare, sums[len(flat) :], strict=True))
     ends = np.cumsum([len(q.choices) for q in questions])
     return ChoiceScores(
         questions=tuple(questions),
-        sums=tuple(np.split(found[: len(flat)], ends[:-1])),
-        bare=tuple(np.array([alone[c] for c in q.choices]) for q in questions),
-        tokens=tuple(np.array([e.learnt.sum() for e in each]) for each in chosen),
+        sums=tuple(np.split(sums[: len(flat)], ends[:-1])),
+        bare=tuple(np.array([bare_sums[c] for c in q.choices]) for q in questions),
+        tokens=tuple(np.array([e.learnt.sum() for e in of_question]) for of_question in chosen),
     )
 
 
@@ -234,10 +234,10 @@ def _sums(
     sums = np.zeros(len(examples))
     for start in range(0, len(rows), batch_size):
         chosen = rows[start : start + batch_size]
-        held = [[examples[i] for i in row] for row in chosen]
-        batch = token_batch(held, length=capacity, pad_id=pad_id)
-        found = np.where(batch.mask, np.asarray(log_likelihoods(batch), np.float64), 0.0)
+        batch_rows = [[examples[i] for i in row] for row in chosen]
+        batch = token_batch(batch_rows, length=capacity, pad_id=pad_id)
+        log_probs = np.where(batch.mask, np.asarray(log_likelihoods(batch), np.float64), 0.0)
         for row, indices in enumerate(chosen):
             for segment, index in enumerate(indices, start=1):
-                sums[index] = found[row, batch.segments[row] == segment].sum()
+                sums[index] = log_probs[row, batch.segments[row] == segment].sum()
     return sums

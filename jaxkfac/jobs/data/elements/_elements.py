@@ -115,10 +115,10 @@ def element_records(*, system: str = "") -> list[Chat]:
         Message(role='assistant', content='H', more={}, learnt=True)
     """
     first = (Message("system", system),) if system else ()
-    found = (fact(element) for element in load_elements() for fact in _TAUGHT)
+    facts = (fact(element) for element in load_elements() for fact in _TAUGHT)
     return [
         Chat((*first, Message("user", fact[0]), Message("assistant", fact[1])))
-        for fact in found
+        for fact in facts
         if fact is not None
     ]
 

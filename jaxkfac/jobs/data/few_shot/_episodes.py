@@ -128,9 +128,10 @@ def read_class_folder(
             [_decoded(decoder, path, image_size, channels) for path in files]
         )
     if not images:
-        held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        contents = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(
-            f"{folder} has no folder for a class; it holds {held}. Expected {folder}/CLASS/IMAGE"
+            f"{folder} has no folder for a class; it holds {contents}. "
+            f"Expected {folder}/CLASS/IMAGE"
         )
     return ClassImages(str(folder), images)
 
@@ -154,18 +155,18 @@ def read_splits(
     """
     folder = _existing(Path(folder))
     options: dict[str, Any] = {"image_size": image_size, "channels": channels}
-    found = [
+    split_folders = [
         [folder / name for name in names if (folder / name).is_dir()] for names in _SPLIT_FOLDERS
     ]
-    if not any(found):
+    if not any(split_folders):
         return split_classes(read_class_folder(folder, **options), seed=seed)
-    if not all(len(folders) == 1 for folders in found):
+    if not all(len(folders) == 1 for folders in split_folders):
         wanted = "; ".join(" or ".join(names) for names in _SPLIT_FOLDERS)
         raise ValueError(
             f"{folder} has some folders of splits: expected one of each, {wanted}, or folders of "
             "classes alone"
         )
-    splits = Splits(*(read_class_folder(one, **options) for (one,) in found))
+    splits = Splits(*(read_class_folder(one, **options) for (one,) in split_folders))
     for i, one in enumerate(splits):
         for other in splits[i + 1 :]:
             if both := sorted(one.images.keys() & other.images.keys()):
@@ -208,8 +209,8 @@ def _eight_bits(file: Any) -> Any:
     image = ImageOps.exif_transpose(file)
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, np.float64)
-        whole = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
-        return Image.fromarray(np.clip(255 / whole * values, 0, 255).round().astype(np.uint8))
+        maximum = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
+        return Image.fromarray(np.clip(255 / maximum * values, 0, 255).round().astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -345,14 +346,20 @@ class Episodes:
         if len(images) < self.n_way:
             raise ValueError(f"n_way={self.n_way}: {source} has {len(images)} classes")
         needed = self.k_shot + self.n_query
-        few = {name: len(found) for name, found in images.items() if len(found) < needed}
+        few = {
+            name: len(class_images)
+            for name, class_images in images.items()
+            if len(class_images) < needed
+        }
         if few:
-            shown = ", ".join(f"{name!r} has {number}" for name, number in sorted(few.items())[:5])
+            examples = ", ".join(
+                f"{name!r} has {number}" for name, number in sorted(few.items())[:5]
+            )
             more = f" and {len(few) - 5} more classes" if len(few) > 5 else ""
             raise ValueError(
-                f"{source}: the class {shown}{more}, but an episode needs {needed} images of each "
-                f"({self.k_shot} to learn from and {self.n_query} to ask about); lower n_query or "
-                "k_shot, or leave the class out"
+                f"{source}: the class {examples}{more}, but an episode needs {needed} images of "
+                f"each ({self.k_shot} to learn from and {self.n_query} to ask about); lower "
+                "n_query or k_shot, or leave the class out"
             )
 
     def at(self, number: int, count: int = 1) -> Episode:

@@ -182,8 +182,8 @@ def pair_stream(
         tally.learnt += len(example.target)
         return [example]
 
-    def collate(held: Sequence[tuple[PairExample, ...]]) -> PairBatch:
-        examples = [example for (example,) in held]
+    def collate(rows_of_batch: Sequence[tuple[PairExample, ...]]) -> PairBatch:
+        examples = [example for (example,) in rows_of_batch]
         return pair_batch(
             examples,
             source_length=_shortest(source_lengths, [e.source for e in examples]),

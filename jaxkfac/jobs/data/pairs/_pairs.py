@@ -113,8 +113,8 @@ def pair_files(
         return pair._replace(source=prefix + pair.source)
 
     train, validation = find_files(path)
-    held = FileRows(validation, parse, strict) if validation else None
-    return FileRows(train, parse, strict), held
+    validation_rows = FileRows(validation, parse, strict) if validation else None
+    return FileRows(train, parse, strict), validation_rows
 
 
 def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
@@ -124,21 +124,23 @@ def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
         parts = texts["instruction"], texts.get("input", "")
         return plain | {"input": "\n".join(part for part in parts if part)}
     if {"question", "context", "answer"} <= texts.keys():
-        asked = f"question: {texts['question']} context: {texts['context']}"
-        return plain | {"question": asked}
+        question = f"question: {texts['question']} context: {texts['context']}"
+        return plain | {"question": question}
     return plain
 
 
 def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequence[str]:
     fitting = [
-        (source or ours, target or theirs)
-        for ours, theirs in PAIR_KEYS
-        if (source or ours) in plain and (target or theirs) in plain
+        (source or source_key, target or target_key)
+        for source_key, target_key in PAIR_KEYS
+        if (source or source_key) in plain and (target or target_key) in plain
     ]
     if fitting:
         return fitting[0]
-    known = ", ".join(f"{ours!r} and {theirs!r}" for ours, theirs in PAIR_KEYS)
-    wanted = known if source is None and target is None else f"{source!r} and {target!r}"
+    all_keys = ", ".join(
+        f"{source_key!r} and {target_key!r}" for source_key, target_key in PAIR_KEYS
+    )
+    wanted = all_keys if source is None and target is None else f"{source!r} and {target!r}"
     raise ValueError(f"expected the keys {wanted}; got {sorted(plain)}; name others as options")
 
 
@@ -177,10 +179,10 @@ class EncodedPairs(NamedTuple):
 
     def __str__(self) -> str:
         sources = sum(len(example.source) for example in self.examples)
-        words = f"{len(self.examples)} pairs, {sources} source tokens, {self.num_learnt} learnt"
+        summary = f"{len(self.examples)} pairs, {sources} source tokens, {self.num_learnt} learnt"
         if self.cut_sources or self.cut_targets:
-            words += f"; {self.cut_sources} sources and {self.cut_targets} targets cut"
-        return words
+            summary += f"; {self.cut_sources} sources and {self.cut_targets} targets cut"
+        return summary
 
 
 def encode_pair(
@@ -191,14 +193,14 @@ def encode_pair(
     ends = tokenizer.eos_ids
     if ends and (not target or target[-1] not in ends):
         target.append(ends[0])
-    long = len(source) > max_source_length, len(target) > max_target_length
-    if long[0]:  # encoders are trained on sources that end with an end token
+    is_long = len(source) > max_source_length, len(target) > max_target_length
+    if is_long[0]:  # encoders are trained on sources that end with an end token
         last = source[-1:] if source[-1] in ends else []
         source = source[: max_source_length - len(last)] + last
     example = PairExample(
         np.asarray(source, np.int32), np.asarray(target[:max_target_length], np.int32)
     )
-    return example, *long
+    return example, *is_long
 
 
 def check_lengths(max_source_length: int, max_target_length: int) -> None:
@@ -338,8 +340,8 @@ def _rows(
     sides: Sequence[np.ndarray], length: int, pad_id: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.asarray([len(ids) for ids in sides])
-    if (long := lengths.max(initial=0)) > length:
-        raise ValueError(f"a {name} has {long} tokens, and its row {length}")
+    if (longest := lengths.max(initial=0)) > length:
+        raise ValueError(f"a {name} has {longest} tokens, and its row {length}")
     mask = np.arange(length) < lengths[:, None]
     ids = np.full((len(sides), length), pad_id, np.int32)
     ids[mask] = np.concatenate(sides)

@@ -39,17 +39,21 @@ def bigram_loss(
         >>> bigram_loss([np.array([1, 2])] * 999, [np.array([1, 2])], vocabulary=3) < 0.01
         True
     """
-    seen, asked = (_codes(targets, vocabulary) for targets in (train, held_out))
-    if not len(asked):
+    train_codes, held_out_codes = (_codes(targets, vocabulary) for targets in (train, held_out))
+    if not len(held_out_codes):
         raise ValueError("held_out: expected at least one token")
-    codes, counts = np.unique(seen, return_counts=True)
-    before = np.bincount(seen // vocabulary, minlength=vocabulary + 1)
-    unigram = np.bincount(seen % vocabulary, minlength=vocabulary) + 1.0
+    codes, counts = np.unique(train_codes, return_counts=True)
+    before = np.bincount(train_codes // vocabulary, minlength=vocabulary + 1)
+    unigram = np.bincount(train_codes % vocabulary, minlength=vocabulary) + 1.0
     unigram /= unigram.sum()
-    at = np.searchsorted(codes, asked)
+    at = np.searchsorted(codes, held_out_codes)
     at = np.minimum(at, max(len(codes) - 1, 0))
-    pairs = np.where(codes[at] == asked, counts[at], 0) if len(codes) else np.zeros(len(asked))
-    first, second = asked // vocabulary, asked % vocabulary
+    pairs = (
+        np.where(codes[at] == held_out_codes, counts[at], 0)
+        if len(codes)
+        else np.zeros(len(held_out_codes))
+    )
+    first, second = held_out_codes // vocabulary, held_out_codes % vocabulary
     likelihood = (pairs + _STRENGTH * unigram[second]) / (before[first] + _STRENGTH)
     return float(-np.log(likelihood).mean())
 

@@ -100,8 +100,8 @@ _READERS: dict[str, Reader] = {}
 
 def register_reader(reader: type[Reader]) -> type[Reader]:
     """Register a format by its suffixes; use as a decorator."""
-    found = reader()
-    _READERS.update(dict.fromkeys(reader.suffixes, found))
+    instance = reader()
+    _READERS.update(dict.fromkeys(reader.suffixes, instance))
     return reader
 
 
@@ -168,17 +168,17 @@ def find_files(path: Path | str) -> FileSplits:
     path = Path(path)
     if not path.is_dir():
         return FileSplits((check_file(path),), ())
-    found = [file for file in sorted(path.rglob("*")) if _is_data(file, path)]
-    train = _of(found, path, _TRAIN) or [
-        file for file in found if not _words(file, path) & {*_VALIDATION, *_OTHER}
+    files = [file for file in sorted(path.rglob("*")) if _is_data(file, path)]
+    train = _of(files, path, _TRAIN) or [
+        file for file in files if not _words(file, path) & {*_VALIDATION, *_OTHER}
     ]
     if not train:
-        held = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+        contents = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"nothing to train on in {path}, which holds {held}: expected files that end in "
+            f"nothing to train on in {path}, which holds {contents}: expected files that end in "
             f"{', '.join(known_suffixes())}"
         )
-    return FileSplits(tuple(train), tuple(_of(found, path, _VALIDATION)))
+    return FileSplits(tuple(train), tuple(_of(files, path, _VALIDATION)))
 
 
 def check_file(path: Path) -> Path:

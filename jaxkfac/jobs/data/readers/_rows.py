@@ -127,15 +127,15 @@ class FileRows(Generic[_Parsed]):
 
     def checksum(self) -> str:
         """CRC-32 of names, sizes and contents; of large files up to 64 MiB each, 1 GiB in total."""
-        found, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
+        crc, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
         for path in self.files:
             size = path.stat().st_size
-            found = zlib.crc32(f"{path.name} {size}".encode(), found)
+            crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
             with path.open("rb") as file:
                 for block in range(blocks):
                     file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
-                    found = zlib.crc32(file.read(_BLOCK), found)
-        return f"{found:08x}"
+                    crc = zlib.crc32(file.read(_BLOCK), crc)
+        return f"{crc:08x}"
 
     @property
     def nbytes(self) -> int:
@@ -162,10 +162,10 @@ def read_rows(path: Path | str, parse: Callable[[Any], _Parsed]) -> list[_Parsed
             damaged or has an unknown format.
     """
     rows = FileRows((Path(path),), parse)
-    found = [row for _, row in rows.read() if not isinstance(row, Bad)]
-    if not found:
+    parsed = [row for _, row in rows.read() if not isinstance(row, Bad)]
+    if not parsed:
         raise ValueError(f"{path} holds no {_reader(Path(path)).unit}")
-    return found
+    return parsed
 
 
 def read_splits(
@@ -191,6 +191,6 @@ def read_splits(
 
 
 def _reader(path: Path) -> Reader:
-    found = reader_of(path)
-    assert found is not None  # files are checked in the constructor
-    return found
+    reader = reader_of(path)
+    assert reader is not None  # files are checked in the constructor
+    return reader

@@ -61,13 +61,13 @@ class Tally:
         vars(self).update(plain, bad_rows=list(plain["bad_rows"]))
 
     def __str__(self) -> str:
-        words = f"{self.rows} rows read, {self.examples} examples, {self.tokens} tokens, "
-        words += f"{self.learnt} of them learnt"
+        summary = f"{self.rows} rows read, {self.examples} examples, {self.tokens} tokens, "
+        summary += f"{self.learnt} of them learnt"
         if self.truncated or self.dropped:
-            words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
+            summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
         if self.bad:
-            words += f"; {self.bad} bad rows left out, the first {self.bad_rows[0]}"
-        return words
+            summary += f"; {self.bad} bad rows left out, the first {self.bad_rows[0]}"
+        return summary
 
 
 # ---------------- one pass over files as a pipeline of grain, whose state is a place in them
@@ -222,10 +222,10 @@ class BatchStream(Generic[_Example, _Batch]):
         if position is not None:
             batches.set_state(position["rows"])  # rows that are read again are counted again
             tally.restore(position["tally"])
-        found = position is not None
+        has_batches = position is not None
         while True:
             for batch in batches:
-                found = True
+                has_batches = True
                 yield (
                     batch,
                     {
@@ -234,7 +234,7 @@ class BatchStream(Generic[_Example, _Batch]):
                         "tally": tally.to_plain(),
                     },
                 )
-            if not found:
+            if not has_batches:
                 raise ValueError(self._why_none(tally))
             number += 1
             batches = make_pass(self, number, Tally())
@@ -260,10 +260,10 @@ class BatchStream(Generic[_Example, _Batch]):
         examples = [example for record in good for example in self._encoded(record, tally)]
         parts = range(0, len(examples), self.group)
         arranged = [self.arrange(examples[i : i + self.group], (self.seed, 0)) for i in parts]
-        made = sum(map(len, arranged))
+        num_rows = sum(map(len, arranged))
         if next(read, None) is not None:
-            made = made * self.rows.count() // self.window
-        return max(made // self.batch_size, 1)
+            num_rows = num_rows * self.rows.count() // self.window
+        return max(num_rows // self.batch_size, 1)
 
     def _encoded(self, record: Any, tally: Tally) -> Sequence[_Example]:
         try:
@@ -338,10 +338,10 @@ def arrange_by_length(
 
     def arrange(examples: list[_Example], seed: tuple[int, int]) -> list[tuple[_Example, ...]]:
         lengths = np.array([length_of(example) for example in examples])
-        whole = len(lengths) // batch_size * batch_size
-        batches = np.argsort(lengths[:whole], kind="stable").reshape(-1, batch_size)
+        num_batched = len(lengths) // batch_size * batch_size
+        batches = np.argsort(lengths[:num_batched], kind="stable").reshape(-1, batch_size)
         order = group_generator(lengths, seed).permutation(batches).ravel()
-        return [(examples[i],) for i in (*order, *range(whole, len(lengths)))]
+        return [(examples[i],) for i in (*order, *range(num_batched, len(lengths)))]
 
     return arrange
 

@@ -98,8 +98,8 @@ class TokenBatches(NumberedBatches[TokenBatch]):
         Raises:
             ValueError: there are fewer rows than ``batch_size``, or an example does not fit.
         """
-        found = pack([len(e.ids) - 1 for e in examples], length)
-        rows = tuple(tuple(examples[i] for i in row) for row in found)
+        packed_rows = pack([len(e.ids) - 1 for e in examples], length)
+        rows = tuple(tuple(examples[i] for i in row) for row in packed_rows)
         return cls(rows, batch_size, (length,), pad_id, seed)
 
     @property
@@ -185,8 +185,8 @@ def record_files(path: Path | str, *, strict: bool = False) -> tuple[FileRows, F
         ValueError: a file has an unknown format.
     """
     train, validation = find_files(path)
-    held = FileRows(validation, parse_record, strict) if validation else None
-    return FileRows(train, parse_record, strict), held
+    validation_rows = FileRows(validation, parse_record, strict) if validation else None
+    return FileRows(train, parse_record, strict), validation_rows
 
 
 def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
@@ -255,13 +255,13 @@ def token_stream(
         arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
-        found = encode_record(record, tokenizer, loss_on=loss_on)
-        return [x for example in found if (x := _counted(example, max_length, tally))]
+        examples = encode_record(record, tokenizer, loss_on=loss_on)
+        return [x for example in examples if (x := _counted(example, max_length, tally))]
 
-    def collate(held: Sequence[tuple[Example, ...]]) -> TokenBatch:
-        longest = max(sum(len(example.ids) - 1 for example in row) for row in held)
+    def collate(rows_of_batch: Sequence[tuple[Example, ...]]) -> TokenBatch:
+        longest = max(sum(len(example.ids) - 1 for example in row) for row in rows_of_batch)
         length = next(n for n in lengths if n >= longest)
-        return token_batch(held, length=length, pad_id=tokenizer.pad_id)
+        return token_batch(rows_of_batch, length=length, pad_id=tokenizer.pad_id)
 
     return BatchStream(
         rows,

@@ -147,10 +147,10 @@ class Encoded(NamedTuple):
 
     def __str__(self) -> str:
         tokens = sum(len(e.ids) for e in self.examples)
-        words = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
+        summary = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
         if self.truncated or self.dropped:
-            words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
-        return words
+            summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
+        return summary
 
 
 def encode_records(
@@ -225,12 +225,12 @@ def encode_record(
 ) -> list[Example]:
     """One record, as the examples that its chat template requires, not cut."""
     if isinstance(record, Completion):
-        found = [_completion(record, tokenizer)]
+        marked = [_completion(record, tokenizer)]
     else:
-        found = _chat(record, tokenizer, whole=loss_on == "all")
+        marked = _chat(record, tokenizer, whole=loss_on == "all")
     if loss_on == "all":
-        found = [(ids, [True] * len(ids)) for ids, _ in found]
-    return [_example(ids, learnt) for ids, learnt in found]
+        marked = [(ids, [True] * len(ids)) for ids, _ in marked]
+    return [_example(ids, learnt) for ids, learnt in marked]
 
 
 def truncate(example: Example, max_length: int) -> Example:
@@ -249,13 +249,13 @@ _Marked = tuple[list[int], list[bool]]
 
 def _completion(record: Completion, tokenizer: TokenizerLike) -> _Marked:
     # Encoded separately, so the boundary is the same at generation, when only the prompt is known.
-    alone = not record.prompt
-    prompt = [] if alone else list(tokenizer.encode(record.prompt))
-    rest = [
-        *tokenizer.encode(record.completion, add_special_tokens=alone),
+    has_no_prompt = not record.prompt
+    prompt = [] if has_no_prompt else list(tokenizer.encode(record.prompt))
+    answer = [
+        *tokenizer.encode(record.completion, add_special_tokens=has_no_prompt),
         *tokenizer.eos_ids[:1],
     ]
-    return [*prompt, *rest], [False] * len(prompt) + [True] * len(rest)
+    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
 def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marked]:
@@ -264,8 +264,8 @@ def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marke
     if whole:
         ids = list(tokenizer.chat(turns, add_generation_prompt=False, **tools))
         return [(ids, [])]
-    every = all(turn.learnt for turn in record.messages if turn.role == "assistant")
-    if every and isinstance(tokenizer, MarksAnswers):
+    all_learnt = all(turn.learnt for turn in record.messages if turn.role == "assistant")
+    if all_learnt and isinstance(tokenizer, MarksAnswers):
         marked = tokenizer.marked_chat(turns, **tools)
         if marked is not None:
             return [marked]
@@ -273,7 +273,7 @@ def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marke
     answers = [_answer(turns, number, tokenizer, tools) for number in learnt]
     ids, _ = answers[-1]
     if any(ids[: len(before)] != before for before, _ in answers):
-        return [(one, _between(one, [start])) for one, start in answers]
+        return [(conversation, _between(conversation, [start])) for conversation, start in answers]
     return [(ids, _between(ids, [(start, stop) for _, (start, stop) in answers]))]
 
 
@@ -302,8 +302,8 @@ def _start(
     tools: dict[str, Any],
 ) -> int:
     """The start of an answer that does not begin with the generation prompt (an empty thought)."""
-    asked = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
-    if ids[: len(asked)] != asked:
+    conversation = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
+    if ids[: len(conversation)] != conversation:
         raise ValueError(
             f"the chat template writes what comes before turn {number} differently when it is "
             'there: its tokens cannot be told apart; train on them with loss_on="all"'
@@ -312,7 +312,7 @@ def _start(
 
 
 def _between(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    found = [False] * len(ids)
+    marks = [False] * len(ids)
     for start, stop in spans:
-        found[start:stop] = [True] * (stop - start)
-    return found
+        marks[start:stop] = [True] * (stop - start)
+    return marks

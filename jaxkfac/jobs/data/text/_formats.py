@@ -67,8 +67,8 @@ def parse_record(plain: Any) -> Record:
     for form in _FORMATS:
         if all(key in row for key in form.keys):
             return form.parse(row)
-    known = "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in _FORMATS)
-    raise ValueError(f"expected the keys {known}; got {sorted(plain)}")
+    all_keys = "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in _FORMATS)
+    raise ValueError(f"expected the keys {all_keys}; got {sorted(plain)}")
 
 
 def text_of(row: Row, key: str, *, default: str | None = None) -> str:
@@ -166,12 +166,12 @@ def parse_alpaca(row: Row) -> Chat:
 
     The input, if any, follows the instruction.
     """
-    asked = [text_of(row, "instruction"), text_of(row, "input", default="")]
+    question_parts = [text_of(row, "instruction"), text_of(row, "input", default="")]
     system, answer = text_of(row, "system", default=""), text_of(row, "output")
     if not answer:
         raise ValueError("the output is empty: there is nothing to learn")
     first = (Message("system", system),) if system else ()
-    question = Message("user", "\n\n".join(filter(None, asked)))
+    question = Message("user", "\n\n".join(filter(None, question_parts)))
     return Chat((*first, question, Message("assistant", answer)))
 
 

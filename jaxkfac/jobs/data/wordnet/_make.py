@@ -27,13 +27,13 @@ def entries(folder: Path) -> list[WordGloss]:
     after a definition are removed.
     """
     tagged = _tagged(folder / "index.sense")
-    found = dict[str, WordGloss]()
+    entry_of_gloss = dict[str, WordGloss]()
     for kind in KINDS:
         of_kind = sorted(_synsets(folder / f"data.{kind}", kind, tagged))
         for entry in of_kind:
             if _SHORTEST <= len(entry.gloss) <= _LONGEST and re.fullmatch("[a-z]+", entry.word):
-                found.setdefault(entry.gloss, entry)
-    return list(found.values())
+                entry_of_gloss.setdefault(entry.gloss, entry)
+    return list(entry_of_gloss.values())
 
 
 def _synsets(file: Path, kind: str, tagged: dict[tuple[str, int], int]) -> Iterator[WordGloss]:
