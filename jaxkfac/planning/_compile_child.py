@@ -40,8 +40,8 @@ def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
     """Compile the program and read XLA's memory analysis of it."""
     places = shardings(request)
     inputs = [
-        jax.ShapeDtypeStruct(*_aval(a), sharding=there)
-        for a, there in zip(request["inputs"], places["input_specs"], strict=True)
+        jax.ShapeDtypeStruct(*_aval(a), sharding=sharding)
+        for a, sharding in zip(request["inputs"], places["input_specs"], strict=True)
     ]
     outputs = [jax.ShapeDtypeStruct(*_aval(a)) for a in request["outputs"]]
     how = {"keep_unused": True, "out_shardings": places["output_specs"]}
@@ -81,8 +81,8 @@ def shardings(request: dict[str, Any]) -> dict[str, Any]:
         alone = jax.sharding.SingleDeviceSharding(devices[0])
         return {"input_specs": [alone] * len(request["inputs"]), "output_specs": None}
     names, sizes = request["mesh"]
-    found = np.asarray(devices[: math.prod(sizes)]).reshape(sizes)
-    mesh = jax.sharding.Mesh(found, tuple(names))
+    device_grid = np.asarray(devices[: math.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(device_grid, tuple(names))
 
     def places(specs: list[Any] | None) -> Any:
         of = jax.sharding.PartitionSpec

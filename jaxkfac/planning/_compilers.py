@@ -71,14 +71,14 @@ class Work(NamedTuple):
     bytes: Counter[str]
     libraries: int
 
-    def plus(self, other: "Work", times: int = 1) -> "Work":
+    def plus(self, added: "Work", times: int = 1) -> "Work":
         """The sum of this work and ``times`` the other."""
         counters: list[Any] = [
             mine + Counter({key: times * count for key, count in theirs.items()})
-            for mine, theirs in zip(self[:3], other[:3], strict=True)
+            for mine, theirs in zip(self[:3], added[:3], strict=True)
         ]
         solves, calls, nbytes = counters
-        return Work(solves, calls, nbytes, self.libraries + times * other.libraries)
+        return Work(solves, calls, nbytes, self.libraries + times * added.libraries)
 
     @property
     def cubes(self) -> int:
@@ -91,7 +91,7 @@ NOTHING = Work(Counter(), Counter(), Counter(), 0)
 
 def collective_bytes(text: str) -> dict[str, int]:
     """Bytes that collectives return on each device, by kind; see :func:`program_work`."""
-    return {kind: found["bytes"] for kind, found in program_work(text)["collectives"].items()}
+    return {kind: totals["bytes"] for kind, totals in program_work(text)["collectives"].items()}
 
 
 def program_work(text: str) -> dict[str, Any]:
@@ -126,41 +126,41 @@ def program_work(text: str) -> dict[str, Any]:
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Lines of each computation, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
-    entry, own = "", []
+    entry, lines = "", []
     for line in text.splitlines():
-        if found := _HEAD.match(line):
-            own = bodies[found[2]] = []
-            entry = found[2] if found[1] else entry
+        if match := _HEAD.match(line):
+            lines = bodies[match[2]] = []
+            entry = match[2] if match[1] else entry
         else:
-            own.append(line)
+            lines.append(line)
     return bodies, entry
 
 
-def _work(name: str, bodies: Mapping[str, list[str]], known: dict[str, Work]) -> Work:
-    if name not in known:
+def _work(name: str, bodies: Mapping[str, list[str]], cache: dict[str, Work]) -> Work:
+    if name not in cache:
         total = NOTHING
         for line in bodies.get(name, ()):
             total = total.plus(_of_line(line))
-            turns = int(found[1]) if (found := _TRIPS.search(line)) else 1
+            turns = int(trips[1]) if (trips := _TRIPS.search(line)) else 1
             for called in [] if "-done(" in line else _CALLED.findall(line):
-                total = total.plus(_work(called, bodies, known), turns)
+                total = total.plus(_work(called, bodies, cache), turns)
             several = _BRANCHES.search(line)
             branches = several[1].replace("%", "").split(", ") if several else []
-            ways = [_work(way, bodies, known) for way in branches or _TWO_BRANCHES.findall(line)]
+            ways = [_work(way, bodies, cache) for way in branches or _TWO_BRANCHES.findall(line)]
             if ways:
                 total = total.plus(max(ways, key=lambda w: (w.cubes, sum(w.bytes.values()))))
-        known[name] = total
-    return known[name]
+        cache[name] = total
+    return cache[name]
 
 
 def _of_line(line: str) -> Work:
-    found = _COLLECTIVE.search(line)
-    if found and found[3] != "-start":
+    match = _COLLECTIVE.search(line)
+    if match and match[3] != "-start":
         return NOTHING._replace(
-            calls=Counter([found[2]]), bytes=Counter({found[2]: _size(found[1])})
+            calls=Counter([match[2]]), bytes=Counter({match[2]: _size(match[1])})
         )
-    if found := _SOLVE.search(line):
-        (dtype, shape), kind = _SHAPE.findall(found[1])[0], found[2]
+    if match := _SOLVE.search(line):
+        (dtype, shape), kind = _SHAPE.findall(match[1])[0], match[2]
         *batch, n, _ = map(int, shape.split(","))
         solve = Solve("eigh" if kind == "syev" else "cholesky", math.prod(batch), n, _BYTES[dtype])
         return NOTHING._replace(solves=Counter([solve]))
@@ -344,7 +344,7 @@ def compiled_bytes(
         >>> compiled_bytes(lambda x: x @ x, x, target="cpu").outputs
         262144
     """
-    mesh = mesh_of(args, whole=True)
+    mesh = mesh_of(args, all_or_none=True)
     to = target_of(target) if isinstance(target, str) else target
     to = to if mesh is None else to.of(mesh.size)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)

@@ -165,9 +165,9 @@ class CurvatureBytes:
         count: dict[Any, int] = collections.Counter(
             (name, inputs)
             for one in self.passes(budget).passes
-            for name, part in one.parts.items()
-            for inputs, there in ((True, part.inputs), (False, part.outputs))
-            if there
+            for name, layer_part in one.parts.items()
+            for inputs, is_gathered in ((True, layer_part.inputs), (False, layer_part.outputs))
+            if is_gathered
         )
         return max(count.values(), default=1)
 
@@ -184,10 +184,10 @@ class CurvatureBytes:
     def first_pass_temporaries(self, budget: int) -> int:
         """Temporaries of the pass that also computes the gradient."""
         first = self.passes(budget).passes[0]
-        known = (tuple(first.parts.items()), first.start)
-        if known not in self._compiled:
-            self._compiled[known] = self._program.pass_temporaries(first)
-        return self._compiled[known]
+        key = (tuple(first.parts.items()), first.start)
+        if key not in self._compiled:
+            self._compiled[key] = self._program.pass_temporaries(first)
+        return self._compiled[key]
 
     def passes(self, budget: int) -> PassPlan:
         """The passes under a budget."""

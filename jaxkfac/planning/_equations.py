@@ -87,22 +87,24 @@ class Equation:
         """For a scan, drop the results that are not in ``read``, and what only they need."""
         (body,), number = self.bodies, len(self.bodies[0].results)
         stacked = [
-            v for v, made in zip(body.stacked, self.makes[number:], strict=True) if made in read
+            v for v, result in zip(body.stacked, self.makes[number:], strict=True) if result in read
         ]
-        kept = {k for k, made in enumerate(self.makes[:number]) if made in read}
+        kept_carries = {k for k, result in enumerate(self.makes[:number]) if result in read}
         while True:
-            needed = body.program.needed([*(body.results[k] for k in kept), *stacked])
+            needed = body.program.needed([*(body.results[k] for k in kept_carries), *stacked])
             more = {k for k, v in enumerate(body.carried) if v in needed}
-            if more <= kept:
+            if more <= kept_carries:
                 break
-            kept |= more
+            kept_carries |= more
         inputs = list(zip(self.reads, body.inputs, strict=True))
-        self.reads = [v for v, own in inputs if own in needed]
-        given = [own for _, own in inputs if own in needed]
-        results, carried = ([of[k] for k in sorted(kept)] for of in (body.results, body.carried))
-        self.bodies = [Body(body.program, results, stacked, given, carried)]
-        made = [v for v in self.makes[number:] if v in read]
-        self.makes = [*(self.makes[k] for k in sorted(kept)), *made]
+        self.reads = [v for v, inner in inputs if inner in needed]
+        inner_inputs = [inner for _, inner in inputs if inner in needed]
+        results, carried = (
+            [of[k] for k in sorted(kept_carries)] for of in (body.results, body.carried)
+        )
+        self.bodies = [Body(body.program, results, stacked, inner_inputs, carried)]
+        read_stacked = [v for v in self.makes[number:] if v in read]
+        self.makes = [*(self.makes[k] for k in sorted(kept_carries)), *read_stacked]
 
     @property
     def fuses(self) -> bool:
@@ -129,15 +131,15 @@ class EquationList:
 
     def expand(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
         """Append the equations of ``jaxpr`` and return its results."""
-        known: dict[Any, Value] = {v: Value() for v in jaxpr.constvars}
-        known |= dict(zip(jaxpr.invars, operands, strict=True))
+        environment: dict[Any, Value] = {v: Value() for v in jaxpr.constvars}
+        environment |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(atom: Any) -> Value:
-            return known[atom] if is_var(atom) else Value()
+            return environment[atom] if is_var(atom) else Value()
 
         for eqn in jaxpr.eqns:
             makes = self._results(eqn, [read(x) for x in eqn.invars])
-            known.update(zip(eqn.outvars, makes, strict=True))
+            environment.update(zip(eqn.outvars, makes, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
     def _results(self, eqn: Any, reads: list[Value]) -> Sequence[Value]:
@@ -147,8 +149,8 @@ class EquationList:
         if name == "platform_index":
             return [Value(branch=_branch_of(self._platform, eqn.params["platforms"]))]
         if kind == "cond" and reads[0].branch is not None:
-            taken, _ = open_jaxpr(eqn.params["branches"][reads[0].branch])
-            return self.expand(taken, reads[1:])
+            branch_jaxpr, _ = open_jaxpr(eqn.params["branches"][reads[0].branch])
+            return self.expand(branch_jaxpr, reads[1:])
         if name in _VIEWS:
             return reads[: len(eqn.outvars)]
         if name == "optimization_barrier":  # new values, so that later equations stay distinct
@@ -199,11 +201,14 @@ class EquationList:
         inner, _ = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
         program = EquationList(self._platform)
-        given = [Value() for _ in inner.invars[: num_consts + num_carry]]
+        inner_inputs = [Value() for _ in inner.invars[: num_consts + num_carry]]
         for var in inner.invars[num_consts + num_carry :]:
-            given += program._append("dynamic_slice", [], [self._nbytes(var)], fused=True)
-        outs = program.expand(inner, given)
-        inputs, carried = [given[k] for k in read], given[num_consts : num_consts + num_carry]
+            inner_inputs += program._append("dynamic_slice", [], [self._nbytes(var)], fused=True)
+        outs = program.expand(inner, inner_inputs)
+        inputs, carried = (
+            [inner_inputs[k] for k in read],
+            inner_inputs[num_consts : num_consts + num_carry],
+        )
         return Body(program, outs[:num_carry], outs[num_carry:], inputs, carried)
 
     def _without_constants(self, eqn: Any, reads: list[Value]) -> list[int]:
@@ -220,13 +225,13 @@ class EquationList:
 
     def needed(self, values: Sequence[Value]) -> set[Value]:
         """All values from which ``values`` are computed, including themselves."""
-        found: set[Value] = set()
-        rest = list(values)
-        while rest:
-            if (v := rest.pop()) not in found:
-                found.add(v)
-                rest += self.equations[v.maker].reads if v.maker >= 0 else ()
-        return found
+        result: set[Value] = set()
+        pending = list(values)
+        while pending:
+            if (v := pending.pop()) not in result:
+                result.add(v)
+                pending += self.equations[v.maker].reads if v.maker >= 0 else ()
+        return result
 
     def _drop_unread(self, results: Sequence[Value]) -> None:
         """Drop scan results that nobody reads, as a compiler does."""
@@ -248,15 +253,15 @@ class EquationList:
         """
         self._drop_unread(results)
         order: list[int] = []
-        seen: set[int] = set()
+        visited: set[int] = set()
         for result in results:
             stack = [(result.maker, False)]
             while stack:
                 k, ready = stack.pop()
                 if ready:
                     order.append(k)
-                elif k >= 0 and k not in seen:
-                    seen.add(k)
+                elif k >= 0 and k not in visited:
+                    visited.add(k)
                     stack.append((k, True))
                     stack += [(v.maker, False) for v in reversed(self.equations[k].reads)]
         self.equations = [self.equations[k] for k in (order if depth_first else sorted(order))]
@@ -286,8 +291,8 @@ def _transposed_bytes(eqn: Any) -> int:
     signal, kernel = (x.aval for x in eqn.invars)
     numbers, last = eqn.params["dimension_numbers"], len(signal.shape) - 1
     spatial = tuple(range(1, last))
-    own = ((0, last, *spatial), (last, last - 1, *(d - 1 for d in spatial)))
-    specs = zip((signal, kernel), (numbers.lhs_spec, numbers.rhs_spec), own, strict=True)
+    kernel_specs = ((0, last, *spatial), (last, last - 1, *(d - 1 for d in spatial)))
+    specs = zip((signal, kernel), (numbers.lhs_spec, numbers.rhs_spec), kernel_specs, strict=True)
     return sum(
         math.prod(x.shape) * x.dtype.itemsize for x, spec, mine in specs if tuple(spec) != mine
     )

@@ -97,8 +97,8 @@ def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
 
     def block(x: Array, p: Any) -> tuple[Array, None]:
         h = _normalised(x, p["norm_mixer"])
-        q, k, v = jnp.split(_dense(h, p["qkv"]), 3, -1) if "qkv" in p else _each(h, p, "qkv")
-        q, k, v = (_by_head(part, heads) for part in (q, k, v))
+        q, k, v = jnp.split(_dense(h, p["qkv"]), 3, -1) if "qkv" in p else _projections(h, p, "qkv")
+        q, k, v = (_by_head(projection, heads) for projection in (q, k, v))
         x = x + _dense(_attended(_rotated(q), _rotated(k), v, causal=True), p["o"])
         h = _normalised(x, p["norm_mlp"])
         if "gate_up" in p:
@@ -118,9 +118,9 @@ def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> A
     def mixed(x: Array, p: Any, norm: str, names: str, memory: Array | None, causal: bool) -> Array:
         prefix = "cross_" if memory is not None else ""
         h = _normalised(x, p[norm])
-        seen = h if memory is None else memory
+        attended_to = h if memory is None else memory
         q = _by_head(_dense(h, p[f"{prefix}q"]), heads)
-        k, v = (_by_head(_dense(seen, p[f"{prefix}{name}"]), heads) for name in names)
+        k, v = (_by_head(_dense(attended_to, p[f"{prefix}{name}"]), heads) for name in names)
         return x + _dense(_attended(q, k, v, causal=causal), p[f"{prefix}o"])
 
     def mlp(x: Array, p: Any) -> Array:
@@ -163,7 +163,7 @@ def _dense(x: Array, p: Any) -> Array:
     return x @ p["kernel"]
 
 
-def _each(h: Array, p: Any, names: str) -> list[Array]:
+def _projections(h: Array, p: Any, names: str) -> list[Array]:
     return [_dense(h, p[name]) for name in names]
 
 
@@ -184,8 +184,10 @@ def _rotated(x_BxTxHxK: Array) -> Array:
     rates = 10000.0 ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * rates
     cos, sin = (f(angles).astype(x_BxTxHxK.dtype) for f in (jnp.cos, jnp.sin))
-    left, right = jnp.split(x_BxTxHxK, 2, -1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    first_half, second_half = jnp.split(x_BxTxHxK, 2, -1)
+    return jnp.concatenate(
+        [first_half * cos - second_half * sin, second_half * cos + first_half * sin], -1
+    )
 
 
 def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: bool) -> Array:
@@ -193,8 +195,8 @@ def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: b
     scores_BxHxTxS = jnp.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK)
     wide = scores_BxHxTxS.astype(statistics_dtype(scores_BxHxTxS.dtype))
     if causal:
-        seen = jnp.tri(wide.shape[-2], wide.shape[-1], dtype=bool)
-        wide = jnp.where(seen, wide, jnp.finfo(wide.dtype).min)
+        visible = jnp.tri(wide.shape[-2], wide.shape[-1], dtype=bool)
+        wide = jnp.where(visible, wide, jnp.finfo(wide.dtype).min)
     weights = jax.nn.softmax(wide / q_BxTxHxK.shape[-1] ** 0.5, -1).astype(q_BxTxHxK.dtype)
     mixed = jnp.einsum("bhts,bshk->bthk", weights, v_BxSxHxK)
     return mixed.reshape(*mixed.shape[:-2], -1)

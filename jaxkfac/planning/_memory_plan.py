@@ -100,7 +100,7 @@ class MemoryPlan:
                 f"{best.gradients:.3g}"
             )
         return (
-            f"nothing fits {_room(self)}: the nearest set, {_words(best)}, is short of "
+            f"nothing fits {_room(self)}: the nearest set, {_options_text(best)}, is short of "
             f"{' and of '.join(short)}; its largest row is {row!r} with "
             f"{bytes_text(best.device[row])}: use a larger device, shard it, or shrink the model "
             "or the batch"
@@ -108,13 +108,16 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        known = not self.fully_sharded  # the exchanged bytes, without a compiler
+        exchange_is_known = not self.fully_sharded  # the exchanged bytes, without a compiler
         plain = {
-            "now": _plain(self.now, known),
-            "alone": {option: _plain(estimate, known) for option, estimate in self.alone.items()},
+            "now": _plain(self.now, exchange_is_known),
+            "alone": {
+                option: _plain(estimate, exchange_is_known)
+                for option, estimate in self.alone.items()
+            },
             "unavailable": dict(self.unavailable),
-            "smallest": None if self.smallest is None else _plain(self.smallest, known),
-            "best": _plain(self.best, known),
+            "smallest": None if self.smallest is None else _plain(self.smallest, exchange_is_known),
+            "best": _plain(self.best, exchange_is_known),
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
             "headroom": self.headroom,
@@ -127,7 +130,9 @@ class MemoryPlan:
         return plain
 
     def __repr__(self) -> str:
-        verdict = "nothing fits" if self.smallest is None else f"{_words(self.smallest)} fits"
+        verdict = (
+            "nothing fits" if self.smallest is None else f"{_options_text(self.smallest)} fits"
+        )
         need = bytes_text(self.now.device_total)
         return f"MemoryPlan: needs {need}, has {_room(self)}; {verdict}"
 
@@ -140,15 +145,17 @@ class MemoryPlan:
         return table_html("Memory plan", head, filled, notes=[*_verdict(self), *_remarks(self)])
 
 
-def _plain(estimate: MemoryEstimate, known: bool) -> dict[str, Any]:
+def _plain(estimate: MemoryEstimate, exchange_is_known: bool) -> dict[str, Any]:
     plain = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
-    found = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
+    fields = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
     totals = {
         "device_total": estimate.device_total,
         "host_total": estimate.host_total,
-        "exchanged_total": estimate.exchanged_total if known or estimate.exchanged else None,
+        "exchanged_total": estimate.exchanged_total
+        if exchange_is_known or estimate.exchanged
+        else None,
     }
-    return {**found, "options": list(estimate.options), **totals}
+    return {**fields, "options": list(estimate.options), **totals}
 
 
 def _columns(plan: MemoryPlan) -> dict[str, MemoryEstimate]:
@@ -260,12 +267,12 @@ def _wrapped(text: str) -> list[str]:
 
 def _room(plan: MemoryPlan) -> str:
     """Description of the available memory and the limit on cost."""
-    left = f" less {plan.headroom:.0%} of headroom" if plan.headroom else ""
+    headroom_text = f" less {plan.headroom:.0%} of headroom" if plan.headroom else ""
     host = "" if plan.host_bytes is None else f" and {bytes_text(plan.host_bytes)} on the host"
     cost = "" if plan.max_gradients is None else f" at {plan.max_gradients:.3g} gradients a step"
-    return f"{bytes_text(plan.device_bytes)}{left}{host}{cost}"
+    return f"{bytes_text(plan.device_bytes)}{headroom_text}{host}{cost}"
 
 
-def _words(estimate: MemoryEstimate) -> str:
+def _options_text(estimate: MemoryEstimate) -> str:
     """Description of the options of an estimate."""
     return " + ".join(OPTIONS[name].title for name in estimate.options) or "no option"

@@ -92,7 +92,7 @@ class HalfBases(Option):
         _require_bases(of)
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        rows.device["bases"] = of.require_factors().bases_kept(_kept(of, choice))
+        rows.device["bases"] = of.require_factors().bases_kept(_host_options(of, choice))
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return 'HostCurvature(vectors_dtype="bfloat16"): elements of eigenvectors are off by 0.2 %'
@@ -110,7 +110,7 @@ class LowRank(Option):
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         if HostBases.name not in choice.options:
-            rows.device["bases"] = of.require_factors().bases_kept(_kept(of, choice))
+            rows.device["bases"] = of.require_factors().bases_kept(_host_options(of, choice))
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return (
@@ -128,18 +128,18 @@ class HostBases(Option):
         _require_bases(of)
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        held = of.require_factors()
-        rows.host["bases"] = held.bases_on_host(_kept(of, choice))
+        curvature = of.require_factors()
+        rows.host["bases"] = curvature.bases_on_host(_host_options(of, choice))
         # Eigenvectors of one block and of the next, which is being moved, and four matrices.
-        rows.device["bases"] = 2 * held.largest_bases
-        rows.device["update"] += 4 * held.largest_block
+        rows.device["bases"] = 2 * curvature.largest_bases
+        rows.device["update"] += 4 * curvature.largest_block
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        moved = bytes_text(of.require_factors().bases_kept(_kept(of, choice)))
+        moved = bytes_text(of.require_factors().bases_kept(_host_options(of, choice)))
         return f'HostCurvature(bases_in="host"): {moved} of bases cross to the device at every step'
 
 
-def _kept(of: ProgramBytes, choice: Choice) -> HostOptions:
+def _host_options(of: ProgramBytes, choice: Choice) -> HostOptions:
     """Options about the eigenvectors that a service keeps."""
     return HostOptions(
         bases_in="host",

@@ -81,10 +81,10 @@ def _count(jaxpr: Any) -> int:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
-        return known[atom] if is_var(atom) else atom.val
+        return environment[atom] if is_var(atom) else atom.val
 
     used = {x for eqn in jaxpr.eqns for x in eqn.invars if is_var(x)}
     used.update(x for x in jaxpr.outvars if is_var(x))
@@ -98,14 +98,14 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             needed = list(dict.fromkeys(x for x in eqn.invars if is_var(x)))
             outvars = [x for x in eqn.outvars if x in used]
             out = evaluate([eqn], needed, outvars, jaxpr)(*(read(x) for x in needed))
-        known.update(zip(outvars, out, strict=True))
+        environment.update(zip(outvars, out, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
 def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
     """Evaluate a scan equation with its body under a checkpoint."""
     num_consts, num_carry = scan_counts(eqn)
-    consts, rest = operands[:num_consts], operands[num_consts:]
+    consts, carry_and_xs = operands[:num_consts], operands[num_consts:]
     body = jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))
 
     # Iterations share no subexpressions, so preventing CSE would only cost time.
@@ -114,7 +114,7 @@ def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
         out = body(*consts, *carry, *xs)
         return list(out[:num_carry]), list(out[num_carry:])
 
-    carry, ys = scan_like(eqn, step, rest[:num_carry], rest[num_carry:])
+    carry, ys = scan_like(eqn, step, carry_and_xs[:num_carry], carry_and_xs[num_carry:])
     return [*carry, *ys]
 
 
@@ -173,16 +173,16 @@ class Host(Option):
         of.require_factors()
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        held = of.require_factors()
+        curvature = of.require_factors()
         # The factors of this step, and those of the last step that are still being moved.
-        rows.device["factors"] = held.factors + held.in_flight
-        rows.device["bases"] = held.bases if of.wants_vectors else 0
+        rows.device["factors"] = curvature.factors + curvature.in_flight
+        rows.device["bases"] = curvature.bases if of.wants_vectors else 0
         rows.device["workspace"] = rows.device["eigh scratch"] = 0
         rows.host.update(self._on_host(of, choice))
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        held = bytes_text(sum(self._on_host(of, choice).values()))
-        return f"{held} of main memory; bases are those of some steps before"
+        host_text = bytes_text(sum(self._on_host(of, choice).values()))
+        return f"{host_text} of main memory; bases are those of some steps before"
 
     def _on_host(self, of: ProgramBytes, choice: Choice) -> dict[str, int]:
         steps = choice.steps * of.micro_batches.steps
@@ -210,13 +210,15 @@ class Remat(Option):
         wrapped = isinstance(objective, Objective)
         fn, data = (objective.apply_fn, program.batch[0]) if wrapped else (objective, program.batch)
         run = _of_one_tuple(fn) if wrapped else fn
-        given = {"key": shape_of_key()} if takes_key(fn) else {}
-        given |= {} if program.state is None else {"state": program.state}
+        extra = {"key": shape_of_key()} if takes_key(fn) else {}
+        extra |= {} if program.state is None else {"state": program.state}
         try:
-            found = scans_to_remat(lambda p, d, kw: run(p, d, **kw), program.trained, data, given)
+            num_scans = scans_to_remat(
+                lambda p, d, kw: run(p, d, **kw), program.trained, data, extra
+            )
         except (JaxkfacError, ValueError, TypeError) as error:
             raise UnavailableError(first_line(error)) from None
-        if not found:
+        if not num_scans:
             raise UnavailableError("there is no scan whose body is not rematted already")
         again = remat_scans(fn)
         objective = dataclasses.replace(objective, apply_fn=again) if wrapped else again
@@ -311,7 +313,9 @@ class Adapters(Option):
             return adapted(base, adapters, inputs, key)
 
         # Patterns refer to the base's layers. Coefficients lie inside a custom derivative.
-        own = {k: v for k, v in program.collection.items() if k not in ("layers", "experts")}
+        inner_collection = {
+            k: v for k, v in program.collection.items() if k not in ("layers", "experts")
+        }
         return dataclasses.replace(
             program,
             objective=dataclasses.replace(program.objective, apply_fn=run),
@@ -320,7 +324,7 @@ class Adapters(Option):
             frozen=program.trained,
             adapted=tuple(layers[name] for name in adapters if name in layers),
             base_table=layers,
-            collection={"uncovered": "ignore", **own},
+            collection={"uncovered": "ignore", **inner_collection},
         )
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
@@ -335,9 +339,9 @@ class Nf4(Option):
     only_compiled = True  # tracing the decoding in every kernel takes as long as everything else
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
-        base, ((_, inputs), *rest) = _in_four_bits(program), program.batch
+        base, ((_, inputs), *targets) = _in_four_bits(program), program.batch
         return dataclasses.replace(
-            program, batch=((base, inputs), *rest), frozen=base, quantised=True
+            program, batch=((base, inputs), *targets), frozen=base, quantised=True
         )
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:

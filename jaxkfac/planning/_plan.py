@@ -193,7 +193,7 @@ def plan_memory(
         raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
     for name in options:
         one_of("options", name, tuple(OPTIONS))
-    asked = [name for name in OPTIONS if name in options]
+    requested = [name for name in OPTIONS if name in options]
     at_least_one(
         adapter_rank=adapter_rank, basis_rank=basis_rank, accumulation_steps=accumulation_steps
     )
@@ -211,10 +211,10 @@ def plan_memory(
         )
     unavailable = {
         name: "it is not planned for fully sharded training"
-        for name in asked
+        for name in requested
         if fully_sharded and not OPTIONS[name].sharded
     }
-    asked = [name for name in asked if name not in unavailable]
+    requested = [name for name in requested if name not in unavailable]
     check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     check_arrays("params", params)
     check_arrays("batch", batch)
@@ -234,7 +234,7 @@ def plan_memory(
             device_bytes=(1 - headroom) * device_bytes,
             host_bytes=host_bytes,
             max_factor_bytes=max_factor_bytes,
-            options=asked,
+            options=requested,
             micro_batches=micro_batches,
             donate=donate,
             max_gradients=max_gradients,
@@ -250,7 +250,7 @@ def plan_memory(
         )
     search, now, not_compiled = _searches(search_with, temporaries, compiled, sharded=fully_sharded)
     alone: dict[str, MemoryEstimate] = {}
-    for name in asked:
+    for name in requested:
         try:
             alone[name] = search.estimate([x for x in (search.needed(name), name) if x])
         except UnavailableError as reason:
@@ -314,5 +314,5 @@ def _searches(
     return search, now, ""
 
 
-def _is_same(one: MemoryEstimate, other: MemoryEstimate | None) -> bool:
-    return other is not None and (one.options, one.steps) == (other.options, other.steps)
+def _is_same(first: MemoryEstimate, second: MemoryEstimate | None) -> bool:
+    return second is not None and (first.options, first.steps) == (second.options, second.steps)

@@ -162,7 +162,11 @@ class TrainingProgram:
 
     def pass_temporaries(self, one: Pass) -> int:
         """Bytes of the gradient and one pass's factors beside arguments and results."""
-        rows = {name: part.rows for name, part in one.parts.items() if part.rows is not None}
+        rows = {
+            name: layer_part.rows
+            for name, layer_part in one.parts.items()
+            if layer_part.rows is not None
+        }
 
         def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}

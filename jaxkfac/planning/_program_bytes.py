@@ -171,18 +171,18 @@ class ProgramBytes:
         """
         if steps * self.micro_batches.steps == 1:
             return 0
-        known = (gathered and self._of is not None, dtype or self.micro_batches.accumulator_dtype)
-        if known not in self._accumulators:
+        key = (gathered and self._of is not None, dtype or self.micro_batches.accumulator_dtype)
+        if key not in self._accumulators:
             tx = multi_steps(
                 optax.identity(),
                 2,
-                like=self.program.factors if known[0] else None,
-                accumulator_dtype=known[1],
+                like=self.program.factors if key[0] else None,
+                accumulator_dtype=key[1],
                 accumulator_memory_kind=self.micro_batches.memory_kind,
             )
             state = jax.eval_shape(tx.init, self.program.trained)
-            self._accumulators[known] = self.program.placement.nbytes(state.accumulation.acc_grads)
-        return self._accumulators[known]
+            self._accumulators[key] = self.program.placement.nbytes(state.accumulation.acc_grads)
+        return self._accumulators[key]
 
     def rows(self, activations: int, accumulators: int, update: int) -> MemoryRows:
         """Bytes of every row of the program as it stands.
@@ -270,11 +270,11 @@ class ProgramBytes:
         if self.program.placement.mesh is not None:
             return self._compiled_exchange(steps, in_one_program=in_one_program)
         step = self._step(steps) if in_one_program and self.is_one_program(steps) else None
-        found = None
+        step_jaxpr = None
         if step is not None:
-            found = traced(lambda: jax.make_jaxpr(step.fn)(*step.args))
+            step_jaxpr = traced(lambda: jax.make_jaxpr(step.fn)(*step.args))
         statistics = None if self._of is None else self._of.statistics
-        jaxpr = None if isinstance(found, str) else found
+        jaxpr = None if isinstance(step_jaxpr, str) else step_jaxpr
         platform = self.program.temporaries.platform
         return exchanged(self.program, statistics, jaxpr, micro_batches=steps, platform=platform)
 
@@ -290,11 +290,11 @@ class ProgramBytes:
             sent[kind] += times * size
         return dict(sent)
 
-    def _counted(self, found: Needs | str) -> Needs | None:
-        if isinstance(found, str):
-            self.not_traced = self.not_traced or found
+    def _counted(self, needs: Needs | str) -> Needs | None:
+        if isinstance(needs, str):
+            self.not_traced = self.not_traced or needs
             return None
-        return found
+        return needs
 
     def in_one_program(self, rows: MemoryRows, steps: int) -> None:
         """Change the rows to those of a step that is one program.
@@ -334,13 +334,17 @@ class ProgramBytes:
         return 0 if needs is None else needs.temporaries
 
     def _update_needs(self, *, bases: bool) -> Needs | None:
-        known = (id(self.program.trained), bases)
-        if known not in self._updates:
-            held = self._of.shapes_of_bases if bases and self._of is not None else None
-            self._updates[known] = update_alone(
-                self.program, self._tx, self.optimizer.state, bases=held, donate=self._donate
+        key = (id(self.program.trained), bases)
+        if key not in self._updates:
+            bases_shapes = self._of.shapes_of_bases if bases and self._of is not None else None
+            self._updates[key] = update_alone(
+                self.program,
+                self._tx,
+                self.optimizer.state,
+                bases=bases_shapes,
+                donate=self._donate,
             )
-        return self._counted(self._updates[known])
+        return self._counted(self._updates[key])
 
     @property
     def preconditions(self) -> bool:
@@ -350,8 +354,8 @@ class ProgramBytes:
     @property
     def main_temporaries(self) -> int:
         """Temporaries of the program that computes the gradient."""
-        whole = self.step_needs(self.micro_batches.steps)
-        return self.temporaries("all") if whole is None else whole.temporaries
+        step = self.step_needs(self.micro_batches.steps)
+        return self.temporaries("all") if step is None else step.temporaries
 
     def temporaries(self, compiled: Compiled) -> int:
         """Temporaries of the program as it stands; see :meth:`Setting.rows`."""

@@ -195,8 +195,8 @@ class Search:
         """
         for options in self._sets():
             try:
-                if self._may_fit(options) and (found := self._confirmed(options)) is not None:
-                    return found
+                if self._may_fit(options) and (estimate := self._confirmed(options)) is not None:
+                    return estimate
             except UnavailableError:
                 continue
         return None
@@ -211,15 +211,15 @@ class Search:
                 return None
             setting = self._setting_of(estimate)
             try:
-                found = self._compiled.at(setting, estimate.factor_budget)
+                compiled_estimate = self._compiled.at(setting, estimate.factor_budget)
             except CompilerNotFoundError:
                 raise
             except CompilerError as error:
                 self.not_compiled = str(error)
                 return estimate if self.fits(estimate) else None
-            if self._compiled.fits(found):
-                return found
-            more = found.device_total - estimate.device_total
+            if self._compiled.fits(compiled_estimate):
+                return compiled_estimate
+            more = compiled_estimate.device_total - estimate.device_total
             if more <= 0:
                 return None
             self._more[setting] = self._more.get(setting, 0) + more
@@ -247,14 +247,14 @@ class Search:
                 floors.append((self._floor(options).device_total, options))
             except UnavailableError:
                 continue
-        self.estimate(min(floors, key=lambda found: found[0])[1])
+        self.estimate(min(floors, key=lambda floor: floor[0])[1])
         return min(self.tried, key=lambda estimate: (estimate.device_total, len(estimate.options)))
 
     def _sets(self) -> Iterator[tuple[str, ...]]:
         for size in range(len(self._options) + 1):
-            found: Iterator[tuple[str, ...]] = itertools.combinations(self._options, size)
+            combinations: Iterator[tuple[str, ...]] = itertools.combinations(self._options, size)
             dearness = lambda names: [list(OPTIONS).index(name) for name in reversed(names)]
-            for names in sorted(found, key=dearness):
+            for names in sorted(combinations, key=dearness):
                 if all(self.needed(name) in (*names, "") for name in names):
                     yield names
 

@@ -91,12 +91,16 @@ class Setting:
         choice = Choice(self.options, self.steps, budget)
         for option in self.ordered:
             option.check(of, choice)
-        own = (o.temporaries(of, choice) for o in self.ordered) if compiled == "all" else ()
-        kept = next((found for found in own if found is not None), None)
+        own_temporaries = (
+            (o.temporaries(of, choice) for o in self.ordered) if compiled == "all" else ()
+        )
+        pass_temporaries = next((nbytes for nbytes in own_temporaries if nbytes is not None), None)
         on_device = of.preconditions and not any(o.takes_bases for o in self.ordered)
         update = of.update_temporaries(bases=on_device) if compiled == "all" else 0
         rows = of.rows(
-            of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
+            of.temporaries(compiled) if pass_temporaries is None else pass_temporaries,
+            self._accumulator_bytes(of),
+            update,
         )
         if not self._takes_factors:
             steps = self.steps * of.micro_batches.steps
@@ -137,9 +141,9 @@ class Setting:
 
 
 def _marks_outputs(loss: Callable[..., Any], params: PyTree, batch: Any, state: PyTree) -> bool:
-    given = {"key": shape_of_key()} if takes_key(loss) else {}
-    given |= {} if state is None else {"state": state}
-    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, given)
+    extra = {"key": shape_of_key()} if takes_key(loss) else {}
+    extra |= {} if state is None else {"state": state}
+    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, extra)
     return bool(marks_of(traced.jaxpr))
 
 
@@ -183,7 +187,7 @@ class TrainingPrograms:
         )
         # Factors of float64 parameters cast to bfloat16 are float32, so their shapes differ.
         self._single = all(x.dtype.itemsize < 8 for x in partition(params)[0].values())
-        self._known: dict[Setting, TrainingProgram | UnavailableError] = {}
+        self._programs: dict[Setting, TrainingProgram | UnavailableError] = {}
 
     def __call__(self, setting: Setting) -> TrainingProgram:
         """The program of a setting.
@@ -191,23 +195,23 @@ class TrainingPrograms:
         Raises:
             UnavailableError: an option does not apply to the program.
         """
-        own = setting.of_program
+        key = setting.of_program
         if not self.temporaries.compiled:
-            names = (option.name for option in own.ordered if not option.only_compiled)
-            own = Setting(frozenset(names), own.steps)
-        if own not in self._known:
+            names = (option.name for option in key.ordered if not option.only_compiled)
+            key = Setting(frozenset(names), key.steps)
+        if key not in self._programs:
             try:
-                program = own.program(self._plain)
-                if own.of_factors != own and self._single:
-                    program = dataclasses.replace(program, same_factors=self(own.of_factors))
+                program = key.program(self._plain)
+                if key.of_factors != key and self._single:
+                    program = dataclasses.replace(program, same_factors=self(key.of_factors))
                 if program is not self._plain:
                     check_traces(program)
-                if (wider := own.of_more_bits) != own:
-                    program = dataclasses.replace(program, wider=self._known.get(wider))
-                self._known[own] = program
+                if (wider := key.of_more_bits) != key:
+                    program = dataclasses.replace(program, wider=self._programs.get(wider))
+                self._programs[key] = program
             except UnavailableError as reason:
-                self._known[own] = reason
-        found = self._known[own]
-        if isinstance(found, UnavailableError):
-            raise found
-        return found
+                self._programs[key] = reason
+        result = self._programs[key]
+        if isinstance(result, UnavailableError):
+            raise result
+        return result

@@ -120,14 +120,14 @@ class Placement:
         """Shapes of the batch of all devices, given the part of one device."""
         if self.mesh is None:
             return tree
-        there = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+        sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         replicated, size = NamedSharding(self.mesh, PartitionSpec()), self.mesh.size
 
         def all_parts(x: Any) -> jax.ShapeDtypeStruct:
             if not x.shape:
                 return _shape_at(x, replicated)
-            whole = jax.ShapeDtypeStruct((size * x.shape[0], *x.shape[1:]), x.dtype)
-            return _shape_at(whole, there)
+            full_shape = jax.ShapeDtypeStruct((size * x.shape[0], *x.shape[1:]), x.dtype)
+            return _shape_at(full_shape, sharding)
 
         return jax.tree.map(all_parts, tree)
 
@@ -135,8 +135,8 @@ class Placement:
         """Shapes of arrays that are replicated on each device."""
         if self.mesh is None:
             return tree
-        there = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: _shape_at(x, there), tree)
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: _shape_at(x, sharding), tree)
 
 
 WHOLE = Placement()
@@ -183,19 +183,19 @@ def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: _shape_at(x, NamedSharding(mesh, x.sharding.spec)), tree)
 
 
-def mesh_of(tree: PyTree, *, whole: bool = False) -> AbstractMesh | None:
+def mesh_of(tree: PyTree, *, all_or_none: bool = False) -> AbstractMesh | None:
     """The mesh that all shapes share, ``None`` without one.
 
     Args:
         tree: The shapes.
-        whole: Whether a mix of meshes, or of shapes with and without a mesh, is an error.
+        all_or_none: Whether a mix of meshes, or of shapes with and without a mesh, is an error.
 
     Raises:
-        ValueError: ``whole`` is set and the shapes are mixed.
+        ValueError: ``all_or_none`` is set and the shapes are mixed.
     """
-    found = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
-    meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in found}
-    if whole and len(meshes) > 1:
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
+    meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in shardings}
+    if all_or_none and len(meshes) > 1:
         raise ValueError(
             "some arguments lie on a mesh and others on none, or on another: give each a "
             "NamedSharding, PartitionSpec() where it is whole on every device"
@@ -205,5 +205,5 @@ def mesh_of(tree: PyTree, *, whole: bool = False) -> AbstractMesh | None:
 
 def mesh_here(mesh: AbstractMesh) -> Mesh:
     """The mesh with devices of this process."""
-    found = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
-    return Mesh(found, mesh.axis_names, axis_types=mesh.axis_types)
+    device_grid = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    return Mesh(device_grid, mesh.axis_names, axis_types=mesh.axis_types)

@@ -47,7 +47,7 @@ def optimizer_state(
     """The memory that ``tx.init`` would allocate, with bytes counted by ``nbytes``."""
     if tx is None:
         return Optimizer((), 0, 0, 0, 0)
-    whole = state = jax.eval_shape(tx.init, params)
+    full_state = state = jax.eval_shape(tx.init, params)
     multi = optax.MultiStepsState  # jk.multi_steps contains one too
     accumulators = nbytes([x.acc_grads for x in nodes_of(state, multi)])
     state = jax.tree.map(
@@ -55,11 +55,11 @@ def optimizer_state(
         state,
         is_leaf=lambda x: isinstance(x, multi),
     )
-    kept = (Factors, Eigenbases, Inverses)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
+    counted_classes = (Factors, Eigenbases, Inverses)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, counted_classes))
     return Optimizer(
-        whole,
-        nbytes([x for x in leaves if not isinstance(x, kept)]),
+        full_state,
+        nbytes([x for x in leaves if not isinstance(x, counted_classes)]),
         sum(isinstance(x, Factors) for x in leaves),
         nbytes([x for x in leaves if isinstance(x, Eigenbases | Inverses)]),
         accumulators,
@@ -174,8 +174,8 @@ def step_of(
     def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
         extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
-            value, grads, found = program.collect(trained, batch, inputs)
-            extra["factors"] = found
+            value, grads, factors_of_step = program.collect(trained, batch, inputs)
+            extra["factors"] = factors_of_step
             if adapts:
                 of_state = {"state": inputs.state}
                 extra |= program.collector.adaptation(trained, batch, inputs.key, **of_state)

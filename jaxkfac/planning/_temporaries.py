@@ -98,21 +98,21 @@ class _Lives:
             for v in equation.reads:
                 self._readers.setdefault(v, set()).add(k)
         returned = {*results, *(stacked or ())}
-        self._held = {
+        self._in_memory = {
             v for e in equations for v in e.makes if v in returned or self._takes_room(e, v)
         }
         self._follow()
         # On an H100, compiled bodies of loops keep such values; on a CPU, all programs do.
         if stacked is None and platform != "cpu":
-            self._held -= {v for v in self._held - returned if self._is_computed_again(v)}
+            self._in_memory -= {v for v in self._in_memory - returned if self._is_computed_again(v)}
             self._follow()
 
     def _follow(self) -> None:
         """Find the last reader of every value."""
-        self._known: dict[Value, list[Value]] = {}
+        self._cached_sources: dict[Value, list[Value]] = {}
         self._last: dict[Value, int] = {}
         for k, equation in enumerate(self._equations):
-            if any(v in self._held for v in equation.makes):
+            if any(v in self._in_memory for v in equation.makes):
                 self._last.update(dict.fromkeys(self._sources(equation.reads), k))
         self._last |= dict.fromkeys(self._sources(self._results), len(self._equations))
         for v in self._stacked or ():
@@ -134,21 +134,21 @@ class _Lives:
             places: Results with their own memory.
         """
         inside = self._inside_results(places)
-        alive = {v for v in self._held if v in self._last and v not in inside}
+        alive = {v for v in self._in_memory if v in self._last and v not in inside}
         ending: dict[int, list[Value]] = {}
         for v in alive:
             ending.setdefault(self._last[v], []).append(v)
         peak = live = 0
         for k, equation in enumerate(self._equations):
-            made = [v for v in equation.makes if v in alive]
+            new_values = [v for v in equation.makes if v in alive]
             ended = sum(v.nbytes for v in ending.get(k, ()))
             if equation.writes_over:
-                sizes = [v.nbytes for v in made]
+                sizes = [v.nbytes for v in new_values]
                 for v in ending.get(k, ()):
                     if v.maker < k and v.nbytes in sizes and not self._is_of_library(v):
                         sizes.remove(v.nbytes)
                         live, ended = live - v.nbytes, ended - v.nbytes
-            live += sum(v.nbytes for v in made)
+            live += sum(v.nbytes for v in new_values)
             peak = max(peak, live + self._inner_peak(equation))
             live -= ended
         return peak
@@ -158,8 +158,8 @@ class _Lives:
 
         The result is part of a tuple with the library's scratch.
         """
-        made = self._equations[value.maker].name
-        return made == "conv_general_dilated" and self._platform != "cpu"
+        primitive = self._equations[value.maker].name
+        return primitive == "conv_general_dilated" and self._platform != "cpu"
 
     def _inner_peak(self, equation: Equation) -> int:
         """Peak bytes of one iteration or of the most expensive branch, and copies of operands."""
@@ -183,25 +183,25 @@ class _Lives:
         return list(dict.fromkeys(s for v in values for s in self._sources_of(v)))
 
     def _sources_of(self, value: Value) -> list[Value]:
-        if value.maker < 0 or value in self._held:
+        if value.maker < 0 or value in self._in_memory:
             return [value] if value.maker >= 0 else []
-        if value not in self._known:
-            self._known[value] = self._sources(self._equations[value.maker].reads)
-        return self._known[value]
+        if value not in self._cached_sources:
+            self._cached_sources[value] = self._sources(self._equations[value.maker].reads)
+        return self._cached_sources[value]
 
     def _inside_results(self, places: Sequence[Value]) -> set[Value]:
         """Values without memory of their own, because they use that of a later result."""
         if self._stacked is not None:  # fused values are written to the stacked arrays directly
             return {v for v in self._stacked if v.fused} - set(self._results)
-        inside, own = set(self._results), set(places)
+        inside, reusable = set(self._results), set(places)
         for k in reversed(range(len(self._equations))):
             equation = self._equations[k]
-            for v in own.intersection(equation.makes) if equation.writes_over else ():
+            for v in reusable.intersection(equation.makes) if equation.writes_over else ():
                 for source in self._sources(equation.reads):
                     over = source.nbytes == v.nbytes and self._last[source] == k
                     if over and source not in inside and not self._is_of_library(source):
                         inside.add(source)
-                        own.add(source)
+                        reusable.add(source)
                         break
         return inside | self._before_results(inside, places)
 
@@ -209,20 +209,22 @@ class _Lives:
         """Place values, the largest first, into the first free slot, as XLA's buffer assignment."""
         end = len(self._equations)
         lives = {v: [(v.maker, end)] for v in places if v.maker >= 0}
-        found: set[Value] = set()
+        placed: set[Value] = set()
         # Most slots are too small or start too early; NumPy filters these without a Python loop.
         order, sizes = list(lives), np.array([v.nbytes for v in lives], np.int64)
         makers = np.array([v.maker for v in lives], np.int64)
-        rest = [v for e in self._equations for v in e.makes if v in self._held and v not in inside]
-        for v in sorted(rest, key=lambda v: -v.nbytes):
+        remaining = [
+            v for e in self._equations for v in e.makes if v in self._in_memory and v not in inside
+        ]
+        for v in sorted(remaining, key=lambda v: -v.nbytes):
             start, stop = v.maker, self._last.get(v, v.maker)
             for i in np.flatnonzero((sizes >= v.nbytes) & (makers > stop)):
-                taken = lives[order[i]]
-                if all(stop < a or b < start for a, b in taken):
-                    taken.append((start, stop))
-                    found.add(v)
+                intervals = lives[order[i]]
+                if all(stop < a or b < start for a, b in intervals):
+                    intervals.append((start, stop))
+                    placed.add(v)
                     break
-        return found
+        return placed
 
 
 def _computes(reader: Equation, maker: Equation) -> bool:
@@ -232,9 +234,9 @@ def _computes(reader: Equation, maker: Equation) -> bool:
 
 def _is_cheap(equation: Equation) -> bool:
     """Whether a fused result is recomputed for each of its readers."""
-    made = [v for v in equation.reads if v.maker >= 0]
+    operands = [v for v in equation.reads if v.maker >= 0]
     largest = max(v.nbytes for v in equation.makes)
-    fewer = len(made) <= 1 or sum(v.nbytes for v in made) < largest
+    fewer = len(operands) <= 1 or sum(v.nbytes for v in operands) < largest
     return equation.name not in DEAR and fewer
 
 
@@ -318,7 +320,7 @@ class Temporaries:
     def _ask(self, step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int]) -> Needs:
         mesh = mesh_of(args)
         if not self._is_here(1 if mesh is None else mesh.size):
-            found = compiled_bytes(
+            report = compiled_bytes(
                 *(step, *args),
                 donate_argnums=donate_argnums,
                 out_shardings=_shardings_of_results(step, args),
@@ -326,7 +328,7 @@ class Temporaries:
                 python=self.python,
                 timeout=self.timeout,
             )
-            return Needs(found.temporaries, found.collectives)
+            return Needs(report.temporaries, report.collectives)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh_here(mesh)):
             args = args if mesh is None else on_devices(args, mesh_here(mesh))
             # As a list: JAX would fill classes of results with shardings.
@@ -341,13 +343,13 @@ class Temporaries:
         Raises:
             CompilerError: neither can.
         """
-        own = self.platform == _own_platform() and self.target in (None, "cpu")
-        if own and len(jax.devices()) < devices and self.platform != "cpu":
+        is_own_platform = self.platform == _own_platform() and self.target in (None, "cpu")
+        if is_own_platform and len(jax.devices()) < devices and self.platform != "cpu":
             raise CompilerError(
                 f'this process has {len(jax.devices())} of {devices} devices: compiler="h100" '
                 "compiles without any"
             )
-        return own and len(jax.devices()) >= devices
+        return is_own_platform and len(jax.devices()) >= devices
 
     def _compiled(self, lowered: Any, *, several: bool) -> Needs:
         options = _FAST if self.platform == "cpu" else None

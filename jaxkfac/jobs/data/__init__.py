@@ -1,4 +1,4 @@
-"""Embedded real data and batches that are a pure function of a seed and a step."""
+"""Embedded real data, and batches that depend only on a seed and a step."""
 
 from jaxkfac.jobs.data._digits import (
     Digits,

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-# ---------------- which examples a step sees: a pure function of a seed and an epoch
+# ---------------- the examples of a step: a pure function of a seed and an epoch
 
 
 def num_batches(num_examples: int, batch_size: int) -> int:
-    """Full batches in one pass over the data; the incomplete last one is left out.
+    """Number of full batches in one pass over the data; an incomplete last one is dropped.
 
     Raises:
         ValueError: ``batch_size`` is not in ``1 .. num_examples``.
@@ -27,20 +27,20 @@ def num_batches(num_examples: int, batch_size: int) -> int:
 def epoch_batches(
     seed: int, epoch: int, *, num_examples: int, batch_size: int
 ) -> Int[np.ndarray, "batches batch_size"]:
-    """Indices of every batch of one epoch, in a fresh random order.
+    """Indices of all batches of an epoch, in a new random order.
 
-    Nothing is remembered from one call to the next: step ``t`` of a run is row
-    ``t % num_batches`` of epoch ``t // num_batches``, so a run resumes from its step
-    number alone, and what the last row leaves out differs from epoch to epoch.
+    Calls do not depend on each other: step ``t`` of a run is row
+    ``t % num_batches`` of epoch ``t // num_batches``, so a run can resume from its step
+    number alone. The examples after the last full batch differ from epoch to epoch.
 
     Args:
-        seed: Of the run.
-        epoch: Counted from 0.
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
         num_examples: Size of the data set.
         batch_size: Examples per batch.
 
     Returns:
-        ``(num_batches, batch_size)`` int32, no index twice.
+        ``(num_batches, batch_size)`` int32 without repeated indices.
 
     Raises:
         ValueError: ``batch_size`` is not in ``1 .. num_examples``, or ``epoch`` is negative.
@@ -80,16 +80,16 @@ def load_digits(
 ) -> Digits:
     """The 1797 digits of the UCI repository, 8 x 8 pixels, scaled to [0, 1].
 
-    The split is stratified: every class gives the same fraction of its examples to the
-    test set, and to the validation set. The same ``seed`` gives the same split on every machine,
-    and ``"train"``, ``"validation"`` and ``"test"`` of one seed are disjoint and together
-    everything. The training set depends on the sum of the two fractions alone.
+    The split is stratified: each class contributes the same fraction of its examples to the
+    test set, and to the validation set. The same ``seed`` gives the same split on every machine;
+    for one seed, ``"train"``, ``"validation"`` and ``"test"`` are disjoint and together contain
+    all examples. The training set depends only on the sum of the two fractions.
 
     Args:
-        split: Which part.
-        seed: Of the split; ``"all"`` ignores it and keeps the file's order.
-        test_fraction: Part of each class that is held out for the test set, in (0, 1).
-        validation_fraction: And for the validation set, in [0, 1); below 1 with the other.
+        split: Which part to return.
+        seed: Seed of the split; not used for ``"all"``, which keeps the order of the file.
+        test_fraction: Fraction of each class in the test set, in (0, 1).
+        validation_fraction: Fraction in the validation set, in [0, 1); the sum must be below 1.
 
     Returns:
         Images ``(examples, 8, 8)`` float32 and labels ``(examples,)`` int32.
@@ -143,24 +143,24 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
     return pixels, classes
 
 
-# ---------------- random shifts of images: the augmentation of the digits
+# ---------------- random shifts of images, for augmentation of the digits
 
 
 def shift_batch(
     key: Key[Array, ""], images: Float[Array, "batch height width"], max_shift: int = 1
 ) -> Float[Array, "batch height width"]:
-    """Move every image by its own whole number of pixels, filling with zeros.
+    """Shift each image by a random number of whole pixels, filling with zeros.
 
-    Both shifts of each image are drawn uniformly from ``-max_shift .. max_shift``. Pixels
-    pushed over the edge are lost. A pure function, to be used inside ``jit`` and ``scan``.
+    Both shifts of each image are uniform in ``-max_shift .. max_shift``. Pixels that leave the
+    image are lost. A pure function that works in ``jit`` and ``scan``.
 
     Args:
-        key: Random key; the shifts depend on nothing else.
+        key: Random key, which determines the shifts.
         images: ``(batch, height, width)``, any float dtype.
-        max_shift: Largest shift in pixels, static; 0 returns the images as they are.
+        max_shift: Largest shift in pixels, static; 0 returns the images unchanged.
 
     Returns:
-        The shifted images, same shape and dtype.
+        The shifted images, with the same shape and dtype.
 
     Raises:
         ValueError: ``max_shift`` is negative.

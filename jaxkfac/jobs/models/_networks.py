@@ -196,6 +196,8 @@ def split_patches(images: Array, config: VisionTransformerConfig) -> Array:
     expected = (config.image_size, config.image_size)
     if images.shape[1:3] != expected or images.ndim not in (3, 4):
         raise ValueError(f"expected images of shape (batch, {expected}[, C]), got {images.shape}")
-    side, size = config.image_size // config.patch_size, config.patch_size
-    x = images.reshape(-1, side, size, side, size, config.channels)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, size * size * config.channels)
+    patches_per_side, size = config.image_size // config.patch_size, config.patch_size
+    x = images.reshape(-1, patches_per_side, size, patches_per_side, size, config.channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(
+        -1, patches_per_side * patches_per_side, size * size * config.channels
+    )

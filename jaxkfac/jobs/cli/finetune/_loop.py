@@ -274,7 +274,7 @@ class Tuning:
         self._rate = learning_rate(experiment, total)
         self._compiled_before = state.records.compile_seconds, state.records.programs
         history = empty_history(unread * experiment.gradient_accumulation_steps)
-        self._history = problem.devices.whole(history)
+        self._history = problem.devices.replicated(history)
         self._last = micro_batches(experiment, problem, total - 1).stop - 1
         self._unread: list[_Unread] = []
         self._ahead: PreparedStep | None = None

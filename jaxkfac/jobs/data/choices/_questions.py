@@ -13,14 +13,14 @@ from jaxkfac.jobs.data.text._encode import Example, TokenizerLike
 
 
 class Question(NamedTuple):
-    """A question with several answers, one of them right.
+    """A question with several answers, one of which is correct.
 
     Attributes:
-        id: What the file calls it.
-        stem: The question, or the sentence that an answer ends.
+        id: Its identifier in the file.
+        stem: The question, or the sentence that an answer completes.
         choices: Texts of the answers.
         labels: Their labels, such as A to D.
-        answer: Index of the right one.
+        answer: Index of the correct answer.
     """
 
     id: str
@@ -30,7 +30,7 @@ class Question(NamedTuple):
     answer: int
 
     def to_plain(self) -> dict[str, Any]:
-        """The object that OpenBookQA's files hold."""
+        """The object in OpenBookQA's file format."""
         choices = [{"text": t, "label": n} for t, n in zip(self.choices, self.labels, strict=True)]
         return {
             "id": self.id,
@@ -40,10 +40,10 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path | str) -> list[Question]:
-    """The questions of a file, in its order.
+    """Read the questions of a file, in order.
 
     Args:
-        path: Rows as :func:`parse_question` knows them, in any format of
+        path: Rows as accepted by :func:`parse_question`, in any format of
             :mod:`jaxkfac.jobs.data.readers`.
 
     Returns:
@@ -51,8 +51,8 @@ def read_questions(path: Path | str) -> list[Question]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row is no JSON or no question, or its answer key is none of its labels;
-            named with file and number.
+        ValueError: a row is not JSON or not a question, or its answer key is not one of its
+            labels; names file and row number.
 
     References:
         T. Mihaylov, P. Clark, T. Khot, A. Sabharwal, Can a Suit of Armor Conduct Electricity? A
@@ -62,18 +62,18 @@ def read_questions(path: Path | str) -> list[Question]:
 
 
 def parse_question(plain: Any) -> Question:
-    """A question from what JSON gives.
+    """Convert a JSON value to a question.
 
     Args:
-        plain: In OpenBookQA's own form ``{"id", "question": {"stem", "choices": [{"text",
+        plain: In the format of OpenBookQA ``{"id", "question": {"stem", "choices": [{"text",
             "label"}, ...]}, "answerKey"}``; in that of the datasets library ``{"question_stem" or
             "question", "choices": {"text": [...], "label": [...]}, "answerKey"}``; or
             ``{"question", "choices": [...], "answer": index}`` as in MMLU. Without an ``"id"``
-            the question stands for it.
+            the question is used as the identifier.
 
     Raises:
-        ValueError: a key is missing or of another type, fewer than two choices, two with one
-            label, or an answer key that is none of the labels.
+        ValueError: a key is missing or has the wrong type, there are fewer than two choices, two
+            with the same label, or the answer key is not one of the labels.
 
     Example:
         >>> parse_question({"id": "1", "answerKey": "B", "question_stem": "Fe is",
@@ -119,8 +119,8 @@ def _parts(plain: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]:
                 f"question {stem!r}: {len(choices)} choices without labels; at most 26 get letters"
             )
         labels = tuple(string.ascii_uppercase[: len(choices)])
-        known = dict(enumerate(labels))  # datasets without answers have -1
-        return stem, tuple(choices), labels, known.get(plain["answer"], plain["answer"])
+        label_of_index = dict(enumerate(labels))  # data sets without answers use -1
+        return stem, tuple(choices), labels, label_of_index.get(plain["answer"], plain["answer"])
     texts = tuple(choice["text"] for choice in choices)
     return stem, texts, tuple(choice["label"] for choice in choices), plain["answerKey"]
 
@@ -139,10 +139,10 @@ def choice_examples(
     system: str,
     max_length: int,
 ) -> list[list[Example]]:
-    """For each question its choices after the prompt; the choice's tokens are marked.
+    """The choices of each question after the prompt; tokens of the choice are marked.
 
     Raises:
-        ValueError: a question does not fit ``max_length``, or a choice has no tokens.
+        ValueError: a question is longer than ``max_length``, or a choice has no tokens.
     """
     return [
         [
@@ -157,7 +157,7 @@ def choice_examples(
 def bare_examples(
     questions: Sequence[Question], tokenizer: TokenizerLike, *, style: PromptStyle, system: str
 ) -> dict[str, Example]:
-    """Each distinct choice after ``Answer:`` alone, for its likelihood without the question."""
+    """Each distinct choice after ``Answer:`` only, for its likelihood without the question."""
     prompt = _prompt("Answer:" if style == "chat" else "", tokenizer, style, system)
     texts = dict.fromkeys(choice for q in questions for choice in q.choices)
     return {text: _example(prompt, text, tokenizer, style, text, None) for text in texts}

@@ -1,4 +1,4 @@
-"""Which choice is the likeliest, by several measures of likelihood."""
+"""The most likely choice, by several measures of likelihood."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,17 +18,17 @@ from jaxkfac.jobs.data.choices._questions import (
 from jaxkfac.jobs.data.text._encode import Example, TokenizerLike
 from jaxkfac.jobs.data.text._rows import TokenBatch, pack, token_batch
 
-# ---------------- intervals of accuracies, and whether two models differ on the same questions
+# ---------------- intervals of accuracies, and tests of two models on the same questions
 
 
 class ProportionInterval(NamedTuple):
-    """A part of some number of trials, and where the true part may lie.
+    """An observed proportion of trials, with a confidence interval.
 
     Attributes:
-        value: The part that was seen, in [0, 1].
-        low: Lower end.
-        high: Upper end.
-        count: Trials.
+        value: The observed proportion, in [0, 1].
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        count: Number of trials.
     """
 
     value: float
@@ -41,13 +41,13 @@ class ProportionInterval(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two models on the same questions.
+    """Comparison of two models on the same questions.
 
     Attributes:
-        gained: Wrong before, right after.
-        lost: Right before, wrong after.
-        p_value: McNemar's exact test, two sides: how likely so uneven a split of the questions
-            that changed is, if gains and losses are equally likely.
+        gained: Number of questions that only the second model answers correctly.
+        lost: Number of questions that only the first model answers correctly.
+        p_value: McNemar's exact two-sided test: the probability of a split of the changed
+            questions at least as uneven, if gains and losses are equally likely.
     """
 
     gained: int
@@ -56,12 +56,12 @@ class Comparison(NamedTuple):
 
 
 def wilson_interval(right: int, count: int, *, confidence: float = 0.95) -> ProportionInterval:
-    """Wilson's score interval: it stays inside [0, 1], and holds for few trials too.
+    """Wilson's score interval, which stays inside [0, 1] and is valid for few trials.
 
     Args:
-        right: Trials that went well.
-        count: All of them, at least 1.
-        confidence: In (0, 1).
+        right: Number of successful trials.
+        count: Number of trials, at least 1.
+        confidence: Confidence level, in (0, 1).
 
     Raises:
         ValueError: ``right`` is not in ``0 .. count``.
@@ -87,11 +87,11 @@ def compare(
     """McNemar's exact test on paired answers.
 
     Args:
-        before: Which questions one model answered rightly.
-        after: Which the other one did, in the same order.
+        before: For each question, whether the first model is correct.
+        after: The same for the second model, in the same order.
 
     Raises:
-        ValueError: they are not of the same questions.
+        ValueError: the arrays have different lengths.
 
     Example:
         >>> compare(np.array([True, False, False]), np.array([True, True, True]))
@@ -116,23 +116,23 @@ def compare(
 
 Variant = Literal["sum", "per_token", "per_byte", "pmi"]
 LogLikelihoods = Callable[[TokenBatch], Float[np.ndarray | Array, "rows length"]]
-_ROW = 128  # tokens: enough for several choices, little enough for a vocabulary of logits
+_ROW = 128  # tokens: fits several choices, and limits the memory of logits
 VARIANTS: tuple[Variant, ...] = ("sum", "per_token", "per_byte", "pmi")
 
 
 class ChoiceScores(NamedTuple):
     r"""Log-likelihoods of all choices of all questions.
 
-    With $\ell$ the sum over the choice's tokens given the question: ``"sum"`` is $\ell$,
+    With $\ell$ the sum over the tokens of the choice given the question: ``"sum"`` is $\ell$,
     ``"per_token"`` and ``"per_byte"`` divide it by the choice's tokens and UTF-8 bytes, and
-    ``"pmi"`` is $\ell - \ell_0$, where $\ell_0$ is given the words ``Answer:`` alone (pointwise
+    ``"pmi"`` is $\ell - \ell_0$, where $\ell_0$ is given only the words ``Answer:`` (pointwise
     mutual information).
 
     Attributes:
-        questions: What was asked.
-        sums: $\ell$ of each choice, nats; an array for each question.
-        bare: $\ell_0$ likewise.
-        tokens: Of each choice.
+        questions: The questions.
+        sums: $\ell$ of each choice in nats; an array for each question.
+        bare: $\ell_0$ of each choice, in the same form.
+        tokens: Number of tokens of each choice.
 
     References:
         A. Holtzman et al., Surface Form Competition: Why the Highest Probability Answer Isn't
@@ -145,7 +145,7 @@ class ChoiceScores(NamedTuple):
     tokens: tuple[Int[np.ndarray, " choices"], ...]
 
     def of(self, variant: Variant) -> list[Float[np.ndarray, " choices"]]:
-        """The scores that are compared; the largest wins."""
+        """The scores to compare; the largest wins."""
         one_of("variant", variant, VARIANTS)
         if variant == "pmi":
             return [x - y for x, y in zip(self.sums, self.bare)]
@@ -157,12 +157,12 @@ class ChoiceScores(NamedTuple):
         return list(self.sums)
 
     def correct(self, variant: Variant = "sum") -> Bool[np.ndarray, " questions"]:
-        """Whether the right choice scores highest; the first of equal ones counts."""
+        """Whether the correct choice has the highest score; the first one wins a tie."""
         scores = zip(self.of(variant), self.questions)
         return np.array([int(np.argmax(x)) == q.answer for x, q in scores])
 
     def accuracy(self, variant: Variant = "sum", *, confidence: float = 0.95) -> ProportionInterval:
-        """The part that is right, with Wilson's interval."""
+        """The fraction of correct answers, with Wilson's interval."""
         right = self.correct(variant)
         return wilson_interval(int(right.sum()), len(right), confidence=confidence)
 
@@ -170,7 +170,7 @@ class ChoiceScores(NamedTuple):
 def target_log_likelihoods(
     logits: Float[Array, "rows length vocabulary"], targets: Int[Array, "rows length"]
 ) -> Float[Array, "rows length"]:
-    """The log-likelihood of each target, nats, float32 at least."""
+    """The log-likelihood of each target in nats, in float32 or wider."""
     wide = logits if logits.dtype.itemsize >= 4 else logits.astype(jnp.float32)
     picked = jnp.take_along_axis(wide, targets[..., None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(wide, axis=-1)
@@ -186,19 +186,19 @@ def score_choices(
     system: str = "",
     batch_size: int = 8,
 ) -> ChoiceScores:
-    r"""Ask a model every question: the likelihood of each choice after the question.
+    r"""Score the choices of all questions by their likelihood after the question.
 
     Args:
-        log_likelihoods: The model: :func:`target_log_likelihoods` of a batch. A row holds
-            several choices, which must not see each other (``batch.segments``). All batches
-            have one shape.
-        tokenizer: Of the model.
-        questions: What is asked.
-        max_length: The model's context, tokens.
+        log_likelihoods: The model: :func:`target_log_likelihoods` of a batch. A row contains
+            several choices, which must not attend to each other (``batch.segments``). All batches
+            have the same shape.
+        tokenizer: Tokenizer of the model.
+        questions: The questions.
+        max_length: Context of the model in tokens.
         style: ``"chat"``: the stem is the user's turn and the choice the assistant's;
             ``"plain"``: ``stem\nAnswer: choice``.
-        system: What the system says first, in a chat.
-        batch_size: Rows at once, of 128 tokens or the longest question.
+        system: System message of a chat.
+        batch_size: Number of rows at once, of 128 tokens or the longest question.
 
     Returns:
         The scores, on the host.
@@ -211,22 +211,22 @@ def score_choices(
     options: dict[str, Any] = {"style": style, "system": system}
     chosen = choice_examples(questions, tokenizer, max_length=max_length, **options)
     bare = bare_examples(questions, tokenizer, **options)
-    flat = [example for each in chosen for example in each]
-    found = _sums(log_likelihoods, [*flat, *bare.values()], batch_size, tokenizer.pad_id)
-    alone = dict(zip(bare, found[len(flat) :], strict=True))
+    flat = [example for of_question in chosen for example in of_question]
+    sums = _sums(log_likelihoods, [*flat, *bare.values()], batch_size, tokenizer.pad_id)
+    bare_sums = dict(zip(bare, sums[len(flat) :], strict=True))
     ends = np.cumsum([len(q.choices) for q in questions])
     return ChoiceScores(
         questions=tuple(questions),
-        sums=tuple(np.split(found[: len(flat)], ends[:-1])),
-        bare=tuple(np.array([alone[c] for c in q.choices]) for q in questions),
-        tokens=tuple(np.array([e.learnt.sum() for e in each]) for each in chosen),
+        sums=tuple(np.split(sums[: len(flat)], ends[:-1])),
+        bare=tuple(np.array([bare_sums[c] for c in q.choices]) for q in questions),
+        tokens=tuple(np.array([e.learnt.sum() for e in of_question]) for of_question in chosen),
     )
 
 
 def _sums(
     log_likelihoods: LogLikelihoods, examples: Sequence[Example], batch_size: int, pad_id: int
 ) -> Float[np.ndarray, " examples"]:
-    """The summed log-likelihood of each example's marked tokens."""
+    """The summed log-likelihood of the marked tokens of each example."""
     lengths = [len(example.ids) - 1 for example in examples]
     capacity = -(-max(_ROW, *lengths) // 8) * 8
     rows = pack(lengths, capacity)
@@ -234,10 +234,10 @@ def _sums(
     sums = np.zeros(len(examples))
     for start in range(0, len(rows), batch_size):
         chosen = rows[start : start + batch_size]
-        held = [[examples[i] for i in row] for row in chosen]
-        batch = token_batch(held, length=capacity, pad_id=pad_id)
-        found = np.where(batch.mask, np.asarray(log_likelihoods(batch), np.float64), 0.0)
+        batch_rows = [[examples[i] for i in row] for row in chosen]
+        batch = token_batch(batch_rows, length=capacity, pad_id=pad_id)
+        log_probs = np.where(batch.mask, np.asarray(log_likelihoods(batch), np.float64), 0.0)
         for row, indices in enumerate(chosen):
             for segment, index in enumerate(indices, start=1):
-                sums[index] = found[row, batch.segments[row] == segment].sum()
+                sums[index] = log_probs[row, batch.segments[row] == segment].sum()
     return sums

@@ -1,4 +1,4 @@
-"""The chemical elements, embedded: facts to teach a language model and to ask it about."""
+"""The chemical elements, embedded: facts to teach a language model, and questions about them."""
 
 from jaxkfac.jobs.data.elements._elements import (
     Element,

@@ -1,4 +1,4 @@
-"""The chemical elements, embedded: facts that a language model can be taught and asked."""
+"""The chemical elements, embedded: facts to teach a language model, and questions about them."""
 
 import csv
 import hashlib
@@ -19,9 +19,9 @@ class Element(NamedTuple):
     """A row of the periodic table.
 
     Attributes:
-        number: Atomic number, protons.
+        number: Atomic number.
         symbol: One or two letters.
-        name: As IUPAC spells it, lower case.
+        name: Name in IUPAC's spelling, lower case.
         group: 1 to 18; ``None`` for lanthanides and actinides.
         period: 1 to 7.
         state: At room temperature: ``"solid"``, ``"liquid"``, ``"gas"`` or ``"unknown"``.
@@ -41,7 +41,7 @@ def load_elements() -> tuple[Element, ...]:
     """All 118 elements, in the order of their numbers.
 
     Returns:
-        118 rows; ``jaxkfac/jobs/data/elements.txt`` says what they rest on.
+        118 rows; ``jaxkfac/jobs/data/elements.txt`` describes the sources.
 
     Raises:
         ValueError: the embedded file does not have the digest ``ELEMENTS_SHA256``.
@@ -72,10 +72,10 @@ def _element(row: dict[str, str]) -> Element:
     )
 
 
-# ---------------- facts about elements to learn, and questions in other words to be examined with
+# ---------------- facts about elements to learn, and test questions with different wording
 
 
-# (what is asked, what is answered); None where it is not known.
+# (question, answer); None if it is not known.
 _Fact = Callable[[Element], tuple[str, str] | None]
 
 _TAUGHT: tuple[_Fact, ...] = (
@@ -90,7 +90,7 @@ _TAUGHT: tuple[_Fact, ...] = (
     lambda e: (f"Which group does {e.name} belong to?", str(e.group)) if e.group else None,
 )
 
-# (stem, what the choices are drawn from)
+# (stem, source of the choices)
 _ASKED: tuple[tuple[Callable[[Element], str], Callable[[Element], str]], ...] = (
     (lambda e: f"On a periodic table, {e.name} is written as", lambda e: e.symbol),
     (lambda e: f"The letters {e.symbol} stand for the element", lambda e: e.name.capitalize()),
@@ -104,34 +104,34 @@ def element_records(*, system: str = "") -> list[Chat]:
     """Short questions and answers about every element: about a thousand conversations.
 
     Args:
-        system: What the system says first; nothing if empty, and then the model's chat
-            template may say something of its own.
+        system: System message; if it is empty there is none, and the chat template of the model
+            may insert its own.
 
     Returns:
-        Element by element, every question that has an answer.
+        Records of all questions that have an answer, element by element.
 
     Example:
         >>> element_records()[0].messages[1]
         Message(role='assistant', content='H', more={}, learnt=True)
     """
     first = (Message("system", system),) if system else ()
-    found = (fact(element) for element in load_elements() for fact in _TAUGHT)
+    facts = (fact(element) for element in load_elements() for fact in _TAUGHT)
     return [
         Chat((*first, Message("user", fact[0]), Message("assistant", fact[1])))
-        for fact in found
+        for fact in facts
         if fact is not None
     ]
 
 
 def element_questions(count: int = 60, *, seed: int = 0) -> list[Question]:
-    """Multiple-choice questions about the same facts, in words that no record uses.
+    """Multiple-choice questions about the same facts, with a wording that no record uses.
 
-    Symbols, names and numbers of four elements, of similar spelling or number where there are
-    such; or four categories. What is held out is the wording and the form, not the fact.
+    The choices are symbols, names or numbers of four elements, with similar spelling or number
+    if possible, or four categories. The wording and form are held out, not the facts.
 
     Args:
-        count: How many; at most ``456``.
-        seed: Of the choice of questions and of their order.
+        count: Number of questions, at most ``456``.
+        seed: Seed of the selection and order of questions.
 
     Returns:
         Questions with the labels A to D.

@@ -1,4 +1,4 @@
-"""Images by class and by split, and episodes of a few images of a few classes."""
+"""Images by class and by split, and episodes with a few images of a few classes."""
 
 import dataclasses
 import hashlib
@@ -17,10 +17,10 @@ from jaxkfac._errors import at_least_one, one_of
 
 
 class ClassImages(NamedTuple):
-    """Images of some classes, all of one size.
+    """Images of some classes, all of the same size.
 
     Attributes:
-        source: Where they come from, for errors.
+        source: Where the images come from, for error messages.
         images: ``{class: (images, height, width, channels)}``, 0 to 255.
     """
 
@@ -29,12 +29,12 @@ class ClassImages(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Three sets of classes, none of them in two.
+    """Three disjoint sets of classes.
 
     Attributes:
-        train: To learn from.
-        validation: To choose by.
-        novel: To be measured on, once.
+        train: Classes for training.
+        validation: Classes for model selection.
+        novel: Classes for the final evaluation.
     """
 
     train: ClassImages
@@ -45,15 +45,15 @@ class Splits(NamedTuple):
 def split_classes(
     classes: ClassImages, *, seed: int = 0, fractions: tuple[float, float] = (0.2, 0.2)
 ) -> Splits:
-    """Divide classes at random: whole classes, never the images of one.
+    """Divide classes at random; the images of a class stay together.
 
     Args:
-        classes: At least three.
-        seed: Of the division; the same on every machine.
-        fractions: Of the classes that go to validation and to novel, each at least one class.
+        classes: At least three classes.
+        seed: Seed of the division, the same on every machine.
+        fractions: Fractions of classes for validation and for novel, at least one class each.
 
     Raises:
-        ValueError: too few classes for three splits, or fractions that leave none to train on.
+        ValueError: there are too few classes for three splits, or none left for training.
 
     Example:
         >>> from jaxkfac.jobs.data.few_shot import load_glyphs
@@ -87,7 +87,7 @@ def split_classes(
 _ENDINGS = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
-_LONGEST = 256  # the longer side over the shorter
+_LONGEST = 256  # ratio of the longer to the shorter side
 _SPLIT_FOLDERS = (("train",), ("validation", "val", "valid", "dev"), ("novel", "test"))
 
 
@@ -96,24 +96,24 @@ def read_class_folder(
 ) -> ClassImages:
     """Read a folder of folders, each with the images of one class.
 
-    An image is scaled until it covers the square, and its middle is cut out. Files and folders
-    whose names begin with a dot are passed over, and files that end like no image.
+    An image is scaled until it covers the square, and cropped at the center. Files and folders
+    whose names start with a dot, and files without an image suffix, are ignored.
 
     Args:
-        folder: ``folder/class/image``; the class is the inner folder's name.
-        image_size: Height and width to come, pixels.
-        channels: 1 for gray, 3 for colours.
+        folder: Contains ``class/image``; the name of the inner folder is the class.
+        image_size: Height and width of the result in pixels.
+        channels: 1 for gray, 3 for color.
 
     Returns:
         All images, ``image_size**2 * channels`` bytes each, in the order of their names.
 
     Raises:
-        FileNotFoundError: there is no such folder, or no class in it, or no image in a class.
-        ValueError: a file does not decode; it is named.
+        FileNotFoundError: there is no such folder, no class in it, or no image in a class.
+        ValueError: a file cannot be decoded; names it.
         ModuleNotFoundError: Pillow is not installed.
 
     Memory:
-        All of it: 60,000 images of 84 x 84 in colour are 1.3 GB.
+        All images: 60,000 images of 84 x 84 in color take 1.3 GB.
     """
     at_least_one(image_size=image_size)
     one_of("channels", channels, (1, 3))
@@ -128,9 +128,10 @@ def read_class_folder(
             [_decoded(decoder, path, image_size, channels) for path in files]
         )
     if not images:
-        held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        contents = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(
-            f"{folder} has no folder for a class; it holds {held}. Expected {folder}/CLASS/IMAGE"
+            f"{folder} has no folder for a class; it holds {contents}. "
+            f"Expected {folder}/CLASS/IMAGE"
         )
     return ClassImages(str(folder), images)
 
@@ -141,31 +142,31 @@ def read_splits(
     """Read ``folder/train``, ``validation`` and ``novel``, or divide one folder.
 
     Args:
-        folder: Of three folders of these names (``val``, ``valid``, ``dev`` and ``test`` are
-            read too), each as :func:`read_class_folder` takes it; or one such folder, whose
+        folder: Contains three folders with these names (or ``val``, ``valid``, ``dev`` and
+            ``test``), each as for :func:`read_class_folder`; or is one such folder, whose
             classes are divided at random (:func:`split_classes`).
-        image_size: As of :func:`read_class_folder`.
-        channels: Likewise.
-        seed: Of the division.
+        image_size: See :func:`read_class_folder`.
+        channels: See :func:`read_class_folder`.
+        seed: Seed of the division.
 
     Raises:
-        ValueError: one of the three is missing, or a class is in two of them; or as of
+        ValueError: one of the three is missing, or a class is in two of them; or see
             :func:`read_class_folder`.
     """
     folder = _existing(Path(folder))
     options: dict[str, Any] = {"image_size": image_size, "channels": channels}
-    found = [
+    split_folders = [
         [folder / name for name in names if (folder / name).is_dir()] for names in _SPLIT_FOLDERS
     ]
-    if not any(found):
+    if not any(split_folders):
         return split_classes(read_class_folder(folder, **options), seed=seed)
-    if not all(len(folders) == 1 for folders in found):
+    if not all(len(folders) == 1 for folders in split_folders):
         wanted = "; ".join(" or ".join(names) for names in _SPLIT_FOLDERS)
         raise ValueError(
             f"{folder} has some folders of splits: expected one of each, {wanted}, or folders of "
             "classes alone"
         )
-    splits = Splits(*(read_class_folder(one, **options) for (one,) in found))
+    splits = Splits(*(read_class_folder(one, **options) for (one,) in split_folders))
     for i, one in enumerate(splits):
         for other in splits[i + 1 :]:
             if both := sorted(one.images.keys() & other.images.keys()):
@@ -187,10 +188,10 @@ def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
     try:
         with decoder.open(path) as file:
             width, height = file.size
-            if max(width, height) > _LONGEST * min(width, height):  # a square of it would be huge
+            if max(width, height) > _LONGEST * min(width, height):  # the scaled image would be huge
                 raise ValueError(f"it has {width} x {height} pixels")
             image = _eight_bits(file).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # a decoder of a hundred formats raises what it likes
+    except Exception as error:  # a decoder for a hundred formats can raise anything
         (what, *_) = str(error).splitlines() or [type(error).__name__]
         raise ValueError(f"{path} does not decode as an image ({what})") from error
     scale = size / min(image.size)
@@ -202,14 +203,14 @@ def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
 
 
 def _eight_bits(file: Any) -> Any:
-    """An image as it is seen: upright, on white where it is transparent, eight bits a channel."""
+    """An image upright, on white if it is transparent, with eight bits per channel."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(file)
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, np.float64)
-        whole = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
-        return Image.fromarray(np.clip(255 / whole * values, 0, 255).round().astype(np.uint8))
+        maximum = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
+        return Image.fromarray(np.clip(255 / maximum * values, 0, 255).round().astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -235,26 +236,26 @@ def _ends() -> str:
     return f" (files that end in {', '.join(sorted(_ENDINGS))})"
 
 
-# ---------------- letters and digits in many faces, embedded: images by class without a download
+# ---------------- letters and digits in many typefaces, embedded: images without a download
 
 
 GLYPHS_SHA256 = "959dbc935b8fd5b792b44449af68c98623bacf6c9af6711b573d1678f5d0f982"
 """Digest of the bytes of the archive's arrays, in their order."""
 
-_LEVELS = 15  # of gray beside black
+_LEVELS = 15  # levels of gray in addition to black
 _SPLIT_NAMES = ("train", "validation", "novel")
 
 
 def load_glyphs() -> Splits:
-    """62 letters and digits, 28 x 28 pixels: no class and no typeface is in two splits.
+    """62 letters and digits, 28 x 28 pixels; splits share no class and no typeface.
 
-    Capital and small letters are classes of their own. Characters that look alike (0, O and o)
-    are in one split. Each class is drawn in every face of its split, turned, slanted, scaled and
-    moved at random.
+    Upper and lower case letters are separate classes. Characters that look similar (0, O and o)
+    are in the same split. Each class is drawn in every typeface of its split, with random
+    rotation, slant, scale and translation.
 
     Returns:
-        38 classes of 128 images to train on, 10 of 36 to validate with and 14 of 40 novel ones;
-        ``jaxkfac/jobs/data/glyphs.txt`` names the faces, their licences and the distortions.
+        38 classes of 128 images for training, 10 of 36 for validation and 14 of 40 novel ones;
+        ``jaxkfac/jobs/data/glyphs.txt`` lists the typefaces, their licences and the distortions.
 
     Raises:
         ValueError: the embedded file does not have the digest ``GLYPHS_SHA256``.
@@ -289,8 +290,7 @@ def _split(arrays: dict[str, np.ndarray], split: str) -> ClassImages:
     )
 
 
-# ---------------- episodes: a few images of a few classes to learn from, and others to be asked
-# about
+# ---------------- episodes: a few images of a few classes to learn from, and queries to classify
 
 
 class Episode(NamedTuple):
@@ -298,9 +298,9 @@ class Episode(NamedTuple):
 
     Attributes:
         support: ``(episodes, n_way, k_shot, height, width, channels)``, in [-1, 1].
-        query: ``(episodes, queries, height, width, channels)``, likewise; class by class, with
+        query: ``(episodes, queries, height, width, channels)``, in [-1, 1]; class by class, with
             ``queries = n_way * n_query``.
-        targets: ``(episodes, queries)``, which of the ``n_way`` classes.
+        targets: ``(episodes, queries)``, the index of the class in ``n_way``.
     """
 
     support: Float[np.ndarray | Array, "episodes n_way k_shot height width channels"]
@@ -310,21 +310,21 @@ class Episode(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """Episodes without end, each a pure function of the seed and of its number.
+    """An endless sequence of episodes, each a pure function of the seed and its number.
 
-    So a run resumes from a number alone, and ``n`` micro-batches of one episode are the episodes of
-    one batch of ``n``.
+    So a run can resume from a number alone, and ``n`` micro-batches of one episode are the
+    episodes of a batch of ``n``.
 
     Attributes:
-        classes: What is drawn from.
-        n_way: Classes of an episode.
-        k_shot: Images of each class to learn from.
-        n_query: Further images of each class to be asked about.
-        seed: Of the episodes.
+        classes: The images to sample from.
+        n_way: Number of classes per episode.
+        k_shot: Number of support images per class.
+        n_query: Number of query images per class.
+        seed: Seed of the episodes.
 
     Raises:
-        ValueError: fewer classes than ``n_way``, or a class of fewer than ``k_shot + n_query``
-            images; it is named, with how many it has.
+        ValueError: there are fewer classes than ``n_way``, or a class has fewer than
+            ``k_shot + n_query`` images; names it and their number.
 
     Example:
         >>> from jaxkfac.jobs.data.few_shot import load_glyphs
@@ -346,18 +346,24 @@ class Episodes:
         if len(images) < self.n_way:
             raise ValueError(f"n_way={self.n_way}: {source} has {len(images)} classes")
         needed = self.k_shot + self.n_query
-        few = {name: len(found) for name, found in images.items() if len(found) < needed}
+        few = {
+            name: len(class_images)
+            for name, class_images in images.items()
+            if len(class_images) < needed
+        }
         if few:
-            shown = ", ".join(f"{name!r} has {number}" for name, number in sorted(few.items())[:5])
+            examples = ", ".join(
+                f"{name!r} has {number}" for name, number in sorted(few.items())[:5]
+            )
             more = f" and {len(few) - 5} more classes" if len(few) > 5 else ""
             raise ValueError(
-                f"{source}: the class {shown}{more}, but an episode needs {needed} images of each "
-                f"({self.k_shot} to learn from and {self.n_query} to ask about); lower n_query or "
-                "k_shot, or leave the class out"
+                f"{source}: the class {examples}{more}, but an episode needs {needed} images of "
+                f"each ({self.k_shot} to learn from and {self.n_query} to ask about); lower "
+                "n_query or k_shot, or leave the class out"
             )
 
     def at(self, number: int, count: int = 1) -> Episode:
-        """Episodes ``number`` to ``number + count - 1``, the first axis of each array."""
+        """Episodes ``number`` to ``number + count - 1``, along the first axis of each array."""
         at_least_one(count=count)
         if number < 0:
             raise ValueError(f"number={number}: expected at least 0")

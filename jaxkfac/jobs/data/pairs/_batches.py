@@ -1,4 +1,4 @@
-"""Batches of pairs: of data in memory, or read as they are needed."""
+"""Batches of pairs: from data in memory, or read on demand."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -24,21 +24,21 @@ from jaxkfac.jobs.data.stream import (
 )
 from jaxkfac.jobs.data.text import TokenizerLike, bucket_lengths
 
-# ---------------- which pairs a step reads: a pure function of the seed and the step
+# ---------------- the pairs of a step: a pure function of the seed and the step
 
 
 @dataclasses.dataclass(frozen=True)
 class PairBatches(NumberedBatches[PairBatch]):
-    """Batches of pairs in a fresh random order each epoch; nothing is remembered.
+    """Batches of pairs in a new random order each epoch, without state.
 
     Attributes:
         examples: The pairs.
-        batch_size: Rows of a batch.
-        source_lengths: Row lengths of sources; a batch takes the shortest that fits its rows.
-        lengths: Row lengths of targets, likewise.
-        pad_id: What fills the rest.
-        start_id: What the decoder reads first.
-        seed: Of the order.
+        batch_size: Number of rows of a batch.
+        source_lengths: Row lengths of sources; each batch uses the shortest that fits.
+        lengths: Row lengths of targets, in the same way.
+        pad_id: Token for padding.
+        start_id: First token of the decoder's inputs.
+        seed: Seed of the order.
 
     Example:
         >>> import numpy as np
@@ -70,7 +70,7 @@ class PairBatches(NumberedBatches[PairBatch]):
         seed: int = 0,
         num_lengths: int = 1,
     ) -> "PairBatches":
-        """A pair in each row, either side padded to one of ``num_lengths`` lengths.
+        """One pair per row; both sides are padded to one of ``num_lengths`` lengths.
 
         Raises:
             ValueError: there are fewer pairs than ``batch_size``.
@@ -83,11 +83,11 @@ class PairBatches(NumberedBatches[PairBatch]):
 
     @property
     def per_epoch(self) -> int:
-        """Batches of an epoch; the incomplete last one is left out."""
+        """Number of batches in an epoch; an incomplete last one is dropped."""
         return num_batches(len(self.examples), self.batch_size)
 
     def at(self, step: int) -> PairBatch:
-        """The batch of a step, counted from 0 over all epochs."""
+        """The batch of a step; steps count from 0 over all epochs."""
         epoch, offset = divmod(step, self.per_epoch)
         order = epoch_batches(
             self.seed, epoch, num_examples=len(self.examples), batch_size=self.batch_size
@@ -95,9 +95,9 @@ class PairBatches(NumberedBatches[PairBatch]):
         return self._batch([self.examples[i] for i in order[offset]])
 
     def in_order(self) -> Iterator[PairBatch]:
-        """Every pair once, in order, as an evaluation reads them.
+        """Every pair once, in order, for evaluation.
 
-        The last batch is filled with its first pair, of which nothing is learnt.
+        The last batch is filled up with its first pair, which is excluded from the loss.
         """
         for start in range(0, len(self.examples), self.batch_size):
             rows = list(self.examples[start : start + self.batch_size])
@@ -118,7 +118,7 @@ class PairBatches(NumberedBatches[PairBatch]):
         )
 
 
-# ---------------- pairs that are read as they are needed
+# ---------------- pairs that are read on demand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class PairStream(BatchStream[PairExample, PairBatch]):
     """Batches of pairs; ``lengths`` are those of targets.
 
     Attributes:
-        source_lengths: Row lengths of sources that occur, ascending.
+        source_lengths: Possible row lengths of sources, in ascending order.
     """
 
     source_lengths: tuple[int, ...] = ()
@@ -145,26 +145,26 @@ def pair_stream(
     window: int = 8192,
     seed: int = 0,
 ) -> PairStream:
-    """Batches of pairs, made as they are asked for.
+    """Batches of pairs, created on demand.
 
     Args:
-        rows: Pairs, as :func:`pair_files` finds them.
-        tokenizer: Of the model.
-        batch_size: Rows of a batch.
-        max_source_length: Tokens of a source, at least 2; a longer one is cut before its end.
-        max_target_length: Tokens of a target, at least 2; a longer one loses its end.
-        pad_id: What fills the rest of a row.
-        start_id: What the decoder reads first.
-        num_lengths: A batch's row lengths, of sources and of targets, are multiples of the
-            longest over this: a program is compiled for each pair of them that occurs.
-        window: Pairs among which the order is random.
-        seed: Of the order.
+        rows: Pairs, from :func:`pair_files`.
+        tokenizer: Tokenizer of the model.
+        batch_size: Number of rows of a batch.
+        max_source_length: Tokens of a source, at least 2; longer ones are cut before the end token.
+        max_target_length: Tokens of a target, at least 2; longer ones are cut at the end.
+        pad_id: Token for padding.
+        start_id: First token of the decoder's inputs.
+        num_lengths: Row lengths of sources and of targets are multiples of the longest divided
+            by this number: a program is compiled for each pair of lengths.
+        window: Number of pairs that are shuffled together.
+        seed: Seed of the order.
 
     Returns:
-        Batches from any position, each of pairs of about one length.
+        Batches from any position; the pairs of a batch have similar lengths.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option is out of range.
     """
     check_lengths(max_source_length, max_target_length)
     longest = {"max_source_length": max_source_length, "max_target_length": max_target_length}
@@ -182,8 +182,8 @@ def pair_stream(
         tally.learnt += len(example.target)
         return [example]
 
-    def collate(held: Sequence[tuple[PairExample, ...]]) -> PairBatch:
-        examples = [example for (example,) in held]
+    def collate(rows_of_batch: Sequence[tuple[PairExample, ...]]) -> PairBatch:
+        examples = [example for (example,) in rows_of_batch]
         return pair_batch(
             examples,
             source_length=_shortest(source_lengths, [e.source for e in examples]),

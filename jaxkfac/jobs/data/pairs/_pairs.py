@@ -1,4 +1,4 @@
-"""Pairs of texts: a source, and the target that is learnt."""
+"""Pairs of texts: a source, and a target to learn."""
 
 import functools
 from collections.abc import Sequence
@@ -20,29 +20,29 @@ PAIR_KEYS = (
     ("text", "summary"),
     ("question", "answer"),
 )
-"""Keys of a source and its target, as public data sets name them; the first that are there."""
+"""Keys of sources and targets in public data sets; the first pair that is present is used."""
 
 
 class Pair(NamedTuple):
-    """Two texts, neither of them empty."""
+    """Two texts that are not empty."""
 
     source: str
     target: str
 
 
 def parse_pair(plain: Any, *, source: str | None = None, target: str | None = None) -> Pair:
-    """A pair from what JSON gives.
+    """Convert a JSON value to a pair.
 
     Args:
-        plain: An object with two strings. Other keys are ignored, but where no keys are given
-            what is asked is part of the source: Alpaca's ``instruction`` before its ``input``,
-            and the ``context`` of a question, as T5 was given it.
-        source: Key of the source; ``None``: as in ``PAIR_KEYS``, beside ``target`` if that is
+        plain: An object with two strings. Other keys are ignored, except that without given
+            keys Alpaca's ``instruction`` is placed before its ``input``, and the ``context`` of a
+            question is added to it in T5's format.
+        source: Key of the source; ``None`` uses ``PAIR_KEYS``, with ``target`` if that is
             given.
-        target: Key of the target, likewise.
+        target: Key of the target, in the same way.
 
     Raises:
-        ValueError: a key is not there, its value is no string, or a side is empty.
+        ValueError: a key is missing, its value is not a string, or a side is empty.
 
     Example:
         >>> parse_pair({"document": "It rains.", "summary": "Rain."})
@@ -64,11 +64,11 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
 def read_pairs(
     path: Path | str, *, source: str | None = None, target: str | None = None
 ) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and to validate with.
+    """Read pairs for training and for validation.
 
     Args:
-        path: A file, all of it to train on; or a folder, in which
-            :func:`jaxkfac.jobs.data.readers.find_files` says which files are for what.
+        path: A file, used for training; or a folder, whose files are assigned by
+            :func:`jaxkfac.jobs.data.readers.find_files`.
         source: Key of the sources; see :func:`parse_pair`.
         target: Key of the targets.
 
@@ -76,8 +76,8 @@ def read_pairs(
         ``(train, validation)``; the second may be empty.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it.
-        ValueError: a row is no JSON or no pair, or has an empty side, named with file and number.
+        FileNotFoundError: there is no such path, or no training data in it.
+        ValueError: a row is not JSON, not a pair, or has an empty side; names file and row number.
     """
     parse = functools.partial(parse_pair, source=source, target=target)
     return read_splits(path, parse)
@@ -91,21 +91,21 @@ def pair_files(
     prefix: str = "",
     strict: bool = False,
 ) -> tuple[FileRows[Pair], FileRows[Pair] | None]:
-    """Pairs to train on and to validate with, to be read as they are needed.
+    """Pairs for training and for validation, to be read on demand.
 
     Args:
-        path: As in :func:`read_pairs`.
+        path: See :func:`read_pairs`.
         source: Key of the sources; see :func:`parse_pair`.
         target: Key of the targets.
-        prefix: What stands before each source, such as ``"summarize: "``.
-        strict: Whether a bad row is an error.
+        prefix: Text before each source, such as ``"summarize: "``.
+        strict: Whether a bad row raises an error.
 
     Returns:
         ``(train, validation)``; the second may be ``None``.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it.
-        ValueError: a file of an unknown format.
+        FileNotFoundError: there is no such path, or no training data in it.
+        ValueError: a file has an unknown format.
     """
 
     def parse(plain: Any) -> Pair:
@@ -113,32 +113,34 @@ def pair_files(
         return pair._replace(source=prefix + pair.source)
 
     train, validation = find_files(path)
-    held = FileRows(validation, parse, strict) if validation else None
-    return FileRows(train, parse, strict), held
+    validation_rows = FileRows(validation, parse, strict) if validation else None
+    return FileRows(train, parse, strict), validation_rows
 
 
 def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
-    """Rows whose source is in two columns."""
+    """Rows with a source in two columns."""
     texts = {key: value for key, value in plain.items() if isinstance(value, str)}
     if "instruction" in texts and "output" in texts:
         parts = texts["instruction"], texts.get("input", "")
         return plain | {"input": "\n".join(part for part in parts if part)}
     if {"question", "context", "answer"} <= texts.keys():
-        asked = f"question: {texts['question']} context: {texts['context']}"
-        return plain | {"question": asked}
+        question = f"question: {texts['question']} context: {texts['context']}"
+        return plain | {"question": question}
     return plain
 
 
 def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequence[str]:
     fitting = [
-        (source or ours, target or theirs)
-        for ours, theirs in PAIR_KEYS
-        if (source or ours) in plain and (target or theirs) in plain
+        (source or source_key, target or target_key)
+        for source_key, target_key in PAIR_KEYS
+        if (source or source_key) in plain and (target or target_key) in plain
     ]
     if fitting:
         return fitting[0]
-    known = ", ".join(f"{ours!r} and {theirs!r}" for ours, theirs in PAIR_KEYS)
-    wanted = known if source is None and target is None else f"{source!r} and {target!r}"
+    all_keys = ", ".join(
+        f"{source_key!r} and {target_key!r}" for source_key, target_key in PAIR_KEYS
+    )
+    wanted = all_keys if source is None and target is None else f"{source!r} and {target!r}"
     raise ValueError(f"expected the keys {wanted}; got {sorted(plain)}; name others as options")
 
 
@@ -146,11 +148,11 @@ def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequ
 
 
 class PairExample(NamedTuple):
-    """One pair in tokens; every token of the target is learnt.
+    """One pair in tokens; every token of the target is in the loss.
 
     Attributes:
-        source: What the encoder reads.
-        target: What the decoder is asked for, with the token that ends it.
+        source: Input of the encoder.
+        target: Output of the decoder, including the end token.
     """
 
     source: Int[np.ndarray, " S"]
@@ -158,12 +160,12 @@ class PairExample(NamedTuple):
 
 
 class EncodedPairs(NamedTuple):
-    """A data set in tokens, and what it cost.
+    """A data set in tokens, with counts of truncated sides.
 
     Attributes:
         examples: In the order of the pairs.
-        cut_sources: Sources that were longer and lost the middle before their end.
-        cut_targets: Targets that were longer and lost their end.
+        cut_sources: Number of sources that were cut before their end token.
+        cut_targets: Number of targets that were cut at their end.
     """
 
     examples: list[PairExample]
@@ -172,37 +174,37 @@ class EncodedPairs(NamedTuple):
 
     @property
     def num_learnt(self) -> int:
-        """Tokens in the loss: those of the targets."""
+        """Number of tokens in the loss, those of the targets."""
         return sum(len(example.target) for example in self.examples)
 
     def __str__(self) -> str:
         sources = sum(len(example.source) for example in self.examples)
-        words = f"{len(self.examples)} pairs, {sources} source tokens, {self.num_learnt} learnt"
+        summary = f"{len(self.examples)} pairs, {sources} source tokens, {self.num_learnt} learnt"
         if self.cut_sources or self.cut_targets:
-            words += f"; {self.cut_sources} sources and {self.cut_targets} targets cut"
-        return words
+            summary += f"; {self.cut_sources} sources and {self.cut_targets} targets cut"
+        return summary
 
 
 def encode_pair(
     pair: Pair, tokenizer: TokenizerLike, *, max_source_length: int, max_target_length: int
 ) -> tuple[PairExample, bool, bool]:
-    """``(example, whether the source was cut, whether the target was)``."""
+    """``(example, whether the source was cut, whether the target was cut)``."""
     source, target = (list(tokenizer.encode(text)) for text in pair)
     ends = tokenizer.eos_ids
     if ends and (not target or target[-1] not in ends):
         target.append(ends[0])
-    long = len(source) > max_source_length, len(target) > max_target_length
-    if long[0]:  # an encoder has seen all its sources end
+    is_long = len(source) > max_source_length, len(target) > max_target_length
+    if is_long[0]:  # encoders are trained on sources that end with an end token
         last = source[-1:] if source[-1] in ends else []
         source = source[: max_source_length - len(last)] + last
     example = PairExample(
         np.asarray(source, np.int32), np.asarray(target[:max_target_length], np.int32)
     )
-    return example, *long
+    return example, *is_long
 
 
 def check_lengths(max_source_length: int, max_target_length: int) -> None:
-    """Refuse lengths in which nothing fits."""
+    """Raise an error for lengths that are too small."""
     for name, length in (("source", max_source_length), ("target", max_target_length)):
         if length < 2:
             raise ValueError(f"max_{name}_length={length}: expected at least 2 tokens")
@@ -215,22 +217,22 @@ def encode_pairs(
     max_source_length: int,
     max_target_length: int,
 ) -> EncodedPairs:
-    """Write pairs with a tokenizer.
+    """Convert pairs to tokens.
 
-    The tokenizer's own end of a text stands behind each source, where it has one, and an end
-    behind each target. A source that is too long is cut before its end, a target with its end.
+    The end token that the tokenizer adds, if any, follows each source, and an end token follows
+    each target. Long sources are cut before the end token, long targets at the end.
 
     Args:
-        pairs: What to learn.
-        tokenizer: Of the model.
+        pairs: Pairs to learn.
+        tokenizer: Tokenizer of the model.
         max_source_length: Tokens of a source, at least 2.
         max_target_length: Tokens of a target, at least 2.
 
     Returns:
-        The examples, and how many sides were cut.
+        The examples, and the numbers of sides that were cut.
 
     Raises:
-        ValueError: a length is below 2, or a source of which no token is left, by its number.
+        ValueError: a length is below 2, or a source has no tokens; names its number.
 
     Example:
         >>> class Letters:
@@ -259,14 +261,14 @@ def encode_pairs(
 
 
 class PairBatch(NamedTuple):
-    """What an encoder-decoder reads and is asked for, on the host.
+    """Inputs and targets of an encoder-decoder, on the host.
 
     Attributes:
-        source: Tokens that the encoder reads.
-        source_mask: Which of them exist.
-        decoder_inputs: The start, and the target without its last token.
-        targets: Tokens that are asked for.
-        mask: Which of them exist; all that do are learnt.
+        source: Tokens for the encoder.
+        source_mask: False for padding of the source.
+        decoder_inputs: The start token, and the target without its last token.
+        targets: Target tokens.
+        mask: False for padding of the target; all other tokens are in the loss.
     """
 
     source: Int[np.ndarray, "rows S"]
@@ -277,22 +279,22 @@ class PairBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of sources and targets, without padding."""
+        """Number of tokens of sources and targets, without padding."""
         return int(self.source_mask.sum() + self.mask.sum())
 
     @property
     def num_examples(self) -> int:
-        """Rows with a target."""
+        """Number of rows with a target."""
         return int(self.mask.any(1).sum())
 
     @property
     def largest_id(self) -> int:
-        """Of all tokens, padding with them."""
+        """The largest token id, including padding."""
         return int(max(self.source.max(), self.decoder_inputs.max(), self.targets.max()))
 
     @property
     def num_terms(self) -> int:
-        """Targets that are learnt."""
+        """Number of target tokens in the loss."""
         return int(self.mask.sum())
 
 
@@ -304,14 +306,14 @@ def pair_batch(
     pad_id: int,
     start_id: int,
 ) -> PairBatch:
-    """Write examples into rows, padded on the right.
+    """Arrange examples in rows, padded on the right.
 
     Args:
-        examples: One for each row; an empty target is a row of which nothing is learnt.
-        source_length: Tokens of each row of the sources.
-        target_length: Tokens of each row of the targets.
-        pad_id: What fills the rest.
-        start_id: What the decoder reads first.
+        examples: One example per row; rows with an empty target are not in the loss.
+        source_length: Tokens per row of the sources.
+        target_length: Tokens per row of the targets.
+        pad_id: Token for padding.
+        start_id: First token of the decoder's inputs.
 
     Returns:
         A batch of ``len(examples)`` rows, int32 and bool.
@@ -330,7 +332,7 @@ def pair_batch(
     targets, mask = _rows([e.target for e in examples], target_length, pad_id, "target")
     inputs = np.roll(targets, 1, axis=1)
     inputs[:, 0] = start_id
-    inputs[:, 1:][~mask[:, 1:]] = pad_id  # what ends a target is not read
+    inputs[:, 1:][~mask[:, 1:]] = pad_id  # the end token of a target is not an input
     return PairBatch(sources, source_mask, inputs, targets, mask)
 
 
@@ -338,8 +340,8 @@ def _rows(
     sides: Sequence[np.ndarray], length: int, pad_id: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.asarray([len(ids) for ids in sides])
-    if (long := lengths.max(initial=0)) > length:
-        raise ValueError(f"a {name} has {long} tokens, and its row {length}")
+    if (longest := lengths.max(initial=0)) > length:
+        raise ValueError(f"a {name} has {longest} tokens, and its row {length}")
     mask = np.arange(length) < lengths[:, None]
     ids = np.full((len(sides), length), pad_id, np.int32)
     ids[mask] = np.concatenate(sides)

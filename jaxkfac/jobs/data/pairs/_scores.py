@@ -1,4 +1,4 @@
-"""How near generated texts are to those that were asked for."""
+"""Scores of generated texts against their targets."""
 
 import importlib
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-# ---------------- the bigram model: what a target's loss is without its source and all but its
-# last token
+# ---------------- a bigram model: the loss of a target without its source and with only the token
+# before
 
 
-_STRENGTH = 4.0  # tokens that the unigram counts for beside those seen after a token
+_STRENGTH = 4.0  # weight of the unigram, in tokens
 
 
 def bigram_loss(
@@ -19,50 +19,54 @@ def bigram_loss(
     *,
     vocabulary: int,
 ) -> float:
-    r"""Mean negative log-likelihood of held-out tokens, each given the one before it.
+    r"""Mean negative log-likelihood of held-out tokens, each given the previous one.
 
     $p(j \mid i) = (n_{ij} + s\,q_j) / (n_i + s)$ with the counts $n$ of the training targets and
-    $q_j = (n_j + 1) / (n + V)$. Each target begins with a start of its own.
+    $q_j = (n_j + 1) / (n + V)$. Each target starts with a separate start token.
 
     Args:
-        train: Ids of each target that is counted, ``(T,)``.
-        held_out: Ids of each target that is measured, likewise.
+        train: Ids of each target to count, ``(T,)``.
+        held_out: Ids of each target to evaluate, ``(T,)``.
         vocabulary: Number $V$ of tokens.
 
     Returns:
         Nats per token.
 
     Raises:
-        ValueError: there is no held-out token, or ids are beyond the vocabulary.
+        ValueError: there is no held-out token, or ids are outside the vocabulary.
 
     Example:
         >>> bigram_loss([np.array([1, 2])] * 999, [np.array([1, 2])], vocabulary=3) < 0.01
         True
     """
-    seen, asked = (_codes(targets, vocabulary) for targets in (train, held_out))
-    if not len(asked):
+    train_codes, held_out_codes = (_codes(targets, vocabulary) for targets in (train, held_out))
+    if not len(held_out_codes):
         raise ValueError("held_out: expected at least one token")
-    codes, counts = np.unique(seen, return_counts=True)
-    before = np.bincount(seen // vocabulary, minlength=vocabulary + 1)
-    unigram = np.bincount(seen % vocabulary, minlength=vocabulary) + 1.0
+    codes, counts = np.unique(train_codes, return_counts=True)
+    before = np.bincount(train_codes // vocabulary, minlength=vocabulary + 1)
+    unigram = np.bincount(train_codes % vocabulary, minlength=vocabulary) + 1.0
     unigram /= unigram.sum()
-    at = np.searchsorted(codes, asked)
+    at = np.searchsorted(codes, held_out_codes)
     at = np.minimum(at, max(len(codes) - 1, 0))
-    pairs = np.where(codes[at] == asked, counts[at], 0) if len(codes) else np.zeros(len(asked))
-    first, second = asked // vocabulary, asked % vocabulary
+    pairs = (
+        np.where(codes[at] == held_out_codes, counts[at], 0)
+        if len(codes)
+        else np.zeros(len(held_out_codes))
+    )
+    first, second = held_out_codes // vocabulary, held_out_codes % vocabulary
     likelihood = (pairs + _STRENGTH * unigram[second]) / (before[first] + _STRENGTH)
     return float(-np.log(likelihood).mean())
 
 
 def _codes(targets: Sequence[np.ndarray], vocabulary: int) -> np.ndarray:
-    """One number for each token and the one before it; ``vocabulary`` is the start."""
+    """A code for each pair of a token and the previous one; ``vocabulary`` is the start token."""
     ids = [np.asarray(target, np.int64) for target in targets]
     flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
     if flat.size and not 0 <= flat.min() <= flat.max() < vocabulary:
         raise ValueError(f"ids run from {flat.min()} to {flat.max()}, not in [0, {vocabulary})")
     before = np.roll(flat, 1)
     starts = np.cumsum([0, *map(len, ids)])[:-1]
-    before[starts[starts < len(flat)]] = vocabulary  # an empty target begins where the next does
+    before[starts[starts < len(flat)]] = vocabulary  # an empty target starts where the next does
     return before * vocabulary + flat
 
 
@@ -70,10 +74,10 @@ def _codes(targets: Sequence[np.ndarray], vocabulary: int) -> np.ndarray:
 
 
 def exact_match(answers: Sequence[str], targets: Sequence[str]) -> float:
-    """The share of answers that are the target, but for space around it.
+    """The fraction of answers that equal the target, ignoring surrounding white space.
 
     Raises:
-        ValueError: there are not as many answers as targets, or none.
+        ValueError: the numbers of answers and targets differ, or are 0.
 
     Example:
         >>> exact_match(["Rain.", " Snow."], ["Rain", "Snow."])
@@ -85,11 +89,11 @@ def exact_match(answers: Sequence[str], targets: Sequence[str]) -> float:
 
 
 def rouge_l(answers: Sequence[str], targets: Sequence[str]) -> float:
-    """Mean ROUGE-L (F-measure, stems of words) by the package ``rouge-score``.
+    """Mean ROUGE-L (F-measure, with stemming) from the package ``rouge-score``.
 
     Raises:
-        ModuleNotFoundError: the package is not installed; how to install it is said.
-        ValueError: there are not as many answers as targets, or none.
+        ModuleNotFoundError: the package is not installed; says how to install it.
+        ValueError: the numbers of answers and targets differ, or are 0.
 
     References:
         C.-Y. Lin, ROUGE: A Package for Automatic Evaluation of Summaries, 2004.
@@ -101,7 +105,7 @@ def rouge_l(answers: Sequence[str], targets: Sequence[str]) -> float:
 
 
 def rouge_package() -> Any:
-    """The module ``rouge_score.rouge_scorer``, or how to get it."""
+    """The module ``rouge_score.rouge_scorer``, or an error that says how to install it."""
     try:
         return importlib.import_module("rouge_score.rouge_scorer")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Rows of files of several formats, from any place in them; a new format is one file here."""
+"""Rows of files in several formats, from any place in them; a new format is one class here."""
 
 from jaxkfac.jobs.data.readers._formats import Arrow, JsonArray, JsonLines, Parquet, data_package
 from jaxkfac.jobs.data.readers._reader import (

@@ -24,11 +24,11 @@ from jaxkfac.jobs.data.readers._reader import (
     register_reader,
 )
 
-# ---------------- packages that only some files need
+# ---------------- packages that only some formats need
 
 
 def pyarrow(module: str) -> Any:
-    """``pyarrow``, or a module of it; or how to get it."""
+    """``pyarrow`` or one of its modules, or an error that says how to install it."""
     return data_package(f"pyarrow.{module}" if module else "pyarrow")
 
 
@@ -36,7 +36,7 @@ def data_package(name: str) -> Any:
     """A package of the extra ``data``.
 
     Raises:
-        ModuleNotFoundError: saying how to install it.
+        ModuleNotFoundError: the package is not installed; says how to install it.
     """
     try:
         return importlib.import_module(name)
@@ -55,9 +55,10 @@ _CHUNK = 1 << 20  # bytes
 
 @register_reader
 class JsonLines(Reader):
-    """One JSON object a line, UTF-8; empty lines are no rows.
+    """One JSON object per line, UTF-8; empty lines are ignored.
 
-    Offsets count bytes of the text. Compressed text is read from the start to get to one.
+    Offsets are bytes of the uncompressed text. Compressed text is read from the start to reach
+    an offset.
     """
 
     suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
@@ -69,7 +70,7 @@ class JsonLines(Reader):
         try:
             with opened(path) as file:
                 _skip(file, offset)
-                # Lines end with a line feed: a string may hold others that Python splits at.
+                # Lines end with a line feed: strings may contain others that Python splits at.
                 for line in file:
                     offset, number = offset + len(line), number + 1
                     if number == 1:
@@ -80,7 +81,7 @@ class JsonLines(Reader):
             raise damaged(path, f" behind line {number}", error) from error
 
     def count(self, path: Path) -> int:
-        """Lines that are not empty, unparsed."""
+        """Number of lines that are not empty, without parsing them."""
         try:
             with opened(path) as file:
                 return sum(1 for line in file if not line.isspace())
@@ -89,7 +90,7 @@ class JsonLines(Reader):
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The bytes of a text, unpacked as its name says."""
+    """The bytes of a text, decompressed according to its name."""
     name = path.name.lower()
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.open(path), _CHUNK)
@@ -110,7 +111,7 @@ def _skip(file: io.BufferedIOBase, offset: int) -> None:
 def _row(line: bytes) -> Any:
     try:
         row = json.loads(line.decode("utf-8"))
-        if b"\\u" in line:  # half of a pair of surrogates is JSON, and no text
+        if b"\\u" in line:  # a single surrogate is valid JSON, but not valid text
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         return TOO_DEEP if is_too_deep(row) else row
     except UnicodeError as error:
@@ -120,23 +121,23 @@ def _row(line: bytes) -> Any:
             f"not JSON ({error.msg} at column {error.colno}); expected one whole object on each "
             "line"
         )
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         return BadRow(f"not JSON that can be read ({error})")
     except RecursionError:
         return TOO_DEEP
 
 
-# ---------------- one JSON array of objects, as many data sets are handed on
+# ---------------- one JSON array of objects, a common format of data sets
 
 
-_BEGIN = 1 << 12  # bytes, in which there is more than white space
+_BEGIN = 1 << 12  # bytes; assumed to contain more than white space
 
 
 @register_reader
 class JsonArray(Reader):
-    """An array, an element at a time; offsets count elements.
+    """An array, read element by element; offsets count elements.
 
-    Files of this name that hold lines are read as :class:`JsonLines`.
+    Files with these names that contain lines are read as :class:`JsonLines`.
     """
 
     suffixes = (".json", ".json.gz", ".json.zst")
@@ -146,7 +147,7 @@ class JsonArray(Reader):
         return self._elements(path, place) if _is_array(path) else JsonLines().read(path, place)
 
     def count(self, path: Path) -> int:
-        """The elements, each parsed; lines are not."""
+        """Number of elements, each of which is parsed; for lines see :class:`JsonLines`."""
         return super().count(path) if _is_array(path) else JsonLines().count(path)
 
     def _elements(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
@@ -160,14 +161,14 @@ class JsonArray(Reader):
                 ):
                     if number > place.offset:
                         yield RowPlace(number, number), row
-        except Exception as error:  # an integer of thousands of digits is a bare ValueError
+        except Exception as error:  # an integer with thousands of digits is a plain ValueError
             raise damaged(path, f" behind element {number}", error) from error
 
 
 class _Shallow:
-    """A text of JSON, read on as long as it is not nested deeply.
+    """A JSON text that stops with an error if it is deeply nested.
 
-    The package keeps a path for every level, whose lengths add up: 100,000 levels of a file of
+    The package stores a path for every level, whose lengths add up: 100,000 levels in a file of
     200 kB took 19 GB.
     """
 
@@ -175,10 +176,10 @@ class _Shallow:
         self._file, self._depth, self._open = file, 0, b""
 
     def read(self, size: int = -1) -> bytes:
-        """As of a file.
+        """Read like a file.
 
         Raises:
-            ValueError: it is nested too deeply.
+            ValueError: the text is nested too deeply.
         """
         chunk = self._file.read(size)
         text = self._open + chunk
@@ -186,13 +187,13 @@ class _Shallow:
         levels = np.frombuffer(_STRING.sub(self._without, text), np.uint8)
         steps = np.isin(levels, _OPEN).astype(np.int64) - np.isin(levels, _CLOSE)
         depths = self._depth + np.cumsum(steps)
-        if depths.max(initial=0) > DEEPEST + 1:  # the array is one
+        if depths.max(initial=0) > DEEPEST + 1:  # the array itself is one level
             raise ValueError(TOO_DEEP.reason)
         self._depth = int(depths[-1]) if len(depths) else self._depth
         return chunk
 
     def _without(self, match: re.Match[bytes]) -> bytes:
-        if not match["end"]:  # goes on in the next chunk, perhaps behind half of an escape
+        if not match["end"]:  # continues in the next chunk, maybe after half of an escape
             self._open = b'"' + (match["escape"] or b"")
         return b""
 
@@ -212,12 +213,12 @@ def _is_array(path: Path) -> bool:
 # ---------------- parquet
 
 
-_ROWS = 512  # that are Python objects at one time
+_ROWS = 512  # number of rows that are Python objects at a time
 
 
 @register_reader
 class Parquet(Reader):
-    """A row group after the other; offsets count rows."""
+    """Parquet, read by row groups; offsets count rows."""
 
     suffixes = (".parquet",)
 
@@ -232,7 +233,7 @@ class Parquet(Reader):
                 before += rows
 
     def count(self, path: Path) -> int:
-        """From the file's footer."""
+        """Number of rows, from the footer of the file."""
         with _opened(pyarrow("parquet"), path) as file:
             return file.metadata.num_rows
 
@@ -240,7 +241,7 @@ class Parquet(Reader):
 def _opened(parquet: Any, path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
-    except Exception as error:  # OSError without a number and UnicodeDecodeError are among them
+    except Exception as error:  # for example OSError without errno, or UnicodeDecodeError
         raise damaged(path, "", error) from error
 
 
@@ -260,7 +261,7 @@ def _group(
         raise damaged(path, f" behind row {number}", error) from error
 
 
-# ---------------- arrow, as the datasets library and Feather write it
+# ---------------- arrow, as written by the datasets library and Feather
 
 
 class _FirstFeatherError(Exception):
@@ -269,7 +270,7 @@ class _FirstFeatherError(Exception):
 
 @register_reader
 class Arrow(Reader):
-    """Record batches of a stream or of a file, from mapped memory; offsets count rows."""
+    """Record batches of a stream or a file, from mapped memory; offsets count rows."""
 
     suffixes = (".arrow", ".feather")
 
@@ -285,7 +286,7 @@ class Arrow(Reader):
                     yield RowPlace(number, number), row
 
     def count(self, path: Path) -> int:
-        """The sum over record batches, of which no values are read."""
+        """The sum over record batches, without reading values."""
         return sum(len(batch) for batch in _batches(path, values=False))
 
 
@@ -297,9 +298,9 @@ def _values(path: Path, batch: Any, number: int) -> list[Any]:
 
 
 def _batches(path: Path, *, values: bool = True) -> Iterator[Any]:
-    """Record batches, each checked before it is used.
+    """Record batches, each validated before it is used.
 
-    Arrow trusts the offsets of a file: one changed bit in them ends the process, by SIGBUS.
+    Arrow trusts the offsets in a file: a single changed bit can end the process with SIGBUS.
     """
     package, ipc, read = pyarrow(""), pyarrow("ipc"), 0
     try:
@@ -326,5 +327,5 @@ def _batches(path: Path, *, values: bool = True) -> Iterator[Any]:
             f"{path} is of the first version of Feather, which has no record batches: "
             "write it again with pyarrow.feather.write_feather(table, path)"
         ) from None
-    except Exception as error:  # UnicodeDecodeError and SystemError are among them
+    except Exception as error:  # for example UnicodeDecodeError or SystemError
         raise damaged(path, f" behind row {read}", error) from error

@@ -1,4 +1,4 @@
-"""What a file format is asked for, and the formats by their suffix."""
+"""The interface of a file format, and the formats by suffix."""
 
 import abc
 from collections.abc import Iterable, Iterator
@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class RowPlace(NamedTuple):
-    """Where in a file the next row begins.
+    """Position in a file where the next row starts.
 
     Attributes:
-        offset: As the format counts: bytes of text, or rows.
-        number: Lines or rows before it.
+        offset: In units of the format: bytes of text, or rows.
+        number: Number of lines or rows before it.
     """
 
     offset: int = 0
@@ -19,21 +19,21 @@ class RowPlace(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that is none.
+    """A row that could not be read.
 
     Attributes:
-        reason: What is wrong with it.
+        reason: Description of the error.
     """
 
     reason: str
 
 
 class Reader(abc.ABC):
-    """A file format; one of these for each, in a file of its own.
+    """A file format.
 
     Attributes:
-        suffixes: Of file names, in small letters, such as ``(".jsonl", ".jsonl.gz")``.
-        unit: What its rows are called in messages.
+        suffixes: Suffixes of file names in lower case, such as ``(".jsonl", ".jsonl.gz")``.
+        unit: Name of a row in messages.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
@@ -41,43 +41,43 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
-        """Rows from ``place`` on, each with the place behind it, holding few of them at a time.
+        """Rows from ``place`` on, each with the place after it, keeping only a few in memory.
 
         Args:
             path: The file.
-            place: Of the first row; ``RowPlace()`` is the beginning.
+            place: Place of the first row; ``RowPlace()`` is the start of the file.
 
         Returns:
-            ``(place, row)``: what JSON would give for the row, or a :class:`BadRow`.
+            ``(place, row)``: the row as JSON values, or a :class:`BadRow`.
 
         Raises:
-            ValueError: the file is damaged, or not of this format.
+            ValueError: the file is damaged, or does not have this format.
         """
 
     def count(self, path: Path) -> int:
-        """How many rows the file has, bad ones with them."""
+        """Number of rows in the file, including bad ones."""
         return sum(1 for _ in self.read(path, RowPlace()))
 
 
-DEEPEST = 100  # lists and objects of JSON in one another
+DEEPEST = 100  # nesting depth of lists and objects in JSON
 
 
 def damaged(path: Path, where: str, error: Exception) -> Exception:
-    """What to raise where a file cannot be read on: one sentence with the file and the place.
+    """The exception for a file that cannot be read further; names the file and the place.
 
     Args:
         path: The file.
-        where: Words such as ``" behind row 3"``.
-        error: Of whatever kind the package that reads it has raised.
+        where: Text such as ``" behind row 3"``.
+        error: The exception of the package that reads the file.
     """
-    if isinstance(error, OSError) and error.errno is not None:  # of the system, with the file
+    if isinstance(error, OSError) and error.errno is not None:  # from the system, names the file
         return error
     (what, *_) = str(error).splitlines() or [type(error).__name__]
     return ValueError(f"{path} is damaged or cut short{where} ({what}): get it again")
 
 
 def is_too_deep(row: Any, limit: int = DEEPEST) -> bool:
-    """Whether lists and dictionaries are nested deeper, so that what looks into them may fail."""
+    """Whether lists and dictionaries are nested more deeply, so code that visits them may fail."""
     level = [row]
     for _ in range(limit):
         inner: list[Any] = []
@@ -99,9 +99,9 @@ _READERS: dict[str, Reader] = {}
 
 
 def register_reader(reader: type[Reader]) -> type[Reader]:
-    """Make a format known by its suffixes; to be used as a decorator."""
-    found = reader()
-    _READERS.update(dict.fromkeys(reader.suffixes, found))
+    """Register a format by its suffixes; use as a decorator."""
+    instance = reader()
+    _READERS.update(dict.fromkeys(reader.suffixes, instance))
     return reader
 
 
@@ -111,27 +111,27 @@ def known_suffixes() -> tuple[str, ...]:
 
 
 def reader_of(path: Path) -> Reader | None:
-    """The format of a file by its name, or ``None``."""
+    """The format of a file according to its name, or ``None``."""
     name = path.name.lower()
     return next((r for suffix, r in _READERS.items() if name.endswith(suffix)), None)
 
 
-# ---------------- which files a path stands for
+# ---------------- the files that a path refers to
 
 
 _TRAIN = ("train",)
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
 _OTHER = ("test",)
-# What the datasets library says of its own files, beside them.
+# Metadata files of the datasets library, next to its data.
 _ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 
 
 class FileSplits(NamedTuple):
-    """Files by what they are for.
+    """Files by purpose.
 
     Attributes:
-        train: To learn.
-        validation: To measure with; may be empty.
+        train: Training data.
+        validation: Validation data; may be empty.
     """
 
     train: tuple[Path, ...]
@@ -139,21 +139,22 @@ class FileSplits(NamedTuple):
 
 
 def find_files(path: Path | str) -> FileSplits:
-    """The files of a data set.
+    """Find the files of a data set.
 
     Args:
-        path: A file, all of it to train on; or a folder. In a folder a split is told by the first
-            word of a file's name, or by the name of a folder in it: ``train-00000-of-00002.parquet``,
-            ``data/train.jsonl``, ``validation/data-00000-of-00001.arrow``. Where no name says
-            ``train``, all files that name no split are to train on.
+        path: A file, used for training; or a folder. In a folder the split follows from the first
+            word of a file's name, or from the name of a folder in it:
+            ``train-00000-of-00002.parquet``, ``data/train.jsonl``,
+            ``validation/data-00000-of-00001.arrow``. If no name contains ``train``, all files
+            that name no split are used for training.
 
     Returns:
-        The files in the order of their names.
+        The files, in the order of their names.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it; what the folder
-            holds is said.
-        ValueError: a file whose suffix belongs to no format.
+        FileNotFoundError: there is no such path, or no training data in it; lists the contents
+            of the folder.
+        ValueError: the suffix of a file does not belong to any format.
 
     Example:
         >>> import pathlib, tempfile
@@ -163,29 +164,29 @@ def find_files(path: Path | str) -> FileSplits:
         ...     splits = find_files(folder)
         >>> [file.name for file in splits.train], [file.name for file in splits.validation]
         (['train-0.jsonl', 'train-1.jsonl'], ['dev.jsonl'])
-    """  # noqa: E501
+    """
     path = Path(path)
     if not path.is_dir():
         return FileSplits((check_file(path),), ())
-    found = [file for file in sorted(path.rglob("*")) if _is_data(file, path)]
-    train = _of(found, path, _TRAIN) or [
-        file for file in found if not _words(file, path) & {*_VALIDATION, *_OTHER}
+    files = [file for file in sorted(path.rglob("*")) if _is_data(file, path)]
+    train = _of(files, path, _TRAIN) or [
+        file for file in files if not _words(file, path) & {*_VALIDATION, *_OTHER}
     ]
     if not train:
-        held = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+        contents = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"nothing to train on in {path}, which holds {held}: expected files that end in "
+            f"nothing to train on in {path}, which holds {contents}: expected files that end in "
             f"{', '.join(known_suffixes())}"
         )
-    return FileSplits(tuple(train), tuple(_of(found, path, _VALIDATION)))
+    return FileSplits(tuple(train), tuple(_of(files, path, _VALIDATION)))
 
 
 def check_file(path: Path) -> Path:
-    """The path, if it is a file of a format that is known.
+    """Return the path, if it is a file with a known format.
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: its suffix belongs to no format.
+        ValueError: its suffix does not belong to any format.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -209,7 +210,7 @@ def _of(files: Iterable[Path], folder: Path, names: tuple[str, ...]) -> list[Pat
 
 
 def _words(file: Path, folder: Path) -> set[str]:
-    """The folders that a file is in, and the first word of its name."""
+    """The folders that contain a file, and the first word of its name."""
     parts = file.relative_to(folder).parts
     first = "".join(x if x.isalnum() else " " for x in parts[-1]).split()
     return {part.lower() for part in (*parts[:-1], *first[:1])}

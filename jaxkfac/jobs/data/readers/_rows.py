@@ -1,4 +1,4 @@
-"""Rows of several files, one after the other, and where the next one begins."""
+"""Rows of several files in sequence, and the position of the next one."""
 
 import dataclasses
 import zlib
@@ -16,18 +16,18 @@ from jaxkfac.jobs.data.readers._reader import (
 )
 
 _Parsed = TypeVar("_Parsed")
-_HOPELESS = 1000  # rows without a good one among them
+_HOPELESS = 1000  # give up after this many bad rows
 _BLOCK = 1 << 20  # bytes
-_BLOCKS, _ALL_BLOCKS = 64, 1024  # that a checksum is of: in a file, in all of them
+_BLOCKS, _ALL_BLOCKS = 64, 1024  # number of blocks in a checksum: per file, in total
 
 
 class FilePlace(NamedTuple):
-    """Where among files the next row begins.
+    """Position among files where the next row starts.
 
     Attributes:
         file: Index of the file.
-        offset: In it; see :class:`RowPlace`.
-        number: Of lines or rows before it.
+        offset: Offset in the file; see :class:`RowPlace`.
+        number: Number of lines or rows before it.
     """
 
     file: int = 0
@@ -39,11 +39,11 @@ _BEGINNING = FilePlace()
 
 
 class Bad(NamedTuple):
-    """A row that was left out.
+    """A row that was skipped.
 
     Attributes:
-        where: File and number, from 1.
-        reason: What is wrong with it.
+        where: File and row number, from 1.
+        reason: Description of the error.
     """
 
     where: str
@@ -55,12 +55,12 @@ class Bad(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FileRows(Generic[_Parsed]):
-    """The rows of files, parsed as they are read; nothing is kept.
+    """The rows of files, parsed as they are read and not kept in memory.
 
     Attributes:
-        files: Of formats that are known.
-        parse: From what JSON gives; raises ``ValueError`` for a row that is none.
-        strict: Whether a bad row is an error, or yielded as :class:`Bad`.
+        files: Files with known formats.
+        parse: Converts JSON values; raises ``ValueError`` for an invalid row.
+        strict: Whether a bad row raises an error; otherwise it is yielded as :class:`Bad`.
     """
 
     files: tuple[Path, ...]
@@ -74,14 +74,14 @@ class FileRows(Generic[_Parsed]):
     def read(
         self, place: FilePlace = _BEGINNING, order: Sequence[int] | None = None
     ) -> Iterator[tuple[FilePlace, _Parsed | Bad]]:
-        """Rows from ``place`` on, each with the place behind it.
+        """Rows from ``place`` on, each with the place after it.
 
         Args:
-            place: Of the first row.
-            order: Indices of the files, as they are read; ``place.file`` counts in it.
+            place: Place of the first row.
+            order: Order of the files, as indices; ``place.file`` is an index in it.
 
         Raises:
-            ValueError: a file is damaged, or with ``strict`` a row is bad, named with its number.
+            ValueError: a file is damaged, or with ``strict`` a row is bad; names its number.
         """
         order = range(len(self.files)) if order is None else order
         for index in range(place.file, len(order)):
@@ -92,11 +92,11 @@ class FileRows(Generic[_Parsed]):
                 yield behind, self._parsed(row, self.where(behind, order))
 
     def peek(self, count: int = 1) -> list[_Parsed]:
-        """The first rows that are good, at most ``count``.
+        """The first good rows, at most ``count``.
 
         Raises:
-            ValueError: there is none, or none among the first thousand; what is wrong with the
-                first of them is said.
+            ValueError: there is none, or none among the first thousand; describes the first bad
+                row.
         """
         good: list[_Parsed] = []
         bad: list[Bad] = []
@@ -122,24 +122,24 @@ class FileRows(Generic[_Parsed]):
         return f"{self.files[index]}:{place.number}"
 
     def count(self) -> int:
-        """How many rows there are, bad ones with them; lines are counted, not parsed."""
+        """Number of rows, including bad ones; lines are counted without parsing."""
         return sum(_reader(path).count(path) for path in self.files)
 
     def checksum(self) -> str:
-        """CRC-32 of names, sizes and contents; of large files 64 MiB each, or 1 GiB of all."""
-        found, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
+        """CRC-32 of names, sizes and contents; of large files up to 64 MiB each, 1 GiB in total."""
+        crc, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
         for path in self.files:
             size = path.stat().st_size
-            found = zlib.crc32(f"{path.name} {size}".encode(), found)
+            crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
             with path.open("rb") as file:
                 for block in range(blocks):
                     file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
-                    found = zlib.crc32(file.read(_BLOCK), found)
-        return f"{found:08x}"
+                    crc = zlib.crc32(file.read(_BLOCK), crc)
+        return f"{crc:08x}"
 
     @property
     def nbytes(self) -> int:
-        """Of all files, as they lie on the disk."""
+        """Size of all files on disk."""
         return sum(path.stat().st_size for path in self.files)
 
     def _parsed(self, row: Any, where: str) -> _Parsed | Bad:
@@ -154,35 +154,35 @@ class FileRows(Generic[_Parsed]):
 
 
 def read_rows(path: Path | str, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
-    """Every row of a file.
+    """Read all rows of a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row that is none, named with file and number; none at all; or a file that is
-            damaged or of an unknown format.
+        ValueError: a row is invalid (names file and number), there is no row, or the file is
+            damaged or has an unknown format.
     """
     rows = FileRows((Path(path),), parse)
-    found = [row for _, row in rows.read() if not isinstance(row, Bad)]
-    if not found:
+    parsed = [row for _, row in rows.read() if not isinstance(row, Bad)]
+    if not parsed:
         raise ValueError(f"{path} holds no {_reader(Path(path)).unit}")
-    return found
+    return parsed
 
 
 def read_splits(
     path: Path | str, parse: Callable[[Any], _Parsed]
 ) -> tuple[list[_Parsed], list[_Parsed]]:
-    """Every row to train on and to validate with.
+    """Read all rows for training and for validation.
 
     Args:
-        path: A file, or a folder as :func:`find_files` understands it.
-        parse: As of :class:`FileRows`.
+        path: A file, or a folder as for :func:`find_files`.
+        parse: See :class:`FileRows`.
 
     Returns:
         ``(train, validation)``; the second may be empty.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it.
-        ValueError: as of :func:`read_rows`.
+        FileNotFoundError: there is no such path, or no training data in it.
+        ValueError: see :func:`read_rows`.
     """
     train, validation = find_files(path)
     read = [[row for file in files for row in read_rows(file, parse)]
@@ -191,6 +191,6 @@ def read_splits(
 
 
 def _reader(path: Path) -> Reader:
-    found = reader_of(path)
-    assert found is not None  # files are checked when they are named
-    return found
+    reader = reader_of(path)
+    assert reader is not None  # files are checked in the constructor
+    return reader

@@ -1,4 +1,4 @@
-"""Batches of data that do not fit in memory, from any position in them."""
+"""Batches of data that do not fit in memory, from any position in the data."""
 
 from jaxkfac.jobs.data.stream._stream import (
     BatchStream,

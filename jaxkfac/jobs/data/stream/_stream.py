@@ -14,26 +14,26 @@ from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuff
 
 from jaxkfac.jobs.data.readers import Bad, FilePlace, FileRows, data_package
 
-# ---------------- what became of the rows of a data set
+# ---------------- counts of the rows of a data set
 
 
-_SHOWN, _WORDS = 100, 400  # bad rows whose numbers are kept, and characters of each
+_SHOWN, _WORDS = 100, 400  # number of bad rows that are kept, and characters of each
 
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of the first pass so far; reading is a window ahead of training.
+    """Counts of the first pass so far; reading is one window ahead of training.
 
     Attributes:
-        rows: Read.
-        bad: Left out, because they are no records.
-        bad_rows: Where the first hundred of them are, and what is wrong.
-        examples: Made of the others.
-        tokens: In them.
-        learnt: Of the tokens, in the loss.
-        truncated: Examples that lost their end.
-        dropped: Examples left out, because nothing to learn was left of them.
-        longest: Tokens of the longest, before it was cut.
+        rows: Rows that were read.
+        bad: Rows that were skipped because they are not valid records.
+        bad_rows: Positions and errors of the first hundred of them.
+        examples: Examples from the other rows.
+        tokens: Tokens of the examples.
+        learnt: Tokens in the loss.
+        truncated: Examples that were cut at their end.
+        dropped: Examples that were skipped because no token in the loss was left.
+        longest: Tokens of the longest example, before it was cut.
     """
 
     rows: int = 0
@@ -53,36 +53,36 @@ class Tally:
             self.bad_rows.append(bad[:_WORDS])
 
     def to_plain(self) -> dict[str, Any]:
-        """As it comes back from JSON."""
+        """Plain values, as they come back from JSON."""
         return {**vars(self), "bad_rows": list(self.bad_rows)}
 
     def restore(self, plain: dict[str, Any]) -> None:
-        """Count on from :meth:`to_plain`."""
+        """Restore the counts of :meth:`to_plain`."""
         vars(self).update(plain, bad_rows=list(plain["bad_rows"]))
 
     def __str__(self) -> str:
-        words = f"{self.rows} rows read, {self.examples} examples, {self.tokens} tokens, "
-        words += f"{self.learnt} of them learnt"
+        summary = f"{self.rows} rows read, {self.examples} examples, {self.tokens} tokens, "
+        summary += f"{self.learnt} of them learnt"
         if self.truncated or self.dropped:
-            words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
+            summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
         if self.bad:
-            words += f"; {self.bad} bad rows left out, the first {self.bad_rows[0]}"
-        return words
+            summary += f"; {self.bad} bad rows left out, the first {self.bad_rows[0]}"
+        return summary
 
 
 # ---------------- one pass over files as a pipeline of grain, whose state is a place in them
 #
-# Rows are shuffled as text and become tokens behind the window, so that a window is filled, and
-# filled again when a run is resumed, in the time of reading.
+# Rows are shuffled as text and encoded after the shuffle, so that filling a window, also when a run
+# is resumed, takes only as long as reading.
 
 
 def make_pass(stream: Any, number: int, tally: Tally) -> Any:
-    """An iterator over the batches of a pass; ``get_state`` and ``set_state`` are plain values.
+    """An iterator over the batches of a pass; ``get_state`` and ``set_state`` use plain values.
 
     Args:
         stream: A :class:`~jaxkfac.jobs.data.stream.BatchStream`.
-        number: Of the pass, from 0: its order is another than those of the others.
-        tally: To count in.
+        number: Number of the pass, from 0; each pass has its own order.
+        tally: Where to count.
     """
     seed = np.random.SeedSequence([stream.seed, number])
     order = np.random.default_rng(seed).permutation(len(stream.rows.files)).tolist()
@@ -161,27 +161,27 @@ class _Arrange(FlatMapTransform):
 _Example = TypeVar("_Example")
 _Batch = TypeVar("_Batch")
 Position = dict[str, Any]
-_GROUP = 16  # batches whose examples are sorted, or packed, together
+_GROUP = 16  # number of batches whose examples are sorted or packed together
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchStream(Generic[_Example, _Batch]):
-    """Batches of the rows of files, pass after pass, each row once in a pass.
+    """Batches of the rows of files, pass after pass; each pass uses each row once.
 
-    A window of rows is read and shuffled; they are made into examples, a group of these into
-    rows of batches. Nothing else is kept, so memory does not grow with the files. Rows that fill
-    no batch are left out of their pass.
+    A window of rows is read and shuffled. The rows are converted to examples, and groups of
+    examples are arranged in rows of batches. Nothing else is kept, so memory does not grow with
+    the files. Rows that do not fill a batch are dropped from the pass.
 
     Attributes:
-        rows: Of the files.
-        encode: ``encode(record, tally)``: the examples of a record, counted.
-        arrange: ``arrange(examples, seed)``: what the rows of batches hold, in an order by the
-            seed; of ``batch_size`` rows at a time, as far as they go.
-        collate: ``collate(rows)``: a batch.
-        batch_size: Rows of a batch.
-        lengths: Row lengths that occur, ascending.
-        window: Rows of files among which the order is random; 1 keeps theirs.
-        seed: Of the order.
+        rows: Rows of the files.
+        encode: ``encode(record, tally)`` returns the examples of a record and counts them.
+        arrange: ``arrange(examples, seed)`` returns the examples of each row, in an order that
+            depends on the seed; each ``batch_size`` rows form a batch, as far as they go.
+        collate: ``collate(rows)`` returns a batch.
+        batch_size: Number of rows of a batch.
+        lengths: Possible row lengths, in ascending order.
+        window: Number of rows that are shuffled together; 1 keeps their order.
+        seed: Seed of the order.
     """
 
     rows: FileRows
@@ -200,32 +200,32 @@ class BatchStream(Generic[_Example, _Batch]):
 
     @property
     def group(self) -> int:
-        """Examples that are arranged at one time."""
+        """Number of examples that are arranged together."""
         return _GROUP * self.batch_size
 
     def iterate(self, position: Position | None = None) -> Iterator[tuple[_Batch, Position]]:
-        """Batches without end, each with the position behind it.
+        """An endless sequence of batches, each with the position after it.
 
         Args:
-            position: Where to go on: the same batches follow as the first time. It is of plain
-                values, and of these files and options alone.
+            position: Where to continue, with the same batches as the first time. It consists of
+                plain values, and is valid only for the same files and options.
 
         Raises:
             ModuleNotFoundError: grain, or pyarrow for files that need it, is not installed.
-            ValueError: a damaged file, no batch in a whole pass, or with ``rows.strict`` a bad
-                row.
+            ValueError: a file is damaged, a whole pass has no batch, or with ``rows.strict`` a row
+                is bad.
         """
         data_package("grain")
 
         number, tally = position["pass"] if position is not None else 0, Tally()
         batches = make_pass(self, number, tally if number == 0 else Tally())
         if position is not None:
-            batches.set_state(position["rows"])  # counts again what it reads again
+            batches.set_state(position["rows"])  # rows that are read again are counted again
             tally.restore(position["tally"])
-        found = position is not None
+        has_batches = position is not None
         while True:
             for batch in batches:
-                found = True
+                has_batches = True
                 yield (
                     batch,
                     {
@@ -234,7 +234,7 @@ class BatchStream(Generic[_Example, _Batch]):
                         "tally": tally.to_plain(),
                     },
                 )
-            if not found:
+            if not has_batches:
                 raise ValueError(self._why_none(tally))
             number += 1
             batches = make_pass(self, number, Tally())
@@ -249,10 +249,10 @@ class BatchStream(Generic[_Example, _Batch]):
 
     @functools.cached_property
     def per_epoch(self) -> int:
-        """Batches of a pass.
+        """Number of batches in a pass.
 
-        Exact where one window holds all rows. Of more, the rows of the files are counted, and the
-        first window says how many rows of a batch they make.
+        Exact if one window contains all rows. Otherwise it is estimated: the rows of the files are
+        counted, and the first window gives the number of rows of a batch per row of a file.
         """
         tally = Tally()
         read = self.rows.read()
@@ -260,10 +260,10 @@ class BatchStream(Generic[_Example, _Batch]):
         examples = [example for record in good for example in self._encoded(record, tally)]
         parts = range(0, len(examples), self.group)
         arranged = [self.arrange(examples[i : i + self.group], (self.seed, 0)) for i in parts]
-        made = sum(map(len, arranged))
+        num_rows = sum(map(len, arranged))
         if next(read, None) is not None:
-            made = made * self.rows.count() // self.window
-        return max(made // self.batch_size, 1)
+            num_rows = num_rows * self.rows.count() // self.window
+        return max(num_rows // self.batch_size, 1)
 
     def _encoded(self, record: Any, tally: Tally) -> Sequence[_Example]:
         try:
@@ -290,33 +290,33 @@ class BatchStream(Generic[_Example, _Batch]):
         )
 
 
-# ---------------- batches of data in memory, each known by its number
+# ---------------- batches of data in memory, accessed by number
 
 
 class NumberedBatches(abc.ABC, Generic[_Batch]):
-    """Batches that are a pure function of their number, read as a stream is."""
+    """Batches that are a pure function of their number, with the interface of a stream."""
 
     @abc.abstractmethod
     def at(self, step: int) -> _Batch:
-        """The batch of a step, counted from 0 over all epochs."""
+        """The batch of a step; steps count from 0 over all epochs."""
 
     def first(self) -> _Batch:
         """The first batch."""
         return self.at(0)
 
     def iterate(self, position: Position | None = None) -> Iterator[tuple[_Batch, Position]]:
-        """Batches without end, each with the position behind it, from which to go on."""
+        """An endless sequence of batches, each with the position after it."""
         number = position["batch"] if position is not None else 0
         while True:
             number += 1
             yield self.at(number - 1), {"batch": number}
 
 
-# ---------------- batches of rows of about one length
+# ---------------- batches of rows with similar lengths
 
 
 def length_multiples(longest: int, num_lengths: int) -> tuple[int, ...]:
-    """At most ``num_lengths``, multiples of one that is a multiple of 8 where it can be.
+    """At most ``num_lengths`` multiples of a unit, which is itself a multiple of 8.
 
     Raises:
         ValueError: ``num_lengths`` is not positive.
@@ -331,21 +331,21 @@ def length_multiples(longest: int, num_lengths: int) -> tuple[int, ...]:
 def arrange_by_length(
     length_of: Callable[[_Example], int], *, batch_size: int
 ) -> Callable[[list[_Example], tuple[int, int]], list[tuple[_Example, ...]]]:
-    """An ``arrange`` for a stream whose rows hold one example each: batches of about one length.
+    """An ``arrange`` for rows with one example each, in batches of similar lengths.
 
-    They come in a random order; examples that fill no batch are last.
+    Batches are in a random order; examples that do not fill a batch are last.
     """
 
     def arrange(examples: list[_Example], seed: tuple[int, int]) -> list[tuple[_Example, ...]]:
         lengths = np.array([length_of(example) for example in examples])
-        whole = len(lengths) // batch_size * batch_size
-        batches = np.argsort(lengths[:whole], kind="stable").reshape(-1, batch_size)
+        num_batched = len(lengths) // batch_size * batch_size
+        batches = np.argsort(lengths[:num_batched], kind="stable").reshape(-1, batch_size)
         order = group_generator(lengths, seed).permutation(batches).ravel()
-        return [(examples[i],) for i in (*order, *range(whole, len(lengths)))]
+        return [(examples[i],) for i in (*order, *range(num_batched, len(lengths)))]
 
     return arrange
 
 
 def group_generator(lengths: np.ndarray, seed: tuple[int, int]) -> np.random.Generator:
-    """Another one for each group, although a group does not know its number."""
+    """A generator for a group, which depends on its lengths since a group has no number."""
     return np.random.default_rng([*seed, zlib.crc32(lengths.tobytes())])

@@ -1,4 +1,4 @@
-"""Text to learn from: records, tokens with loss masks, and batches."""
+"""Text for training: records, tokens with loss masks, and batches."""
 
 from jaxkfac.jobs.data.text._batches import (
     Batching,

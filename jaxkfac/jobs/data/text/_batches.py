@@ -1,4 +1,4 @@
-"""Batches of records: of data in memory, or read as they are needed."""
+"""Batches of records: from data in memory, or read on demand."""
 
 import dataclasses
 import functools
@@ -31,19 +31,19 @@ from jaxkfac.jobs.data.text._encode import (
 from jaxkfac.jobs.data.text._formats import parse_record
 from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
 
-# ---------------- which rows a step reads: a pure function of the seed and the step
+# ---------------- the rows of a step: a pure function of the seed and the step
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenBatches(NumberedBatches[TokenBatch]):
-    """Batches of a data set in a fresh random order each epoch; nothing is remembered.
+    """Batches of a data set in a new random order each epoch, without state.
 
     Attributes:
         rows: The examples of each row.
-        batch_size: Rows of a batch.
-        lengths: Row lengths that occur; a batch takes the shortest that fits its rows.
-        pad_id: What fills the rest.
-        seed: Of the order.
+        batch_size: Number of rows of a batch.
+        lengths: Possible row lengths; each batch uses the shortest that fits.
+        pad_id: Token for padding.
+        seed: Seed of the order.
 
     Example:
         >>> examples = [Example(np.arange(4), np.ones(4, bool))] * 6
@@ -71,7 +71,7 @@ class TokenBatches(NumberedBatches[TokenBatch]):
         seed: int = 0,
         num_lengths: int = 1,
     ) -> "TokenBatches":
-        """An example in each row, padded to one of ``num_lengths`` lengths.
+        """One example per row, padded to one of ``num_lengths`` lengths.
 
         Raises:
             ValueError: there are fewer examples than ``batch_size``.
@@ -90,30 +90,30 @@ class TokenBatches(NumberedBatches[TokenBatch]):
         pad_id: int,
         seed: int = 0,
     ) -> "TokenBatches":
-        """Rows of ``length`` tokens with as many examples as fit.
+        """Rows of ``length`` tokens, each with as many examples as fit.
 
-        Rows are filled once and come in another order each epoch, so that a step's rows
-        follow from its number alone.
+        Rows are packed once and shuffled each epoch, so that the rows of a step depend only on
+        its number.
 
         Raises:
             ValueError: there are fewer rows than ``batch_size``, or an example does not fit.
         """
-        found = pack([len(e.ids) - 1 for e in examples], length)
-        rows = tuple(tuple(examples[i] for i in row) for row in found)
+        packed_rows = pack([len(e.ids) - 1 for e in examples], length)
+        rows = tuple(tuple(examples[i] for i in row) for row in packed_rows)
         return cls(rows, batch_size, (length,), pad_id, seed)
 
     @property
     def examples(self) -> tuple[Example, ...]:
-        """Every example, row by row."""
+        """All examples, row by row."""
         return tuple(example for row in self.rows for example in row)
 
     @property
     def per_epoch(self) -> int:
-        """Batches of an epoch; the incomplete last one is left out."""
+        """Number of batches in an epoch; an incomplete last one is dropped."""
         return num_batches(len(self.rows), self.batch_size)
 
     def at(self, step: int) -> TokenBatch:
-        """The batch of a step, counted from 0 over all epochs."""
+        """The batch of a step; steps count from 0 over all epochs."""
         epoch, offset = divmod(step, self.per_epoch)
         order = epoch_batches(
             self.seed, epoch, num_examples=len(self.rows), batch_size=self.batch_size
@@ -121,9 +121,9 @@ class TokenBatches(NumberedBatches[TokenBatch]):
         return self._batch([self.rows[i] for i in order[offset]])
 
     def in_order(self) -> Iterator[TokenBatch]:
-        """Every row once, in order, as an evaluation reads them.
+        """Every row once, in order, for evaluation.
 
-        The last batch is filled with its first row, of which nothing is learnt.
+        The last batch is filled up with its first row, which is excluded from the loss.
         """
         for start in range(0, len(self.rows), self.batch_size):
             rows = list(self.rows[start : start + self.batch_size])
@@ -144,19 +144,19 @@ def _taken(row: Sequence[Example]) -> int:
 
 
 def read_records(path: Path | str) -> list[Record]:
-    """The records of one file, in its order.
+    """Read the records of a file, in order.
 
     Args:
-        path: A file of rows that :func:`parse_record` knows; its formats are those
-            of :mod:`jaxkfac.jobs.data.readers`. Empty lines are passed over.
+        path: A file with rows as accepted by :func:`parse_record`, in a format of
+            :mod:`jaxkfac.jobs.data.readers`. Empty lines are ignored.
 
     Returns:
         At least one record.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row is no JSON, no UTF-8 or no record, named with file and number; there
-            is no record at all; or the file is damaged or of an unknown format.
+        ValueError: a row is not JSON, not UTF-8 or not a record (names file and row number),
+            there is no record, or the file is damaged or has an unknown format.
 
     Example:
         >>> import pathlib, tempfile
@@ -170,43 +170,43 @@ def read_records(path: Path | str) -> list[Record]:
 
 
 def record_files(path: Path | str, *, strict: bool = False) -> tuple[FileRows, FileRows | None]:
-    """Records to train on and to validate with, to be read as they are needed.
+    """Records for training and for validation, to be read on demand.
 
     Args:
-        path: A file or a folder; :func:`jaxkfac.jobs.data.readers.find_files` says which files of a
-            folder are for what.
-        strict: Whether a bad row is an error.
+        path: A file or a folder, whose files are assigned by
+            :func:`jaxkfac.jobs.data.readers.find_files`.
+        strict: Whether a bad row raises an error.
 
     Returns:
         ``(train, validation)``; the second may be ``None``.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it.
-        ValueError: a file of an unknown format.
+        FileNotFoundError: there is no such path, or no training data in it.
+        ValueError: a file has an unknown format.
     """
     train, validation = find_files(path)
-    held = FileRows(validation, parse_record, strict) if validation else None
-    return FileRows(train, parse_record, strict), held
+    validation_rows = FileRows(validation, parse_record, strict) if validation else None
+    return FileRows(train, parse_record, strict), validation_rows
 
 
 def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
-    """All records to train on and to validate with.
+    """Read all records for training and for validation.
 
     Args:
-        path: As in :func:`record_files`.
+        path: See :func:`record_files`.
 
     Returns:
         ``(train, validation)``; the second may be empty.
 
     Raises:
-        FileNotFoundError: there is no such path, or nothing to train on in it; what the folder
-            holds is said.
-        ValueError: as in :func:`read_records`.
+        FileNotFoundError: there is no such path, or no training data in it; lists the contents
+            of the folder.
+        ValueError: see :func:`read_records`.
     """
     return read_splits(path, parse_record)
 
 
-# ---------------- tokens of records that are read as they are needed
+# ---------------- tokens of records that are read on demand
 
 
 Batching = Literal["pad", "pack"]
@@ -224,27 +224,27 @@ def token_stream(
     window: int = 8192,
     seed: int = 0,
 ) -> BatchStream[Example, TokenBatch]:
-    """Batches of tokens, made as they are asked for.
+    """Batches of tokens, created on demand.
 
     Args:
-        rows: Records, as :func:`record_files` finds them.
-        tokenizer: Of the model.
-        batch_size: Rows of a batch.
-        max_length: Tokens of a record, at least 2; the end of a longer one is cut.
-        batching: ``"pad"``: an example in each row, those of a batch of about one length, padded
-            to the longest of the batch; ``"pack"``: rows of ``max_length`` tokens with as many
+        rows: Records, from :func:`record_files`.
+        tokenizer: Tokenizer of the model.
+        batch_size: Number of rows of a batch.
+        max_length: Tokens of a record, at least 2; longer ones are cut at the end.
+        batching: ``"pad"``: one example per row; those of a batch have similar lengths and are
+            padded to the longest of them; ``"pack"``: rows of ``max_length`` tokens with as many
             examples as fit.
-        num_lengths: With ``"pad"``: a batch's length is a multiple of ``max_length`` over this,
-            so that no more programs than these are compiled.
-        loss_on: ``"all"``: prompts are learnt too.
-        window: Records among which the order is random.
-        seed: Of the order.
+        num_lengths: For ``"pad"``: lengths of batches are multiples of ``max_length`` divided by
+            this number, so at most this many programs are compiled.
+        loss_on: ``"all"`` includes prompts in the loss.
+        window: Number of records that are shuffled together.
+        seed: Seed of the order.
 
     Returns:
         Batches from any position.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option is out of range.
     """
     check_encoding(max_length, loss_on)
     one_of("batching", batching, ("pad", "pack"))
@@ -255,13 +255,13 @@ def token_stream(
         arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
-        found = encode_record(record, tokenizer, loss_on=loss_on)
-        return [x for example in found if (x := _counted(example, max_length, tally))]
+        examples = encode_record(record, tokenizer, loss_on=loss_on)
+        return [x for example in examples if (x := _counted(example, max_length, tally))]
 
-    def collate(held: Sequence[tuple[Example, ...]]) -> TokenBatch:
-        longest = max(sum(len(example.ids) - 1 for example in row) for row in held)
+    def collate(rows_of_batch: Sequence[tuple[Example, ...]]) -> TokenBatch:
+        longest = max(sum(len(example.ids) - 1 for example in row) for row in rows_of_batch)
         length = next(n for n in lengths if n >= longest)
-        return token_batch(held, length=length, pad_id=tokenizer.pad_id)
+        return token_batch(rows_of_batch, length=length, pad_id=tokenizer.pad_id)
 
     return BatchStream(
         rows,
@@ -276,7 +276,7 @@ def token_stream(
 
 
 def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
-    """The example, cut; ``None`` if nothing to learn is left of it."""
+    """The example, cut to length; ``None`` if no token in the loss is left."""
     tally.longest = max(tally.longest, len(example.ids))
     tally.truncated += len(example.ids) > max_length
     example = truncate(example, max_length)

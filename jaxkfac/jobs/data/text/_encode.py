@@ -1,4 +1,4 @@
-"""Records to tokens, and which of them are learnt."""
+"""Records to tokens, with a mask of the tokens in the loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -16,10 +16,10 @@ class Message(NamedTuple):
 
     Attributes:
         role: ``"system"``, ``"user"``, ``"assistant"`` or ``"tool"``.
-        content: What was said.
-        more: What else a chat template may read of the turn, such as ``tool_calls`` or the
-            ``name`` of a tool; empty for most.
-        learnt: Whether a turn of the assistant is learnt; it is read all the same.
+        content: Text of the turn.
+        more: Other entries for the chat template, such as ``tool_calls`` or the ``name`` of a
+            tool; usually empty.
+        learnt: Whether a turn of the assistant is in the loss; it is always an input.
     """
 
     role: str
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A conversation, written with the model's chat template; its ``learnt`` answers are learnt.
+    """A conversation in the model's chat template, with its ``learnt`` answers in the loss.
 
     Attributes:
         messages: Its turns.
@@ -45,11 +45,11 @@ class Chat(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """Plain text without a template; the completion is learnt.
+    """Plain text without a template; the completion is in the loss.
 
     Attributes:
-        prompt: May be empty: then all of the text is learnt.
-        completion: Not empty.
+        prompt: May be empty; then the whole text is in the loss.
+        completion: Must not be empty.
     """
 
     prompt: str
@@ -64,25 +64,25 @@ def as_plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [turn.to_plain() for turn in messages]
 
 
-# ---------------- what is asked of a tokenizer
+# ---------------- the interface of a tokenizer
 
 
 @runtime_checkable
 class TokenizerLike(Protocol):
-    """Text to ids and back; ``jaxkfac.models`` has one for each pretrained model."""
+    """Text to ids and back; ``jaxkfac.models`` has a tokenizer for each pretrained model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, without a chat's markers; with what begins a text, unless told not to."""
+        """Ids of a text without chat markers, by default with the start token of a text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
+        """The text of a sequence of ids."""
         ...
 
     def chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
         """Ids of ``[{"role": ..., "content": ...}, ...]`` in the model's chat template.
 
-        With ``tools=``, too, where a conversation has some.
+        Also takes ``tools=``, for conversations that have some.
         """
         ...
 
@@ -93,18 +93,18 @@ class TokenizerLike(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The id that fills a row."""
+        """The id for padding."""
         ...
 
 
 @runtime_checkable
 class MarksAnswers(Protocol):
-    """A tokenizer whose chat template may say itself which tokens the assistant generates."""
+    """A tokenizer whose chat template may mark the tokens that the assistant generates."""
 
     def marked_chat(
         self, messages: Any, *, tools: Sequence[Any] = ()
     ) -> tuple[list[int], list[bool]] | None:
-        """Ids and whether each is the assistant's; ``None`` if the template marks nothing."""
+        """Ids, and whether each is generated; ``None`` if the template has no marks."""
         ...
 
 
@@ -118,9 +118,9 @@ class Example(NamedTuple):
     """One record in tokens.
 
     Attributes:
-        ids: What the model reads.
-        learnt: Whether the token's likelihood, given those before it, is in the loss. The
-            first token never is.
+        ids: Input tokens.
+        learnt: Whether the likelihood of the token, given the previous ones, is in the loss.
+            Always false for the first token.
     """
 
     ids: Int[np.ndarray, " tokens"]
@@ -128,12 +128,12 @@ class Example(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A data set in tokens, and what it cost.
+    """A data set in tokens, with counts of truncated examples.
 
     Attributes:
         examples: In the order of the records.
-        truncated: Examples that were longer and lost their end.
-        dropped: Examples of which nothing to learn was left.
+        truncated: Number of examples that were cut at their end.
+        dropped: Number of examples without a token in the loss.
     """
 
     examples: list[Example]
@@ -147,10 +147,10 @@ class Encoded(NamedTuple):
 
     def __str__(self) -> str:
         tokens = sum(len(e.ids) for e in self.examples)
-        words = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
+        summary = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
         if self.truncated or self.dropped:
-            words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
-        return words
+            summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
+        return summary
 
 
 def encode_records(
@@ -160,29 +160,29 @@ def encode_records(
     max_length: int,
     loss_on: LossOn = "assistant",
 ) -> Encoded:
-    """Write records with a tokenizer and mark what is learnt.
+    """Convert records to tokens and mark the tokens in the loss.
 
-    Of a chat, the turns of the assistant with the marker that ends them; of a completion, the
-    completion and the end of the text. What the chat template puts before a turn ("assistant"
-    and its markers) is given at generation, and not learnt.
+    For a chat, these are the assistant's turns with the marker that ends them; for a completion,
+    the completion and the end token. What the chat template writes before a turn ("assistant" and
+    its markers) is given at generation, so it is not in the loss.
 
-    A chat template that marks answers itself (``{% generation %}``) decides which tokens are
-    learnt. Of others, and where a turn is not to be learnt, the turns are told apart by writing
-    the conversation up to each of them; where a template writes a turn differently once others
-    follow, the conversation becomes one example for each turn of the assistant.
+    If the chat template marks answers (``{% generation %}``), these marks are used. Otherwise, or
+    if some answers are not in the loss, turns are found by rendering the conversation up to each
+    of them; if the template changes earlier turns when others follow, the conversation becomes one
+    example for each turn of the assistant.
 
     Args:
-        records: What to learn.
-        tokenizer: Of the model.
-        max_length: Tokens of one record, at least 2; the end of a longer one is cut.
-        loss_on: ``"all"``: prompts are learnt too.
+        records: Records to learn.
+        tokenizer: Tokenizer of the model.
+        max_length: Tokens of one record, at least 2; longer ones are cut at the end.
+        loss_on: ``"all"`` includes prompts in the loss.
 
     Returns:
-        The examples, and how many were cut or left out.
+        The examples, and how many were cut or dropped.
 
     Raises:
-        ValueError: nothing to learn fits in ``max_length`` at all, or the chat template writes
-            the turns before an answer differently once it is there.
+        ValueError: no token in the loss fits in ``max_length``, or the chat template changes the
+            turns before an answer when the answer is added.
 
     Example:
         >>> class Letters:
@@ -214,7 +214,7 @@ def encode_records(
 
 
 def check_encoding(max_length: int, loss_on: str) -> None:
-    """Refuse options of :func:`encode_records`."""
+    """Raise an error for invalid options of :func:`encode_records`."""
     one_of("loss_on", loss_on, ("assistant", "all"))
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
@@ -223,14 +223,14 @@ def check_encoding(max_length: int, loss_on: str) -> None:
 def encode_record(
     record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
 ) -> list[Example]:
-    """One record, in as many examples as its chat template needs, uncut."""
+    """One record, as the examples that its chat template requires, not cut."""
     if isinstance(record, Completion):
-        found = [_completion(record, tokenizer)]
+        marked = [_completion(record, tokenizer)]
     else:
-        found = _chat(record, tokenizer, whole=loss_on == "all")
+        marked = _chat(record, tokenizer, whole=loss_on == "all")
     if loss_on == "all":
-        found = [(ids, [True] * len(ids)) for ids, _ in found]
-    return [_example(ids, learnt) for ids, learnt in found]
+        marked = [(ids, [True] * len(ids)) for ids, _ in marked]
+    return [_example(ids, learnt) for ids, learnt in marked]
 
 
 def truncate(example: Example, max_length: int) -> Example:
@@ -240,7 +240,7 @@ def truncate(example: Example, max_length: int) -> Example:
 
 def _example(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
     marks = np.asarray(learnt, bool)
-    marks[:1] = False  # nothing stands before it that it could be predicted from
+    marks[:1] = False  # there is no context to predict it from
     return Example(np.asarray(ids, np.int32), marks)
 
 
@@ -248,14 +248,14 @@ _Marked = tuple[list[int], list[bool]]
 
 
 def _completion(record: Completion, tokenizer: TokenizerLike) -> _Marked:
-    # Apart, so that the border is the same at generation, when only the prompt is known.
-    alone = not record.prompt
-    prompt = [] if alone else list(tokenizer.encode(record.prompt))
-    rest = [
-        *tokenizer.encode(record.completion, add_special_tokens=alone),
+    # Encoded separately, so the boundary is the same at generation, when only the prompt is known.
+    has_no_prompt = not record.prompt
+    prompt = [] if has_no_prompt else list(tokenizer.encode(record.prompt))
+    answer = [
+        *tokenizer.encode(record.completion, add_special_tokens=has_no_prompt),
         *tokenizer.eos_ids[:1],
     ]
-    return [*prompt, *rest], [False] * len(prompt) + [True] * len(rest)
+    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
 def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marked]:
@@ -264,8 +264,8 @@ def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marke
     if whole:
         ids = list(tokenizer.chat(turns, add_generation_prompt=False, **tools))
         return [(ids, [])]
-    every = all(turn.learnt for turn in record.messages if turn.role == "assistant")
-    if every and isinstance(tokenizer, MarksAnswers):
+    all_learnt = all(turn.learnt for turn in record.messages if turn.role == "assistant")
+    if all_learnt and isinstance(tokenizer, MarksAnswers):
         marked = tokenizer.marked_chat(turns, **tools)
         if marked is not None:
             return [marked]
@@ -273,21 +273,21 @@ def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marke
     answers = [_answer(turns, number, tokenizer, tools) for number in learnt]
     ids, _ = answers[-1]
     if any(ids[: len(before)] != before for before, _ in answers):
-        return [(one, _between(one, [start])) for one, start in answers]
+        return [(conversation, _between(conversation, [start])) for conversation, start in answers]
     return [(ids, _between(ids, [(start, stop) for _, (start, stop) in answers]))]
 
 
 def _answer(
     turns: list[dict[str, Any]], number: int, tokenizer: TokenizerLike, tools: dict[str, Any]
 ) -> tuple[list[int], tuple[int, int]]:
-    """The conversation up to a turn of the assistant, and where in it the turn is."""
+    """The conversation up to a turn of the assistant, and the position of the turn in it."""
     ends = set(tokenizer.eos_ids)
     before = tokenizer.chat(turns[:number], add_generation_prompt=True, **tools)
     ids = list(tokenizer.chat(turns[: number + 1], add_generation_prompt=False, **tools))
     start, stop = len(before), len(ids)
     if ids[:start] != list(before):
         start = _start(turns, number, before, ids, tokenizer, tools)
-    # What follows the marker that ends a turn (a line break) is never generated.
+    # Text after the marker that ends a turn (a line break) is never generated.
     while stop > start and ids[stop - 1] not in ends and ends & set(ids[start:]):
         stop -= 1
     return ids, (start, stop)
@@ -301,9 +301,9 @@ def _start(
     tokenizer: TokenizerLike,
     tools: dict[str, Any],
 ) -> int:
-    """Where an answer begins that begins otherwise than asked for, as with an empty thought."""
-    asked = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
-    if ids[: len(asked)] != asked:
+    """The start of an answer that does not begin with the generation prompt (an empty thought)."""
+    conversation = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
+    if ids[: len(conversation)] != conversation:
         raise ValueError(
             f"the chat template writes what comes before turn {number} differently when it is "
             'there: its tokens cannot be told apart; train on them with loss_on="all"'
@@ -312,7 +312,7 @@ def _start(
 
 
 def _between(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    found = [False] * len(ids)
+    marks = [False] * len(ids)
     for start, stop in spans:
-        found[start:stop] = [True] * (stop - start)
-    return found
+        marks[start:stop] = [True] * (stop - start)
+    return marks

@@ -1,4 +1,4 @@
-"""What a row of a data set may look like, by its keys; the first format that fits is taken."""
+"""Formats of a row of a data set, recognized by its keys; the first match is used."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxkfac.jobs.data.text._encode import Chat, Completion, Message, Record
 
-# ---------------- what a row of a data set may look like, by its keys
+# ---------------- formats of a row of a data set, recognized by its keys
 
 
 Row = Mapping[str, Any]
@@ -16,8 +16,8 @@ class RecordFormat(NamedTuple):
     """A format.
 
     Attributes:
-        keys: That a row of it has.
-        parse: ``parse(row) -> record``; raises ``ValueError`` saying what is wrong.
+        keys: Keys that a row in this format has.
+        parse: ``parse(row) -> record``; raises ``ValueError`` with a description.
     """
 
     keys: tuple[str, ...]
@@ -28,9 +28,9 @@ _FORMATS: list[RecordFormat] = []
 
 
 def record_format(*keys: str) -> Callable[[Callable[[Row], Record]], Callable[[Row], Record]]:
-    """Make a function known as the format of rows that have all of ``keys``; a decorator.
+    """Decorator that registers a function as the format of rows with all of ``keys``.
 
-    The first format that fits is taken, in the order in which they were made known.
+    The first match is used, in the order of registration.
     """
 
     def register(parse: Callable[[Row], Record]) -> Callable[[Row], Record]:
@@ -41,21 +41,21 @@ def record_format(*keys: str) -> Callable[[Callable[[Row], Record]], Callable[[R
 
 
 def parse_record(plain: Any) -> Record:
-    """A record from what JSON gives.
+    """Convert a JSON value to a record.
 
     Args:
         plain: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``"tools"`` if there
             are any; ``{"prompt": ..., "completion": ...}``, of strings or of turns;
             ``{"instruction": ..., "input": ..., "output": ...}`` as in Alpaca;
             ``{"conversations": [{"from": ..., "value": ...}, ...]}`` as in ShareGPT; or
-            ``{"text": ...}``. Other keys are ignored, and keys without a value are no keys.
+            ``{"text": ...}``. Other keys, and keys without a value, are ignored.
 
     Returns:
         A :class:`Chat` or :class:`Completion`.
 
     Raises:
-        ValueError: none of these forms, a role that is not known, no turn of the assistant, or
-            nothing to learn.
+        ValueError: the object has none of these forms, an unknown role, no turn of the assistant,
+            or nothing to learn.
 
     Example:
         >>> parse_record({"prompt": "Fe is ", "completion": "iron"})
@@ -67,15 +67,15 @@ def parse_record(plain: Any) -> Record:
     for form in _FORMATS:
         if all(key in row for key in form.keys):
             return form.parse(row)
-    known = "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in _FORMATS)
-    raise ValueError(f"expected the keys {known}; got {sorted(plain)}")
+    all_keys = "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in _FORMATS)
+    raise ValueError(f"expected the keys {all_keys}; got {sorted(plain)}")
 
 
 def text_of(row: Row, key: str, *, default: str | None = None) -> str:
     """A string of a row.
 
     Raises:
-        ValueError: it is no string.
+        ValueError: the value is not a string.
     """
     value = row.get(key, default)
     if not isinstance(value, str):
@@ -101,8 +101,8 @@ def chat_of(messages: list[Message], row: Row) -> Chat:
     """A conversation with the tools of its row.
 
     Raises:
-        ValueError: no turn that is learnt is the assistant's, one of them is empty, or the tools
-            are no list.
+        ValueError: no turn of the assistant is in the loss, one of them is empty, or the tools
+            are not a list.
     """
     learnt = [(n, t) for n, t in enumerate(messages) if t.role == "assistant" and t.learnt]
     if not learnt:
@@ -111,7 +111,7 @@ def chat_of(messages: list[Message], row: Row) -> Chat:
         if not (turn.content.strip() or turn.more):
             raise ValueError(f"turn {number}: the assistant's answer is empty")
     tools = row.get("tools") or ()
-    if isinstance(tools, str):  # columns of tables hold them as text
+    if isinstance(tools, str):  # tables store them as text
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
@@ -125,7 +125,7 @@ def turns_of(plain: Any, key: str) -> list[Message]:
     """Turns with ``role`` and ``content``.
 
     Raises:
-        ValueError: a turn of another form, or a role that is not known.
+        ValueError: a turn has another form, or an unknown role.
     """
     if not isinstance(plain, list) or not plain:
         raise ValueError(f'expected "{key}" to be a list of turns that is not empty')
@@ -138,7 +138,7 @@ def _turn(turn: Any, number: int) -> Message:
     role = turn.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"turn {number}: role {role!r}, expected one of {tuple(_ROLES)}")
-    # A table gives every turn the keys that one of them has.
+    # In a table every turn has the keys that any of them has.
     more = {k: v for k, v in turn.items() if v is not None and k not in _OWN_KEYS}
     weight = 1 if turn.get("weight") is None else turn["weight"]
     if weight not in (0, 1):
@@ -164,18 +164,18 @@ def _is_text(part: Any) -> bool:
 def parse_alpaca(row: Row) -> Chat:
     """``{"instruction": ..., "input": ..., "output": ..., "system": ...}`` as a chat of two turns.
 
-    The input, where there is one, stands below the instruction.
+    The input, if any, follows the instruction.
     """
-    asked = [text_of(row, "instruction"), text_of(row, "input", default="")]
+    question_parts = [text_of(row, "instruction"), text_of(row, "input", default="")]
     system, answer = text_of(row, "system", default=""), text_of(row, "output")
     if not answer:
         raise ValueError("the output is empty: there is nothing to learn")
     first = (Message("system", system),) if system else ()
-    question = Message("user", "\n\n".join(filter(None, asked)))
+    question = Message("user", "\n\n".join(filter(None, question_parts)))
     return Chat((*first, question, Message("assistant", answer)))
 
 
-# ---------------- conversations as lists of speakers and what they said, as in ShareGPT
+# ---------------- conversations as lists of speakers and texts, as in ShareGPT
 
 
 _SHAREGPT_ROLES = {
@@ -230,7 +230,7 @@ def _call(value: str, number: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-# ---------------- a prompt and its completion, or text alone
+# ---------------- a prompt with its completion, or only text
 
 
 @record_format("completion")
@@ -245,7 +245,7 @@ def parse_completion(row: Row) -> Record:
 
 @record_format("text")
 def parse_text(row: Row) -> Completion:
-    """``{"text": ...}``: all of it is learnt."""
+    """``{"text": ...}``: the whole text is in the loss."""
     return _nonempty("", text_of(row, "text"))
 
 

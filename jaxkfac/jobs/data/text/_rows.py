@@ -1,4 +1,4 @@
-"""Rows of tokens: padded, or several examples in one."""
+"""Rows of tokens: padded, or with several examples in one row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from jaxkfac.jobs.data.text._encode import Example
 
 
 class TokenBatch(NamedTuple):
-    """What a decoder reads and is asked for, on the host.
+    """Inputs and targets of a decoder, on the host.
 
     Attributes:
-        ids: Tokens that are read.
-        positions: Of each token in its own example, from 0.
-        segments: From 1, one number for each example of a row; 0 is padding.
-        targets: The token after each.
-        mask: Which targets are learnt.
+        ids: Input tokens.
+        positions: Position of each token in its example, from 0.
+        segments: Number of the example in the row, from 1; 0 is padding.
+        targets: The next token for each input token.
+        mask: Whether a target is in the loss.
     """
 
     ids: Int[np.ndarray, "rows length"]
@@ -28,41 +28,41 @@ class TokenBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, without padding."""
+        """Number of input tokens, without padding."""
         return int((self.segments > 0).sum())
 
     @property
     def num_examples(self) -> int:
-        """Examples in all rows."""
+        """Number of examples in all rows."""
         return int(self.segments.max(1).sum())
 
     @property
     def largest_id(self) -> int:
-        """Of all tokens, padding with them."""
+        """The largest token id, including padding."""
         return int(max(self.ids.max(), self.targets.max()))
 
     @property
     def num_terms(self) -> int:
-        """Targets that are learnt."""
+        """Number of targets in the loss."""
         return int(self.mask.sum())
 
 
 def token_batch(rows: Sequence[Sequence[Example]], *, length: int, pad_id: int) -> TokenBatch:
-    """Write examples into rows, those of one row one after the other.
+    """Arrange examples in rows, one after the other.
 
-    Each example keeps to itself: its positions start again, its segment differs from its
-    neighbours', and its last token, which has no target, is not read.
+    Examples do not mix: positions restart, segments differ, and the last token of an example,
+    which has no target, is not an input.
 
     Args:
         rows: The examples of each row.
-        length: Of every row, tokens.
-        pad_id: What fills the rest.
+        length: Tokens per row.
+        pad_id: Token for padding.
 
     Returns:
         A batch of ``len(rows)`` rows, int32 and bool.
 
     Raises:
-        ValueError: a row's examples are longer than ``length``.
+        ValueError: the examples of a row are longer than ``length``.
 
     Example:
         >>> example = Example(np.array([5, 6, 7]), np.array([False, True, True]))
@@ -89,14 +89,14 @@ def token_batch(rows: Sequence[Sequence[Example]], *, length: int, pad_id: int) 
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put examples into as few rows as first fit finds, longest first.
+    """Put examples into few rows with first fit, longest first.
 
     Args:
-        lengths: Tokens that each example takes, at most ``capacity``.
-        capacity: Of a row.
+        lengths: Number of tokens of each example, at most ``capacity``.
+        capacity: Number of tokens of a row.
 
     Returns:
-        The indices in each row; every index once.
+        The indices of the examples in each row; every index occurs once.
 
     Raises:
         ValueError: an example is longer than a row.
@@ -121,15 +121,15 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def bucket_lengths(lengths: Sequence[int], count: int, *, multiple: int = 8) -> tuple[int, ...]:
-    """Few row lengths that waste little: a program is compiled for each.
+    """A few row lengths with little padding; a program is compiled for each.
 
     Args:
-        lengths: Of the rows to come.
-        count: How many lengths at most.
-        multiple: Each is a multiple of this.
+        lengths: Lengths of the rows.
+        count: Largest number of row lengths.
+        multiple: Row lengths are multiples of this.
 
     Returns:
-        Ascending; the last fits the longest.
+        Row lengths in ascending order; the last one fits the longest row.
 
     Raises:
         ValueError: there are no lengths, or ``count`` is below one.

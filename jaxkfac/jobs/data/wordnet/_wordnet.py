@@ -12,7 +12,7 @@ WORDNET_SHA256 = "46aa2087887c918784751660ff062b1308ee0fa62b226b0f208604f2513302
 """Digest of the embedded file."""
 
 KINDS = ("noun", "verb", "adj", "adv")
-_HELD_OUT = 25  # one word in so many
+_HELD_OUT = 25  # one word in this many is held out
 
 
 class WordGloss(NamedTuple):
@@ -30,10 +30,10 @@ class WordGloss(NamedTuple):
 
 
 def load_wordnet() -> tuple[WordGloss, ...]:
-    """Every embedded entry, by kind and word.
+    """All embedded entries, ordered by kind and word.
 
     Returns:
-        No gloss twice; ``jaxkfac/jobs/data/wordnet.txt`` says where they are from, and the licence.
+        Entries with distinct glosses; ``jaxkfac/jobs/data/wordnet.txt`` names source and licence.
 
     Raises:
         ValueError: the embedded file does not have the digest ``WORDNET_SHA256``.
@@ -54,11 +54,11 @@ def load_wordnet() -> tuple[WordGloss, ...]:
 
 
 def wordnet_pairs() -> tuple[list[Pair], list[Pair]]:
-    """Words as sources and glosses as targets, to learn and to measure with.
+    """Words as sources and glosses as targets, for training and validation.
 
     Returns:
-        ``(train, validation)``: all senses of one word in 25 are held out, so that neither a word
-        nor a gloss is in both.
+        ``(train, validation)``: all senses of one word in 25 are held out, so no word or gloss is
+        in both.
 
     Example:
         >>> train, validation = wordnet_pairs()

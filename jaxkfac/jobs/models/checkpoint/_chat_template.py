@@ -112,11 +112,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() * abs(right))
         elif operator == "*":
-            for one, other in ((left, right), (right, left)):
-                if isinstance(one, int) and isinstance(other, int):
-                    _check_bits(one.bit_length() + other.bit_length())
-                elif isinstance(one, int) and isinstance(other, Sized):
-                    _check_size(one * len(other))
+            for count, operand in ((left, right), (right, left)):
+                if isinstance(count, int) and isinstance(operand, int):
+                    _check_bits(count.bit_length() + operand.bit_length())
+                elif isinstance(count, int) and isinstance(operand, Sized):
+                    _check_size(count * len(operand))
         elif operator == "%" and isinstance(left, str):
             _check_form((left, *(right if isinstance(right, tuple) else (right,))))
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
@@ -249,10 +249,10 @@ def _without_marks(text: str) -> Rendered:
     before, *marked = text.split(_START)
     parts, answers, length = [before], [], len(before)
     for piece in marked:
-        answer, _, rest = piece.partition(_END)
+        answer, _, text_after = piece.partition(_END)
         answers.append((length, length + len(answer)))
-        parts += [answer, rest]
-        length += len(answer) + len(rest)
+        parts += [answer, text_after]
+        length += len(answer) + len(text_after)
     return Rendered("".join(parts), answers)
 
 

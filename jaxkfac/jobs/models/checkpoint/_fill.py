@@ -125,7 +125,7 @@ def fill(
         matching kernel.
     """
     chosen = _quantized(leaves, quantize)
-    places = {path: _place(path, leaf.shape, sharding) for path, leaf in leaves.items()}
+    places = {path: _sharding_of(path, leaf.shape, sharding) for path, leaf in leaves.items()}
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     targets = [
         Target(leaf.shape, dtype, places[path] or default)
@@ -138,7 +138,7 @@ def fill(
         if path in chosen:
             value = _nf4(path, _slices(source, leaf, dtype), len(leaf.slices))
         else:
-            value = _whole(source, leaf, dtype)
+            value = _read_leaf(source, leaf, dtype)
             value = jax.block_until_ready(jax.device_put(value, places[path]))
         _put(params, path, value)
     return params
@@ -166,11 +166,11 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[name] = value
 
 
-def _whole(source: Source, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
-    whole = aligned_empty(leaf.shape, dtype)
+def _read_leaf(source: Source, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
+    parameter = aligned_empty(leaf.shape, dtype)
     for number, parts in enumerate(leaf.slices):
-        _write(source, parts, whole[number] if leaf.stacked else whole, leaf.transposed)
-    return whole
+        _write(source, parts, parameter[number] if leaf.stacked else parameter, leaf.transposed)
+    return parameter
 
 
 def _nf4(path: str, slices: Iterator[np.ndarray], length: int) -> Any:
@@ -200,7 +200,7 @@ def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool) -> Non
         start = stop
 
 
-def _place(path: str, shape: Shape, sharding: LeafSharding | None) -> Any:
+def _sharding_of(path: str, shape: Shape, sharding: LeafSharding | None) -> Any:
     where = sharding(path, shape) if callable(sharding) else sharding
     return None if where is None else as_sharding(where)
 

@@ -53,10 +53,10 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in stored_tensors(folder)}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        other = {n: str(t.dtype) for n, t in self._tensors.items() if t.dtype not in _FLOATS}
-        if other:
+        other_dtypes = {n: str(t.dtype) for n, t in self._tensors.items() if t.dtype not in _FLOATS}
+        if other_dtypes:
             raise ValueError(
-                f"{folder}: expected floating tensors, got {other}; a checkpoint that is "
+                f"{folder}: expected floating tensors, got {other_dtypes}; a checkpoint that is "
                 "quantised already is not read: take the original and pass quantize="
             )
 
@@ -91,18 +91,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no config.json in {folder}, which holds {sorted(x.name for x in folder.iterdir())}"
         )
-    found = read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if (generation := folder / "generation_config.json").is_file():
         ends = read_json(generation).get("eos_token_id")  # what answers end with, not only texts
-        found |= {} if ends is None else {"eos_token_id": ends}
-    if "quantization_config" in found:
-        kind = dict(found["quantization_config"] or {}).get("quant_method")
+        config |= {} if ends is None else {"eos_token_id": ends}
+    if "quantization_config" in config:
+        kind = dict(config["quantization_config"] or {}).get("quant_method")
         raise ValueError(
             f"{folder} is quantised already (quantization_config): take the original checkpoint "
             "and pass quantize="
             + ("; jk.nf4.from_bitsandbytes reads single kernels" if kind == "bitsandbytes" else "")
         )
-    return found
+    return config
 
 
 def open_weights(
@@ -165,8 +165,8 @@ def save_folder(
     Memory:
         One stored tensor in main memory.
     """
-    folder, found = Path(folder), leaves_by_path(params)
-    shapes = {path: tuple(getattr(x, "shape", ())) for path, x in found.items()}
+    folder, leaf_values = Path(folder), leaves_by_path(params)
+    shapes = {path: tuple(getattr(x, "shape", ())) for path, x in leaf_values.items()}
     expected = {path: leaf.shape for path, leaf in leaves.items()}
     if shapes != expected:
         wrong = sorted(path for path in shapes | expected if shapes.get(path) != expected.get(path))
@@ -174,7 +174,7 @@ def save_folder(
     folder.mkdir(parents=True, exist_ok=True)
     header, start = dict[str, Any](), 0
     for path, leaf in leaves.items():
-        dtype = np.dtype(found[path].dtype)
+        dtype = np.dtype(leaf_values[path].dtype)
         for part in (part for parts in leaf.slices for part in parts):
             stop = start + int(np.prod(part.shape)) * dtype.itemsize
             header[part.name] = {
@@ -189,7 +189,7 @@ def save_folder(
     with whole_file(target, "the model's weights", nbytes=8 + len(head) + start) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for path, leaf in leaves.items():
-            for tensor in _tensors(leaf, found[path]):
+            for tensor in _tensors(leaf, leaf_values[path]):
                 file.write(np.ascontiguousarray(tensor).tobytes())
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -200,8 +200,8 @@ def save_folder(
 def _tensors(leaf: Leaf, value: Any) -> Iterator[np.ndarray]:
     """The stored tensors of a parameter; matrices are (out, in)."""
     for number, parts in enumerate(leaf.slices):
-        whole = np.asarray(value[number] if leaf.stacked else value)
-        whole, start = whole.T if leaf.transposed else whole, 0
+        matrix = np.asarray(value[number] if leaf.stacked else value)
+        matrix, start = matrix.T if leaf.transposed else matrix, 0
         for part in parts:
-            yield whole[start : start + part.shape[0]]
+            yield matrix[start : start + part.shape[0]]
             start += part.shape[0]

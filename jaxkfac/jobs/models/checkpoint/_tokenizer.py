@@ -199,12 +199,12 @@ class Tokenizer:
         text, answers = self._rendered(messages, False, tools)
         if answers is None:
             return None
-        found = self._encoded(text, False)
-        first, end = np.reshape(found.offsets, (-1, 2)).T
+        encoding = self._encoded(text, False)
+        first, end = np.reshape(encoding.offsets, (-1, 2)).T
         generated = np.zeros(len(first), bool)
         for start, stop in answers:
             generated |= (first < stop) & (end > start)
-        return found.ids, generated.tolist()
+        return encoding.ids, generated.tolist()
 
     def _rendered(
         self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Any]
@@ -237,8 +237,8 @@ def _text(token: Any) -> str:
 
 
 def _ids(tokenizer: Any, token: str | None) -> list[int]:
-    found = tokenizer.token_to_id(token) if token else None
-    return [] if found is None else [found]
+    token_id = tokenizer.token_to_id(token) if token else None
+    return [] if token_id is None else [token_id]
 
 
 # ---------------- bytes as tokens, without a vocabulary that must be learnt
@@ -260,13 +260,15 @@ def byte_tokenizer() -> Tokenizer:
     """
     package = tokenizers_package()
     alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
-    words = {word: number for number, word in enumerate([_PAD, _END, *alphabet])}
-    made = package.Tokenizer(package.models.BPE(words, []))
-    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = package.decoders.ByteLevel()
-    made.add_special_tokens([_PAD, _END])
-    made.post_processor = package.processors.TemplateProcessing(
-        single=f"$A {_END}", special_tokens=[(_END, words[_END])]
+    ids_by_token = {word: number for number, word in enumerate([_PAD, _END, *alphabet])}
+    tokenizer = package.Tokenizer(package.models.BPE(ids_by_token, []))
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    tokenizer.add_special_tokens([_PAD, _END])
+    tokenizer.post_processor = package.processors.TemplateProcessing(
+        single=f"$A {_END}", special_tokens=[(_END, ids_by_token[_END])]
     )
     special = {"pad_token": _PAD, "eos_token": _END}
-    return Tokenizer(made, eos_ids=(words[_END],), pad_id=words[_PAD], special=special)
+    return Tokenizer(
+        tokenizer, eos_ids=(ids_by_token[_END],), pad_id=ids_by_token[_PAD], special=special
+    )

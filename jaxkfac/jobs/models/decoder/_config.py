@@ -92,24 +92,24 @@ def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("attn_logit_softcapping"):
         raise ValueError("attn_logit_softcapping: expected null in a gemma3_text")
-    window, every = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
+    window, period = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
     return {
         **gemma(config),
         "head_norms": True,
         "logit_softcap": config.get("final_logit_softcapping"),
         "rotary": _rotary(config, "full_attention", "rope_theta", 1e6),
         "local_rotary": _rotary(config, "sliding_attention", "rope_local_base_freq", 1e4),
-        **windows(config, window, lambda block: (block + 1) % every > 0),
+        **windows(config, window, lambda block: (block + 1) % period > 0),
     }
 
 
 def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) -> Rotary:
     """Angles of one kind of block; in older files ``rope_scaling`` is for the full ones."""
-    found = {"rope_theta": config.get(theta, default)}
+    parameters = {"rope_theta": config.get(theta, default)}
     if kind == "full_attention":
-        found |= config.get("rope_scaling") or {}
-    found |= (config.get("rope_parameters") or {}).get(kind) or {}
-    return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": found})
+        parameters |= config.get("rope_scaling") or {}
+    parameters |= (config.get("rope_parameters") or {}).get(kind) or {}
+    return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": parameters})
 
 
 # ---------------- llama: no window, even if the file has one
@@ -320,10 +320,14 @@ class DecoderConfig:
         """
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            found = "" if kind else f"; config.json has {sorted(config)}"
+            explanation = "" if kind else f"; config.json has {sorted(config)}"
             if inner := config.get("text_config"):
-                found = f", around a {inner.get('model_type')!r} which is not loaded by itself"
-            raise ValueError(f"model_type: expected one of {model_types()}, got {kind!r}{found}")
+                explanation = (
+                    f", around a {inner.get('model_type')!r} which is not loaded by itself"
+                )
+            raise ValueError(
+                f"model_type: expected one of {model_types()}, got {kind!r}{explanation}"
+            )
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         required += ("num_attention_heads", "max_position_embeddings")
         if missing := [name for name in required if config.get(name) is None]:

@@ -133,8 +133,8 @@ def generate(
     )
     answers = generated_ids(new, finite, name="prompts", adapted=adapted is not None)
     out = [
-        _text(pretrained, ids) if isinstance(asked, str) else ids
-        for asked, ids in zip(prompts, answers, strict=True)
+        _text(pretrained, ids) if isinstance(given_prompt, str) else ids
+        for given_prompt, ids in zip(prompts, answers, strict=True)
     ]
     return out[0] if single else out
 

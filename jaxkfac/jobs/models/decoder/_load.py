@@ -55,10 +55,10 @@ def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokeniz
             f"{', '.join(_PRE)}; load the Hugging Face folder"
         )
     package = tokenizers_package()
-    words = fields["tokenizer.ggml.tokens"]
-    types = fields.get("tokenizer.ggml.token_type", [1] * len(words))
+    vocabulary = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type", [1] * len(vocabulary))
     merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"]]
-    model = package.models.BPE({word: i for i, word in enumerate(words)}, merges)
+    model = package.models.BPE({word: i for i, word in enumerate(vocabulary)}, merges)
     tokenizer = package.Tokenizer(model)
     cuts = [package.pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if pre == "smollm":
@@ -66,17 +66,19 @@ def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokeniz
     tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = package.decoders.ByteLevel()
     for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [word for word, t in zip(words, types, strict=True) if t == number]
+        added = [word for word, t in zip(vocabulary, types, strict=True) if t == number]
         tokens = [package.AddedToken(word, special=special, normalized=False) for word in added]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"}
-    found = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    special_ids = {
+        name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()
+    }
     return Tokenizer(
         tokenizer,
         eos_ids=eos_ids,
         pad_id=fields.get("tokenizer.ggml.padding_token_id"),
         chat_template=fields.get("tokenizer.chat_template"),
-        special={name: words[i] for name, i in found.items() if i is not None},
+        special={name: vocabulary[i] for name, i in special_ids.items() if i is not None},
     )
 
 
@@ -206,8 +208,8 @@ def _config(fields: dict[str, Any], *, tied: bool) -> DecoderConfig:
 
 def _name(name: str) -> str:
     """Hugging Face's name of a tensor; a tensor without one keeps its name and is unknown."""
-    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        number, part, kind = found.groups()
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        number, part, kind = match.groups()
         return f"model.layers.{number}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
     part, _, kind = name.rpartition(".")
     return f"{_ENDS[part]}.{kind}" if part in _ENDS else name
@@ -226,7 +228,7 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
     width, hidden, heads = config.width, config.hidden, config.num_heads * config.head_size
     parts = config.parts
     if fused:
-        parts = {name: {name: sum(each.values())} for name, each in parts.items()}
+        parts = {name: {name: sum(sizes.values())} for name, sizes in parts.items()}
     attention, mlp = config.attention_bias, config.mlp_bias
     qkv = attention or config.qkv_bias
     linear = (  # path, outputs of each stored part, inputs, biases

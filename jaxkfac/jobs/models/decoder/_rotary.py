@@ -61,35 +61,35 @@ class Rotary:
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "Rotary":
         """Read ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``, of a config.json."""
-        found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        kind = found.get("rope_type") or found.get("type") or "default"
+        parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
         kind = "longrope" if kind == "su" else kind
         if kind not in get_args(Kind):
             raise ValueError(
                 f"rope_type: expected one of {', '.join(get_args(Kind))} (or su), got {kind!r}"
             )
-        if missing := [name for name in _NEEDS[kind] if found.get(name) is None]:
+        if missing := [name for name in _NEEDS[kind] if parameters.get(name) is None]:
             raise ValueError(f"rope_type {kind!r} needs {missing} beside it in config.json")
         context = config["max_position_embeddings"]
         # In Phi-3 this number is outside of the scaling, in Llama inside.
-        inside = found.get("original_max_position_embeddings")
+        inside = parameters.get("original_max_position_embeddings")
         original = config.get("original_max_position_embeddings") or inside or context
-        factor = found.get("factor") or (context / original if kind == "longrope" else 1.0)
-        attention = found.get("attention_factor")
+        factor = parameters.get("factor") or (context / original if kind == "longrope" else 1.0)
+        attention = parameters.get("attention_factor")
         if attention is None:
             longer = kind == "longrope" and factor > 1
             attention = math.sqrt(1 + math.log(factor) / math.log(original)) if longer else 1.0
-        partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         return cls(
             kind=kind,
-            theta=found.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            theta=parameters.get("rope_theta") or config.get("rope_theta") or 10000.0,
             partial=1.0 if partial is None else partial,
             factor=factor,
             original_context=context if kind == "dynamic" else original,
-            low_freq_factor=found.get("low_freq_factor", 1.0),
-            high_freq_factor=found.get("high_freq_factor", 4.0),
-            short_factor=tuple(found.get("short_factor") or ()),
-            long_factor=tuple(found.get("long_factor") or ()),
+            low_freq_factor=parameters.get("low_freq_factor", 1.0),
+            high_freq_factor=parameters.get("high_freq_factor", 4.0),
+            short_factor=tuple(parameters.get("short_factor") or ()),
+            long_factor=tuple(parameters.get("long_factor") or ()),
             attention_factor=attention,
         )
 
@@ -140,9 +140,11 @@ class Rotary:
                 return where / base[..., None] ** exponents
             case "longrope":
                 lists = (self.short_factor, self.long_factor)
-                short, far = (np.asarray(x, np.float32) for x in lists)
-                long = (lengths > self.original_context)[..., None]
-                return where * jnp.where(long, 1 / (far * powers), 1 / (short * powers))
+                short_factors, long_factors = (np.asarray(x, np.float32) for x in lists)
+                is_long = (lengths > self.original_context)[..., None]
+                return where * jnp.where(
+                    is_long, 1 / (long_factors * powers), 1 / (short_factors * powers)
+                )
             case "linear":
                 return where * (1 / powers / np.float32(self.factor))
             case "llama3":
@@ -152,8 +154,8 @@ class Rotary:
     def _llama3(self, frequencies: np.ndarray) -> np.ndarray:
         low, high = self.low_freq_factor, self.high_freq_factor
         turns = self.original_context * frequencies / np.float32(2 * np.pi)
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return ((1 - kept) / self.factor + kept).astype(np.float32) * frequencies
+        kept_fraction = np.clip((turns - low) / (high - low), 0, 1)
+        return ((1 - kept_fraction) / self.factor + kept_fraction).astype(np.float32) * frequencies
 
 
 def rotate(
@@ -163,9 +165,11 @@ def rotate(
     half = angles_BxTxR.shape[-1]
     # At least float32: in bfloat16 cosine and sine are wrong in the third digit.
     wide = statistics_dtype(x_BxTxHxK.dtype)
-    turned, kept = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
+    rotated, unrotated = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
     scale, angles = scale.astype(wide), angles_BxTxR.astype(wide)
     cos, sin = (scale * f(angles)[:, :, None] for f in (jnp.cos, jnp.sin))
-    left, right = turned[..., :half], turned[..., half:]
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
-    return jnp.concatenate([turned.astype(x_BxTxHxK.dtype), kept], -1)
+    first_half, second_half = rotated[..., :half], rotated[..., half:]
+    rotated = jnp.concatenate(
+        [first_half * cos - second_half * sin, second_half * cos + first_half * sin], -1
+    )
+    return jnp.concatenate([rotated.astype(x_BxTxHxK.dtype), unrotated], -1)

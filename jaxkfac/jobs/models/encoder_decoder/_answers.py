@@ -145,8 +145,10 @@ def generate_targets(
     )
     answers = generated_ids(new, finite, name="sources", adapted=adapted is not None)
     return [
-        pretrained.tokenizer.decode(ids) if isinstance(asked, str) and pretrained.tokenizer else ids
-        for asked, ids in zip(sources, answers, strict=True)
+        pretrained.tokenizer.decode(ids)
+        if isinstance(given_source, str) and pretrained.tokenizer
+        else ids
+        for given_source, ids in zip(sources, answers, strict=True)
     ]
 
 

@@ -94,10 +94,10 @@ class RelativePositions(nnx.Module):
         self.embedding = nnx.Param(config.width**-0.5 * jax.random.normal(rngs.params(), shape))
 
     def __call__(
-        self, asking: Int[Array, " T"], asked: Int[Array, " S"]
+        self, query_places: Int[Array, " T"], key_places: Int[Array, " S"]
     ) -> Float[Array, "1 H T S"]:
         """The bias for pairs of query and key places."""
-        ahead_TxS = asked[None, :] - asking[:, None]
+        ahead_TxS = key_places[None, :] - query_places[:, None]
         distance_TxS = jnp.abs(ahead_TxS) if self.both_sides else jnp.maximum(-ahead_TxS, 0)
         table = jnp.asarray(buckets(self.num, self.max_distance))
         bucket_TxS = table[jnp.minimum(distance_TxS, self.max_distance)]
@@ -150,18 +150,18 @@ class PlainAttention(nnx.Module):
         self.v = kernel(width, inner, width**-0.5)
         self.o = kernel(inner, width, inner**-0.5)
 
-    def asked(self, x_BxSxD: Array) -> KeysValues:
+    def keys_values(self, x_BxSxD: Array) -> KeysValues:
         """Keys and values of a stream."""
         return KeysValues(*(self._by_head(kernel(x_BxSxD)) for kernel in (self.k, self.v)))
 
     def __call__(
-        self, x_BxTxD: Array, asked: KeysValues, seen: Seen, dropout: Dropout = NO_DROPOUT
+        self, x_BxTxD: Array, keys_values: KeysValues, seen: Seen, dropout: Dropout = NO_DROPOUT
     ) -> Array:
         q_BxTxHxK = self._by_head(self.q(x_BxTxD))
         # Written out: jax.nn.dot_product_attention computes scores in float32 even under x64.
         wide = statistics_dtype(x_BxTxD.dtype)
         scores_BxHxTxS = jnp.einsum(
-            "bthk,bshk->bhts", q_BxTxHxK, asked.keys, preferred_element_type=wide
+            "bthk,bshk->bhts", q_BxTxHxK, keys_values.keys, preferred_element_type=wide
         )
         if seen.bias is not None:
             scores_BxHxTxS = scores_BxHxTxS + seen.bias.astype(wide)
@@ -169,7 +169,7 @@ class PlainAttention(nnx.Module):
             scores_BxHxTxS = jnp.where(seen.mask, scores_BxHxTxS, jnp.finfo(wide).min)
         weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS, axis=-1).astype(x_BxTxD.dtype)
         weights_BxHxTxS = dropout(weights_BxHxTxS)
-        mixed_BxTxHxK = jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, asked.values)
+        mixed_BxTxHxK = jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, keys_values.values)
         return self.o(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 
     def _by_head(self, x: Array) -> Array:
@@ -294,10 +294,10 @@ class SourceBlock(nnx.Module):
         first, last = self.layer[0], self.layer[1]
         normed = first.layer_norm(x_BxSxD)
         attend = first.SelfAttention
-        found = attend(normed, attend.asked(normed), seen, dropout.at(0))
-        x_BxSxD = x_BxSxD + dropout.at(1)(found)
-        found = last.DenseReluDense(last.layer_norm(x_BxSxD), dropout.at(2))
-        return x_BxSxD + dropout.at(3)(found)
+        update = attend(normed, attend.keys_values(normed), seen, dropout.at(0))
+        x_BxSxD = x_BxSxD + dropout.at(1)(update)
+        update = last.DenseReluDense(last.layer_norm(x_BxSxD), dropout.at(2))
+        return x_BxSxD + dropout.at(3)(update)
 
 
 class TargetBlock(nnx.Module):
@@ -312,7 +312,7 @@ class TargetBlock(nnx.Module):
 
     def across(self, memory_BxSxD: Array) -> KeysValues:
         """Keys and values of the encoder's outputs."""
-        return self.layer[1].EncDecAttention.asked(memory_BxSxD)
+        return self.layer[1].EncDecAttention.keys_values(memory_BxSxD)
 
     def __call__(
         self,
@@ -325,18 +325,18 @@ class TargetBlock(nnx.Module):
     ) -> tuple[Array, KeysValues | None]:
         first, middle, last = self.layer[0], self.layer[1], self.layer[2]
         normed = first.layer_norm(x_BxTxD)
-        asked = first.SelfAttention.asked(normed)
+        keys_values = first.SelfAttention.keys_values(normed)
         if past is not None:
-            asked = KeysValues(
+            keys_values = KeysValues(
                 *(
                     jax.lax.dynamic_update_slice(places, new, (0, past.filled, 0, 0))
-                    for places, new in zip(past.places, asked, strict=True)
+                    for places, new in zip(past.places, keys_values, strict=True)
                 )
             )
-        found = first.SelfAttention(normed, asked, seen, dropout.at(0))
-        x_BxTxD = x_BxTxD + dropout.at(1)(found)
+        update = first.SelfAttention(normed, keys_values, seen, dropout.at(0))
+        x_BxTxD = x_BxTxD + dropout.at(1)(update)
         normed = middle.layer_norm(x_BxTxD)
-        found = middle.EncDecAttention(normed, across, seen_across, dropout.at(2))
-        x_BxTxD = x_BxTxD + dropout.at(3)(found)
-        found = last.DenseReluDense(last.layer_norm(x_BxTxD), dropout.at(4))
-        return x_BxTxD + dropout.at(5)(found), None if past is None else asked
+        update = middle.EncDecAttention(normed, across, seen_across, dropout.at(2))
+        x_BxTxD = x_BxTxD + dropout.at(3)(update)
+        update = last.DenseReluDense(last.layer_norm(x_BxTxD), dropout.at(4))
+        return x_BxTxD + dropout.at(5)(update), None if past is None else keys_values

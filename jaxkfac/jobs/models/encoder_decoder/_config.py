@@ -58,10 +58,10 @@ class Dropout(NamedTuple):
             return x
         assert self.key is not None
         keep = 1 - self.rate
-        kept = jax.random.bernoulli(self.key, keep, x.shape)
+        is_kept = jax.random.bernoulli(self.key, keep, x.shape)
         wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32  # 0.9 is 0.898 in bfloat16
         scaled = (x.astype(wide) / jnp.asarray(keep, wide)).astype(x.dtype)
-        return jnp.where(kept, scaled, jnp.zeros((), x.dtype))
+        return jnp.where(is_kept, scaled, jnp.zeros((), x.dtype))
 
 
 NO_DROPOUT = Dropout()

@@ -210,10 +210,10 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
     Memory:
         One stored tensor in main memory.
     """
-    config, plain = pretrained.config, pretrained.config.to_hugging_face()
+    config, entries = pretrained.config, pretrained.config.to_hugging_face()
     if pretrained.path is not None:  # entries other than the sizes are kept
-        plain = read_config(Path(pretrained.path)) | plain
-    save_folder(folder, pretrained.params, layout(config), plain, pretrained.tokenizer)
+        entries = read_config(Path(pretrained.path)) | entries
+    save_folder(folder, pretrained.params, layout(config), entries, pretrained.tokenizer)
 
 
 def encoder_decoder_function(

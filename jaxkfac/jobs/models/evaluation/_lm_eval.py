@@ -32,8 +32,8 @@ def lm_eval_model(
     try:
         from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        words = f'{error.name} is not installed: pip install "jaxkfac[eval]"'
-        raise ModuleNotFoundError(words, name=error.name) from None
+        message = f'{error.name} is not installed: pip install "jaxkfac[eval]"'
+        raise ModuleNotFoundError(message, name=error.name) from None
     return type("JaxkfacLM", (Requests, LM), {})(pretrained, adapted, adapters, batch_size)
 
 
@@ -46,11 +46,13 @@ class Requests:
             raise ValueError("there is no tokenizer: put its tokenizer.json beside the weights")
         self.pretrained, self.tokenizer = pretrained, pretrained.tokenizer
         self.batch_size, self.max_length = batch_size, pretrained.config.longest
-        self._called = {} if adapted is None else {"adapted": adapted, "adapters": adapters}
+        self._generate_options = (
+            {} if adapted is None else {"adapted": adapted, "adapters": adapters}
+        )
         self._operands = (pretrained.params, *(() if adapted is None else (adapters,)))
         self._read = jax.jit(functools.partial(_scores, adapted or pretrained.apply_fn))
-        own = (self.tokenizer.bos_id, self.tokenizer.eos_id, *pretrained.config.eos_ids)
-        self.prefix_id = next((i for i in own if i is not None), 0)
+        start_ids = (self.tokenizer.bos_id, self.tokenizer.eos_id, *pretrained.config.eos_ids)
+        self.prefix_id = next((i for i in start_ids if i is not None), 0)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """For each ``(context, continuation)``: nats, and whether it is the greedy answer."""
@@ -66,8 +68,8 @@ class Requests:
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Nats of each text, each token given earlier ones, in windows of the context."""
         texts = [self._windows(self._encode(request.args[0])) for request in requests]
-        found = iter(self._scored([row for rows in texts for row in rows]))
-        return [sum(next(found)[0] for _ in rows) for rows in texts]
+        scores = iter(self._scored([row for rows in texts for row in rows]))
+        return [sum(next(scores)[0] for _ in rows) for rows in texts]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """The answer to each context, before the first of the strings ``until``."""
@@ -79,15 +81,17 @@ class Requests:
             options = requests[numbers[0]].args[1]
             ends, steps = options.get("until") or [], options.get("max_gen_toks", 256)
             room = self.max_length - steps
-            plain = options.get("num_beams", 1) == 1 and not options.get("temperature")
-            if options.get("do_sample") or not plain or room < 1:
+            is_greedy = options.get("num_beams", 1) == 1 and not options.get("temperature")
+            if options.get("do_sample") or not is_greedy or room < 1:
                 raise ValueError(f"{options}: expected greedy answers within {self.max_length}")
             texts = {n: requests[n].args[0] for n in numbers}
             prompts = {n: (self._encode(x) or [self.prefix_id])[-room:] for n, x in texts.items()}
             for batch in self._batches(prompts, lambda n, prompts=prompts: len(prompts[n])):
-                asked = [prompts[n] for n in batch]
-                found = generate(self.pretrained, asked, max_new_tokens=steps, **self._called)
-                for number, ids in zip(batch, found, strict=True):
+                batch_prompts = [prompts[n] for n in batch]
+                generated = generate(
+                    self.pretrained, batch_prompts, max_new_tokens=steps, **self._generate_options
+                )
+                for number, ids in zip(batch, generated, strict=True):
                     answers[number] = self.tokenizer.decode(ids)
                     for end in filter(None, [ends] if isinstance(ends, str) else ends):
                         answers[number] = answers[number].split(end)[0]
@@ -101,16 +105,19 @@ class Requests:
             size = max(16, 1 << (longest - 1).bit_length())  # few programs for all lengths
             ids, targets, marks = np.zeros((3, self.batch_size, size), np.int32)
             for row, number in enumerate(batch):
-                whole = [*rows[number][0], *rows[number][1]][-(self.max_length + 1) :]
-                ids[row, : len(whole) - 1], targets[row, : len(whole) - 1] = whole[:-1], whole[1:]
-                marks[row, : len(whole) - 1] = 1
-            found = self._read(*map(jnp.asarray, (ids, targets, marks)), self._operands)
-            logs, greedy = map(np.asarray, found)
+                tokens = [*rows[number][0], *rows[number][1]][-(self.max_length + 1) :]
+                ids[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = (
+                    tokens[:-1],
+                    tokens[1:],
+                )
+                marks[row, : len(tokens) - 1] = 1
+            outputs = self._read(*map(jnp.asarray, (ids, targets, marks)), self._operands)
+            logs, greedy = map(np.asarray, outputs)
             for row, number in enumerate(batch):
                 stop = marks[row].sum()
-                part = slice(max(0, stop - len(rows[number][1])), stop)
-                total = float(logs[row, part].sum(dtype=np.float64))
-                out[number] = total, bool(greedy[row, part].all())
+                continuation = slice(max(0, stop - len(rows[number][1])), stop)
+                total = float(logs[row, continuation].sum(dtype=np.float64))
+                out[number] = total, bool(greedy[row, continuation].all())
         return out
 
     def _batches(self, numbers: Any, length: Callable[[int], int]) -> Iterator[list[int]]:
@@ -121,11 +128,11 @@ class Requests:
     def _pair(self, context: str, continuation: str) -> Row:
         if not context:
             ids = self._encode(continuation, add_special_tokens=False)
-            own = ids[:1] == [self.prefix_id]
-            return (ids[:1], ids[1:]) if own else ([self.prefix_id], ids)
+            has_prefix = ids[:1] == [self.prefix_id]
+            return (ids[:1], ids[1:]) if has_prefix else ([self.prefix_id], ids)
         bare = context.rstrip()  # trailing spaces belong to the next word
-        given, whole = self._encode(bare), self._encode(context + continuation)
-        return given or [self.prefix_id], whole[len(given) :]
+        context_ids, all_ids = self._encode(bare), self._encode(context + continuation)
+        return context_ids or [self.prefix_id], all_ids[len(context_ids) :]
 
     def _windows(self, ids: list[int]) -> list[Row]:
         most, rows = self.max_length, list[Row]()

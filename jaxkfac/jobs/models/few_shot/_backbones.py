@@ -140,11 +140,11 @@ class ResidualBlock(nnx.Module):
         self.shortcut_norm = EpisodeNorm(outputs) if changes else None
 
     def __call__(self, x: Float[Array, "E I H W C"]) -> Array:
-        short = x
+        residual = x
         if self.shortcut is not None and self.shortcut_norm is not None:
-            short = self.shortcut_norm(self.shortcut(x))
+            residual = self.shortcut_norm(self.shortcut(x))
         x = jax.nn.relu(self.first_norm(self.first(x)))
-        return jax.nn.relu(self.second_norm(self.second(x)) + short)
+        return jax.nn.relu(self.second_norm(self.second(x)) + residual)
 
 
 class ResNet(nnx.Module):

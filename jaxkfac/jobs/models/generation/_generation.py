@@ -114,8 +114,8 @@ def require_cache(cache: PyTree, *, what: str, instead: str) -> None:
 
 def end_ids(pretrained: Pretrained) -> tuple[int, ...]:
     """The ids that end generation, those of the config first."""
-    known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
-    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))
+    tokenizer_ends = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *tokenizer_ends)))
 
 
 def generated_ids(
@@ -276,13 +276,16 @@ def beam_search(
     def of_examples(logits: Array) -> Bool[Array, " N"]:
         return is_finite(logits).reshape(examples, num_beams).all(1)
 
-    kept = max(2, 1 + ends.shape[0]) * num_beams  # so that at least num_beams have not ended
+    # So that at least num_beams candidates have not ended.
+    num_candidates = max(2, 1 + ends.shape[0]) * num_beams
 
     def one_more(b: _Beams) -> _Beams:
         length = (b.number + 1).astype(jnp.float32)
-        each = jax.nn.log_softmax(b.logits.astype(jnp.float32), -1)
-        each = each.reshape(examples, num_beams, -1) + b.scores_NxK[:, :, None]
-        scores_NxC, flat_NxC = jax.lax.top_k(each.reshape(examples, -1), kept)
+        candidate_scores = jax.nn.log_softmax(b.logits.astype(jnp.float32), -1)
+        candidate_scores = (
+            candidate_scores.reshape(examples, num_beams, -1) + b.scores_NxK[:, :, None]
+        )
+        scores_NxC, flat_NxC = jax.lax.top_k(candidate_scores.reshape(examples, -1), num_candidates)
         beam_NxC, ids_NxC = flat_NxC // vocabulary, flat_NxC % vocabulary
         sequences = jnp.take_along_axis(b.running_NxKxL, beam_NxC[:, :, None], 1)
         at_number = jnp.arange(steps) == b.number
@@ -294,7 +297,7 @@ def beam_search(
         running_NxKxL = jnp.take_along_axis(sequences_NxCxL, chosen_NxK[:, :, None], 1)
         source_NxK = jnp.take_along_axis(beam_NxC, chosen_NxK, 1)
 
-        just = stops_NxC & (jnp.arange(kept) < num_beams)
+        just = stops_NxC & (jnp.arange(num_candidates) < num_beams)
         new = scores_NxC / length**length_penalty
         full = b.has_ended_NxK.all(-1, keepdims=True) & (early_stopping is True)
         for is_out in (full, ~b.may_improve_Nx1, ~just):
@@ -339,5 +342,5 @@ def beam_search(
         state=state,
         finite_N=of_examples(logits),
     )
-    found = jax.lax.while_loop(goes_on, one_more, start)
-    return found.ended_NxKxL[:, 0], found.finite_N
+    final = jax.lax.while_loop(goes_on, one_more, start)
+    return final.ended_NxKxL[:, 0], final.finite_N

