@@ -34,7 +34,7 @@ from jaxkfac.lslora._nonlinearity import find_nonlinearity
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A
 
-# The branch is added beside the product, so a constant that scales the kernel does not scale it.
+# The branch is added to the product, so a constant that scales the kernel does not scale it.
 _ENTRIES = {key: SlotEntry(0) for key in ("adapter", "index", "key", "extra")}
 
 
@@ -92,7 +92,7 @@ class Adapted:
         handler: Callable[[Mapping[str, BranchOptions]], Handler] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Like calling, with another handler, whose slots hold ``extra`` beside the adapters."""
+        """Call with another handler, whose slots hold ``extra`` in addition to the adapters."""
         bank, rows, saved = isinstance(adapters, Bank), None, {}
         scaled = isinstance(adapters, Bank) and adapters.scaled
         if isinstance(adapters, Bank):

@@ -104,7 +104,7 @@ class Bank:
 
     Attributes:
         adapters: Leaves ``(*stack, slots, ...)``; entries beyond an adapter's own rank are zero.
-        enabled: One number per slot; a slot that is not positive stands for the base model.
+        enabled: One number per slot; a slot that is not positive means the base model.
         scaled: Whether ``b`` includes each adapter's scaling.
         nonlinearity: Name of the adapters' nonlinearity; plain LoRA is exempt.
     """

@@ -215,7 +215,7 @@ class BranchOptions:
         phi: The nonlinearity, or ``None``.
         placement: Position of the nonlinearity.
         scaling: Factor of the low-rank product.
-        may_be_linear: Whether an infinite sigma stands for the identity.
+        may_be_linear: Whether an infinite sigma means the identity.
         forward_mode: Whether the branch must support ``jvp``.
         dropout: Dropout probability, applied where there is a key.
         key_impl: Implementation of the key whose data is in the slot.

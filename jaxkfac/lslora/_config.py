@@ -14,7 +14,7 @@ from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearit
 # ---------------- one layer's adapter
 
 
-# Number of axes of each leaf behind the stack.
+# Number of axes of each leaf after the stack axes.
 OWN_AXES = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
 
@@ -125,7 +125,7 @@ class Config:
         dropout: Dropout probability in [0, 1) of the branch's inputs, where a key is given.
         rank_pattern: ``{pattern: rank}``, full matches over layer names; the first match counts.
         alpha_pattern: ``{pattern: alpha}``, matched like ``rank_pattern``.
-        modules_to_save: Full-match pattern of parameters to train in full and save beside the
+        modules_to_save: Full-match pattern of parameters to train in full and save with the
             adapter, or ``None``.
         experts: Parameters to read as a stack of experts; see ``find_layers``.
         nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or a registered one, see

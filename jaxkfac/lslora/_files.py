@@ -125,7 +125,7 @@ def load(
 
     Raises:
         CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
-        DamagedFileError: a file is damaged, or belongs to another save than the one beside it.
+        DamagedFileError: a file is damaged, or belongs to another save than the one next to it.
         ValueError: a tensor is not finite; the ``peft_type`` differs, or a setting makes another
             model; the nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces
             one part of a kernel of ``model`` while another part is adapted.

@@ -136,7 +136,7 @@ def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     """The content of a file, with the same bytes for the same values.
 
     The package writes metadata in the order of a hash table whose seed differs between processes,
-    so the header is sorted here. The sorted tensors keep their places behind the header.
+    so the header is sorted here. The sorted tensors keep their places after the header.
     """
     data = _package("safetensors.numpy").save(tensors, metadata)
     length = int.from_bytes(data[:8], "little")

@@ -154,7 +154,7 @@ def activation(
         phi: The nonlinearity.
         u: Any float dtype; its leading axes are those of the coefficients.
         coefficients: One set for each entry of the leading axes.
-        sigma: Pass it only if an infinite one stands for the identity.
+        sigma: Pass it only if an infinite one means the identity.
         forward_mode: Leave the derivative to JAX, for ``jvp``; this keeps more arrays.
 
     Memory:
@@ -169,7 +169,7 @@ def activation(
 def width(
     sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
 ) -> Float[Array, "..."]:
-    r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that stands for the identity.
+    r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that means the identity.
 
     It is in float32 or wider, ready to broadcast over ``z``.
     """
@@ -308,7 +308,7 @@ def fourier(
         z: Any float dtype; its leading axes are those of ``sigma``.
         coefficients: One set for each entry of the leading axes.
         sigma: One value for each entry of the leading axes.
-        may_be_linear: Whether an infinite $\sigma$ stands for the identity.
+        may_be_linear: Whether an infinite $\sigma$ means the identity.
         forward_mode: Leave the derivative to JAX, for ``jvp``; this keeps more arrays.
 
     Returns:

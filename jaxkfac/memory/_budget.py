@@ -272,7 +272,7 @@ _REPORTED_UNITS = {unit: 1024**power for power, unit in enumerate("KMGTP", start
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the error behind it, says that memory ran out.
+    """Whether an error, or its cause, says that memory ran out.
 
     This recognizes ``jax.errors.JaxRuntimeError`` with the status RESOURCE_EXHAUSTED,
     ``MemoryError`` (including NumPy's and :class:`MemoryBudgetError`), and ``OSError`` with

@@ -97,7 +97,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _other_programs() -> Finding:
-    """Programs that compute on an NVIDIA GPU beside this one, as the driver reports them."""
+    """Other programs that compute on an NVIDIA GPU, as the driver reports them."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     topic, how_to_list = "other processes", "nvidia-smi lists them"
     try:

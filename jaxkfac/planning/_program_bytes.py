@@ -208,7 +208,7 @@ class ProgramBytes:
         }
         if of is not None:
             device["factors"] = of.factors * (1 + optimizer.averages)
-            if optimizer.bases:  # the update decomposes, with new bases beside the old
+            if optimizer.bases:  # the update decomposes, with new bases in addition to the old
                 device["bases"] = optimizer.bases
                 device["workspace"] = of.workspace(together=True) + optimizer.bases
             else:

@@ -90,7 +90,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``; the message says what is there.
         DamagedFileError: the file is damaged; the message names the array, and an intact checkpoint
-            beside it.
+            next to it.
     """
     newest = find_checkpoint(path)
     if newest is None:
@@ -279,7 +279,7 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
 PyTree = Any
 _SHOWN = 12
 OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
-DATA_CRC = "data_crc32"  # an entry of a config beside the options: the checksum of the data
+DATA_CRC = "data_crc32"  # an entry of a config in addition to the options: the checksum of the data
 
 
 def flatten_state(

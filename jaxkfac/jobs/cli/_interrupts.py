@@ -54,7 +54,7 @@ def _as_interrupt(number: int, frame: object) -> None:
 
 
 def signal_of(error: BaseException | None) -> int:
-    """The signal behind an interrupt or behind its cause; SIGINT for a plain Ctrl-C."""
+    """The signal of an interrupt or of its cause; SIGINT for a plain Ctrl-C."""
     while error is not None:
         if isinstance(error, Stopped):
             return error.number

@@ -38,7 +38,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command(
         "train",
-        "Train on real data with K-FAC, and the same model with AdamW beside it.",
+        "Train on real data with K-FAC, and the same model with AdamW for comparison.",
         "jaxkfac.jobs.cli._options:TrainArguments",
         "jaxkfac.jobs.cli._train:run_train",
         compiles=True,

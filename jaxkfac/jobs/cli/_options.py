@@ -175,7 +175,7 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class TrainArguments:
-    """Train on real data with K-FAC, and the same model with AdamW beside it.
+    """Train on real data with K-FAC, and the same model with AdamW for comparison.
 
     Both optimizers see the same examples in the same order. The output folder receives
     report.html (curves, spectra, coverage), metrics.json and a checkpoint of each run.

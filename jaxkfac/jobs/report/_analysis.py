@@ -307,7 +307,7 @@ def depth_table(report: CapacityReport) -> Table | None:
 
 
 def _range(values: Sequence[float | None]) -> str:
-    """Smallest and largest value; ``None`` stands for an infinite value."""
+    """Smallest and largest value; ``None`` represents an infinite value."""
     finite = [value for value in values if value is not None]
     if not finite:
         return "–"

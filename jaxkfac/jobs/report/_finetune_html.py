@@ -139,7 +139,7 @@ def finetune_page(
         capacity: Capacity of the same factors.
         coverage: Rows of the adapter's layer table.
         config: Every option that decides the result.
-        versions: Of the software.
+        versions: Versions of the software.
         nonlinearity: Name of the adapter's, where it has one.
         reference: Names of other models and their validation loss.
         trained: Name of what capacity is measured on.

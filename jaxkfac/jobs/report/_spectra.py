@@ -112,7 +112,7 @@ class FactorFamily(NamedTuple):
 
     Attributes:
         title: The layer's name without ``/kernel``, with ``*`` for its number if there are
-            several; readers of a shared input are listed behind each other.
+            several; readers of a shared input are listed one after another.
         side: Kind of the factor.
         members: From the first depth to the last.
     """

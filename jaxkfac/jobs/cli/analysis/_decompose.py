@@ -67,7 +67,7 @@ def lanczos(
         NonFiniteFactorError: a product is not finite.
 
     Memory:
-        Two vectors beside what the product needs.
+        Two vectors in addition to what the product needs.
     """
     state = {"alphas": [], "betas": []}
     if folder.has(_STATE):

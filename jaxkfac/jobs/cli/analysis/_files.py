@@ -142,11 +142,11 @@ class StoredSums:
     """Sums and counts of some parts, with symmetric matrices folded to a triangle.
 
     Attributes:
-        arrays: ``{part: sum}``; a matrix is stored as its folded triangle, behind the stacked axes
+        arrays: ``{part: sum}``; a matrix is stored as its folded triangle, after the stacked axes
             that remain.
         counts: ``{part: rows}``, the number of rows of inputs.
         sizes: ``{part: n}`` for matrices.
-        terms: Number of loss terms behind all parts.
+        terms: Number of loss terms in the sums.
         loss: Sum of the loss over these terms.
         batches: Number of batches added.
     """

@@ -19,7 +19,7 @@ from jaxkfac.memory import bytes_text
 
 
 class PassBytes(NamedTuple):
-    """Bytes that one pass needs at once, beside the model.
+    """Bytes that one pass needs at once, in addition to the model.
 
     Attributes:
         temporaries: Temporaries of its program, and its batch.
@@ -168,12 +168,12 @@ class AnalyzedModel:
     def fit(self, room: int, *, held_bytes: int, every: bool = True) -> PassBytes:
         """Find the largest budget of factors with which a pass needs at most ``room`` bytes.
 
-        Compiling takes most of the time. What a pass needs beside its factors hardly depends on
+        Compiling takes most of the time. What a pass needs without its factors hardly depends on
         which factors they are, so the programs of one budget predict the needs of others.
 
         Args:
             room: Bytes for a pass.
-            held_bytes: Bytes in use beside it, for the error message.
+            held_bytes: Other bytes in use, for the error message.
             every: Whether to compile every pass, for running; for planning only the largest is
                 compiled, and the others where they decide whether the budget fits.
 
@@ -198,7 +198,7 @@ class AnalyzedModel:
         return pass_bytes
 
     def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:
-        """:meth:`use`, compiling every pass if one beside the largest may exceed the room."""
+        """:meth:`use`, compiling every pass if one other than the largest may exceed the room."""
         pass_bytes = self.use(max_factor_bytes, every=every)
         if every or pass_bytes.total <= room / _SPREAD:
             return pass_bytes

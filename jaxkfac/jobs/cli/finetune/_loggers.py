@@ -128,7 +128,7 @@ def check_loggers(names: Sequence[LogTo]) -> None:
     """Check that the loggers' packages are installed, before anything is computed.
 
     Raises:
-        ModuleNotFoundError: a package is missing; how to install it is said.
+        ModuleNotFoundError: a package is missing; says how to install it.
     """
     for name in names:
         _package("tensorboardX" if name == "tensorboard" else name)

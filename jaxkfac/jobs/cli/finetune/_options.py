@@ -47,7 +47,7 @@ class AdapterOptions:
     alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
     """Alphas by layer: full-match pattern, alpha, pattern, alpha; the first match counts."""
     modules_to_save: str | None = None
-    """Full-match pattern of parameters to train in full and save beside the adapter, such as
+    """Full-match pattern of parameters to train in full and save with the adapter, such as
     ".*layernorm/scale"; the base keeps its own copy."""
     sigma_from_data: float | None = None
     """Set the initial width to this many times the root mean square of the branch over the first
@@ -275,7 +275,7 @@ class FinetuneArguments:
     """Full-match pattern of the adapter's layers whose spectra and capacity the report shows, such
     as ".*o_proj/kernel/[ab]"; auto takes the smallest adapter, None takes none."""
     log: tuple[LogTo, ...] = ("tensorboard",)
-    """Loggers that receive numbers during the run, beside the output folder."""
+    """Loggers that receive numbers during the run, in addition to the output folder."""
     json: bool = False
     """Print the summary as JSON instead of a table."""
     debug: bool = False

@@ -1,4 +1,4 @@
-"""Training: from the checkpoint, or from the start, to the end."""
+"""The training loop, from the start or from a checkpoint, to the end."""
 
 import contextlib
 import time
@@ -35,8 +35,8 @@ from jaxkfac.jobs.cli.finetune._problem import (
 from jaxkfac.jobs.cli.finetune._watch import BestKept, Watch, best_folder, words_of
 from jaxkfac.jobs.report import FinetuneRecords
 
-_PAUSE_SECONDS = 10  # of updates between two looks of several processes for a signal
-_MEASURED = 3  # updates whose time says how long the run will take; the one before warms up
+_PAUSE_SECONDS = 10  # duration of updates between two checks for a signal, with several processes
+_MEASURED = 3  # number of updates to estimate the remaining time; one more before them warms up
 
 
 def train(
@@ -48,24 +48,24 @@ def train(
 ) -> TuneState:
     """Run to the end, with checkpoints in ``folder``.
 
-    With ``--evaluate-every`` what comes back as trained is that of the best evaluation, and the
-    records are of the whole run.
+    With ``--evaluate-every`` the returned parameters are those of the best evaluation, and the
+    records are those of the whole run.
 
-    A Ctrl-C waits for the update that is under way, and writes a checkpoint of it before it
-    goes on. A second one leaves no state behind: then the last checkpoint counts.
+    After a Ctrl-C the current update is completed and a checkpoint is written before the
+    interrupt is raised. After a second one no checkpoint is written, and the last one remains.
 
     Args:
-        arguments: What was asked for.
-        problem: What is trained.
-        folder: Of the checkpoints.
-        earlier: Arrays that were there before the command began.
+        arguments: Options of the command.
+        problem: The problem to train.
+        folder: Folder of the checkpoints.
+        earlier: Arrays that existed before the command started.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another run.
+        CheckpointMismatchError: the checkpoint belongs to another run.
         HeldTwiceError: the model, the adapter or the optimizer's state is in memory twice.
-        NonFiniteLossError: naming the first update whose loss was not finite.
-        OSError: a checkpoint could not be written; raised after the next update, or here.
-        ValueError: ``--patience`` without records to validate with.
+        NonFiniteLossError: a loss was not finite; names the first such update.
+        OSError: a checkpoint could not be written; raised after the next update, or at the end.
+        ValueError: ``--patience`` is used without validation records.
     """
     if arguments.patience is not None and problem.validation is None:
         raise ValueError("--patience needs records to validate with, and the data has none")
@@ -131,7 +131,7 @@ def _to_the_end(
     first = noted = run.state.step
 
     def examine() -> bool:
-        """Whether the run ends here."""
+        """Evaluate if it is due, and return whether the run ends here."""
         run.state = watch.examine(run.state)
         best.keep(run.state)
         return run.state.step == total or best.stops(run.state.records)
@@ -166,7 +166,7 @@ def _to_the_end(
                     save()
                 if ends:
                     writer.wait()
-                # Several wait for one another there, and so look for a signal only now and then.
+                # With several processes this waits for all of them, so it is done rarely.
                 if reads or not processes.several or step >= pause_at:
                     processes.pause(step, writer.error)
                     seconds_each = processes.slowest((time.monotonic() - since) / (step - paused))
@@ -176,7 +176,7 @@ def _to_the_end(
                     break
     except KeyboardInterrupt:
         if not (run.is_complete and processes.stop_together):
-            writer.wait()  # the last one may be under way
+            writer.wait()  # a checkpoint may still be being written
             say_nothing_saved(folder)
         elif run.state.step:
             read()
@@ -185,7 +185,7 @@ def _to_the_end(
 
 
 def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
-    """Parameters of the base that are trained whole: as the run begins, they are equal."""
+    """Base parameters that are trained in full; at the start both are equal."""
     base = leaves_by_path(problem.params)
     return [leaf for path, leaf in base.items() if path in problem.adapters]
 
@@ -197,7 +197,7 @@ def _start(
     folder: Path | None,
     config: dict[str, Any],
 ) -> TuneState:
-    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
+    """The state of the checkpoint in ``folder``, if there is one, or the initial state."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.adapters)

@@ -1,4 +1,4 @@
-"""What a run does beside its updates: evaluations, samples, and saving its best state."""
+"""Work of a run between updates: evaluations, samples, and saving its best state."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from jaxkfac.memory import bytes_text, resident_bytes
 
 # ---------------- the best state, kept on disk
 #
-# Its arrays lie beside the checkpoints, in a file named after its update; a copy in memory would be
-# a second one of what is trained. The records say which update it is, so a run resumed from any
-# checkpoint agrees with one that was not stopped.
+# Its arrays lie next to the checkpoints, in a file named after its update; a copy in memory would
+# be a second one of what is trained. The records say which update it is, so a run resumed from
+# any checkpoint agrees with one that was not stopped.
 
 
 _FORM = "jaxkfac.best"
@@ -117,7 +117,7 @@ class BestKept:
 
 
 def best_folder(checkpoints: Path) -> Path:
-    """Folder of the best state, beside the checkpoints."""
+    """Folder of the best state, next to the checkpoints."""
     return checkpoints / "best"
 
 

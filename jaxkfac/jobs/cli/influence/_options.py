@@ -114,7 +114,7 @@ class InfluenceArguments:
             raise ValueError(f"seed must not be negative, not {self.seed}")
 
     def options_of_bases(self) -> dict[str, object]:
-        """Options that decide factors and bases, beside model and texts, as plain values."""
+        """Plain values of the options that, with model and texts, determine factors and bases."""
         names = ("model", "factors_from", "fisher", "ekfac", "layers", "max_dense", "batch_size",
                  "max_length", "max_target_length", "loss_on", "prefix", "dtype",
                  "seed")  # fmt: skip
