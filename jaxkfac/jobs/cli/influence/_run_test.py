@@ -149,7 +149,7 @@ def test_a_store_gives_the_scores_and_serves_other_queries(run, tmp_path, monkey
     def never(*args, **options):
         raise AssertionError("no gradient of a training text is taken")
 
-    monkeypatch.setattr("jaxkfac.uses._gradient_store._Writer._of", never)
+    monkeypatch.setattr("jaxkfac.uses._store_writer.StoreWriter._of", never)
     assert run(*words, *bases, output=tmp_path / "other", queries=other) == 0
     np.testing.assert_allclose(found(tmp_path / "other")[1], scores[::-1], rtol=1e-4, atol=1e-4)
     assert run(*words, "--seed", "1", output=tmp_path / "third") == 2
