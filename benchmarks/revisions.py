@@ -1,12 +1,13 @@
 """Costs of factors and adapters at another revision and here, in turns.
 
 Run: python -m benchmarks.revisions 3523f53 [--rounds 3] [--json FILE]
+     python -m benchmarks.revisions 3523f53 --bits
 
 Each round runs ``benchmarks.factors`` and ``benchmarks.adapters`` of the revision and of this tree,
 in turns the one or the other first, each in a process of its own and with this environment.
 Compared are costs that are ratios already, to the gradient and to the base model's step, so that a
 machine's speed cancels; ``over`` is the geometric mean over rounds of this tree's ratio over the
-revision's.
+revision's. ``--bits`` measures nothing: it compares digests of what both trees compute.
 """
 
 import argparse
@@ -35,11 +36,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("revision", help="that git knows")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bits", action="store_true", help="compare digests of results instead")
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder) / "revision"
         checked_out(arguments.revision, there)
+        if arguments.bits:
+            before, now = (digests(tree) for tree in (there, HERE))
+            for name in now:
+                print(f"{name}: {'equal' if before[name] == now[name] else 'DIFFERENT'}")
+            return int(before != now)
         rounds = []
         for turn in range(arguments.rounds):
             order = (there, HERE) if turn % 2 == 0 else (HERE, there)
@@ -67,6 +74,14 @@ def checked_out(revision: str, folder: Path) -> None:
     files = subprocess.run(git, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(files)) as archive:
         archive.extractall(folder, filter="data")
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """What this tree's ``benchmarks._bits`` prints with the library of ``tree``."""
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, str(HERE / "benchmarks" / "_bits.py")]
+    done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout)
 
 
 def measured(tree: Path, folder: Path) -> dict[str, float]:
