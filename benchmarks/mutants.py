@@ -24,7 +24,7 @@ ORACLES = [f"tests/{x}_test.py" for x in ("factors_oracle", "constant_rows", "in
 ROOMS = {  # sources; folders whose tests run before the oracles
     "linalg": ("linalg/*", "linalg curvature"),
     "kinds": ("kinds/*", "kinds factors curvature/ekfac interception"),
-    "masks": ("*/_row_masks */_axes */_examples", "interception factors"),
+    "masks": ("*/_row_masks */_propagate */_axes */_examples", "interception factors"),
     "factors": ("factors/*", "factors"),
     "curvature": ("curvature/*", "curvature optim"),
     "EKFAC": ("curvature/ekfac/*", "curvature/ekfac"),

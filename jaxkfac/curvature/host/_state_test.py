@@ -1,10 +1,8 @@
 import dataclasses
 import errno
-import json
 import os
 import shutil
 import zipfile
-import zlib
 from pathlib import Path
 
 import jax
@@ -136,27 +134,6 @@ def test_an_array_that_is_not_the_manifests_is_refused(saved, tmp_path):
             new.writestr(name, old.read(other))
     with pytest.raises(ValueError, match="the array 'averages/2/sums' is damaged.*manifest says"):
         HostCurvature.load(swapped)
-
-
-def test_a_file_of_version_1_is_loaded(saved):
-    """As services were saved at first: the checksums are of the arrays alone."""
-    with zipfile.ZipFile(saved) as old:
-        parts = {name: old.read(name) for name in old.namelist()}
-    with HostCurvature.load(saved) as running:
-        expected = running.bases(6)
-    manifest = json.loads(parts["manifest.json"]) | {"version": 1}
-    del manifest["rank_errors"]
-    for later in ("dtype", "rank", "bases_in", "vectors_dtype"):
-        del manifest["options"][later]
-    with np.load(saved) as arrays:
-        for name, held in manifest["arrays"].items():
-            held["crc"] = zlib.crc32(arrays[name].tobytes())
-    parts["manifest.json"] = json.dumps(manifest)
-    with zipfile.ZipFile(saved, "w") as new:
-        for name, content in parts.items():
-            new.writestr(name, content)
-    with HostCurvature.load(saved) as running:
-        assert same(running.bases(6), expected)
 
 
 def test_a_foreign_file_is_refused(saved, tmp_path):
