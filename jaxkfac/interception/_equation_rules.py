@@ -144,8 +144,10 @@ class EquationRules(Facts):
             return self._stop_gradient(ins, number)
         if any(map(is_mutable, eqn.invars)):  # values written into a Ref are not followed
             return self.opaque(eqn, ins)
+        # An integer or a comparison has no gradient, so no factor lacks it: a note, no error.
         if not any(_differentiable(v) for v in eqn.outvars):
             return self._reported_only(eqn, ins, f"is read without gradient by `{name}`")
+        # A barrier returns all operands unchanged, several parameters among them.
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
@@ -201,6 +203,8 @@ class EquationRules(Facts):
             if isinstance(chosen, str):
                 return chosen
             results = chosen
+        # A lookup of matrices counts as a stack of experts until one of its readers shows that it
+        # is a table; the analysis then runs again, with the lookup among ``tables``.
         if results is None and name == "gather" and self.where(eqn) not in self.tables:
             results = self._entry_of_stack(eqn, position, ins, plan)
         if results is None and self.where(eqn) in self._constants:
@@ -224,6 +228,8 @@ class EquationRules(Facts):
         """A parameter and data in one equation: layer uses, or what the report says of it."""
         name = eqn.primitive.name
         kind = kind_reading(name)
+        # A scalar has no rows: what is added to a loss is a penalty, whose gradient is no
+        # statistic of the data.
         if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
             return self._reported_only(eqn, ins, "is also in a parameter-only term")
         uses = uses_in(self, eqn, ins, scope)
