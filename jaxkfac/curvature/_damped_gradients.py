@@ -226,6 +226,7 @@ def _check_regular(layer: Layer, side: str, values: Any) -> None:
     if isinstance(values, Tracer):
         return
     eigenvalues = np.asarray(values, np.float64)
+    # A decomposition knows an eigenvalue to about n eps of the largest one.
     rounding = eigenvalues.shape[-1] * float(jnp.finfo(values.dtype).eps)
     number = int((eigenvalues <= rounding * eigenvalues.max(-1, keepdims=True)).sum())
     if number:

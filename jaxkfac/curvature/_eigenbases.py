@@ -305,6 +305,7 @@ class Eigenbases(_Named):
 
 def _products(a_values: Array, g_values: Array, root: Array) -> Array:
     a, g = (jnp.maximum(x, 0) for x in (a_values, g_values))
+    # Divided first, because the product of both may be out of range.
     return (a[..., :, None] / root) * (g[..., None, :] / root)
 
 

@@ -186,6 +186,7 @@ def _decompose(
         where = frozenset()
         if not in_host_memory and not isinstance(matrix, Tracer):
             where = frozenset(matrix.sharding.device_set)
+        # Arrays of different devices cannot be one batch.
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
         first: Any = members[0].matrix
@@ -195,6 +196,7 @@ def _decompose(
         if checked and (limit == 0 or is_host or is_on_host(first)):
             left_to_host += members
             continue
+        # Independent decompositions of one program would run at once (``in_sequence``).
         after = results[-1][1].values if results and isinstance(first, Tracer) else None
         spectra = _of_one_size(
             [jnp.asarray(side.matrix) for side in members], limit, vectors, after

@@ -151,6 +151,7 @@ def invert(
 
     tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
     problems: dict[tuple[str, str], tuple[Array, Array]] = {}
+    # With pi the damping of A depends on the layer's own G, so layers cannot share an inverse.
     shared = isinstance(damping, tuple) or damping_mode != "pi"
     holders = _holders(factors.layers, factors.bias, shared)
     layers = _preconditioned(factors.layers)
@@ -176,6 +177,7 @@ def invert(
         if not is_dense[place]:
             tables[table][name] = power_or_zero(clipped(means[place]) + shift[..., None], -1.0)
             return
+        # Cholesky gives no eigenvalues; the trace bounds the largest one from above.
         least = jnp.maximum(trace[place] / max_condition, floor)
         problems[table, name] = means[place], jnp.maximum(shift, least)
 

@@ -59,6 +59,7 @@ def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
         The layers that write anything, the least preferred first: if a slice and the full parameter
         are both covered, the preferred block is written last.
     """
+    # A computed weight is no parameter, so no step can be written into it.
     candidates = (layer for layer in layers if not layer.computed_from)
     ranked = sorted(
         candidates, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix)
@@ -246,6 +247,7 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower
     products that they replace.
     """
     a_raw, g_raw = basis.a_raw_values, basis.g_raw_values
+    # Clipping limits what is divided by. Products with F take the values as they were decomposed.
     raw = power.exponent > 0
     a, g = (a_raw, g_raw) if raw else (basis.a_values, basis.g_values)
     how = {"power": power.exponent, "damping": power.damping, "mode": power.mode}

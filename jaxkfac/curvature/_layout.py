@@ -113,6 +113,7 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     tau = over(over(g1.inner(g2), norms[2]), norms[3])
     w1, w2 = norms[0] * norms[2], norms[1] * norms[3]
     largest = xp.maximum(w1, w2)
+    # Below they are squared, which would leave the range of float32 for small gradients.
     w1, w2 = over(w1, largest), over(w2, largest)
     # For sides of norm one the coefficients in A are the leading eigenvector of this matrix.
     cross = w1 * w2 * tau
@@ -120,6 +121,7 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     m21, m22 = cross + w2**2 * rho, cross * rho + w2**2
     half = (m11 - m22) / 2
     root = xp.sqrt(half**2 + m12 * m21)
+    # Of two formulas for the eigenvector, the one whose terms have the same sign: no cancellation.
     u1, u2 = xp.where(half >= 0, root + half, m12), xp.where(half >= 0, m21, root - half)
     none = (u1 == 0) & (u2 == 0)  # both products are equally near
     u1, u2 = xp.where(none, xp.ones_like(u1), u1), xp.where(none, xp.ones_like(u2), u2)
@@ -318,6 +320,7 @@ class Layout:
             by_entry.setdefault(joint[block.source.place], []).append(block)
         groups: list[list[EigenBlock]] = [[] for _ in range(count)]
         loads = [0] * count
+        # The largest first, each into the group with the least work: loads end close together.
         for blocks in sorted(by_entry.values(), key=_work, reverse=True):
             least = loads.index(min(loads))
             groups[least] += blocks

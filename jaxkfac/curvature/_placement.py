@@ -64,6 +64,7 @@ def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
     if free is None:
         return None
     fit = int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
+    # All processes take the smallest number, because they must run the same batches.
     group = ProcessGroup.of(like.sharding) if is_array else None
     return (
         fit if group is None else int(group.gathered(np.array(min(fit, 1 << 30), np.int32)).min())
@@ -260,6 +261,7 @@ def solve_divided(
     def on_each(flat: list[tuple[Array, ...]]) -> list[PyTree]:
         branches = [of_device(device) for device in range(axis.size)]
         mine = jax.lax.switch(jax.lax.axis_index(axis.name), branches, flat)
+        # Each result is zero on all devices but the one that solved it: the sum is a broadcast.
         return jax.lax.psum(mine, axis.name)
 
     everywhere = PartitionSpec()
@@ -336,6 +338,7 @@ def _shared(
         )
         results.append((values, vectors))
         assigned = [at for j, at in slices if j == i and owners[j, at] == group.rank]
+        # A process that fails must still reach ``agree``, where the others wait for it.
         for at in assigned if failure is None else []:
             name = block.name + (f" at stack index {at}" if at else "")
             try:

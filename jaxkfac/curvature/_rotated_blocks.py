@@ -61,6 +61,8 @@ def quadratic_forms(
     Memory:
         Some copies of the gradients of the largest layer, or of one of its iterations.
     """
+    # Where blocks overlap, only the block that owns an element counts there. The forms of all
+    # blocks would count such an element twice.
     if not _answered_once(bases, gradients):
         solved = precondition_many(gradients, bases, damping, power)
         forms = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]

@@ -269,6 +269,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         corrections=None,
         origin=fetched.origin,
     )
+    # Not left to the garbage collector: the next pass is sized for a device without these arrays.
     for leaf in jax.tree.leaves(factors):
         leaf.delete()
     return out

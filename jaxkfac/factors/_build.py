@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.factors._budgeted import BudgetedCollector
@@ -18,6 +18,52 @@ from jaxkfac.kinds import Precision
 from jaxkfac.memory import ByteSize, parse_bytes
 
 
+@overload
+def value_grad_and_factors(
+    objective: Callable[..., Any],
+    *,
+    fisher: Fisher | Estimator = ...,
+    sharing: Sharing = ...,
+    bias: BiasMode = ...,
+    scales: Scales = ...,
+    layers: str | None = ...,
+    experts: str | None = ...,
+    uncovered: Uncovered = ...,
+    max_dense: int = ...,
+    has_aux: bool = ...,
+    loss_terms: int | None = ...,
+    samples: int = ...,
+    chunk: int = ...,
+    max_factor_bytes: None = ...,
+    sink: None = ...,
+    subsample: float | None = ...,
+    every: int = ...,
+    precision: Precision = ...,
+    examples: Word | None = ...,
+) -> FactorCollector: ...
+@overload
+def value_grad_and_factors(
+    objective: Callable[..., Any],
+    *,
+    fisher: Fisher | Estimator = ...,
+    sharing: Sharing = ...,
+    bias: BiasMode = ...,
+    scales: Scales = ...,
+    layers: str | None = ...,
+    experts: str | None = ...,
+    uncovered: Uncovered = ...,
+    max_dense: int = ...,
+    has_aux: bool = ...,
+    loss_terms: int | None = ...,
+    samples: int = ...,
+    chunk: int = ...,
+    max_factor_bytes: ByteSize,
+    sink: tuple[Any, int] | None = ...,
+    subsample: float | None = ...,
+    every: int = ...,
+    precision: Precision = ...,
+    examples: Word | None = ...,
+) -> BudgetedCollector: ...
 def value_grad_and_factors(
     objective: Callable[..., Any],
     *,

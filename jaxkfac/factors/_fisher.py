@@ -411,6 +411,7 @@ def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array,
 def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
     """The key with the device index folded in, if outputs differ between devices."""
     axes = set().union(*map(varying_axes, jax.tree.leaves(outputs)))
+    # A set of names has another order in each process; the keys must be the same.
     for axis in sorted(axes):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return key

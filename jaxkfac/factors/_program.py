@@ -97,6 +97,7 @@ class Linearised(NamedTuple):
         nan = jnp.asarray(jnp.nan, self.terms.dtype)
         bad, axes = jnp.isnan(self.value), tuple(sorted(varying_axes(self.value)))
         if axes:
+            # Sums run over all devices, so a NaN on one of them makes all of them NaN.
             bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
         return jnp.where(bad, nan, jnp.square(self.terms))
 
@@ -257,6 +258,7 @@ class Program:
             forward, free, zero_slots, shifts, has_aux=True
         )
         none = jax.tree.map(jnp.zeros_like, outputs)
+        # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
         meeting = functools.partial(meeting_at, traced, examples=self.examples)
         terms_of = MarkedTerms(traced.marks, weights, masks, meeting)

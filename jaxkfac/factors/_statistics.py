@@ -104,6 +104,7 @@ class Statistics:
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
+        # The mean of one-hot rows is not one-hot: its second moment would be no diagonal.
         if kind_named(layer.kind).by_position:
             return False
         exact_scales = layer.is_elementwise and self.scales != "diagonal"
@@ -157,6 +158,7 @@ class Statistics:
         if gradients and rows:
             slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
+            # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
             packed = packs(uses, "g") and any(u.scope for u in uses)
             slot["g"] = _moment(
                 layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros
@@ -204,6 +206,7 @@ class Statistics:
     def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
         """How the Gram products of one layer are formed; each layer draws its own rows."""
         if key is not None:
+            # Not ``hash``, which Python salts: all processes must draw the same rows.
             key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
         return self.products._replace(key=key)
 

@@ -114,6 +114,8 @@ def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
             for slot in site.slots
         ]
         if site.uses[0].kind.inserts:
+            # The tap is on the broadcast: its cotangent has a row for each position, while the
+            # parameter's own cotangent is already their sum.
             operands = list(operands)
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
@@ -151,6 +153,8 @@ def _tapped(
     def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - uses[0].operand] if len(operands) > 1 else operands[0]
+        # Inside ``shard_map`` a slot varies as the data does; the transpose of that cast sums its
+        # cotangent over the devices.
         varying = jax.tree.map(lambda s: cast_varying(s, data), slots)
         return op(operands, rows, active, constants, varying)
 
@@ -313,6 +317,7 @@ def input_means(
 ) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
     """Sum of outer products of each example's mean input row, and the number of examples."""
     present = a_numbers > 0
+    # An example without positions has a mean of zero, not 0 / 0, and is not counted.
     mean = a_rows / jnp.where(present, a_numbers, 1)[..., None]
     if ones:
         mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)

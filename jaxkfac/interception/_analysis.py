@@ -173,6 +173,7 @@ class Analysis(EquationRules):
             raise
         except Exception as error:
             self.around = around
+            # The rule that failed may have recorded a part of its findings.
             for records in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
                 records.pop(position, None)
             plan.lookups.discard(position)

@@ -32,6 +32,7 @@ from jaxkfac.interception._compat import (
 )
 from jaxkfac.interception._kind import Use
 
+# These keep all axes, as elementwise functions do, but would mix copies along the examples.
 _ALONG_AN_AXIS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 
 

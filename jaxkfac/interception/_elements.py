@@ -86,6 +86,7 @@ def through_function(
         values: The operands.
         entries: Declarations of the entries of slots.
     """
+    # Only statistics read this derivative, so it is not differentiated with the loss.
     values = [jax.lax.stop_gradient(jnp.asarray(v)) for v in values]
     shape = eqn.outvars[0].aval.shape
 
@@ -100,6 +101,7 @@ def through_function(
         else jnp.broadcast_to(elements.derivative, values[i].shape).astype(values[i].dtype)
         for i, elements in slots_by_operand.items()
     ]
+    # All occurrences of the parameter move together: one JVP is the sum over them.
     derivative = jax.jvp(of_parameter, [values[i] for i in slots_by_operand], tangents)[1]
     position, elements = next(iter(slots_by_operand.items()))
     if values[position].shape == shape:
@@ -263,6 +265,7 @@ def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
     def times(value: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
         if not isinstance(entry, SlotEntry):
             return _times(value, c, entry)
+        # Counts, and cotangents of products, do not change with the scale of the parameter.
         if entry.power == 0:
             return value
         return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, value)
@@ -328,6 +331,7 @@ class SlotRule:
             return {**slot, PICKED: entries_picked(self.eqn, self.values)}
         if self.traced_index is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
+        # No use of the layer is behind this index, so its slot has no axis to select from.
         if self.traced_index not in self.traced_indices[name]:
             return None
         index = self.values[1 - position]

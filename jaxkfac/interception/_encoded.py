@@ -116,6 +116,7 @@ class DeferredParameter:
         lead = min(self.lead, _untouched(eqn, position))
         before = tuple(_over(view, self.lead - lead) for view in self.views)
         shape = self.encoded.stack[:lead]
+        # A scan slices every array of the parameter, so each operand gets the stacked axes too.
         operands = tuple(
             jnp.broadcast_to(jnp.asarray(v, a.aval.dtype), (*shape, *jnp.shape(v)))
             for i, (v, a) in enumerate(zip(values, eqn.invars, strict=True))

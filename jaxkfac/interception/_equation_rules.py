@@ -137,27 +137,62 @@ class EquationRules(Facts):
     def of_parameters(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
+        """The results of an equation that reads parameters, by the first rule that applies."""
         name = eqn.primitive.name
         number = self.equation_number(eqn, ins)
         if name == "stop_gradient":
-            for v in ins:
-                self.report(v, _FROZEN, fatal=False)
-                if isinstance(v, View):
-                    self.stopped[number] = v
-            return [Constant(number)]
+            return self._stop_gradient(ins, number)
         if any(map(is_mutable, eqn.invars)):  # values written into a Ref are not followed
             return self.opaque(eqn, ins)
+        # An integer or a comparison has no gradient, so no factor lacks it: a note, no error.
         if not any(_differentiable(v) for v in eqn.outvars):
-            for v in ins:
-                self.report(v, f"is read without gradient by `{name}`", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-            return self.opaque(eqn, quiet)
+            return self._reported_only(eqn, ins, f"is read without gradient by `{name}`")
+        # A barrier returns all operands unchanged, several parameters among them.
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
-        if name == "gather" and self.where(eqn) in self._by_row:
-            rows = fresh(self.table, eqn.invars[1].aval.shape, "feature")
-            ins = [ins[0], Data(ins[1].number, rows)]
+        ins = self._with_rows_of_indices(eqn, ins)
+        views = self._views_of(eqn, position, ins, plan, number)
+        if isinstance(views, str):
+            return self.opaque(eqn, ins, views)
+        if views is not None:
+            plan.views[position] = _traced_index(ins, views)
+            return views
+        if not any(isinstance(v, Data) for v in ins):
+            return self._product_of_constant(eqn, position, ins, plan, scope)
+        return self._meeting_with_data(eqn, position, ins, plan, scope, number)
+
+    def _stop_gradient(self, ins: list[Value], number: int) -> list[Value]:
+        """``stop_gradient``: its result is a constant, whose parameter ``_chosen`` may ask for."""
+        for v in ins:
+            self.report(v, _FROZEN, fatal=False)
+            if isinstance(v, View):
+                self.stopped[number] = v
+        return [Constant(number)]
+
+    def _reported_only(self, eqn: Eqn, ins: list[Value], reason: str) -> list[Value]:
+        """The parameters are reported, without an error, and read like constants."""
+        for v in ins:
+            self.report(v, reason, fatal=False)
+        quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
+        return self.opaque(eqn, quiet)
+
+    def _with_rows_of_indices(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
+        """The constant indices of a lookup as data, if they hold an index for each example."""
+        if eqn.primitive.name != "gather" or self.where(eqn) not in self._by_row:
+            return ins
+        rows = fresh(self.table, eqn.invars[1].aval.shape, "feature")
+        return [ins[0], Data(ins[1].number, rows)]
+
+    def _views_of(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, number: int
+    ) -> list[Value] | str | None:
+        """The results as views of parameters.
+
+        The result is a reason in words if the parameters cannot be followed, and ``None`` if the
+        equation is no view.
+        """
+        name = eqn.primitive.name
         results: list[Value] | None = seen_in(self, eqn, ins)
         if results is not None and name == "gather":
             results = looked_up_by_constants(eqn, ins, results, self.where(eqn))
@@ -166,27 +201,37 @@ class EquationRules(Facts):
         if results is None and name == "select_n":
             chosen = self._chosen(ins, position, plan, number)
             if isinstance(chosen, str):
-                return self.opaque(eqn, ins, chosen)
+                return chosen
             results = chosen
+        # A lookup of matrices counts as a stack of experts until one of its readers shows that it
+        # is a table; the analysis then runs again, with the lookup among ``tables``.
         if results is None and name == "gather" and self.where(eqn) not in self.tables:
-            stack = stack_looked_up(self, eqn, ins, self.where(eqn))
-            if stack is not None:
-                plan.lookups.add(position)
-                results = [stack]
+            results = self._entry_of_stack(eqn, position, ins, plan)
         if results is None and self.where(eqn) in self._constants:
             results = seen_in(self, eqn, [_as_constant(v) for v in ins])
             results = results and [_rowless(v, name) for v in results]
-        if results is not None:
-            plan.views[position] = _traced_index(ins, results)
-            return results
-        if not any(isinstance(v, Data) for v in ins):
-            return self._product_of_constant(eqn, position, ins, plan, scope)
+        return results
+
+    def _entry_of_stack(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan
+    ) -> list[Value] | None:
+        """A matrix looked up by data, as in a mixture of experts: a view of the stack."""
+        stack = stack_looked_up(self, eqn, ins, self.where(eqn))
+        if stack is None:
+            return None
+        plan.lookups.add(position)
+        return [stack]
+
+    def _meeting_with_data(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope, number: int
+    ) -> list[Value]:
+        """A parameter and data in one equation: layer uses, or what the report says of it."""
+        name = eqn.primitive.name
         kind = kind_reading(name)
+        # A scalar has no rows: what is added to a loss is a penalty, whose gradient is no
+        # statistic of the data.
         if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
-            for v in ins:
-                self.report(v, "is also in a parameter-only term", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-            return self.opaque(eqn, quiet)
+            return self._reported_only(eqn, ins, "is also in a parameter-only term")
         uses = uses_in(self, eqn, ins, scope)
         if not uses or isinstance(uses, str):
             for v in ins:

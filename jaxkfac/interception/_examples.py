@@ -40,6 +40,7 @@ def _inputs(
     for position in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[position]
         needed_results = {k for k, v in enumerate(eqn.outvars) if v in live}
+        # Behind a stopped gradient no cotangent arrives, so no use there has statistics.
         if not needed_results or eqn.primitive.name == "stop_gradient":
             continue
         within = [k for k, v in enumerate(eqn.invars) if is_var(v) and v in walls]
@@ -179,6 +180,7 @@ def analyse(
         todo = _repeats(analysis, alone, num_outputs)
         if todo.products:
             closed = repeated(closed, todo)
+            # The repeated program has new equations, and all of these name equations.
             refused, constants, tables, by_row = set(), set(), set(), set()
             continue
         if (by_row_found := _lookups_by_row(analysis, num_outputs)) - by_row:
@@ -347,4 +349,6 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:
     mine = own_axes(table, use)
     atoms = [a for d, axis in enumerate(use.rows) if d not in mine for a in table.atoms(axis)]
+    # An axis that was lost on the way may be the examples. The use stays; a mask, which would have
+    # to know, is then an error.
     return any(a in examples or "derived" in table.kinds(a) for a in atoms)

@@ -270,6 +270,7 @@ def lookup_of(eqn: Eqn) -> Lookup | None:
     axis = cut[0] if cut else next((i for i in picked if shape[i] == 1), None)
     if axis is None or sizes[axis] != 1 or tuple(d.collapsed_slice_dims) not in ((), (axis,)):
         return None
+    # A mode that fills picks nothing where an index of an axis that is read in full is not zero.
     if len(picked) > 1 and eqn.params["mode"] not in _CLAMPED:
         return None
     return Lookup(axis, picked.index(axis))

@@ -52,6 +52,7 @@ def join_biases(
         if not block.kind.product:
             continue
         adds = [b for b in biases if b.join in block.at]
+        # One column of ones stands for the bias in all uses, so each of them must add it.
         if len(adds) != len(block.at) or not adds:
             continue
         mine = [
@@ -317,6 +318,8 @@ def _are_turned(first: UseGroup, second: UseGroup) -> bool:
 
 
 def _input_key(table: AxisTable, block: UseGroup) -> Any:
+    # A scaled parameter scales the sums of its own slot, and a chosen one leaves rows out: no other
+    # layer has that A.
     if block.kind.elementwise or any(u.view.scaled or u.view.chosen for u in block.uses):
         return id(block)
     return (

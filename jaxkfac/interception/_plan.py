@@ -78,7 +78,7 @@ class Facts:
         try:
             return self.number((eqn.primitive.name, _frozen(eqn.params), numbers, result))
         except TypeError:
-            return self.unique()
+            return self.unique()  # parameters without a hash: the equation equals no other
 
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Note a reason for each parameter in a value; values without parameters add nothing."""

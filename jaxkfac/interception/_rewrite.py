@@ -144,6 +144,7 @@ class Rewriter:
     ) -> Any:
         not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
         refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
+        # A layer that this pass does not gather has no slot.
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
@@ -226,6 +227,7 @@ class Rewriter:
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*arrays, *extras)
         if kind == "shard_map":
+            # A slot that enters replicated has a cotangent that is summed over the devices.
             specs = (PartitionSpec(),) * len(extras)
             return _compat.shard_map_like(eqn, body, specs)(*arrays, *extras)
         return _compat.jit_like(eqn, body, len(extras))(*arrays, *extras)

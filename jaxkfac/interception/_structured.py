@@ -138,6 +138,7 @@ def interpret_scan(
         ]
         if all(a is b for a, b in zip(grown, carry, strict=True)):
             break
+        # What the body reported with the former carry may not hold with the new one.
         carry, facts.findings = grown, findings
     for k, (before, after) in enumerate(zip(ins[nc : nc + nk], carry, strict=True), start=nc):
         if isinstance(before, View) and isinstance(after, Data):
@@ -258,6 +259,7 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     """The stacked result of a scan for one iteration's result."""
     number = facts.unique()
     if isinstance(value, Data):
+        # Iterations may be positions, examples or layers: no rule says which, so none is assumed.
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
     if views_in(value):
         return Derived(number, reasons_of([value], "`scan`"), traced_indices_in([value]))

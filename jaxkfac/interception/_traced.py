@@ -260,6 +260,7 @@ class Traced:
                 if self.table[name].is_elementwise:
                     slot = Elements.of(slot, weight.index, self.shapes[weight.path])
                 by_path[weight.path][name] = slot
+                # Slots of layers that are stacked for a scan go under the name of the first layer.
                 for layer in (name, use.layer or name):
                     traced_indices[layer].update(c.traced_index for c in use.view.consumed)
         rewriter = Rewriter(

@@ -72,6 +72,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name == "neg":
         return [dataclasses.replace(view, number=number)]
     if name in ("mul", "div"):
+        # `c / w` is no view: it is not linear in w, and is followed as a function (``_functions``).
         if name == "div" and position == 1:
             return None
         if name == "mul" and all(isinstance(v, Constant) and v.mask for v in operands):
@@ -80,6 +81,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name == "select_n" and position > 0:  # elsewhere it is a constant, whose derivative is 0
         return [_masked(eqn, view, position, number)]
     if name in ("add", "sub", "add_any"):  # w + c has the derivatives of w
+        # Where the constant broadcasts the parameter, one element is at several places.
         keeps_shape = eqn.invars[position].aval.shape == out.shape
         return [dataclasses.replace(view, number=number, axes=view.axes if keeps_shape else None)]
     if position != 0:
@@ -219,6 +221,8 @@ def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View
     if joined is not None:
         first, last = joined.start - start, joined.start + joined.size - start
         other_joins = tuple(j for j in view.joins if j is not joined)
+        # A part that is sliced away keeps a join of size zero: the parameter is then not read here,
+        # and ``_functions`` drops it.
         if last <= 0 or first >= stop - start:
             return dataclasses.replace(
                 view, axes=None, joins=(*other_joins, joined._replace(size=0))
@@ -276,5 +280,6 @@ def _static_starts(eqn: Eqn, cut: Sequence[int]) -> dict[int, int] | None:
         return {d: int(eqn.params["start_indices"][d]) for d in cut}
     starts = {d: eqn.invars[1 + d] for d in cut}
     if all(isinstance(start, jex.Literal) for start in starts.values()):
+        # `dynamic_slice` moves a start so that the slice fits.
         return {d: min(max(int(s.val), 0), shape[d] - out[d]) for d, s in starts.items()}
     return None

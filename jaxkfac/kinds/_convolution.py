@@ -62,6 +62,7 @@ class Convolution(TwoSided):
         if problem := order_problem(table, view, straight, "conv_general_dilated"):
             return problem
         outputs = eqn.invars[1].aval.shape[numbers.rhs_spec[0]]
+        # The outputs of a grouped convolution are in the order of the groups.
         group_axes = table.regroup([out], [groups, outputs // groups])
         if group_axes is None:
             return (

@@ -52,6 +52,7 @@ class Dense(TwoSided):
         rows = tuple(k for k, d in enumerate(batch[position]) if d in (*repeated, *single))
         along = {batch[position][k] for k in rows}
         for mine, its in [(batch[position][k], batch[1 - position][k]) for k in rows]:
+            # The rows that chose the parameter are rows of the data that it meets here.
             for axis, chosen in itertools.chain(*view.chosen):
                 if table.atoms(axis) == table.atoms(view.axes[mine]):
                     table.unify(chosen, data.axes[its])

@@ -64,10 +64,13 @@ class Elementwise(Kind):
         gradient = self.gradient(use, operands, masked(cotangent, weights))
         if derivative is not None:
             gradient = gradient * derivative.astype(dtype)
+        # Once more: in rows of padding, data and derivative may be NaN, and 0 * NaN is NaN.
         gradient = masked(gradient, weights)
         if "diagonal" in like:
             shape = like["diagonal"].shape
             lead = gradient.ndim - len(shape)
+            # Features that share an element are summed before the square: a position has one
+            # gradient, and counts once whatever their number (docs/conventions.md).
             shared = tuple(d for d in use.features if d < lead or shape[d - lead] == 1)
             gradient = gradient.sum(shared, keepdims=True)
             ones = ones.max(shared, keepdims=True)
@@ -138,6 +141,7 @@ class Bias(Elementwise):
     ) -> Use:
         use = Use(self, eqn, position, ins[position], scope)
         data_operands = [v for v in ins if isinstance(v, Data)]
+        # Not `sub`: a column of ones in A stands for a bias that is added.
         if eqn.primitive.name in ("add", "add_any") and len(data_operands) == 1:
             use.data, use.rows = data_operands[0], data_operands[0].axes
             product_uses = (
@@ -156,8 +160,10 @@ def _is_its_bias(
     table: AxisTable, view: View, product_axes: Sequence[Atoms | None], product: Use
 ) -> bool:
     """Whether the view's own axes coincide with the free axes of the product's parameter."""
+    # The column of ones gives a joint bias the gradient of the product's rows, unchanged.
     if view.axes is None or view.reversed or view.scaled or view.function or view.masked:
         return False
+    # In a scan, kernel and bias must be those of one iteration.
     if view.traced_indices != product.view.traced_indices:
         return False
     if len(view.axes) != len(product_axes):

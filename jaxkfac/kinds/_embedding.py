@@ -92,6 +92,7 @@ class Embedding(TwoSided):
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         ones = cast_varying(ones, indices)
         zeros = cast_varying(jnp.zeros(table.shape[_lookup(use.eqn).axis], dtype), indices)
+        # An index out of range stands for a row that picks nothing (``entries_picked``).
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(

@@ -109,6 +109,7 @@ def draw_rows(
     ) * rows_per_draw
     index = (places.astype(count.dtype) + jax.random.randint(around, (), 0, count)) % count
     if exists is not None:
+        # Rows that exist come first, in their own order; ``index`` is below their number.
         index = jnp.argsort(~exists, stable=True)[index]
     return index, rows_per_draw
 
@@ -128,6 +129,7 @@ def output_moments(
 ) -> Any:
     """The entry ``g``: the sum of outer products of rows, for a dense entry of a sample of them."""
     times = None
+    # Sampling spares products. A diagonal takes one pass over the rows, and stays exact.
     if _is_dense(like, len(side.batch) + bool(use.free_stack and not side.batch)):
         side, times = products.sampled(side, weights)
     precision = products.precision_of(site.eqn)

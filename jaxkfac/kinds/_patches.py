@@ -185,6 +185,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
             last = first + (axis.outputs - 1) * axis.stride
             window = jax.lax.slice_in_dim(x, first, last + 1, axis.stride, d)
             if summed:
+                # Sums over many positions would lose digits in 16 bits.
                 window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
             windows.append(window)
         x = jnp.stack(windows, -2)
@@ -255,5 +256,6 @@ def _run_length(signal: _Signal, lead: int) -> int:
     _, outputs = _longest(axes)
     if runs <= 1 or runs >= outputs:
         return outputs if runs <= 1 else 1
+    # A number that divides the outputs leaves no shorter run to compile beside the loop.
     even = (n for n in range(runs, min(2 * runs, outputs)) if outputs % n == 0)
     return -(-outputs // next(even, runs))

@@ -58,6 +58,7 @@ def rotate_inputs(x: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
         return rotate(x, basis.a, lead)
     if basis.a is None:
         return rotate(with_ones(x), None, lead)
+    # The ones feature adds its row of the eigenvectors, so no row of x is copied to be extended.
     ones = basis.a[..., -1, :]
     ones = ones.reshape(*ones.shape[:-1], *[1] * lead, ones.shape[-1])
     return rotate(x, basis.a[..., :-1, :], lead) + ones
@@ -124,6 +125,7 @@ def squares_by_example(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayO
             * jax.lax.slice_in_dim(y, distance, positions, axis=stack + 1)
             for y in (x, g)
         )
+        # A pair of positions and its mirror image have the same product: hence the 2.
         total = total + 2 * _over_rows(x_pairs, g_pairs, 2)
     return total
 

@@ -149,6 +149,7 @@ class TwoSided(Kind):
             return input_moments(site, use, like, side, exists, products)
 
         out = self.over_input_rows(site, use, operands, weights, sums)
+        # A row that does not reach an expert is zero in its sum, so its count leaves the row out.
         exists = self.reached(site, use, operands)
         if exists is not None:
             exists = exists if weights is None else exists & weights

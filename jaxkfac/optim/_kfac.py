@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
@@ -451,131 +452,284 @@ class _Kfac:
         loss: BatchLoss | None,
     ) -> tuple[PyTree, KfacState]:
         """One update: average, refresh, precondition, constrain; skip or step; then descend."""
-        curvature, adaptation, others = self.curvature, self.adaptation, self.others
+        update = self._prepared(grads, state, params, factors, numbers, loss)
+        results = taken_where(
+            update.sound,
+            update.burning,
+            lambda: self._step(update, extra, from_host, axis),
+            lambda: self._skip(update),
+            lambda: self._average_alone(update),
+        )
+        # The results may be selected and scaled: their inputs are behind the cond.
+        done = results.skipped == state.skipped
+        steps = self.curvature.stacks.unstacked_tree(results.steps, update.gradient)
+        if results.scale is not None:
+            steps = scale_covered(results.scale, steps, self.curvature.covered)
+        watch, missed = self._watch(update, results, done)
+        descent = self._descend(update, results, steps, done)
+        out = self.others.joined(descent.covered, descent.others_update)
+        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
+        return with_constants(grads, out), KfacState(
+            step=results.num_updates,
+            stacked_average=results.average,
+            stacked_bases=results.bases,
+            momentum=descent.velocity,
+            others=descent.others_state,
+            skipped=results.skipped,
+            kept=results.num_failed,
+            missed=state.missed + missed.astype(jnp.int32),
+            stacks=self.curvature.stacks,
+            watch=watch,
+            adaptation=descent.adaptation,
+        )
+
+    def _prepared(
+        self,
+        grads: PyTree,
+        state: KfacState,
+        params: PyTree | None,
+        factors: Factors | None,
+        numbers: tuple[Any, ...],
+        loss: BatchLoss | None,
+    ) -> "_Update":
+        """The numbers, gradient and factors of this update, and whether they are finite."""
         gradient, configured, value = gradients_only(grads), (self.rate, self.damping), numbers[-1]
         now = zip(configured, numbers[:-1], strict=True)
         rate, delta = (x if at is None else at for x, at in now)
-        gamma, fixed_numbers = delta, Numbers(None, None, None)
+        gamma, fixed_numbers, adaptation = delta, Numbers(None, None, None), self.adaptation
         if adaptation is not None:
             delta = adaptation.damping_of(state, delta, self.weight_decay)
             gamma = adaptation.factor_damping_of(state, delta)
             gradient = adaptation.gradient_of(gradient, params, state.momentum, self.weight_decay)
             fixed_numbers = adaptation.numbers_of(rate, self.momentum, self.weight_decay)
         # Stacked before the cond, which then has few operands.
-        stacked, new = curvature.stacks.tree(gradient), curvature.stacked(factors)
+        stacked, new = self.curvature.stacks.tree(gradient), self.curvature.stacked(factors)
         finite, burning = all_finite(stacked, new), self._is_burning(state)
-        sound = finite & is_in_range(new)
+        return _Update(
+            grads=grads,
+            state=state,
+            params=params,
+            gradient=gradient,
+            stacked=stacked,
+            factors=new,
+            rate=rate,
+            damping=delta,
+            factor_damping=gamma,
+            fixed_numbers=fixed_numbers,
+            value=value,
+            loss=loss,
+            finite=finite,
+            burning=burning,
+            sound=finite & is_in_range(new),
+        )
 
-        def step() -> Any:
-            (average, restarted), chosen = curvature.averaged(state, new), gamma
-            refreshed = functools.partial(
-                curvature.refreshed, state, average, new, axis=axis, from_host=from_host
+    def _step(
+        self, update: "_Update", extra: Any, from_host: Eigenbases | None, axis: MeshAxis | None
+    ) -> "_Results":
+        """Average, refresh, precondition and constrain, and the step of ``others``."""
+        curvature, state, new = self.curvature, update.state, update.factors
+        (average, restarted), damping = curvature.averaged(state, new), update.factor_damping
+        refreshed = functools.partial(
+            curvature.refreshed, state, average, new, axis=axis, from_host=from_host
+        )
+        # Bases do not depend on the damping, so a trial of dampings can already use new ones.
+        early_refresh = None if curvature.method.damps_at_refresh else refreshed(damping)
+        if self.adaptation is not None and self.adaptation.two_dampings and update.loss is not None:
+            early_bases = None if early_refresh is None else early_refresh[0]
+            damping = self._tried_factor_damping(update, average, early_bases)
+        bases, num_failed = refreshed(damping) if early_refresh is None else early_refresh
+        steps, scale = curvature.method.apply(update.stacked, bases, damping), None
+        if self.norm_constraint is not None:
+            paths = curvature.stacked_paths
+            scale = norm_scale(steps, update.stacked, paths, update.rate, self.norm_constraint)
+        others_update, others_state = (), state.others
+        if self.others.tx is not None:
+            others_update, others_state = self.others.tx.update(
+                update.grads, state.others, update.params, **extra
             )
-            early_refresh = None if curvature.method.damps_at_refresh else refreshed(gamma)
-            if adaptation is not None and loss is not None and adaptation.two_dampings:
+            others_update = cast_like(update.grads, others_update)
+        return _Results(
+            steps=steps,
+            scale=scale,
+            average=average,
+            bases=bases,
+            others_update=others_update,
+            others_state=others_state,
+            factor_damping=damping,
+            num_updates=jnp.asarray(optax.safe_increment(state.step)),
+            skipped=state.skipped,
+            num_failed=state.kept + num_failed,
+            restarted=restarted,
+        )
 
-                def direction(damping: Any) -> PyTree:
-                    bases = (
-                        curvature.fresh(state, average, damping)
-                        if early_refresh is None
-                        else early_refresh[0]
-                    )
-                    steps = curvature.method.apply(stacked, bases, damping)
-                    return curvature.stacks.unstacked_tree(steps, gradient)
+    def _tried_factor_damping(
+        self, update: "_Update", average: Factors, early_bases: Any | None
+    ) -> Any:
+        """The factors' damping, chosen by the model among its neighbors when a trial is due."""
+        adaptation, curvature, state = self.adaptation, self.curvature, update.state
+        assert adaptation is not None and update.loss is not None
 
-                due = adaptation.is_trial_due(state.step, curvature.refresh_every)
-                due &= curvature.refresh.is_due(state) & (average.terms > 0)
-                configured = loss, fixed_numbers
-                chosen = adaptation.tried_factor_damping(
-                    state, gradient, direction, delta, *configured, due=due
-                )
-            bases, num_failed = refreshed(chosen) if early_refresh is None else early_refresh
-            steps, scale = curvature.method.apply(stacked, bases, chosen), None
-            if self.norm_constraint is not None:
-                paths = curvature.stacked_paths
-                scale = norm_scale(steps, stacked, paths, rate, self.norm_constraint)
-            out = ((), state.others)
-            if others.tx is not None:
-                out = others.tx.update(grads, state.others, params, **extra)
-                out = cast_like(grads, out[0]), out[1]
-            num_updates = jnp.asarray(optax.safe_increment(state.step))
-            counts = num_updates, state.skipped, state.kept + num_failed, restarted
-            return (steps, scale), average, bases, out, chosen, *counts
+        def direction(damping: Any) -> PyTree:
+            bases = curvature.fresh(state, average, damping) if early_bases is None else early_bases
+            steps = curvature.method.apply(update.stacked, bases, damping)
+            return curvature.stacks.unstacked_tree(steps, update.gradient)
 
-        def skip() -> Any:
-            # The skipped branch needs placeholders; reuse the gradients, which cost nothing.
-            scale = None if self.norm_constraint is None else sound.astype(sum_dtype(stacked))
-            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, gradient)
-            skipped = jnp.asarray(optax.safe_increment(state.skipped))
-            unchanged = state.stacked_average, curvature.unchanged(state, new), (out, state.others)
-            counts = state.step, skipped, state.kept, jnp.zeros((), jnp.int32)
-            return (stacked, scale), *unchanged, gamma, *counts
+        due = adaptation.is_trial_due(state.step, curvature.refresh_every)
+        due &= curvature.refresh.is_due(state) & (average.terms > 0)
+        configured = update.loss, update.fixed_numbers
+        return adaptation.tried_factor_damping(
+            state, update.gradient, direction, update.damping, *configured, due=due
+        )
 
-        def average_alone() -> Any:
-            steps, _, bases, others_result, _, num_updates, _, num_failed, _ = skip()
-            average, restarted = curvature.averaged(state, new)
-            return (
-                steps,
-                average,
-                bases,
-                others_result,
-                gamma,
-                num_updates,
-                state.skipped,
-                num_failed,
-                restarted,
-            )
+    def _skip(self, update: "_Update") -> "_Results":
+        """An update that is not finite changes only the number of those skipped."""
+        # The skipped branch needs placeholders; reuse the gradients, which cost nothing.
+        state, scale = update.state, None
+        if self.norm_constraint is not None:
+            scale = update.sound.astype(sum_dtype(update.stacked))
+        others_update = (
+            () if self.others.tx is None else jax.tree.map(jnp.zeros_like, update.gradient)
+        )
+        skipped = jnp.asarray(optax.safe_increment(state.skipped))
+        return _Results(
+            steps=update.stacked,
+            scale=scale,
+            average=state.stacked_average,
+            bases=self.curvature.unchanged(state, update.factors),
+            others_update=others_update,
+            others_state=state.others,
+            factor_damping=update.factor_damping,
+            num_updates=state.step,
+            skipped=skipped,
+            num_failed=state.kept,
+            restarted=jnp.zeros((), jnp.int32),
+        )
 
-        results = taken_where(sound, burning, step, skip, average_alone)
-        (steps, scale), average, bases, (rest_out, rest_state), gamma, *counts = results
-        num_updates, skipped, num_failed, restarted = counts
-        # The results may be selected and scaled: their inputs are behind the cond.
-        done, steps = skipped == state.skipped, curvature.stacks.unstacked_tree(steps, gradient)
-        if scale is not None:
-            steps = scale_covered(scale, steps, curvature.covered)
+    def _average_alone(self, update: "_Update") -> "_Results":
+        """An update of the burn-in averages the factors, and moves nothing."""
+        unmoved = self._skip(update)
+        average, restarted = self.curvature.averaged(update.state, update.factors)
+        return unmoved._replace(average=average, skipped=update.state.skipped, restarted=restarted)
+
+    def _watch(self, update: "_Update", results: "_Results", done: Array) -> tuple[StateWatch, Any]:
+        """What the state counts of this update, and whether its refresh had no factors."""
+        state, new, refresh = update.state, update.factors, self.curvature.refresh
         came = jnp.asarray(False) if new is None else done & (new.terms > 0)
-        due = done & curvature.refresh.is_due(state)
-        watch = state.watch.after(value, came=came, due=due, begun=average.terms > 0)
-        watch = watch.counting(outsized=finite & ~sound, restarted=restarted)
-        missed = (num_updates != state.step) & curvature.refresh.is_missed(state, average)
-        if loss is None or adaptation is None:
+        due = done & refresh.is_due(state)
+        watch = state.watch.after(update.value, came=came, due=due, begun=results.average.terms > 0)
+        watch = watch.counting(outsized=update.finite & ~update.sound, restarted=results.restarted)
+        missed = (results.num_updates != state.step) & refresh.is_missed(state, results.average)
+        return watch, missed
+
+    def _descend(
+        self, update: "_Update", results: "_Results", steps: PyTree, done: Array
+    ) -> "_Descent":
+        """Momentum, rate and weight decay; those that the model chooses, with its adaptation."""
+        state, adaptation, burning = update.state, self.adaptation, update.burning
+        others_update, others_state = results.others_update, results.others_state
+        if update.loss is None or adaptation is None:
             velocity = advance_momentum(self.momentum, state.momentum, steps)
             velocity = where(done, velocity, state.momentum)
-            out, adapted = descend(velocity, gradient, params, rate, self.weight_decay), ()
-        else:
-            out, velocity, adapted = adaptation.advance(
-                state,
-                params,
-                gradient,
-                steps,
-                fixed_numbers,
-                delta,
-                loss,
-                factor_damping=gamma,
-                upcoming=at_step(self.damping, num_updates),
-                num_updates=num_updates,
-                is_made=done if burning is None else done & ~burning,
-            )
-            burned = jnp.zeros_like(done) if burning is None else done & burning
-            adapted = adapted._replace(burned_in=adapted.burned_in + burned.astype(jnp.int32))
-            stands = adapted.rejected == cast(AdaptationState, state.adaptation).rejected
-            rest_out, rest_state = where(
-                stands,
-                (rest_out, rest_state),
-                (jax.tree.map(jnp.zeros_like, rest_out), state.others),
-            )
-        out = others.joined(out, rest_out)
-        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
-        return with_constants(grads, out), KfacState(
-            step=num_updates,
-            stacked_average=average,
-            stacked_bases=bases,
-            momentum=velocity,
-            others=rest_state,
-            skipped=skipped,
-            kept=num_failed,
-            missed=state.missed + missed.astype(jnp.int32),
-            stacks=curvature.stacks,
-            watch=watch,
-            adaptation=adapted,
+            out = descend(velocity, update.gradient, update.params, update.rate, self.weight_decay)
+            return _Descent(out, velocity, others_update, others_state, ())
+        out, velocity, adapted = adaptation.advance(
+            state,
+            update.params,
+            update.gradient,
+            steps,
+            update.fixed_numbers,
+            update.damping,
+            update.loss,
+            factor_damping=results.factor_damping,
+            upcoming=at_step(self.damping, results.num_updates),
+            num_updates=results.num_updates,
+            is_made=done if burning is None else done & ~burning,
         )
+        burned = jnp.zeros_like(done) if burning is None else done & burning
+        adapted = adapted._replace(burned_in=adapted.burned_in + burned.astype(jnp.int32))
+        # A step that the model rejects is not made for the other parameters either.
+        stands = adapted.rejected == cast(AdaptationState, state.adaptation).rejected
+        others_update, others_state = where(
+            stands,
+            (others_update, others_state),
+            (jax.tree.map(jnp.zeros_like, others_update), state.others),
+        )
+        return _Descent(out, velocity, others_update, others_state, adapted)
+
+
+class _Update(NamedTuple):
+    """The inputs of an update, stacked where layers are, and whether it can be made.
+
+    Attributes:
+        grads: The gradients as passed, constants among them.
+        state: The state before.
+        params: The parameters, if given.
+        gradient: Of the parameters that have one; of the penalized loss where the model adapts.
+        stacked: The gradient of the stacked model.
+        factors: Those of the stacked model, if any came.
+        rate: The learning rate at this step.
+        damping: The damping at this step, which the model may have adapted.
+        factor_damping: The damping of the factors; equal to ``damping`` unless two are adapted.
+        fixed_numbers: Rate, momentum and weight decay that the model does not choose.
+        value: The loss of the batch, if given.
+        loss: The batch's loss as a function and its curvature, where the model adapts.
+        finite: Whether gradient and factors are finite.
+        burning: Whether the update belongs to the burn-in; ``None`` without one.
+        sound: Whether they are finite and in range, so that the update is made.
+    """
+
+    grads: PyTree
+    state: KfacState
+    params: PyTree | None
+    gradient: PyTree
+    stacked: dict[str, Array]
+    factors: Factors | None
+    rate: Any
+    damping: Any
+    factor_damping: Any
+    fixed_numbers: Numbers
+    value: Array | None
+    loss: BatchLoss | None
+    finite: Array
+    burning: Any
+    sound: Array
+
+
+class _Results(NamedTuple):
+    """What every branch of an update returns, in one structure, as ``lax.cond`` requires.
+
+    Attributes:
+        steps: Preconditioned gradients of the stacked model, not yet constrained.
+        scale: The norm constraint's factor, or ``None`` without one.
+        average: The average of the factors.
+        bases: Bases or inverses.
+        others_update: The update of ``others``, or ``()``.
+        others_state: The state of ``others``.
+        factor_damping: The damping that ``steps`` were made with.
+        num_updates: Updates so far.
+        skipped: Skipped calls so far.
+        num_failed: Decompositions that failed so far.
+        restarted: Averages that restarted now.
+    """
+
+    steps: Any
+    scale: Array | None
+    average: Factors
+    bases: Any
+    others_update: PyTree
+    others_state: Any
+    factor_damping: Any
+    num_updates: Array
+    skipped: Array
+    num_failed: Array
+    restarted: Array
+
+
+class _Descent(NamedTuple):
+    """Where an update leads: the steps of both kinds of parameters, and the states after them."""
+
+    covered: PyTree
+    velocity: PyTree
+    others_update: PyTree
+    others_state: Any
+    adaptation: Any

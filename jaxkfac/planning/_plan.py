@@ -187,12 +187,7 @@ def plan_memory(
         host_bytes = parse_bytes(host_bytes, name="host_bytes")
     if max_factor_bytes is not None:
         max_factor_bytes = parse_bytes(max_factor_bytes, name="max_factor_bytes")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom}: expected a share in [0, 1), as 0.1")
-    if max_gradients is not None and not max_gradients >= 1:
-        raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
-    for name in options:
-        one_of("options", name, tuple(OPTIONS))
+    _check_choices(headroom, max_gradients, options)
     requested = [name for name in OPTIONS if name in options]
     at_least_one(
         adapter_rank=adapter_rank, basis_rank=basis_rank, accumulation_steps=accumulation_steps
@@ -275,6 +270,16 @@ def plan_memory(
         devices=num_devices,
         fully_sharded=fully_sharded,
     )
+
+
+def _check_choices(headroom: float, max_gradients: float | None, options: Sequence[str]) -> None:
+    """Refuse limits out of range and unknown options."""
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom}: expected a share in [0, 1), as 0.1")
+    if max_gradients is not None and not max_gradients >= 1:
+        raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
+    for name in options:
+        one_of("options", name, tuple(OPTIONS))
 
 
 def _devices_of_mesh() -> int:

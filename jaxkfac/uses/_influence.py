@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from html import escape
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,87 @@ class TruncatedScores(NamedTuple):
     errors: Float[Array, "Q layers"]
 
 
+@overload
+def influence(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases | None,
+    queries: Any,
+    train: Any,
+    *,
+    damping: BlockDamping = ...,
+    layers: str | None = ...,
+    per: Per = ...,
+    top_k: None = ...,
+    start: int | None = ...,
+    query_rank: None = ...,
+    max_bytes: ByteSize | None = ...,
+    state: PyTree | None = ...,
+    experts: str | None = ...,
+    examples: Word | None = ...,
+    measurement: Measurement | None = ...,
+) -> Float[Array, "..."]: ...
+@overload
+def influence(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases | None,
+    queries: Any,
+    train: Any,
+    *,
+    damping: BlockDamping = ...,
+    layers: str | None = ...,
+    per: Per = ...,
+    top_k: int | TopK,
+    start: int | None = ...,
+    query_rank: None = ...,
+    max_bytes: ByteSize | None = ...,
+    state: PyTree | None = ...,
+    experts: str | None = ...,
+    examples: Word | None = ...,
+    measurement: Measurement | None = ...,
+) -> TopK: ...
+# Prepared queries keep the rank of their preparation, so the result has no errors of its own.
+@overload
+def influence(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases | None,
+    queries: Queries,
+    train: Any,
+    *,
+    damping: BlockDamping = ...,
+    layers: str | None = ...,
+    per: Per = ...,
+    top_k: int | TopK | None = ...,
+    start: int | None = ...,
+    query_rank: int,
+    max_bytes: ByteSize | None = ...,
+    state: PyTree | None = ...,
+    experts: str | None = ...,
+    examples: Word | None = ...,
+    measurement: Measurement | None = ...,
+) -> Float[Array, "..."] | TopK: ...
+@overload
+def influence(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases | None,
+    queries: Any,
+    train: Any,
+    *,
+    damping: BlockDamping = ...,
+    layers: str | None = ...,
+    per: Per = ...,
+    top_k: int | TopK | None = ...,
+    start: int | None = ...,
+    query_rank: int,
+    max_bytes: ByteSize | None = ...,
+    state: PyTree | None = ...,
+    experts: str | None = ...,
+    examples: Word | None = ...,
+    measurement: Measurement | None = ...,
+) -> TruncatedScores: ...
 def influence(
     objective: Objective,
     params: PyTree,

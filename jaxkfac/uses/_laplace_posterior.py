@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +217,26 @@ class LaplacePosterior:
         """
         return self._distribution(inputs, max_bytes)[0].covariance
 
+    @overload
+    def predict(
+        self,
+        inputs: PyTree,
+        method: Method,
+        *,
+        key: Key[Array, ""] | None = ...,
+        num_samples: int = ...,
+        max_bytes: ByteSize = ...,
+    ) -> Float[Array, "..."]: ...
+    @overload
+    def predict(
+        self,
+        inputs: PyTree,
+        method: None = ...,
+        *,
+        key: Key[Array, ""] | None = ...,
+        num_samples: int = ...,
+        max_bytes: ByteSize = ...,
+    ) -> Float[Array, "..."] | GaussianPrediction: ...
     def predict(
         self,
         inputs: PyTree,

@@ -95,6 +95,7 @@ class SquaredGradients:
         a, g = bases.spectra(layer)
         stack, n_out, dtype = layer.stack, layer.out_features, g.values.dtype
         slot: Slot = {}
+        # The square of a sum is not the sum of its parts' squares: the parts are added first.
         if self._sums_first(layer):
             examples = self._traced.num_examples
             slot["gradients"] = jnp.zeros((*stack, examples, layer.in_features, n_out), dtype)

@@ -87,6 +87,7 @@ class Decompositions:
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
+        # The largest first, so that no worker is left alone with a large block at the end.
         for block in sorted(self.blocks, key=lambda b: b.size, reverse=True):
             self._dtypes[block.place] = self._snapshots[block.source.place].dtype
             indices = self.shares.of_this_process(block)

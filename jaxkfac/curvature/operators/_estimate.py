@@ -126,6 +126,7 @@ def trace(
     """
     one_of("method", method, get_args(TraceMethod))
     check_samples(num_samples)
+    # The estimate would take as many products as the matrix has columns, which give it exactly.
     if method != "hutchinson" and 2 * num_samples >= operator.size:
         exact = jnp.trace(operator.to_dense())
         return Estimate(exact, jnp.zeros_like(exact))

@@ -84,6 +84,7 @@ def reduced(labels: Labels, axes: Iterable[int]) -> Labels:
 
 
 def _join_of(labels: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    # Entries that depend on no example count in neither bound; unequal bounds are two examples.
     high = labels.max(axes, keepdims=True)
     low = np.where(labels == FREE, np.int32(MIXED), labels).min(axes, keepdims=True)
     return np.where((high == low) | (high == FREE), high, np.int32(MIXED))

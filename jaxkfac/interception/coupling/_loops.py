@@ -137,6 +137,8 @@ def scan(
         return _at_once(follower, eqn, ins, plan)
     if length > 1:
         outs = _at_once(follower, eqn, ins, plan)
+        # Only examples that meet inside the loop are worth its unrolling, where a known counter may
+        # show that they do not.
         before = [x.of(q).mixed for x in ins for q in QUESTIONS]
         if any(before) or not any(x.of(q).mixed for x in outs for q in QUESTIONS):
             return outs
