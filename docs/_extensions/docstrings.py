@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 BLOCK = re.compile(r"^( *)\$\$\s*(.+?)\s*\$\$([.,;]?)$", re.MULTILINE | re.DOTALL)
@@ -47,8 +48,18 @@ def _short(
     return short(signature), short(returns)
 
 
+_analyze = ModuleAnalyzer.analyze
+
+
+def _analyze_without_overloads(self: ModuleAnalyzer) -> None:
+    """Show one signature of each function: overloads serve type checkers, and fill a screen."""
+    _analyze(self)
+    self.overloads = {}
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Read every docstring so, before napoleon reads its sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
+    ModuleAnalyzer.analyze = _analyze_without_overloads
     app.connect("autodoc-process-signature", _short)  # jaxtyping names the class behind jax.Array
     return {"parallel_read_safe": True, "parallel_write_safe": True}
