@@ -147,7 +147,7 @@ def _save(path: Path, scores: np.ndarray) -> None:
 
 
 def _records(scoring: Scoring, preconditioned: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
-    """For each query, its most helpful and most harmful texts, with scores of their tokens."""
+    """For each query, the texts of largest and smallest scores, with scores of their tokens."""
     texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
     order = np.argsort(-scores, 1, kind="stable")
     best, worst = order[:, :number], order[:, ::-1][:, :number]
