@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import nearest
-from jaxkfac.factors import BiasMode, Factors
+from jaxkfac.factors import BiasMode, Factors, layer_difference
 from jaxkfac.interception import Layer
 
 # ---------------- kernels that are read in both orientations
@@ -291,7 +291,7 @@ class Layout:
         by_name = {layer.name: layer for layer in self.layers}
         for layer in factors.layers:
             if by_name.get(layer.name, layer) != layer:
-                raise ValueError(f"factors hold {layer}, expected {by_name[layer.name]}")
+                raise ValueError(layer_difference(layer, by_name[layer.name]))
         new = tuple(layer for layer in factors.layers if layer.name not in by_name)
         if not new:
             return self

@@ -8,6 +8,7 @@ from jaxkfac.factors._average import (
     check_like,
     check_same_layers,
     exchanged_bytes,
+    layer_difference,
     update_average,
     zeros_like,
 )

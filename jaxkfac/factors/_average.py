@@ -174,10 +174,39 @@ def check_same_layers(factors: OfLayers, expected: OfLayers) -> None:
     for name in factors:
         if name not in expected:
             raise ValueError(f"factors have the layer {name!r}, which was not expected")
-    difference = next(
-        (a, b) for a, b in zip(factors.layers, expected.layers, strict=True) if a != b
-    )
-    raise ValueError(f"factors hold {difference[0]}, expected {difference[1]}")
+    for one, other in zip(factors.layers, expected.layers, strict=True):
+        if one != other:
+            raise ValueError(layer_difference(one, other))
+
+
+_SHOWN = 48  # characters of a name or value in an error
+
+
+def layer_difference(layer: Layer, expected: Layer) -> str:
+    """Name a layer of the factors, and the first field in which it differs from the expected one.
+
+    The whole layers have nearly 1,000 characters; this sentence has at most 200.
+    """
+    if layer.name != expected.name:
+        return f"factors hold layer {_cut(layer.name)} where {_cut(expected.name)} was expected"
+    fields = [field.name for field in dataclasses.fields(Layer)]
+    differing = [x for x in fields if getattr(layer, x) != getattr(expected, x)]
+    # A parameter's matrix explains little, and differs wherever a size does.
+    name = min(differing, key=lambda field: field in ("weight", "bias"))
+    values = [getattr(one, name) for one in (layer, expected)]
+    if name in ("weight", "bias"):
+        paths = [None if value is None else value.path for value in values]
+        values = values if paths[0] == paths[1] else paths
+        if paths[0] == paths[1]:
+            values = [f"{value.atoms} at {value.index}" for value in values]
+    shown, wanted = map(_cut, values)
+    return f"factors hold layer {_cut(layer.name)} with {name}={shown}, expected {name}={wanted}"
+
+
+def _cut(value: Any) -> str:
+    """A value in a few characters, without its middle if it is long."""
+    text, half = repr(value), (_SHOWN - 1) // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]}…{text[-half:]}"
 
 
 # ---------------- sums of very many batches

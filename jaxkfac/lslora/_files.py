@@ -134,7 +134,7 @@ def load(
     Example:
         >>> load("nowhere")
         Traceback (most recent call last):
-        FileNotFoundError: no adapter in nowhere: it has no adapter_config.json
+        FileNotFoundError: no adapter in nowhere, which does not exist: give its folder
     """
     check_names([name])
     if model is not None and like is not None:

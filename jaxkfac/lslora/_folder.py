@@ -199,6 +199,9 @@ def read_folder(
         DamagedFileError: one of its files is damaged; named.
         ValueError: one of its files is not an adapter's; named.
     """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"no adapter in {folder}, which {what}: give its folder")
     for path in (folder / CONFIG, folder / TENSORS):
         if not path.is_file():
             raise FileNotFoundError(f"no adapter in {folder}: it has no {path.name}")

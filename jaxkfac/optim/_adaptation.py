@@ -128,10 +128,16 @@ class Adaptation:
         Raises:
             ValueError: a string other than ``"quadratic"``, or an argument that does not go with
                 it.
+            TypeError: a string as damping.
         """
         for name, choice in (("learning_rate", learning_rate), ("momentum", momentum)):
             if isinstance(choice, str) and choice != "quadratic":
                 raise ValueError(f'{name}={choice!r}: expected a number or "quadratic"')
+        if isinstance(damping, str):
+            raise TypeError(
+                f'damping={damping!r}: expected "auto", a number, a schedule, a pair of them, or '
+                "jk.LevenbergMarquardt() to adapt it"
+            )
         rule = damping if isinstance(damping, LevenbergMarquardt) else None
         out = Adaptation(isinstance(learning_rate, str), isinstance(momentum, str), rule)
         if out.by_model and isinstance(damping, tuple):

@@ -12,6 +12,7 @@ from jaxkfac.curvature import operators
 from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import mark_outputs
 from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
+from jaxkfac.optim._adaptation import Adaptation
 
 N, SIZES = 24, (4, 5, 3)
 
@@ -422,6 +423,11 @@ def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     assert (state.adaptation.displaced, state.adaptation.rejected) == (0, 0)
     assert OBJECTIVE(params, batch) < first
     assert state.adaptation.damping.dtype == jnp.float32
+
+
+def test_a_wrong_word_as_damping_names_the_rule_that_adapts_it():
+    with pytest.raises(TypeError, match=r"damping='adaptive': expected .*LevenbergMarquardt\(\)"):
+        Adaptation.of(0.1, 0.9, "adaptive", None)
 
 
 @pytest.mark.sampled(1)

@@ -90,18 +90,23 @@ class MemoryPlan:
         best, short, row = self.best, [], self.best.largest
         if best.device_total > self.usable_bytes:
             missing = bytes_text(best.device_total - self.usable_bytes)
-            short.append(f"{missing} on the device, where it needs {bytes_text(best.device_total)}")
+            short.append(
+                f"needs {bytes_text(best.device_total)} on the device, {missing} more than may be "
+                "used"
+            )
         if self.host_bytes is not None and best.host_total > self.host_bytes:
             missing = bytes_text(best.host_total - self.host_bytes)
-            short.append(f"{missing} on the host, where it needs {bytes_text(best.host_total)}")
+            short.append(
+                f"needs {bytes_text(best.host_total)} on the host, {missing} more than it has"
+            )
         if self.max_gradients is not None and best.gradients > self.max_gradients:
             short.append(
-                f"{best.gradients - self.max_gradients:.3g} gradients a step, of which it takes "
-                f"{best.gradients:.3g}"
+                f"takes the time of {best.gradients:.3g} gradients a step, "
+                f"{best.gradients - self.max_gradients:.3g} more than allowed"
             )
         return (
-            f"nothing fits {_room(self)}: the nearest set, {_options_text(best)}, is short of "
-            f"{' and of '.join(short)}; its largest row is {row!r} with "
+            f"nothing fits {_room(self)}: with the closest options, {_options_text(best)}, it "
+            f"still {' and '.join(short)}; the largest row is {row!r} with "
             f"{bytes_text(best.device[row])}: use a larger device, shard it, or shrink the model "
             "or the batch"
         )

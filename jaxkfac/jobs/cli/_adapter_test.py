@@ -69,5 +69,7 @@ def test_an_edited_config_is_shown_with_a_warning(tmp_path, capsys):
 
 
 def test_a_folder_without_an_adapter_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no adapter in"):
+    with pytest.raises(FileNotFoundError, match="no adapter in .*: it has no adapter_config.json"):
         run_adapter_inspect(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no adapter in .*nope, which does not exist"):
+        run_adapter_inspect(tmp_path / "nope")

@@ -25,6 +25,7 @@ from jaxkfac.jobs.report import (
     SpectrumRecord,
     capacity_table,
     comparison_table,
+    curvature_answer,
     factor_figures,
     interval_words,
     model_table,
@@ -231,6 +232,8 @@ def _write_page(
         coverage=[],
         config=checkpoint.config,
         versions=versions(),
+        answer=curvature_answer(spectra, capacity),
+        runs_last=True,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page, "the report")

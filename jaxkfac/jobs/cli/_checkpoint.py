@@ -18,6 +18,7 @@ from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._paths import check_folder, find_checkpoint, no_checkpoint, numbered_files
 from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.memory import whole_here
 
@@ -79,7 +80,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 if last is None
                 else f"that of update {last.name} counts: make room and continue with --resume",
             )
-        for old in _steps(folder)[:-_CHECKPOINTS_TO_KEEP]:
+        for old in numbered_files(folder)[:-_CHECKPOINTS_TO_KEEP]:
             _remove(old)
     return target
 
@@ -94,14 +95,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     newest = find_checkpoint(path)
     if newest is None:
-        entries = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
-        content = (
-            "does not exist" if entries is None else f"holds {', '.join(entries) or 'nothing'}"
-        )
-        raise FileNotFoundError(
-            f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
-            "written, such as runs/digits or runs/digits/kfac/1320"
-        )
+        raise no_checkpoint(path)
     with _advice_added(newest), Archive(newest, _FORM, "checkpoint") as stored:
         leaves = {name: stored.read(name) for name in stored.names}
         about = {name: stored.about[name] for name in _ABOUT}
@@ -116,31 +110,9 @@ def _advice_added(damaged: Path) -> Iterator[None]:
         raise DamagedFileError(f"{error}; {_advice(damaged)}") from error
 
 
-def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that ``path`` denotes, or ``None``; damage shows only on reading."""
-    if path.name.isdigit() and _is_checkpoint(path):
-        return path
-    if steps := _steps(path):
-        return steps[-1]
-    below = (path / name for name in ("kfac", "adamw"))
-    return next(
-        (checkpoint for p in below if p.is_dir() and (checkpoint := find_checkpoint(p))), None
-    )
-
-
-def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, including other entries whose name is a number."""
-    numbered = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
-    return numbered if any(map(_is_checkpoint, numbered)) else []
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_file()
-
-
 def _advice(damaged: Path) -> str:
     """How to continue without this checkpoint."""
-    intact = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
+    intact = [p for p in numbered_files(damaged.parent) if p != damaged and _is_whole_file(p)]
     if not intact:
         return "no other checkpoint beside it is known to be whole: start again with --overwrite"
     older = [p for p in intact if int(p.name) < int(damaged.name)] or intact
@@ -184,11 +156,7 @@ def check_output(
         NotADirectoryError: ``output`` is a file, or lies below one.
         OSError: no file can be written there.
     """
-    existing = next(path for path in (output, *output.parents) if path.exists())
-    if not existing.is_dir():
-        raise NotADirectoryError(
-            f"--output {output}: {existing} is a file, and no folder can be there"
-        )
+    check_folder(output)
     if resume and overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in folders:
@@ -200,11 +168,18 @@ def check_output(
             )
     if writes:
         probe_folder(output)
+        if resume and folders and not any(map(find_checkpoint, folders)):
+            say_nothing_to_resume(output)
+
+
+def say_nothing_to_resume(output: Path) -> None:
+    """Report on standard error that ``--resume`` finds nothing, so the run starts anew."""
+    print(f"--resume: nothing to resume in {output}, so the run starts anew", file=sys.stderr)
 
 
 def remove_checkpoints(folder: Path) -> None:
     """Delete the checkpoints in ``folder`` and nothing else."""
-    for path in _steps(folder):
+    for path in numbered_files(folder):
         _remove(path)
 
 

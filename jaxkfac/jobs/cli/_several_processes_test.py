@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkfac.jobs.cli._checkpoint import find_checkpoint, load_checkpoint
+from jaxkfac.jobs.cli._checkpoint import load_checkpoint
+from jaxkfac.jobs.cli._paths import find_checkpoint
 
 TRAIN = [
     *("train", "--model.width", "8", "--model.hidden", "8", "--model.depth", "1"),

@@ -19,7 +19,6 @@ from jaxkfac.jobs.cli._checkpoint import (
     as_config,
     check_output,
     checkpoint_writer,
-    find_checkpoint,
     flatten_state,
     is_whole,
     load_checkpoint,
@@ -31,6 +30,7 @@ from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence
+from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import check_held_once, host_memory, phase, progress, time_left

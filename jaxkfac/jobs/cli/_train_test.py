@@ -20,7 +20,8 @@ from jaxkfac.jobs.cli import _loop as loop_module
 from jaxkfac.jobs.cli import _train as one_module
 from jaxkfac.jobs.cli import _train as train_module
 from jaxkfac.jobs.cli import main
-from jaxkfac.jobs.cli._checkpoint import find_checkpoint, load_checkpoint
+from jaxkfac.jobs.cli._checkpoint import load_checkpoint
+from jaxkfac.jobs.cli._paths import find_checkpoint
 
 TINY = [
     *("--model.width", "8", "--model.hidden", "8", "--model.depth", "1"),

@@ -318,6 +318,32 @@ def _range(values: Sequence[float | None]) -> str:
 # ---------------- the page
 
 
+def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) -> list[str]:
+    """Sentences on the capacity of the curvature and on the conditions of its factors.
+
+    Args:
+        spectra: Spectra of the factors.
+        report: Capacity of the same factors.
+    """
+    model = report.metrics.model.scalars()
+    sentences = [
+        f"The curvature of {model['dimension']:,} parameters has an entropy rank of "
+        f"{number(model['entropy_rank'])} and, with N = {report.metrics.num_examples:,g} and "
+        f"δ = {report.metrics.damping:g}, {number(model['effective_dimension'])} effective "
+        "dimensions."
+    ]
+    if spectra:
+        singular = sum(record.condition_raw is None for record in spectra)
+        raised = sum(record.raised > 0 for record in spectra)
+        sentences.append(
+            f"Before clipping, condition numbers of its {len(spectra):,} factors range over "
+            f"{_range([x.condition_raw for x in spectra if x.condition_raw is not None])}"
+            f"{f', and {singular:,} are infinite' if singular else ''}; clipping raises "
+            f"eigenvalues in {raised:,} of them."
+        )
+    return sentences
+
+
 _DEPTH = (
     "Entropy rank, participation ratio and trace of each layer's block of the curvature, from "
     "the first block of the model to the last."
@@ -331,7 +357,7 @@ def analysis_page(record: AnalysisRecord) -> str:
         f"Factors over {texts['texts']:,g} texts, {texts['tokens']:,g} tokens in the loss, "
         f"{texts['loss']:.3f} nats a token."
     )
-    first = [_memory(record), _summary(record)]
+    first = [_summary(record)]
     if record.exact is not None:
         lines = "".join(f"<p>{escape(line)}</p>" for line in exact_lines(record))
         first.append(f"<h2>Exact Fisher</h2>{lines}")
@@ -347,6 +373,8 @@ def analysis_page(record: AnalysisRecord) -> str:
         stages=record.stages,
         host_memory=record.host_memory,
         first=[*first, *_depth(record)],
+        plan=[_memory(record)],
+        answer=curvature_answer(record.spectra, record.capacity),
     )
 
 

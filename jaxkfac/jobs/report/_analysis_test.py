@@ -138,6 +138,14 @@ def test_the_exact_eigenvalues_and_the_plan_are_on_the_page_and_in_json(stacked)
     assert plain["model"] == "models/made up" and plain["compared"] is None
 
 
+def test_the_page_of_a_model_begins_with_its_curvature_and_ends_with_memory(stacked):
+    page = analysis_page(stacked)
+    answer = 'class="answer">The curvature of 45 parameters has an entropy rank'
+    order = (answer, ">Factors<", ">Capacity<", ">Plan and peaks<", ">Memory<")
+    places = [page.index(words) for words in order]
+    assert places == sorted(places)
+
+
 def test_plan_and_peaks_of_both_models_are_kept(stacked):
     other = ModelMemory("models/<other>", PLAN[:3], {"gather": 5 << 20}, passes=1, disk=1 << 20)
     both = stacked._replace(plans=[*stacked.plans, other])

@@ -20,6 +20,7 @@ class CapacityReport(NamedTuple):
         comparison: Comparison with another checkpoint, or ``None``.
         before: Name of the other checkpoint.
         batches: Description of the batches of the interval.
+        parameters: Number of all trained parameters, if the metrics may leave some out.
     """
 
     metrics: CapacityMetrics
@@ -27,6 +28,15 @@ class CapacityReport(NamedTuple):
     comparison: CapacityComparison | None = None
     before: str = "before"
     batches: str = ""
+    parameters: int | None = None
+
+    @property
+    def total_name(self) -> str:
+        """What the metrics over all layers are about: the model, or how much of it."""
+        measured = self.metrics.model.scalars()["dimension"]
+        if self.parameters is None or measured == self.parameters:
+            return "whole model"
+        return f"{measured:,} of {self.parameters:,} parameters"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the fields that are ``None``."""
@@ -51,7 +61,8 @@ class ScaleRows(NamedTuple):
 def model_title(report: CapacityReport) -> str:
     """Title of the table of the whole model, with the settings of the metrics."""
     metrics = report.metrics
-    return f"Whole model, N = {metrics.num_examples:,g}, δ = {metrics.damping:g}"
+    name = report.total_name[:1].upper() + report.total_name[1:]
+    return f"{name}, N = {metrics.num_examples:,g}, δ = {metrics.damping:g}"
 
 
 def model_head(report: CapacityReport) -> list[str]:
@@ -82,7 +93,7 @@ def model_rows(report: CapacityReport) -> list[ScaleRows]:
 
 def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
     """``(name, *cells)`` for each layer, with the whole model last."""
-    layers = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
+    layers = [*report.metrics.layers.items(), (report.total_name, report.metrics.model)]
     records = [(name, record.scalars()) for name, record in layers]
     return [
         (name, *(number(values.get(metric)) for metric in columns().values()))
@@ -95,7 +106,7 @@ def change_rows(report: CapacityReport) -> list[tuple[str, ...]]:
     comparison = report.comparison
     if comparison is None:
         return []
-    changes = [*comparison.layers.items(), ("whole model", comparison.model)]
+    changes = [*comparison.layers.items(), (report.total_name, comparison.model)]
     names = columns().values()
     return [(layer, *(number(change[name].ratio) for name in names)) for layer, change in changes]
 

@@ -133,6 +133,14 @@ def test_tables_show_every_layer_and_every_metric(report):
     assert text(model_table(CapacityReport(report.metrics))).count("update") == 0
 
 
+def test_a_part_of_the_parameters_is_not_called_the_whole_model(report):
+    measured = report.metrics.model.dimension
+    shown = text(*(f(report._replace(parameters=13_352)) for f in (capacity_table, model_table)))
+    part = f"{measured} of 13,352 parameters"
+    assert shown.count(part) == 2 and "whole model" not in shown.lower()
+    assert "whole model" in text(capacity_table(report._replace(parameters=measured)))
+
+
 def test_changes_of_logarithms_are_differences(report):
     lines = text(model_table(report)).splitlines()
     (entropy,) = (line for line in lines if "spectral entropy" in line)

@@ -160,7 +160,8 @@ def finetune_page(
     if records.fourier:
         sections += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
     if capacity:
-        sections += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
+        name = "" if capacity.total_name == "whole model" else f": {capacity.total_name}"
+        sections += [f"<h2>Capacity of {trained}{name}</h2>", capacity_html(capacity)]
     return report_page(
         title=title,
         lead=lead,

@@ -124,8 +124,10 @@ def report_page(
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
     first: Sequence[str] = (),
+    plan: Sequence[str] = (),
     answer: Sequence[str] = (),
     num_test: int | None = None,
+    runs_last: bool = False,
 ) -> str:
     """The report of a run as one HTML page; sections without records are left out.
 
@@ -141,21 +143,23 @@ def report_page(
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
         first: Sections of another kind of run, as HTML, placed before all others.
+        plan: Sections on planned memory, as HTML, placed before the measured memory.
         answer: Sentences on the result; by default derived from the runs.
         num_test: Number of held-out examples of the runs, for intervals in the answer.
+        runs_last: Whether the page is about the factors: the runs come after them.
 
     Returns:
         The page, self-contained.
     """
-    sections = [*first]
-    if runs:
-        sections += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+    training = [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)] if runs else []
+    sections = [*first] if runs_last else [*first, *training]
     if spectra:
         sections += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
     if capacity:
         sections += ["<h2>Capacity</h2>", capacity_html(capacity)]
     if coverage:
         sections += ["<h2>Coverage</h2>", _coverage(coverage)]
+    sections += [*(training if runs_last else ()), *plan]
     if stages:
         sections += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
     sections += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]

@@ -31,7 +31,7 @@ class ScoredText(NamedTuple):
 
 
 class QueryRecord(NamedTuple):
-    """A query with its most helpful and most harmful texts.
+    """A query with the texts of largest and of smallest scores.
 
     Attributes:
         row: Number of the row in its file, from 1.
@@ -66,6 +66,8 @@ _LISTS = ("helpful", "harmful")
 
 _HELPS, _HARMS = "31, 90, 146", "200, 117, 45"  # blue and orange
 _SHOWN = 160  # characters of a text to show in a terminal
+_QUOTED = 60  # characters of a text to quote in the answer
+_ANSWERED = 3  # queries with a sentence in the answer
 _NOTE = (
     "<p>A score is to first order what training on a text does to the loss of the query: positive "
     "lowers it. Tokens are shaded by their part of the text's score, blue where it is positive "
@@ -109,7 +111,39 @@ def influence_page(
         stages=stages,
         host_memory=host_memory,
         first=[_NOTE, *map(_query, queries)],
+        answer=_answer(queries),
     )
+
+
+def _answer(queries: Sequence[QueryRecord]) -> list[str]:
+    """Which text raises the likelihood of each query most, and what its score does not tell."""
+    sentences = [_most_helpful(query) for query in queries[:_ANSWERED] if query.helpful]
+    if not sentences:
+        return []
+    if len(queries) > _ANSWERED:
+        sentences.append(f"The other {len(queries) - _ANSWERED:,} queries are below.")
+    return [
+        *sentences,
+        "A score is a first-order estimate without an interval: only training without the text "
+        "shows how much the likelihood changes.",
+    ]
+
+
+def _most_helpful(query: QueryRecord) -> str:
+    best = query.helpful[0]
+    text = f"row {best.row} (“{_short(best.text, _QUOTED)}”)"
+    name = f"query {query.row} (“{_short(query.text, _QUOTED)}”)"
+    if best.score <= 0:
+        return f"No text raises the likelihood of {name}: the largest score is that of {text}, " + (
+            f"{number(best.score)}."
+        )
+    facts = f"score {number(best.score)}"
+    if query.spread:
+        deviations = (best.score - query.mean) / query.spread
+        facts += f", {deviations:.1f} standard deviations above the mean of all texts"
+    if query.lost:
+        facts += f"; the low rank loses up to {query.lost:.2%} of the query's gradient in a layer"
+    return f"Training on {text} raises the likelihood of {name} most: {facts}."
 
 
 def influence_table(query: QueryRecord) -> Table:
@@ -120,9 +154,9 @@ def influence_table(query: QueryRecord) -> Table:
     return terminal_table(title, ["score", "row", "text"], rows, text_columns=(2,))
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = _SHOWN) -> str:
     one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _SHOWN else one_line[: _SHOWN - 1] + "…"
+    return one_line if len(one_line) <= most else one_line[: most - 1] + "…"
 
 
 def _query(query: QueryRecord) -> str:
@@ -131,9 +165,15 @@ def _query(query: QueryRecord) -> str:
         numbers += f" Lost by low rank: {query.lost:.2%} of the gradient of a layer, at most."
     return (
         f"<h2>Query {query.row}</h2><p><b>{escape(query.text)}</b></p><p>{numbers}</p>"
-        f"<h3>Most helpful</h3>{_texts(query.helpful)}"
-        f"<h3>Most harmful</h3>{_texts(query.harmful)}"
+        f"{_list('Most helpful', 'Least harmful', query.helpful, 1)}"
+        f"{_list('Most harmful', 'Least helpful', query.harmful, -1)}"
     )
+
+
+def _list(name: str, otherwise: str, texts: Sequence[ScoredText], sign: int) -> str:
+    """The texts whose scores have this sign; all of them under another name if none has."""
+    signed = [text for text in texts if sign * text.score > 0]
+    return f"<h3>{name if signed else otherwise}</h3>{_texts(signed or texts)}"
 
 
 def _texts(texts: Sequence[ScoredText]) -> str:

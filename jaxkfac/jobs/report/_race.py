@@ -246,15 +246,13 @@ def _text(interval: Interval, form: str) -> str:
 
 
 def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
-    """Training loss and test error by updates and by training time, then rate and gradient norm."""
-    ends = {
-        "Training loss": [e.train_loss for run in runs.values() for e in run.epochs],
-        "Test error": [],
-    }
+    """Validation error, the headline's metric, then other measures, by updates and by time."""
     panels = []
-    for title in ends:
+    for title in (*_ERRORS, "Training loss"):
         for axis, what in (("step", "updates"), ("seconds", "training time, s")):
             lines = [line for name, run in runs.items() for line in _lines(name, run, title, axis)]
+            if title == _TARGETED:
+                lines.insert(0, _target_line(runs, axis))
             unit = "nats" if title == "Training loss" else "%"
             panels.append(
                 panel_html(f"{title}, by {what}", lines, Axis(what), Axis(unit, log=True))
@@ -264,6 +262,8 @@ def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
     return panels_html(panels, legend=legend)
 
 
+_TARGETED = "Validation error"
+_ERRORS = {_TARGETED: "validation_accuracy", "Test error": "test_accuracy"}
 _DRIVEN = (
     ("Learning rate", "learning_rates", False),
     ("Gradient norm", "gradient_norms", True),
@@ -276,14 +276,22 @@ def _has(runs: Mapping[str, Any], field: str) -> bool:
 
 def _lines(name: str, run: RunRecords, title: str, axis: str) -> list[Line]:
     label, x = OPTIMIZERS[name][0], [getattr(e, axis) for e in run.epochs]
-    if title == "Test error":
-        y: list[float | None] = [100 * (1 - e.test_accuracy) for e in run.epochs]
+    if title in _ERRORS:
+        y = [100 * (1 - getattr(e, _ERRORS[title])) for e in run.epochs]
         return [Line(label, x, y, name)]
     lines = [Line(label, x, [e.train_loss for e in run.epochs], name)]
     if axis == "step" and run.losses:
         update_line = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
         lines.insert(0, update_line._replace(faint=True))
     return lines
+
+
+def _target_line(runs: Mapping[str, RunRecords], axis: str) -> Line:
+    """The target of :func:`race_sentence`, across the panel."""
+    x = [getattr(e, axis) for run in runs.values() for e in run.epochs]
+    ends = [min(x), max(x)] if x else []
+    target = 100 * TARGET_ERROR
+    return Line(f"target, {target:g} %", ends, [target] * len(ends), "muted")
 
 
 def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:

@@ -131,6 +131,25 @@ def test_a_page_without_runs_leaves_their_part_out(spectra):
     assert "Training" not in page and "Spectra" in page
 
 
+def test_a_page_on_factors_has_the_runs_after_them(runs, spectra):
+    page = report_page(
+        title="t", lead="l", runs=runs, spectra=spectra, coverage=[], config={}, versions={},
+        answer=["The factors."], runs_last=True,
+    )  # fmt: skip
+    assert page.index("The factors.") < page.index("Spectra of") < page.index(">Training<")
+    assert "K-FAC reaches" not in page and "test accuracy, K-FAC" in page
+
+
+def test_the_headlines_metric_is_drawn_first_by_updates_and_by_seconds(runs):
+    page = report_page(
+        title="t", lead="l", runs=runs, spectra=[], coverage=[], config={}, versions={}
+    )
+    assert "error on the validation images" in page
+    titles = re.findall(r'<figure class="panel"><figcaption>(.*?)</figcaption>', page)
+    assert titles[:2] == ["Validation error, by updates", "Validation error, by training time, s"]
+    assert page.count("target, 3 %") == 2
+
+
 def test_tables_print_every_record(runs, spectra, coverage):
     console = Console(width=200)
     with console.capture() as capture:

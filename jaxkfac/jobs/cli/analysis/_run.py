@@ -11,9 +11,10 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
-from jaxkfac.jobs.cli._checkpoint import as_config
+from jaxkfac.jobs.cli._checkpoint import as_config, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import AnalyzeArguments
+from jaxkfac.jobs.cli._paths import check_folder
 from jaxkfac.jobs.cli._progress import host_memory, phase
 from jaxkfac.jobs.cli.analysis._stages import Found, Prepared, give_blocks_back, prepare, run_stages
 from jaxkfac.jobs.report import (
@@ -97,14 +98,13 @@ def _check(arguments: AnalyzeArguments) -> None:
     if arguments.resume and arguments.overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     output = arguments.output
-    existing = next(path for path in (output, *output.parents) if path.exists())
-    if not existing.is_dir():
-        raise NotADirectoryError(
-            f"--output {output}: {existing} is a file, and no folder can be there"
-        )
-    if not arguments.plan:
-        probe_folder(output)
-    if arguments.plan or not (output / "analysis.json").exists():
+    check_folder(output)
+    if arguments.plan:
+        return
+    probe_folder(output)
+    if not (output / "analysis.json").exists():
+        if arguments.resume:
+            say_nothing_to_resume(output)
         return
     if not (arguments.overwrite or arguments.resume):
         raise ValueError(

@@ -11,7 +11,8 @@ from flax import nnx
 import jaxkfac as jk
 from jaxkfac.files import Archive
 from jaxkfac.jobs.cli import main
-from jaxkfac.jobs.cli._checkpoint import find_checkpoint, load_checkpoint
+from jaxkfac.jobs.cli._checkpoint import load_checkpoint
+from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli.finetune import _run as run_module
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
 from jaxkfac.jobs.cli.finetune._watch import BestKept

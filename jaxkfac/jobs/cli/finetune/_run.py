@@ -12,10 +12,11 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path, selector
-from jaxkfac.jobs.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
+from jaxkfac.jobs.cli._checkpoint import check_output, remove_checkpoints
 from jaxkfac.jobs.cli._devices import devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import labels_sentence
+from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import host_memory, phase, say
 from jaxkfac.jobs.cli.finetune._exam import compare_exams
@@ -124,7 +125,9 @@ def adapter_curvature(
     )
     assert state.position is not None  # at least one update was made
     metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
-    return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))
+    sizes = (int(x.size) for x in leaves_by_path(problem.adapters).values())
+    report = CapacityReport(metrics, parameters=sum(sizes))
+    return AdapterCurvature(spectrum_records(bases), report)
 
 
 # ---------------- the command

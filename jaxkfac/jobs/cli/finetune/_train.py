@@ -14,13 +14,13 @@ from jaxkfac.jobs.cli._checkpoint import (
     Checkpoint,
     CheckpointWriter,
     checkpoint_writer,
-    find_checkpoint,
     flatten_state,
     load_checkpoint,
     restore_state,
     say_nothing_saved,
 )
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
+from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._processes import RunProcesses
 from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers

@@ -13,7 +13,7 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.files import whole_file, write_text
 from jaxkfac.interception import leaves_by_path
-from jaxkfac.jobs.cli._checkpoint import check_output
+from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._progress import host_memory, phase
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
@@ -63,6 +63,8 @@ def _stages(arguments: InfluenceArguments) -> Stages:
     check_output(arguments.output, [], resume=arguments.resume, overwrite=arguments.overwrite)
     stages = Stages(folder)
     existing = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
+    if arguments.resume and not existing:
+        say_nothing_to_resume(arguments.output)
     if existing and not (arguments.resume or arguments.overwrite):
         raise ValueError(
             f"{arguments.output} already holds a run (its {', '.join(existing)}): continue it with "
@@ -147,7 +149,7 @@ def _save(path: Path, scores: np.ndarray) -> None:
 
 
 def _records(scoring: Scoring, preconditioned: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
-    """For each query, its most helpful and most harmful texts, with scores of their tokens."""
+    """For each query, the texts of largest and smallest scores, with scores of their tokens."""
     texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
     order = np.argsort(-scores, 1, kind="stable")
     best, worst = order[:, :number], order[:, ::-1][:, :number]

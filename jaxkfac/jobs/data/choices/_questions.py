@@ -83,10 +83,12 @@ def parse_question(plain: Any) -> Question:
     try:
         stem, texts, labels, key = _parts(plain)
     except (KeyError, TypeError, IndexError) as error:
+        problem = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(
+            f"{problem}; "
             'expected {"id", "question": {"stem", "choices": [{"text", "label"}, ...]}, '
             '"answerKey"}, or {"question_stem", "choices": {"text": [...], "label": [...]}, '
-            f'"answerKey"}}; {error!r}'
+            '"answerKey"}'
         ) from error
     name = str(plain.get("id", stem))
     if not all(isinstance(x, str) and x for x in (stem, *texts, *labels)):

@@ -149,14 +149,14 @@ def test_such_a_question_that_is_none_says_what_is_wrong(plain, message):
     ("plain", "message"),
     [
         (question(answerKey="E"), r"question '7': the answer key 'E' is none of .*'A', 'B'"),
-        ({"id": "7"}, "KeyError"),
+        ({"id": "7"}, "the key 'question' is missing; expected"),
         (question(question={"stem": "Fe", "choices": [{"text": "a", "label": "A"}]}), "two or"),
         (question(question={"stem": "", "choices": []}), "non-empty"),
         (
             question(question={"stem": "s", "choices": [{"text": "a", "label": "A"}] * 2}),
             "two or more labels",
         ),
-        ("words", "TypeError"),
+        ("words", "string indices must be integers"),
     ],
 )
 def test_a_bad_question_is_named_with_its_file_and_line(plain, message, tmp_path):

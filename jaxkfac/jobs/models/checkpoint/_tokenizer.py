@@ -210,7 +210,11 @@ class Tokenizer:
         self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Any]
     ) -> Rendered:
         if self.chat_template is None:
-            raise ValueError("this tokenizer has no chat template: encode texts instead")
+            raise ValueError(
+                "this tokenizer has no chat template: give data of plain texts or of prompts and "
+                "completions instead of chats, questions with --style plain, or a model folder "
+                "with a chat_template"
+            )
         return render(
             self.chat_template,
             messages,

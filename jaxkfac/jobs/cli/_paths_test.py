@@ -1,0 +1,30 @@
+"""What is at a path that was mistyped, and what was expected there."""
+
+import pytest
+
+from jaxkfac.jobs.cli._checkpoint import check_output
+from jaxkfac.jobs.cli._paths import no_checkpoint
+
+
+def test_a_path_without_a_checkpoint_is_described(tmp_path):
+    file, folder = tmp_path / "chats.jsonl", tmp_path / "folder"
+    file.write_text("{}")
+    folder.mkdir()
+    (folder / "x").touch()
+    said = {path: str(no_checkpoint(path)) for path in (file, folder, tmp_path / "nowhere")}
+    assert f"no checkpoint at {file}, which is a file" in said[file]
+    assert "does not exist" not in said[file] and "texts as --data" in said[file]
+    assert "which holds x; expected" in said[folder]
+    assert "nowhere, which does not exist; expected" in said[tmp_path / "nowhere"]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_resuming_nothing_is_said(tmp_path, capsys, begun):
+    folder = tmp_path / "kfac"
+    folder.mkdir()
+    if begun:
+        (folder / "3").touch()
+    check_output(tmp_path, [folder], resume=True, overwrite=False)
+    said = capsys.readouterr().err
+    expected = f"--resume: nothing to resume in {tmp_path}, so the run starts anew\n"
+    assert said == ("" if begun else expected)
