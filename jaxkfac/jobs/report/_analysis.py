@@ -10,6 +10,7 @@ from jaxkfac._text import number
 from jaxkfac.curvature import CapacityRecord
 from jaxkfac.jobs.report._capacity import CapacityReport
 from jaxkfac.jobs.report._html import report_page
+from jaxkfac.jobs.report._layer_table import LayerTable, distinct_names
 from jaxkfac.jobs.report._page import (
     FIGURE_STYLE,
     figure_html,
@@ -17,7 +18,7 @@ from jaxkfac.jobs.report._page import (
     table_html,
     terminal_table,
 )
-from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, families
+from jaxkfac.jobs.report._spectra import SIDE_TEXT, CoverageRow, SpectrumRecord, families
 from jaxkfac.memory import Stage, bytes_text
 
 # ---------------- the record of an analysis, as plain values
@@ -284,11 +285,13 @@ SUMMARY_HEAD = [
 ]
 
 
-def spectra_summary_table(records: Sequence[SpectrumRecord]) -> Table:
+def spectra_summary_table(records: Sequence[SpectrumRecord]) -> LayerTable:
     """A table with one line for each factor over all its blocks."""
-    return terminal_table(
-        "Spectra", SUMMARY_HEAD, spectra_summary_rows(records), text_columns=(0, 1)
-    )
+    rows = [
+        [title, SIDE_TEXT.get(side, side), *cells]
+        for title, side, *cells in spectra_summary_rows(records)
+    ]
+    return LayerTable("Spectra", SUMMARY_HEAD, rows, text_columns=(0, 1))
 
 
 def depth_table(report: CapacityReport) -> Table | None:
@@ -299,7 +302,10 @@ def depth_table(report: CapacityReport) -> Table | None:
     table = None
     for stack in stacks:
         title = f"{stack.name}: entropy rank of each layer, and trace"
-        stack_table = terminal_table(title, stack.head(), list(stack.rows()))
+        names = distinct_names(stack.layers, 0)
+        head = [names.get(heading, heading).replace("…/", "") for heading in stack.head()]
+        stack_table = terminal_table(title, head, list(stack.rows()))
+        stack_table.padding = (0, 1, 0, 0)
         if table is None:
             table = Table.grid()
         table.add_row(stack_table)

@@ -8,6 +8,7 @@ from rich.table import Table
 from jaxkfac._text import number
 from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
 from jaxkfac.curvature.capacity import METRICS, columns
+from jaxkfac.jobs.report._layer_table import LayerTable
 from jaxkfac.jobs.report._page import table_html, terminal_table
 
 
@@ -165,9 +166,9 @@ def _label(name: str, metrics: CapacityMetrics) -> str:
 # ---------------- tables for the terminal
 
 
-def capacity_table(report: CapacityReport) -> Table:
+def capacity_table(report: CapacityReport) -> LayerTable:
     """One line for each layer, all slices of a stack together, and one for the whole model."""
-    return terminal_table("Capacity", ["layer", *columns()], layer_rows(report), total=True)
+    return LayerTable("Capacity", ["layer", *columns()], layer_rows(report), total=True)
 
 
 def model_table(report: CapacityReport) -> Table:
@@ -180,10 +181,10 @@ def model_table(report: CapacityReport) -> Table:
     return table
 
 
-def comparison_table(report: CapacityReport) -> Table:
+def comparison_table(report: CapacityReport) -> LayerTable:
     """For each layer in both checkpoints, the ratio after / before of every column."""
     title = f"Capacity, ratio to {report.before}"
-    return terminal_table(title, ["layer", *columns()], change_rows(report), total=True)
+    return LayerTable(title, ["layer", *columns()], change_rows(report), total=True)
 
 
 # ---------------- tables for the page

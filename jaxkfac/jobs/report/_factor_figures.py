@@ -15,7 +15,7 @@ from jaxkfac.jobs.report._page import (
     panels_html,
     svg_bytes,
 )
-from jaxkfac.jobs.report._spectra import FactorFamily, SpectrumRecord, ends, families
+from jaxkfac.jobs.report._spectra import SIDE_TEXT, FactorFamily, SpectrumRecord, ends, families
 
 # ---------------- spectra: one panel for each factor of each layer
 
@@ -188,9 +188,6 @@ def _ranks_legend(figure: Any, sides: set[str]) -> None:
 # ---------------- condition numbers before and after clipping
 
 
-_SIDE_TEXT = {"A": "A", "G": "G", "diagonal": "diag."}
-
-
 def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     """Draw a line for each factor from its condition number before clipping to that after.
 
@@ -219,7 +216,7 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
         axis = figure.subplots()
         for y, family in enumerate(rows):
             _draw_conditions(axis, y, family, edge)
-        labels = [f"{shortened(f.title, 44)}   {_SIDE_TEXT[f.side]}" for f in rows]
+        labels = [f"{shortened(f.title, 44)}   {SIDE_TEXT[f.side]}" for f in rows]
         axis.set_yticks(range(len(rows)), labels, fontsize=7)
         for label, family in zip(axis.get_yticklabels(), rows, strict=True):
             label.set_color(SIDES[family.side])

@@ -107,6 +107,10 @@ def _entropy_rank(values: np.ndarray) -> float:
 _NUMBER = re.compile(r"(?:(?<=[/_\[])|^)\d+(?=[/\]]|$)")
 
 
+SIDE_TEXT: dict[Side, str] = {"A": "A", "G": "G", "diagonal": "diag."}
+"""Names of the kinds of factors where there is little room."""
+
+
 class FactorFamily(NamedTuple):
     """One factor at every depth.
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from jaxkfac._text import number
+from jaxkfac.jobs.report._layer_table import LayerTable
 from jaxkfac.jobs.report._page import OPTIMIZERS, terminal_table
 from jaxkfac.jobs.report._race import TO_TARGET, RunRecords, at_target
-from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
+from jaxkfac.jobs.report._spectra import SIDE_TEXT, CoverageRow, SpectrumRecord, stack_text
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
@@ -45,7 +46,7 @@ def coverage_table(rows: Sequence[CoverageRow]) -> Table:
     return terminal_table("Coverage", head, cells, text_columns=(0, 1, 7))
 
 
-def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
+def spectra_table(records: Sequence[SpectrumRecord]) -> LayerTable:
     """One line for each factor of each slice."""
     head = [
         *("layer", "factor", "slice", "size", "top"),
@@ -54,7 +55,7 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
     rows = [
         [
             record.layer,
-            record.side,
+            SIDE_TEXT[record.side],
             ",".join(map(str, record.slice)),
             str(len(record.raw)),
             number(record.top),
@@ -65,4 +66,4 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
         ]
         for record in records
     ]
-    return terminal_table("Spectra", head, rows, text_columns=(0, 1))
+    return LayerTable("Spectra", head, rows, text_columns=(0, 1))
