@@ -122,7 +122,7 @@ class ExactOperator(Operator):
         def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
             key = self.key
             if key is not None and index is not None:
-                # Chunks draw different noise, and each the same in every product: the map stays linear.
+                # Chunks draw different noise, the same in every product: the map stays linear.
                 key = jax.random.fold_in(key, index)
             chunk = Chunk(self.objective, self.params, chosen, *examples, counts, key, self.state)
             return function(chunk)
