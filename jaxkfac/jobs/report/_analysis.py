@@ -10,7 +10,7 @@ from jaxkfac._text import number
 from jaxkfac.curvature import CapacityRecord
 from jaxkfac.jobs.report._capacity import CapacityReport
 from jaxkfac.jobs.report._html import report_page
-from jaxkfac.jobs.report._layer_table import LayerTable, distinct_names
+from jaxkfac.jobs.report._layer_table import TableOfLayers, distinct_names
 from jaxkfac.jobs.report._page import (
     FIGURE_STYLE,
     figure_html,
@@ -285,13 +285,13 @@ SUMMARY_HEAD = [
 ]
 
 
-def spectra_summary_table(records: Sequence[SpectrumRecord]) -> LayerTable:
+def spectra_summary_table(records: Sequence[SpectrumRecord]) -> TableOfLayers:
     """A table with one line for each factor over all its blocks."""
     rows = [
         [title, SIDE_TEXT.get(side, side), *cells]
         for title, side, *cells in spectra_summary_rows(records)
     ]
-    return LayerTable("Spectra", SUMMARY_HEAD, rows, text_columns=(0, 1))
+    return TableOfLayers("Spectra", SUMMARY_HEAD, rows, text_columns=(0, 1))
 
 
 def depth_table(report: CapacityReport) -> Table | None:

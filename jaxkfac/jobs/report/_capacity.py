@@ -8,7 +8,7 @@ from rich.table import Table
 from jaxkfac._text import number
 from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
 from jaxkfac.curvature.capacity import METRICS, columns
-from jaxkfac.jobs.report._layer_table import LayerTable
+from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import table_html, terminal_table
 
 
@@ -166,9 +166,9 @@ def _label(name: str, metrics: CapacityMetrics) -> str:
 # ---------------- tables for the terminal
 
 
-def capacity_table(report: CapacityReport) -> LayerTable:
+def capacity_table(report: CapacityReport) -> TableOfLayers:
     """One line for each layer, all slices of a stack together, and one for the whole model."""
-    return LayerTable("Capacity", ["layer", *columns()], layer_rows(report), total=True)
+    return TableOfLayers("Capacity", ["layer", *columns()], layer_rows(report), total=True)
 
 
 def model_table(report: CapacityReport) -> Table:
@@ -181,10 +181,10 @@ def model_table(report: CapacityReport) -> Table:
     return table
 
 
-def comparison_table(report: CapacityReport) -> LayerTable:
+def comparison_table(report: CapacityReport) -> TableOfLayers:
     """For each layer in both checkpoints, the ratio after / before of every column."""
     title = f"Capacity, ratio to {report.before}"
-    return LayerTable(title, ["layer", *columns()], change_rows(report), total=True)
+    return TableOfLayers(title, ["layer", *columns()], change_rows(report), total=True)
 
 
 # ---------------- tables for the page

@@ -65,7 +65,7 @@ def broken_name(name: str, width: int) -> str:
 # ---------------- the table
 
 
-class LayerTable(NamedTuple):
+class TableOfLayers(NamedTuple):
     """A table with a row for each layer, laid out when the width of the terminal is known.
 
     Attributes:

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from jaxkfac.jobs.report._layer_table import LayerTable, broken_name, distinct_names
+from jaxkfac.jobs.report._layer_table import TableOfLayers, broken_name, distinct_names
 
 DIGITS = (
     *("patch/kernel", "positions", "blocks/attention_norm/scale", "blocks/attention_norm/bias"),
@@ -41,7 +41,7 @@ def test_a_table_of_80_columns_breaks_no_word(names):
     cells = ["diag.", "128", "1.23e-05", "1.23e+06", "1.23e+06", "128", "123.4"]
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(LayerTable("Spectra", head, [[x, *cells] for x in names], (0, 1)))
+        console.print(TableOfLayers("Spectra", head, [[x, *cells] for x in names], (0, 1)))
     text = capture.get()
     assert max(map(len, text.splitlines())) <= 80
     words = {*" ".join(head).split(), *cells, "Spectra", "…"}

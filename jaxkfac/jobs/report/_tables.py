@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from jaxkfac._text import number
-from jaxkfac.jobs.report._layer_table import LayerTable
+from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import OPTIMIZERS, terminal_table
 from jaxkfac.jobs.report._race import TO_TARGET, RunRecords, at_target
 from jaxkfac.jobs.report._spectra import SIDE_TEXT, CoverageRow, SpectrumRecord, stack_text
@@ -46,7 +46,7 @@ def coverage_table(rows: Sequence[CoverageRow]) -> Table:
     return terminal_table("Coverage", head, cells, text_columns=(0, 1, 7))
 
 
-def spectra_table(records: Sequence[SpectrumRecord]) -> LayerTable:
+def spectra_table(records: Sequence[SpectrumRecord]) -> TableOfLayers:
     """One line for each factor of each slice."""
     head = [
         *("layer", "factor", "slice", "size", "top"),
@@ -66,4 +66,4 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> LayerTable:
         ]
         for record in records
     ]
-    return LayerTable("Spectra", head, rows, text_columns=(0, 1))
+    return TableOfLayers("Spectra", head, rows, text_columns=(0, 1))
