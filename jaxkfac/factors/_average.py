@@ -196,9 +196,10 @@ def layer_difference(layer: Layer, expected: Layer) -> str:
     values = [getattr(one, name) for one in (layer, expected)]
     if name in ("weight", "bias"):
         paths = [None if value is None else value.path for value in values]
-        values = values if paths[0] == paths[1] else paths
-        if paths[0] == paths[1]:
-            values = [f"{value.atoms} at {value.index}" for value in values]
+        if paths[0] != paths[1]:
+            values = paths
+        else:
+            values = [f"{value.atoms} at {value.index}" for value in values if value is not None]
     shown, wanted = map(_cut, values)
     return f"factors hold layer {_cut(layer.name)} with {name}={shown}, expected {name}={wanted}"
 

@@ -107,7 +107,7 @@ def _entropy_rank(values: np.ndarray) -> float:
 _NUMBER = re.compile(r"(?:(?<=[/_\[])|^)\d+(?=[/\]]|$)")
 
 
-SIDE_TEXT: dict[Side, str] = {"A": "A", "G": "G", "diagonal": "diag."}
+SIDE_TEXT: dict[str, str] = {"A": "A", "G": "G", "diagonal": "diag."}
 """Names of the kinds of factors where there is little room."""
 
 

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
 from jaxkfac.factors import PLAIN_TERMS, BudgetedCollector, Pass
-from jaxkfac.interception import TableOfLayers, leaves_by_path
+from jaxkfac.interception import LayerTable, leaves_by_path
 from jaxkfac.jobs.cli._options import ModelAnalysis
 from jaxkfac.memory import bytes_text
 
@@ -106,7 +106,7 @@ class AnalyzedModel:
     ) -> None:
         self.options, self.objective = options, jk.Objective(apply_fn, jk.Categorical())
         self._shapes, self.batches = (params, batch, exist), batches
-        self.table: TableOfLayers = jk.find_layers(self.objective, params, batch)
+        self.table: LayerTable = jk.find_layers(self.objective, params, batch)
         self._key = jax.random.key(options.seed) if options.fisher == "mc" else None
         self.max_factor_bytes = 0
         self.passes: tuple[Pass, ...] = ()
