@@ -303,7 +303,10 @@ def depth_table(report: CapacityReport) -> Table | None:
     for stack in stacks:
         title = f"{stack.name}: entropy rank of each layer, and trace"
         names = distinct_names(stack.layers, 0)
-        head = [names.get(heading, heading).removeprefix("…/").lstrip() for heading in stack.head()]
+        head = [
+            names.get(heading, heading).replace("\n", "").removeprefix("…/")
+            for heading in stack.head()
+        ]
         stack_table = terminal_table(title, head, list(stack.rows()))
         stack_table.padding = (0, 1, 0, 0)
         if table is None:
