@@ -1,4 +1,4 @@
-"""Paths of the command line, checked before JAX is imported: a mistyped one costs no seconds."""
+"""Paths of the command line: folders for results, and checkpoints."""
 
 from pathlib import Path
 
@@ -54,22 +54,3 @@ def no_checkpoint(path: Path) -> FileNotFoundError:
         return FileNotFoundError(f"no checkpoint at {path}, which does not exist; {expected}")
     entries = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
     return FileNotFoundError(f"no checkpoint at {path}, which holds {entries}; {expected}")
-
-
-# ---------------- models and data
-
-
-MODELS = ("smollm2", "t5-bytes", "flan-t5-xl")
-
-
-def check_model(model: str) -> None:
-    """Refuse the path of a model where nothing is.
-
-    Raises:
-        FileNotFoundError: the model has no known name and its path does not exist.
-    """
-    if model not in MODELS and not Path(model).exists():
-        raise FileNotFoundError(
-            f"no model at {model}, which does not exist: expected a folder with config.json, a "
-            f".gguf file, or one of {', '.join(MODELS)}"
-        )

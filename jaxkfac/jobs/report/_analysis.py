@@ -10,7 +10,7 @@ from jaxkfac._text import number
 from jaxkfac.curvature import CapacityRecord
 from jaxkfac.jobs.report._capacity import CapacityReport
 from jaxkfac.jobs.report._html import report_page
-from jaxkfac.jobs.report._layer_table import TableOfLayers, distinct_names
+from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
     FIGURE_STYLE,
     figure_html,
@@ -302,12 +302,14 @@ def depth_table(report: CapacityReport) -> Table | None:
     table = None
     for stack in stacks:
         title = f"{stack.name}: entropy rank of each layer, and trace"
-        names = distinct_names(stack.layers, 0)
-        head = [names.get(heading, heading).removeprefix("…/").lstrip() for heading in stack.head()]
-        stack_table = terminal_table(title, head, list(stack.rows()))
+        last = [name.rpartition("/")[2] for name in stack.layers]
+        names = dict(zip(stack.layers, last)) if len({*last}) == len(last) else {}
+        head = [names.get(heading, heading) for heading in stack.head()]
+        stack_table = terminal_table("", head, list(stack.rows()))
         stack_table.padding = (0, 1, 0, 0)
         if table is None:
             table = Table.grid()
+        table.add_row(title, style="italic")  # as a title it would wrap to a narrow table
         table.add_row(stack_table)
     return table
 

@@ -31,7 +31,7 @@ def test_names_stay_distinct_and_lose_whole_parts_alone(names, width):
 
 def test_what_all_names_share_is_folded():
     assert distinct_names(NUMBERED, 28)[NUMBERED[0]] == "…/3/self_attn/q_proj/kernel"
-    assert distinct_names(NUMBERED, 20)[NUMBERED[5]] == "…/12/self_attn/v_proj"
+    assert distinct_names(NUMBERED, 21)[NUMBERED[5]] == "…/12/self_attn/v_proj"
     assert broken_name("blocks/attention_norm/scale", 16) == "blocks/\nattention_norm/\nscale"
 
 
