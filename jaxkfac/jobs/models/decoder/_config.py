@@ -288,7 +288,7 @@ class DecoderConfig:
 
     @property
     def longest(self) -> int:
-        """Largest number of positions of a text: ``dynamic`` angles extend the context."""
+        """Largest number of positions of a text, beyond the context with ``dynamic`` angles."""
         stretched = self.rotary.kind == "dynamic"
         return int(self.context * self.rotary.factor) if stretched else self.context
 
