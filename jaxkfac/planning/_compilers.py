@@ -245,7 +245,7 @@ class CompiledBytes(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Peak bytes: all of the above, with reused memory counted once."""
+        """Peak bytes of all of the above, with reused memory counted once."""
         return self.temporaries + self.arguments + self.outputs - self.donated
 
 

@@ -57,7 +57,7 @@ class MemoryEstimate:
 
     @property
     def device_total(self) -> int:
-        """Bytes on the device at once: of activations, workspace and update only the largest."""
+        """Bytes on the device at once, with the largest of activations, workspace and update."""
         return sum(self.at_once.values())
 
     @property

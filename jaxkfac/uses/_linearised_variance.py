@@ -326,7 +326,7 @@ class OutputDistribution(NamedTuple):
 
     @property
     def moderated(self) -> Float[Array, "*terms C"]:
-        r"""$f / \sqrt{1 + \tfrac\pi8 v}$: the logits that the probit approximation gives."""
+        r"""The logits $f / \sqrt{1 + \tfrac\pi8 v}$ that the probit approximation gives."""
         return self.mean / jnp.sqrt(1 + math.pi / 8 * self.variances)
 
     def samples(self, key: Key[Array, ""], number: int) -> Float[Array, "number *terms C"]:

@@ -425,7 +425,7 @@ class HostCurvature:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """``{factor: number of contributions left out}``: not finite, or overflowing the sum."""
+        """``{factor: number of contributions left out}``, not finite or overflowing the sum."""
         averages: Averages | None = self._state.averages
         return {} if averages is None else dict(averages.left_out)
 

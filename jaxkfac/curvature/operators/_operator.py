@@ -188,7 +188,7 @@ class Operator(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The dimension: the number of elements of the floating leaves."""
+        """The dimension, which is the number of elements of the floating leaves."""
         return sum(leaf.size for leaf in self.leaves.values())
 
     def __call__(self, vector: PyTree) -> PyTree:

@@ -294,7 +294,7 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
-        """The parts of fused kernels in order: ``{kernel: {part: number of outputs}}``.
+        """The parts of fused kernels in order, ``{kernel: {part: number of outputs}}``.
 
         Llama and Mistral store these projections separately; :func:`jaxkfac.lslora.split` and
         ``fuse`` convert adapters between the two forms.
