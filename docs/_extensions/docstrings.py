@@ -9,7 +9,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 BLOCK = re.compile(r"^( *)\$\$\s*(.+?)\s*\$\$([.,;]?)$", re.MULTILINE | re.DOTALL)
-ARRAY_LIKE = stringify_annotation(ArrayLike, "fully-qualified-except-typing")
+ARRAY_LIKE = stringify_annotation(ArrayLike, "smart")
 INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$`]+?)(?<=\S)\$(?![\w$])")
 
 
