@@ -100,11 +100,11 @@ def _loss(runs: Mapping[str, RunRecords]) -> str:
     epochs = runs[low].epochs
     reached = next(epoch for epoch in epochs if epoch.train_loss <= end.train_loss)
     names = OPTIMIZERS[low][0], OPTIMIZERS[high][0]
-    steps = f"{reached.step:,} updates where {names[1]} took {end.step:,}"
-    times = f"{reached.seconds:.1f} s where it took {end.seconds:.1f} s"
     return (
         f"{names[0]} ends with the lower training loss, {epochs[-1].train_loss:.3g} against "
-        f"{end.train_loss:.3g} nats: it was where {names[1]} ends after {steps}, and {times}."
+        f"{end.train_loss:.3g} nats. It reached {names[1]}'s final loss after {reached.step:,} "
+        f"updates and {reached.seconds:.1f} s; {names[1]} needed {end.step:,} updates and "
+        f"{end.seconds:.1f} s."
     )
 
 

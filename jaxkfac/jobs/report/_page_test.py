@@ -137,8 +137,8 @@ def test_the_answer_says_who_won_by_how_much_and_when():
         "AdamW (8.0 points, 95 % interval 4.8 to 11.5)."
     )
     assert loss == (
-        "K-FAC ends with the lower training loss, 0.2 against 0.4 nats: it was where AdamW ends "
-        "after 12 updates where AdamW took 20, and 1.5 s where it took 2.5 s."
+        "K-FAC ends with the lower training loss, 0.2 against 0.4 nats. It reached AdamW's "
+        "final loss after 12 updates and 1.5 s; AdamW needed 20 updates and 2.5 s."
     )
     assert "neither has won" in train_answer({**runs, "kfac": _run(accuracy=0.91)}, 400)[0]
     (alone,) = train_answer({"kfac": _run()}, 400)
