@@ -118,10 +118,10 @@ _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 _EPILOGUE = """Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint;
-`jaxkfac analyze smollm2` those of a pretrained model, under a budget of bytes.
+`jaxkfac analyze smollm2` shows those of a pretrained model, under a budget of bytes.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
 `jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
-`jaxkfac influence` says which training texts an answer is owed to.
+`jaxkfac influence` finds the training texts that most influenced an answer.
 
 `jaxkfac COMMAND --help` shows the options of a command. Compiled programs are kept in
 ~/.cache/jaxkfac: $JAXKFAC_CACHE is another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
