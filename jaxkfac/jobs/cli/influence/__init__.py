@@ -1,1 +1,1 @@
-"""`jaxkfac influence`: which training texts an answer is owed to."""
+"""`jaxkfac influence`: find the training texts that most influenced an answer."""
