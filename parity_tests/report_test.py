@@ -95,7 +95,7 @@ def test_cases_of_one_problem_and_dtype_run_on_one_worker():
     assert group_of(faults[0]) != group_of(faults[1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_records_of_a_worker_reach_the_report(tmp_path: Path):
     """One case in another process, whose worker is yet another."""
     run = subprocess.run(

@@ -40,8 +40,8 @@ def stored(path):
         return {name: archive.read(name) for name in archive.names}, archive.about["records"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.exhaustive), "kfac"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["adam", "kfac"])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, optimizer):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = run("--optimizer", optimizer, "--output", whole)

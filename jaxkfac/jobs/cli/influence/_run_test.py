@@ -103,7 +103,7 @@ def test_a_run_scores_as_the_library_does_and_shows_the_first_and_the_last(run, 
     assert "Query 2" in shown.out and "11 texts, 1 of them cut" in shown.err.replace("\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     run, tmp_path, monkeypatch
 ):
