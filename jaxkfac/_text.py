@@ -79,8 +79,9 @@ def number(value: float | int | None) -> str:
     return f"{value:.3g}"
 
 
-# ---------------- how a result shows itself: in one line where it is printed, as a table in a
-# notebook
+# ---------------- how a result is displayed
+#
+# How a result shows itself: in one line where it is printed, as a table in a notebook.
 
 
 def array_text(value: Any) -> str:

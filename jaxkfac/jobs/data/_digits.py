@@ -57,7 +57,7 @@ def epoch_batches(
     return order.reshape(rows, batch_size).astype(np.int32)
 
 
-# ----------------
+# ---------------- the digits
 
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"

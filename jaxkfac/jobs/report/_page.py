@@ -157,8 +157,9 @@ def versions() -> dict[str, str]:
     return installed
 
 
-# ---------------- small SVG drawings: a few lines, axes with round numbers, values under the
-# pointer
+# ---------------- small SVG drawings
+#
+# Small SVG drawings: a few lines, axes with round numbers, values under the pointer.
 #
 # The page's script converts positions back into values with ``data-x`` and ``data-y``, so no value
 # is

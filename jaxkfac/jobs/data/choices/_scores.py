@@ -111,7 +111,7 @@ def compare(
     return Comparison(gained, lost, p_value)
 
 
-# ----------------
+# ---------------- likelihoods of the choices
 
 
 Variant = Literal["sum", "per_token", "per_byte", "pmi"]

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-# ---------------- a bigram model: the loss of a target without its source and with only the token
-# before
+# ---------------- the bigram model
+#
+# A bigram model: the loss of a target without its source and with only the token before.
 
 
 _STRENGTH = 4.0  # weight of the unigram, in tokens
@@ -70,7 +71,7 @@ def _codes(targets: Sequence[np.ndarray], vocabulary: int) -> np.ndarray:
     return before * vocabulary + flat
 
 
-# ----------------
+# ---------------- scores of generated texts
 
 
 def exact_match(answers: Sequence[str], targets: Sequence[str]) -> float:

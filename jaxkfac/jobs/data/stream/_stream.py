@@ -155,7 +155,7 @@ class _Arrange(FlatMapTransform):
         return self._stream.arrange(element, self._seed)
 
 
-# ----------------
+# ---------------- streams
 
 
 _Example = TypeVar("_Example")

@@ -108,7 +108,7 @@ class MarksAnswers(Protocol):
         ...
 
 
-# ----------------
+# ---------------- tokens of a record
 
 
 LossOn = Literal["assistant", "all"]

@@ -179,7 +179,7 @@ def _refuse(reason: str) -> NoReturn:
     raise jinja2.sandbox.SecurityError(reason)
 
 
-# ----------------
+# ---------------- the templates
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -91,7 +91,7 @@ def check_tensors(
         )
 
 
-# ----------------
+# ---------------- reading slice by slice
 
 
 @runtime_checkable

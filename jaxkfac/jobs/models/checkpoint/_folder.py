@@ -74,7 +74,7 @@ class SafetensorsSource:
         return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
-# ----------------
+# ---------------- reading a folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

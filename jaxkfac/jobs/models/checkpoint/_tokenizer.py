@@ -25,7 +25,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no JSON object: {error}; download it again") from error
 
 
-# ----------------
+# ---------------- tokenizers of Hugging Face
 
 
 class Tokenizer:

@@ -144,7 +144,7 @@ def empty_cache(
     )
 
 
-# ----------------
+# ---------------- attention
 
 
 AttentionBy = Literal["xla", "cudnn"]

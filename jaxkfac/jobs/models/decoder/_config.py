@@ -40,8 +40,10 @@ def windows(
     return {"sliding_window": window, "windowed": None if all(windowed) else windowed}
 
 
-# ---------------- gemma 2: norms before and after each layer, soft-capped scores and logits, a
-# window in every second block
+# ---------------- Gemma 2
+#
+# Gemma 2: norms before and after each layer, soft-capped scores and logits, a window in every
+# second block.
 
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -80,8 +82,9 @@ def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------- gemma 3, the text model: norms of heads, and other rotary angles in blocks with
-# a window
+# ---------------- Gemma 3
+#
+# Gemma 3, the text model: norms of heads, and other rotary angles in blocks with a window.
 
 
 def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +142,9 @@ def phi3(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------- qwen 2 and 2.5: biases of queries, keys and values; a window, if any, in the
-# upper blocks
+# ---------------- Qwen 2
+#
+# Qwen 2 and 2.5: biases of queries, keys and values; a window, if any, in the upper blocks.
 
 
 def qwen2(config: Mapping[str, Any]) -> dict[str, Any]:

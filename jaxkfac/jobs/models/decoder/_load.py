@@ -82,7 +82,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokeniz
     )
 
 
-# ----------------
+# ---------------- tensors of a GGUF file
 
 
 _BLOCK = {
@@ -281,7 +281,7 @@ def _stacked(config: DecoderConfig, module: str, kind: str, parts: Mapping[str, 
     return Leaf(slices, stacked=True, transposed=len(slices[0][0].shape) == 2)
 
 
-# ----------------
+# ---------------- loading
 
 
 def load_decoder(

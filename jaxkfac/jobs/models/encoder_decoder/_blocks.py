@@ -64,8 +64,9 @@ def check_pairs(pairs: Pairs) -> Pairs:
     return Pairs(source, None if mask is None else mask.astype(bool), target)
 
 
-# ---------------- relative positions: a small table with a number for each head, added to the
-# scores
+# ---------------- relative positions
+#
+# Relative positions: a small table with a number for each head, added to the scores.
 
 
 def buckets(num: int, max_distance: int) -> np.ndarray:
@@ -106,8 +107,9 @@ class RelativePositions(nnx.Module):
         return jnp.take(self.embedding[...], bucket_TxS, axis=0).transpose(2, 0, 1)[None]
 
 
-# ---------------- attention with unscaled scores, over the stream itself or over the encoder's
-# outputs
+# ---------------- attention
+#
+# Attention with unscaled scores, over the stream itself or over the encoder's outputs.
 #
 # Shape suffixes: B rows, T query tokens, S key places, H heads, K size of a head, D width of the
 # stream.
@@ -218,8 +220,9 @@ def empty_pairs_cache(
     return PairsCache(zeros(places), zeros(sources), jnp.zeros((), jnp.int32))
 
 
-# ---------------- blocks of encoder and decoder. Attributes have Hugging Face's names, as adapters
-# do
+# ---------------- blocks
+#
+# Blocks of encoder and decoder. Attributes have Hugging Face's names, as adapters do.
 
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu_new": jax.nn.gelu, "silu": jax.nn.silu}

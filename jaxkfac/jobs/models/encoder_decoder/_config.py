@@ -78,7 +78,7 @@ def check_rate(rate: float | int) -> float | int:
     return rate
 
 
-# ----------------
+# ---------------- the configuration
 
 
 _DROPOUT = 0.1  # the default if the file has no rate

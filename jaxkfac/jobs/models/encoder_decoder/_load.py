@@ -76,7 +76,7 @@ def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int,
     return shapes
 
 
-# ----------------
+# ---------------- loading
 
 
 _HEAD, _EMBEDDING = "lm_head.weight", "shared.weight"

