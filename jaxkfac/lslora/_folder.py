@@ -99,7 +99,7 @@ def check_tensors(
     )
 
 
-# ---------------- safetensors files as NumPy arrays, including bfloat16
+# ---------------- Safetensors files as NumPy arrays, including bfloat16
 
 
 _DTYPES = {

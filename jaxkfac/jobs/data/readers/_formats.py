@@ -47,7 +47,7 @@ def data_package(name: str) -> Any:
         ) from None
 
 
-# ---------------- jSON Lines, plain or compressed
+# ---------------- JSON Lines, plain or compressed
 
 
 _CHUNK = 1 << 20  # bytes
@@ -210,7 +210,7 @@ def _is_array(path: Path) -> bool:
         raise damaged(path, "", error) from error
 
 
-# ---------------- parquet
+# ---------------- Parquet
 
 
 _ROWS = 512  # number of rows that are Python objects at a time
@@ -261,7 +261,7 @@ def _group(
         raise damaged(path, f" behind row {number}", error) from error
 
 
-# ---------------- arrow, as written by the datasets library and Feather
+# ---------------- Arrow, as written by the datasets library and Feather
 
 
 class _FirstFeatherError(Exception):

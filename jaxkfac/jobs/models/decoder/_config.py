@@ -115,7 +115,7 @@ def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) ->
     return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": parameters})
 
 
-# ---------------- llama: no window, even if the file has one
+# ---------------- Llama: no window, even if the file has one
 
 
 def llama(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-# ---------------- mistral: a window in all blocks, by default 4096; null means none
+# ---------------- Mistral: a window in all blocks, by default 4096; null means none
 
 
 def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": config.get("sliding_window", 4096)}
 
 
-# ---------------- phi-3: a window in all blocks, if the file has one
+# ---------------- Phi-3: a window in all blocks, if the file has one
 
 
 def phi3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def upper_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     return windows(config, window, lambda block: block >= below)
 
 
-# ---------------- qwen 3: norms of every head's queries and keys; windows as in Qwen 2
+# ---------------- Qwen 3: norms of every head's queries and keys; windows as in Qwen 2
 
 
 def qwen3(config: Mapping[str, Any]) -> dict[str, Any]:

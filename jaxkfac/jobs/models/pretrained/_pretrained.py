@@ -164,7 +164,7 @@ def fetch(
     return file
 
 
-# ---------------- smolLM2-135M-Instruct
+# ---------------- SmolLM2-135M-Instruct
 
 
 def smollm2(
