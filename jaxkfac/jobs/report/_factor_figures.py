@@ -112,9 +112,6 @@ def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
 # ---------------- entropy rank over depth
 
 
-_LABELS = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
-
-
 def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     """Plot the entropy rank of every factor over depth, with a panel for each kind of layer.
 
@@ -178,7 +175,7 @@ def _ranks_legend(figure: Any, sides: set[str]) -> None:
 
     handles = [
         Line2D([], [], color=SIDES[side], marker="o", markersize=3.5, label=label)
-        for side, label in _LABELS.items()
+        for side, label in _TITLES.items()
         if side in sides
     ]
     dashed = Line2D([], [], color=MUTED, linestyle=(0, (4, 3)), linewidth=0.8, label="size")
