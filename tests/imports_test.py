@@ -20,6 +20,7 @@ before = set(sys.modules)
 start = time.process_time()
 jaxkfac.kfac  # the first name brings all of them
 own = time.process_time() - start
+import jaxkfac.data, jaxkfac.models, jaxkfac.plot, jaxkfac.planning
 new = sorted(set(sys.modules) - before)
 print(json.dumps({"jax": base, "own": own, "lazy": lazy, "new": new}))
 """
@@ -31,8 +32,15 @@ UNWANTED = {
     "matplotlib": "extra: report",
     "tyro": "extra: cli",
     "safetensors": "extra: pretrained",
+    "tokenizers": "extra: pretrained",
+    "jinja2": "extra: pretrained",
+    "gguf": "extra: pretrained",
     "grain": "extra: data",
     "pyarrow": "extra: data",
+    "ijson": "extra: data",
+    "PIL": "extra: images",
+    "matfree": "extra: operators",
+    "lineax": "extra: operators",
     "sklearn": "the digits are embedded",
     "haiku": "models of others are the tests' business",
     "equinox": "models of others are the tests' business",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkfac.jobs.models.checkpoint import _chat_template
+from jaxkfac.jobs.models.checkpoint import _template_limits
 from jaxkfac.jobs.models.checkpoint._chat_template import render
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -60,13 +60,13 @@ def test_what_is_too_large_or_fails_is_refused(template, reason):
     ],
 )
 def test_loops_and_calls_come_to_an_end(template, monkeypatch):
-    monkeypatch.setattr(_chat_template, "MAX_STEPS", 1000)
+    monkeypatch.setattr(_template_limits, "MAX_STEPS", 1000)
     with pytest.raises(ValueError, match="more than 1000 rounds"):
         rendered(template)
 
 
 def test_each_conversation_counts_its_own_rounds(monkeypatch):
-    monkeypatch.setattr(_chat_template, "MAX_STEPS", 40)
+    monkeypatch.setattr(_template_limits, "MAX_STEPS", 40)
     for _ in range(3):
         assert rendered("{% for i in range(30) %}{{ i % 10 }}{% endfor %}") == "0123456789" * 3
 
