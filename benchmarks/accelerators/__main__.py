@@ -59,7 +59,8 @@ def compile_into_record(place: Place, step: Callable[[], Any], *, again: bool) -
     from benchmarks.accelerators._compiled import compiled_step, fingerprint, lowered_step
 
     target, layout, *_ = place
-    lowered, seconds = lowered_step(*step(), target, layout)
+    fn, args, *donated = step()
+    lowered, seconds = lowered_step(fn, args, donated[0] if donated else (), target, layout)
     program = fingerprint(lowered, target)
     if is_current(place, program) and not again:
         return

@@ -28,12 +28,15 @@ def devices(target: str, count: int) -> Any:
     return found
 
 
-def lowered_step(fn: Any, args: tuple[Any, ...], target: str, layout: str) -> tuple[Any, float]:
+def lowered_step(
+    fn: Any, args: tuple[Any, ...], donated: tuple[int, ...], target: str, layout: str
+) -> tuple[Any, float]:
     """A step lowered for a target, and the CPU seconds of that.
 
     Args:
         fn: The step.
         args: Shapes.
+        donated: Numbers of the arguments that are donated.
         target: Its name.
         layout: ``"one device"``, or ``"data parallel"`` or ``"fully sharded"`` over eight.
     """
@@ -43,7 +46,8 @@ def lowered_step(fn: Any, args: tuple[Any, ...], target: str, layout: str) -> tu
         results = jax.eval_shape(fn, *shapes)
         places = divided_shardings(results, _mesh(target), "data")
     start = time.process_time()
-    return jax.jit(fn, out_shardings=places).lower(*args), time.process_time() - start
+    jitted = jax.jit(fn, out_shardings=places, donate_argnums=donated)
+    return jitted.lower(*args), time.process_time() - start
 
 
 def fingerprint(lowered: Any, target: str) -> str:
@@ -60,6 +64,7 @@ def compiled_step(lowered: Any) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     return {
         "temporaries": memory.temp_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "compile_cpu_s": round(seconds, 2),

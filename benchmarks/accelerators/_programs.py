@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh
@@ -126,6 +127,32 @@ class Steps:
             return value, jax.tree.map(jnp.add, params, updates), state
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)
+
+    def training(self, **options: Any) -> Any:
+        """A K-FAC step as a training makes it: parameters and state are donated."""
+        like = self.like.packed() if options.get("packed") else self.like
+        tx = jk.kfac(0.1, like=like, damping=1e-3, norm_constraint=None, **options)
+        stats = self._collector()
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            value, grads, factors = stats(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return value, jax.tree.map(jnp.add, params, updates), state
+
+        state = jax.eval_shape(tx.init, self.params)
+        return step, (self.params, state, self.batch), (0, 1)
+
+    def sgd(self) -> Any:
+        """A donated step of gradient descent with momentum: the floor of every training."""
+        tx = optax.sgd(0.1, momentum=0.9)
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            value, grads = jax.value_and_grad(self.objective)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return value, jax.tree.map(jnp.add, params, updates), state
+
+        state = jax.eval_shape(tx.init, self.params)
+        return step, (self.params, state, self.batch), (0, 1)
 
     def adapters(self, *, quantised: bool = False) -> Any:
         """Gradient of adapters beside a frozen base, and factors of their kernels."""

@@ -35,6 +35,13 @@ def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "decomposition": s.decomposition,
         "natural gradient": s.natural_gradient,
         "K-FAC step": s.kfac,
+        "training, SGD with momentum": s.sgd,
+        "training, K-FAC, exact": functools.partial(s.training, packed=False),
+        "training, K-FAC, exact, packed": functools.partial(s.training, packed=True),
+        "training, K-FAC, pi": functools.partial(s.training, packed=False, damping_mode="pi"),
+        "training, K-FAC, pi, packed": functools.partial(
+            s.training, packed=True, damping_mode="pi"
+        ),
         "adapters, factors": s.adapters,
         "adapters on NF4, factors": lambda: s.adapters(quantised=True),
         "library's decoder, gradient": lambda: s.decoder_step(factors=False),

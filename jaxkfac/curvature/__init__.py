@@ -26,7 +26,8 @@ from jaxkfac.curvature._eigenbases import (
     check_bases,
     identity_bases,
 )
-from jaxkfac.curvature._eigendecompose import eigendecompose, iterate_eigenbases, reconstruct
+from jaxkfac.curvature._eigendecompose import eigendecompose, reconstruct
+from jaxkfac.curvature._in_place import refresh_bases, refresh_inverses
 from jaxkfac.curvature._inverses import (
     Inverses,
     check_separable,
@@ -102,7 +103,6 @@ __all__ = [
     "identity_bases",
     "identity_inverses",
     "invert",
-    "iterate_eigenbases",
     "natural_gradient",
     "owned_blocks",
     "owners",
@@ -113,6 +113,8 @@ __all__ = [
     "quadratic_forms",
     "read_many",
     "reconstruct",
+    "refresh_bases",
+    "refresh_inverses",
     "rotated",
     "rotated_block",
     "rotated_parts",

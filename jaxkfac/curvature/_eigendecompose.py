@@ -33,7 +33,7 @@ from jaxkfac.linalg import (
     eigh_in_turn,
     from_spectrum,
     host_dtype,
-    iterate_eigenvectors,
+    unfolded,
 )
 from jaxkfac.memory import whole_here
 
@@ -154,16 +154,38 @@ def eigendecompose(
 
 
 def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
-    """The matrix or diagonal that is decomposed for a block; NumPy in, NumPy out."""
+    """The matrix or diagonal that is decomposed for a block; NumPy in, NumPy out.
+
+    A matrix of packed factors is unfolded.
+    """
 
     def mean(entry: Entry) -> Array | np.ndarray:
-        table, key = entry.place
-        if table == "a":
-            return mean_of(factors.a_sums[key], factors.a_counts[key], 1 + entry.dense)
-        sums = (factors.g_sums if table == "g" else factors.diagonals)[key]
-        return mean_of(sums, factors.terms, 0)
+        sums, count = _sums_and_count(factors, entry)
+        sums = unfolded(sums) if entry.dense else sums
+        return mean_of(sums, count, 1 + entry.dense if entry.place.table == "a" else 0)
 
     return block.mean(mean)
+
+
+def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
+    """Sums and a divisor that give ``block_mean``, for a reader that unfolds a matrix itself.
+
+    Returns:
+        ``(stack..., n, n)``, folded where it is stored so, or ``(stack..., n)``; and the divisor of
+        each, ``(stack...)`` or a scalar. A block that is made of several entries is a mean already.
+    """
+    if block.both is not None or block.without_ones:
+        mean = jnp.asarray(block_mean(factors, block))
+        return mean, jnp.ones((), mean.dtype)
+    sums, count = map(jnp.asarray, _sums_and_count(factors, block.source))
+    return sums, jnp.where(count > 0, count, 1).astype(sums.dtype)
+
+
+def _sums_and_count(factors: Factors, entry: Entry) -> tuple[Any, Any]:
+    table, key = entry.place
+    if table == "a":
+        return factors.a_sums[key], factors.a_counts[key]
+    return (factors.g_sums if table == "g" else factors.diagonals)[key], factors.terms
 
 
 def _decompose(
@@ -240,39 +262,6 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
         results.append(Spectrum(values[start:stop].reshape(matrix.shape[:-1]), own_columns))
         start = stop
     return results
-
-
-def iterate_eigenbases(factors: Factors, bases: Eigenbases) -> Eigenbases:
-    r"""Update eigenbases to new factors by one step of orthogonal iteration.
-
-    Each side takes a product and a QR decomposition in place of an eigendecomposition. Columns keep
-    their places; see ``jaxkfac.linalg.iterate_eigenvectors``.
-
-    Args:
-        factors: Sums and counts; their means are decomposed, in the graph.
-        bases: Recent eigenbases with eigenvectors, of the same layers; they may cover more layers.
-
-    Returns:
-        The bases, with the ``max_condition`` and ``floor`` of ``bases``.
-
-    References:
-        See ``jaxkfac.linalg.iterate_eigenvectors``.
-    """
-    layout = layout_of(factors.layers, factors.bias)
-    spectra: dict[Place, Any] = {}
-    after: Array | None = None
-    for place, block in layout.blocks.items():
-        mean: Any = jnp.asarray(block_mean(factors, block))
-        if place.table == "diagonals":
-            spectra[place] = mean
-        elif not block.source.dense:
-            spectra[place] = Spectrum(mean, None)
-        else:
-            vectors = getattr(bases, place.table)[place.key].vectors
-            spectra[place] = iterate_eigenvectors(mean, vectors, after=after)
-            after = spectra[place].values
-    clipping = {"max_condition": bases.max_condition, "floor": bases.floor}
-    return Eigenbases.of_blocks(layout, spectra, **clipping, origin=factors.origin)
 
 
 # ---------------- from eigenbases to factors

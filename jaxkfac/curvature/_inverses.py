@@ -12,11 +12,11 @@ from jaxtyping import Array
 
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._eigenbases import map_slices
-from jaxkfac.curvature._eigendecompose import block_mean
+from jaxkfac.curvature._eigendecompose import block_sums
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors import BiasMode, Factors
+from jaxkfac.factors import BiasMode, Factors, packed_matrix
 from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
 from jaxkfac.linalg import (
     Damping,
@@ -26,11 +26,14 @@ from jaxkfac.linalg import (
     check_damping,
     clip_eigenvalues,
     damped_inverse,
+    diagonal,
     diagonal_power,
     factor_damping,
     is_separable,
     power_or_zero,
-    traces,
+    row_sums,
+    unfolded,
+    unfolded_size,
 )
 
 PyTree = Any
@@ -76,7 +79,30 @@ class Inverses:
 
     def sides(self, layer: Layer) -> tuple[Any, Any]:
         """The inverses of A and G of a layer that has both."""
-        return self.a[_holders(self.layers, self.bias, self.shared)[layer.name]], self.g[layer.name]
+        a = self.a[_holders(self.layers, self.bias, self.shared)[layer.name]]
+        return _in_full(a, layer.a_dense), _in_full(self.g[layer.name], layer.g_dense)
+
+    def bias_side(self, layer: Layer) -> Any:
+        """The inverse for a bias with a block of its own."""
+        return _in_full(self.biases[layer.name], layer.g_dense)
+
+    def packed(self) -> "Inverses":
+        """The same inverses, with one triangle of every matrix; see ``Factors.packed``."""
+        a, g = (
+            {layer.name for layer in self.layers if dense(layer)}
+            for dense in (lambda layer: layer.a_dense, lambda layer: layer.g_dense)
+        )
+
+        def folded(table: dict[str, Any], dense: set[str]) -> dict[str, Any]:
+            return {k: packed_matrix(x) if k in dense else x for k, x in table.items()}
+
+        return dataclasses.replace(
+            self, a=folded(self.a, a), g=folded(self.g, g), biases=folded(self.biases, g)
+        )
+
+
+def _in_full(side: Any, dense: bool) -> Any:
+    return unfolded(side) if dense else side
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,23 +167,59 @@ def invert(
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
         curvature, 2015, section 6.3.
     """
+    how: Any = {"damping": damping, "damping_mode": damping_mode}
+    inverses, problems = inversion(factors, **how, max_condition=max_condition, floor=floor)
+    solved = _solved(list(problems.values()), distribute)
+    for (table, name), inverse in zip(problems, solved, strict=True):
+        getattr(inverses, table)[name] = inverse
+    return inverses
+
+
+Problems = dict[tuple[str, str], tuple[Array, Array, Array]]
+
+
+def inversion(
+    factors: Factors,
+    *,
+    damping: Damping,
+    damping_mode: DampingMode,
+    max_condition: float = 1e6,
+    floor: float = 0.0,
+) -> tuple[Inverses, Problems]:
+    """The inverses of diagonals, and what is to be inverted by Cholesky.
+
+    Args:
+        factors: As for :func:`invert`, like the others.
+        damping: See above.
+        damping_mode: See above.
+        max_condition: See above.
+        floor: See above.
+
+    Returns:
+        Inverses that lack those of matrices; and for these ``{(table, name): (sums, divisor,
+        shift)}``, where the inverse is that of ``sums / divisor + shift``.
+    """
     check_clipping(max_condition, floor)
     check_separable(damping, damping_mode)
     layout = layout_of(factors.layers, factors.bias)
-    means = {place: jnp.asarray(block_mean(factors, b)) for place, b in layout.blocks.items()}
+    sums = {place: block_sums(factors, block) for place, block in layout.blocks.items()}
+
+    def vector(place: Place) -> Array:
+        total, divisor = sums[place]
+        return total / divisor.reshape(*divisor.shape, *[1] * (total.ndim - divisor.ndim))
 
     def clipped(values: Array) -> Array:
         return clip_eigenvalues(values, max_condition, floor)
 
     tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
-    problems: dict[tuple[str, str], tuple[Array, Array]] = {}
+    problems: Problems = {}
     # With pi the damping of A depends on the layer's own G, so layers cannot share an inverse.
     shared = isinstance(damping, tuple) or damping_mode != "pi"
     holders = _holders(factors.layers, factors.bias, shared)
     layers = _preconditioned(factors.layers)
     for layer in layers:
         if layer.is_diagonal:
-            values = map_slices(layer, means[Place("diagonals", layer.name)], clipped)
+            values = map_slices(layer, vector(Place("diagonals", layer.name)), clipped)
             tables["diagonals"][layer.name] = diagonal_power(values, power=-1.0, damping=damping)
     blocks = [layer for layer in layers if not layer.is_diagonal]
     places = {layer.name: (_input_place(layout, layer), Place("g", layer.name)) for layer in blocks}
@@ -167,19 +229,21 @@ def invert(
         for place, dense in zip(places[layer.name], (layer.a_dense, layer.g_dense), strict=True)
     }
     dense = [place for place, yes in is_dense.items() if yes]
-    trace = dict(zip(dense, traces([means[place] for place in dense]), strict=True))
+    diagonals = [diagonal(sums[place][0]) / sums[place][1][..., None] for place in dense]
+    trace = dict(zip(dense, row_sums(diagonals), strict=True))
 
     def mean(place: Place) -> Array:
-        values = means[place]
-        return trace[place] / values.shape[-1] if is_dense[place] else clipped(values).mean(-1)
+        if is_dense[place]:
+            return trace[place] / unfolded_size(sums[place][0])
+        return clipped(vector(place)).mean(-1)
 
     def inverse(table: str, name: str, place: Place, shift: Array) -> None:
         if not is_dense[place]:
-            tables[table][name] = power_or_zero(clipped(means[place]) + shift[..., None], -1.0)
+            tables[table][name] = power_or_zero(clipped(vector(place)) + shift[..., None], -1.0)
             return
         # Cholesky gives no eigenvalues; the trace bounds the largest one from above.
         least = jnp.maximum(trace[place] / max_condition, floor)
-        problems[table, name] = means[place], jnp.maximum(shift, least)
+        problems[table, name] = *sums[place], jnp.maximum(shift, least)
 
     of_a, of_g = ([mean(places[layer.name][side]) for layer in blocks] for side in (0, 1))
     shifts = _factor_dampings(of_a, of_g, damping, damping_mode)
@@ -189,12 +253,8 @@ def invert(
             inverse("a", name, a, to_a)
         inverse("g", name, g, to_g)
         if layer.bias is not None and factors.bias == "separate":
-            inverse("biases", name, g, _of_one_factor(damping, means[g].dtype))
-    for (table, name), solved in zip(
-        problems, _solved(list(problems.values()), distribute), strict=True
-    ):
-        tables[table][name] = solved
-    return Inverses(
+            inverse("biases", name, g, _of_one_factor(damping, sums[g][0].dtype))
+    inverses = Inverses(
         **tables,
         layers=factors.layers,
         bias=factors.bias,
@@ -202,6 +262,7 @@ def invert(
         max_condition=max_condition,
         floor=floor,
     )
+    return inverses, problems
 
 
 def _factor_dampings(
@@ -221,11 +282,12 @@ def _factor_dampings(
     return dampings
 
 
-def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[Array]:
+def _solved(problems: list[tuple[Array, Array, Array]], axis: MeshAxis | None) -> list[Array]:
+    means = [(unfolded(x / y[..., None, None]), shift) for x, y, shift in problems]
     if axis is not None:
-        return solve_divided(problems, damped_inverse, axis)
+        return solve_divided(means, damped_inverse, axis)
     out: list[Array] = []
-    for matrix, shift in problems:
+    for matrix, shift in means:
         out.append(damped_inverse(matrix, shift, after=out[-1] if out else None))
     return out
 
@@ -302,7 +364,7 @@ def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
             kernel, row = both[..., :-1, :], both[..., -1:, :]
         else:
             kernel = None if kernel is None else _times(_times(a, kernel), g)
-            row = None if row is None else _times(row, inverses.biases[layer.name])
+            row = None if row is None else _times(row, inverses.bias_side(layer))
         solved = kernel if form.writes_weight else None, row if form.writes_bias else None
         write_solved(written, layer, solved)
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())

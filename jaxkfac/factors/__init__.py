@@ -32,6 +32,8 @@ from jaxkfac.factors._factors import (
     check_same_origin,
     mean_of,
     of_parameters,
+    packed_matrix,
+    stored_like,
     with_origin,
     without_corrections,
     without_loss_terms,

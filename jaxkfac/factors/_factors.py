@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +16,9 @@ from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, short_repr, table_html
 from jaxkfac.factors._corrections import Corrections
 from jaxkfac.interception import Layer
+from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
+
+PACKED_FROM = 64  # a smaller triangle saves too little to pay for folding it
 
 # ---------------- the Fisher type and likelihoods of factors
 
@@ -160,7 +163,8 @@ class Factors(_Named):
         a_sums: ``{layer.input: sum of a a^T}``, ``(stack..., in[+1], in[+1])``, or
             ``(stack..., in[+1])`` for a diagonal side. Layers that read the same input
             share one entry. The ones column of a joint bias is last; it is there when
-            any layer of the group has a bias.
+            any layer of the group has a bias. :meth:`packed` factors hold one triangle of a
+            matrix in a rectangle; ``factors[name].a`` is the matrix all the same.
         a_counts: ``{layer.input: number of rows}``, shape ``(stack...)``.
         g_sums: ``{layer.name: sum of g g^T}``, ``(stack..., out, out)`` or a vector.
         diagonals: ``{layer.name: sum of squared gradients}``, shaped like the parameter.
@@ -242,9 +246,11 @@ class Factors(_Named):
                 return DiagonalFactor(diagonal)
             return CorrectedDiagonal(diagonal, more.mean(more.sums[name]))
         a, n = self.a_sums[layer.input], self.a_counts[layer.input]
+        a, g = unfolded(a) if layer.a_dense else a, self.g_sums[name]
+        g = unfolded(g) if layer.g_dense else g
         if self.has_ones(layer.input) and not self.wants_ones(layer):
             a = a[..., :-1, :-1] if layer.a_dense else a[..., :-1]
-        a, g = mean_of(a, n, 1 + layer.a_dense), mean_of(self.g_sums[name], self.terms, 0)
+        a, g = mean_of(a, n, 1 + layer.a_dense), mean_of(g, self.terms, 0)
         if more is None:
             return KroneckerFactor(a, g)
         bias = more.mean(more.bias_sums[name]) if name in more.bias_sums else None
@@ -257,6 +263,57 @@ class Factors(_Named):
     def has_ones(self, input_name: str) -> bool:
         """Whether the stored input factor carries a ones column."""
         return input_name in self._inputs_with_ones
+
+    def map_matrices(self, function: Callable[..., Any], *others: "Factors") -> "Factors":
+        """Apply a function to the sums of every dense side, and leave everything else.
+
+        Args:
+            function: Called with a matrix of these factors, and the ones of ``others``.
+            others: Factors of the same layers.
+        """
+
+        def mapped(table: str, dense: Collection[str]) -> dict[str, Any]:
+            sums, *more = (getattr(x, table) for x in (self, *others))
+            return {
+                name: function(x, *(other[name] for other in more)) if name in dense else x
+                for name, x in sums.items()
+            }
+
+        return dataclasses.replace(
+            self,
+            a_sums=mapped("a_sums", self.dense_inputs),
+            g_sums=mapped("g_sums", self.dense_outputs),
+        )
+
+    @functools.cached_property
+    def dense_inputs(self) -> frozenset[str]:
+        """Keys of the ``a_sums`` that are matrices."""
+        return frozenset(layer.input for layer in self.layers if layer.a_dense)
+
+    @functools.cached_property
+    def dense_outputs(self) -> frozenset[str]:
+        """Keys of the ``g_sums`` that are matrices."""
+        return frozenset(layer.name for layer in self.layers if layer.g_dense)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any matrix is stored as one triangle."""
+        matrices = [self.a_sums[k] for k in self.dense_inputs if k in self.a_sums]
+        matrices += [self.g_sums[k] for k in self.dense_outputs if k in self.g_sums]
+        return any(map(is_folded, matrices))
+
+    def packed(self) -> "Factors":
+        """The same factors, with one triangle of every matrix of size 64 or more.
+
+        A triangle takes ``n (n + 1) / 2`` elements (LAPACK's rectangular full packed format). Sums,
+        averages and readings work as before and give the same bits. Where a matrix that you made
+        yourself is not symmetric, its lower triangle counts.
+        """
+        return self.map_matrices(packed_matrix)
+
+    def unpacked(self) -> "Factors":
+        """The same factors, with every matrix in full."""
+        return self.map_matrices(lambda x: on_shapes(unfolded, x))
 
     def __add__(self, other: "Factors") -> "Factors":
         check_same_origin("factors", self.origin, other.origin)
@@ -274,6 +331,17 @@ class Factors(_Named):
             & jnp.isfinite(self.g_sums[layer.name]).all()
             for layer in self.layers
         }
+
+
+def packed_matrix(x: Any) -> Any:
+    """A stack of matrices, folded if they have the size for it and are not folded yet."""
+    is_small = unfolded_size(x) < PACKED_FROM
+    return x if is_small or is_folded(x) else on_shapes(fold_triangle, x)
+
+
+def on_shapes(function: Callable[[Any], Any], x: Any) -> Any:
+    """``function(x)``; of a shape, the shape of the result."""
+    return jax.eval_shape(function, x) if isinstance(x, jax.ShapeDtypeStruct) else function(x)
 
 
 def without_loss_terms(factors: Factors) -> Factors:
@@ -320,13 +388,25 @@ def with_origin(factors: Factors, origin: Origin | None) -> Factors:
 def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
     """Drop optional fields that only one of the two has, because their sum would be unknown.
 
-    Both get the origin of ``one``, so that an average keeps its structure inside ``scan``.
+    Both get the origin and the storage of ``one``, so that an average keeps its structure inside
+    ``scan``.
     """
     if (one.loss_terms is None) != (other.loss_terms is None):
         one, other = without_loss_terms(one), without_loss_terms(other)
     if (one.corrections is None) != (other.corrections is None):
         one, other = without_corrections(one), without_corrections(other)
-    return one, with_origin(other, one.origin)
+    return one, stored_like(with_origin(other, one.origin), one)
+
+
+def stored_like(factors: Factors, like: Factors) -> Factors:
+    """The factors with those matrices packed that are packed in ``like``."""
+
+    def follow(x: Any, other: Any) -> Any:
+        if is_folded(x) == is_folded(other):
+            return x
+        return on_shapes(fold_triangle if is_folded(other) else unfolded, x)
+
+    return factors.map_matrices(follow, like) if factors.layers == like.layers else factors
 
 
 def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:

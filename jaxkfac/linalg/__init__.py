@@ -9,14 +9,13 @@ from jaxkfac.linalg._eigh import (
     check_square,
     clip_eigenvalues,
     damped_inverse,
-    diagonal,
     eigh_checked,
     eigh_clipped,
     eigh_in_turn,
     in_sequence,
     iterate_eigenvectors,
     kronecker_above_rcond,
-    traces,
+    row_sums,
 )
 from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
 from jaxkfac.linalg._gram import (
@@ -47,7 +46,17 @@ from jaxkfac.linalg._kronecker import (
     quadratic_form,
     scale_in_eigenbasis,
 )
-from jaxkfac.linalg._packed import fold_triangle, pack, packed_shape, unfold_triangle, unpack
+from jaxkfac.linalg._packed import (
+    diagonal,
+    fold_triangle,
+    is_folded,
+    pack,
+    packed_shape,
+    unfold_triangle,
+    unfolded,
+    unfolded_size,
+    unpack,
+)
 from jaxkfac.linalg._sums import (
     alike,
     inner_product,
@@ -91,6 +100,7 @@ __all__ = [
     "inner_product",
     "into_eigenbasis",
     "is_all_finite",
+    "is_folded",
     "is_separable",
     "iterate_eigenvectors",
     "kronecker_above_rcond",
@@ -103,12 +113,14 @@ __all__ = [
     "panel_shapes",
     "power_or_zero",
     "quadratic_form",
+    "row_sums",
     "scale_in_eigenbasis",
     "statistics_dtype",
     "sum_over_chunks",
     "symmetric_gram",
-    "traces",
     "unfold_triangle",
+    "unfolded",
+    "unfolded_size",
     "unpack",
     "unpack_panels",
 ]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac.linalg._packed import diagonal
 from jaxkfac.linalg._sums import alike, is_all_finite
 
 # ---------------- the rcond of pseudo-inverses
@@ -372,24 +373,18 @@ def damped_inverse(
     return out.reshape(matrix.shape)
 
 
-def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
-    """The diagonal as a slice; on a CPU a gather compiles slower, and a mask writes a matrix."""
-    size = matrix.shape[-1]
-    return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
-
-
-def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
-    """The traces ``(stack...)`` of each ``(stack..., n, n)``, with one sum for joined arrays."""
-    rows = [diagonal(x).reshape(-1, x.shape[-1]) for x in matrices]
-    traces_by_place: dict[int, Array] = {}
+def row_sums(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+    """The sums ``(stack...)`` over the last axes of arrays, with one sum for joined arrays."""
+    rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    sums_by_place: dict[int, Array] = {}
     for places in alike(rows):
         width = max(rows[i].shape[1] for i in places)
         padded = [jnp.pad(rows[i], ((0, 0), (0, width - rows[i].shape[1]))) for i in places]
         total, begin = jnp.concatenate(padded).sum(-1), 0
         for i in places:
             end = begin + len(rows[i])
-            traces_by_place[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
-    return [traces_by_place[i] for i in range(len(rows))]
+            sums_by_place[i], begin = total[begin:end].reshape(arrays[i].shape[:-1]), end
+    return [sums_by_place[i] for i in range(len(rows))]
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.linalg import damped_inverse, traces
+from jaxkfac.linalg import damped_inverse, diagonal, row_sums
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -40,6 +40,7 @@ def test_all_of_an_inverse_is_nan_where_the_matrix_is_not_positive(k):
 
 
 def test_traces_of_matrices_and_stacks_of_any_size():
+    traces = lambda matrices: row_sums([diagonal(x) for x in matrices])
     sizes = (3,), (5,), (2, 3), (2, 2, 7), (1,)
     given = [jax.random.normal(jax.random.key(i), (*s, s[-1])) for i, s in enumerate(sizes)]
     given[1] = given[1].astype(jnp.float32)

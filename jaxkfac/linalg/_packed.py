@@ -1,8 +1,9 @@
 """Symmetric matrices in half the bytes: the lower triangle folded into a rectangle."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 _BLOCK = 64  # rows copied at once: transposing larger blocks leaves the cache
 _UPPER = np.tri(_BLOCK, dtype=bool).T
@@ -80,43 +81,78 @@ def _copy_triangle(target: np.ndarray, source: np.ndarray) -> None:
 # ---------------- the same rectangle inside a traced program, for stacks of matrices
 
 
-def fold_triangle(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack rows columns"]:
+AnyArray = Any  # a JAX or NumPy array, which a function returns as it came
+
+
+def fold_triangle(matrix: AnyArray) -> AnyArray:
     """Fold the lower triangle of symmetric matrices into a rectangle of half the elements.
 
     The layout is that of :func:`pack`. It takes slices, pads and one select, but no gather, which a
     GPU would run far below the speed of its memory.
 
     Args:
-        matrix: ``(stack..., n, n)``; the upper triangle is never read.
+        matrix: ``(stack..., n, n)``; the upper triangle is never read. NumPy in, NumPy out.
 
     Returns:
         ``(stack..., *packed_shape(n))``.
     """
-    n = matrix.shape[-1]
+    xp, n = _numpy_of(matrix), matrix.shape[-1]
     columns = n - n // 2
     out = _padded(matrix[..., :, :columns], top=1 - n % 2)
     corner = _padded(matrix[..., columns:, columns:].mT, left=n % 2, bottom=out.shape[-2] - n // 2)
-    return jnp.where(_holds_corner(n), corner, out)
+    return xp.where(_holds_corner(xp, n), corner, out)
 
 
-def unfold_triangle(
-    rectangle: Float[Array, "*stack rows columns"],
-) -> Float[Array, "*stack n n"]:
+def unfold_triangle(rectangle: AnyArray) -> AnyArray:
     """The symmetric matrices that :func:`fold_triangle` folded, both triangles written."""
-    rows, columns = rectangle.shape[-2:]
-    n = rows - (rows == 2 * columns + 1)
+    xp, n = _numpy_of(rectangle), unfolded_size(rectangle)
     corner = rectangle[..., : n // 2, n % 2 :].mT
-    right = _padded(corner, top=columns)
-    matrix = jnp.concatenate([rectangle[..., 1 - n % 2 :, :], right], -1)
-    return jnp.where(jnp.tri(n, dtype=bool), matrix, matrix.mT)
+    right = _padded(corner, top=rectangle.shape[-1])
+    matrix = xp.concatenate([rectangle[..., 1 - n % 2 :, :], right], -1)
+    return xp.where(xp.tri(n, dtype=bool), matrix, matrix.mT)
 
 
-def _holds_corner(n: int) -> Array:
+def is_folded(x: Any) -> bool:
+    """Whether an array of symmetric matrices is folded. A folded one is never square."""
+    return x.shape[-1] != x.shape[-2]
+
+
+def unfolded_size(x: Any) -> int:
+    """The size ``n`` of symmetric matrices, folded or not."""
+    rows, columns = x.shape[-2:]
+    return rows - (rows == 2 * columns + 1)
+
+
+def unfolded(x: AnyArray) -> AnyArray:
+    """Symmetric matrices ``(stack..., n, n)``, whether ``x`` is folded or not."""
+    return unfold_triangle(x) if is_folded(x) else x
+
+
+def diagonal(matrix: AnyArray) -> AnyArray:
+    """The diagonals ``(stack..., n)`` of symmetric matrices, folded or not.
+
+    They are slices: on a CPU a gather compiles slower, and a mask writes a matrix.
+    """
+    rows, columns = matrix.shape[-2:]
+    flat = matrix.reshape(*matrix.shape[:-2], rows * columns)
+    if not is_folded(matrix):
+        return flat[..., :: columns + 1]
+    n = unfolded_size(matrix)
+    first = flat[..., (1 - n % 2) * columns :: columns + 1][..., :columns]
+    corner = flat[..., n % 2 :: columns + 1][..., : n // 2]
+    return _numpy_of(matrix).concatenate([first, corner], -1)
+
+
+def _numpy_of(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _holds_corner(xp: Any, n: int) -> AnyArray:
     """True where the rectangle holds the last corner: on and above a diagonal at its top."""
-    rows, columns = n + 1 - n % 2, n - n // 2
-    row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
+    rows, columns = packed_shape(n)
+    row, column = xp.arange(rows)[:, None], xp.arange(columns)[None]
     return column - n % 2 >= row
 
 
-def _padded(x: Array, *, top: int = 0, bottom: int = 0, left: int = 0) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(top, bottom), (left, 0)])
+def _padded(x: AnyArray, *, top: int = 0, bottom: int = 0, left: int = 0) -> AnyArray:
+    return _numpy_of(x).pad(x, [(0, 0)] * (x.ndim - 2) + [(top, bottom), (left, 0)])

@@ -180,8 +180,7 @@ def _mapped(
     """Functions of the dense factors, of the counts, and of everything else."""
     factors = sums["factors"]
     if factors is not None:
-        dense_a = {layer.input for layer in factors.layers if layer.a_dense}
-        dense_g = {layer.name for layer in factors.layers if layer.g_dense}
+        dense_a, dense_g = factors.dense_inputs, factors.dense_outputs
         factors = dataclasses.replace(
             factors,
             a_sums={k: (matrix if k in dense_a else other)(x) for k, x in factors.a_sums.items()},

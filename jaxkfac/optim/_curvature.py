@@ -18,6 +18,7 @@ from jaxkfac.factors import (
     check_factors,
     check_like,
     of_parameters,
+    stored_like,
     update_average,
     with_origin,
     without_corrections,
@@ -114,6 +115,7 @@ class Curvature:
         if isinstance(factors, Factors):
             factors = of_parameters(without_loss_terms(factors))
         check_factors(factors, self.like)
+        factors = stored_like(factors, self.like)
         measures = factors.corrections is not None
         self.method.check_stagger(stagger=self.stagger, measures=measures)
         self.method.check_measured(factors)
@@ -130,12 +132,12 @@ class Curvature:
             return None
         return jax.lax.optimization_barrier(self.stacks.factors(factors))
 
-    def averaged(self, state: Any, new: Factors | None) -> tuple[Factors, Int[Array, ""]]:
+    def averaged(self, average: Factors, new: Factors | None) -> tuple[Factors, Int[Array, ""]]:
         """The average after a step's factors, and how many of its matrices restarted."""
         if new is None:
-            return state.stacked_average, jnp.zeros((), jnp.int32)
+            return average, jnp.zeros((), jnp.int32)
         new = without_corrections(new)
-        return begun_anew(update_average(state.stacked_average, new, self.decay), new)
+        return begun_anew(update_average(average, new, self.decay), new)
 
     def refreshed(
         self,
@@ -171,7 +173,7 @@ class Curvature:
     def from_host(self, state: Any, factors: Factors | None) -> Any:
         """The host's bases of the average if a refresh is due, otherwise ``None``."""
         new = None if factors is None else self.stacks.factors(factors)
-        average, _ = self.averaged(state, new)
+        average, _ = self.averaged(state.stacked_average, new)
         if not (self.refresh.is_due(state) and average.terms > 0):
             return None
         clipping = clipping_of(state.stacked_bases, self.clipping)

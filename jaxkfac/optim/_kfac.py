@@ -2,9 +2,11 @@
 
 from typing import Any, Literal, cast
 
+import jax
 import optax
 from jax.typing import ArrayLike
 
+from jaxkfac._errors import one_of
 from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors import Factors
 from jaxkfac.linalg import Damping, DampingMode
@@ -47,6 +49,7 @@ def kfac(
     inverse: InverseMethod = "auto",
     stagger: bool = False,
     distribute: str | None = None,
+    packed: bool | Literal["auto"] = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
@@ -138,6 +141,9 @@ def kfac(
         distribute: A mesh axis whose devices share the decompositions of a refresh, divided by the
             cubes of their sizes. By default each device does all of them. The mesh is that of
             ``jax.set_mesh``, or outside ``jit`` of the parameters.
+        packed: Whether the average, and stored inverses, hold one triangle of every matrix of size
+            64 or more. ``state.average`` reads the same; eigenvectors cannot be packed. ``"auto"``
+            packs unless JAX's default device is a CPU, where unfolding costs more than it saves.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, except ``max_condition`` and ``floor``, which stay those of
@@ -179,10 +185,11 @@ def kfac(
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
-        eigenbasis, or ``n**2`` for its inverse (with ``"pi"`` one of A for each layer); one copy
-        of the parameters for the momentum; during a refresh the workspace of
-        :func:`jaxkfac.curvature.eigendecompose` or :func:`jaxkfac.curvature.invert`. Gradients
-        and factors of stacked layers (sides of at most 512) are copied once.
+        eigenbasis, or ``n**2`` for its inverse (with ``"pi"`` one of A for each layer); averages
+        and inverses take ``n (n + 1) / 2`` if they are ``packed``. One copy of the parameters for
+        the momentum. During a refresh the workspace of one matrix, about ``5 n**2``, or on an
+        accelerator of as many as take no more than the largest. Gradients and factors of stacked
+        layers (sides of at most 512) are copied once.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -220,7 +227,11 @@ def kfac(
         norm_constraint=constraint,
         weight_decay=weight_decay,
     )
+    one_of("packed", packed, (True, False, "auto"))
+    # By default_backend, which starts JAX: the shapes in like= name no device.
+    packs = jax.default_backend() != "cpu" if packed == "auto" else packed
     shapes = shapes_of(like)
+    shapes = shapes.packed() if packs else shapes.unpacked()
     measures = shapes.corrections is not None
     method = preconditioner_of(inverse, first_damping, mode, measures=measures)
     MeshAxis.check(distribute)

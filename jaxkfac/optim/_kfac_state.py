@@ -27,9 +27,9 @@ class KfacState(NamedTuple):
         step: Updates made so far, int32; skipped ones do not count. Schedules and the
             refresh read it.
         stacked_average: Exponential average of the factors of the stacked model, as sums and
-            counts.
+            counts; one triangle of each matrix if ``kfac`` is ``packed``.
         stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
-            damped factors.
+            damped factors, which are packed like the average.
         momentum: Like the parameters, without those that ``others`` handles; the last update
             if the quadratic model chooses a number.
         others: State of the ``others`` transformation.
@@ -64,7 +64,7 @@ class KfacState(NamedTuple):
     @property
     def average(self) -> Factors:
         """Exponential average of the factors, as sums and counts."""
-        return _read(self.stacks.unstacked_factors, self.stacked_average)
+        return _read(self._factors_of_the_model, self.stacked_average)
 
     @property
     def statistics(self) -> Factors:
@@ -73,7 +73,10 @@ class KfacState(NamedTuple):
         if isinstance(self.stacked_bases, Eigenbases):
             corrections = self.stacked_bases.corrections
         stacked = dataclasses.replace(self.stacked_average, corrections=corrections)
-        return _read(self.stacks.unstacked_factors, stacked)
+        return _read(self._factors_of_the_model, stacked)
+
+    def _factors_of_the_model(self, stacked: Factors) -> Factors:
+        return self.stacks.unstacked_factors(stacked).unpacked()
 
     @property
     def bases(self) -> Eigenbases:
@@ -125,7 +128,9 @@ def _measures(bases: Eigenbases | Inverses) -> bool:
     return isinstance(bases, Eigenbases) and bases.corrections is not None
 
 
-def check_same_model(state: KfacState, stacks: Stacks, bases_type: type, *, adapts: bool) -> None:
+def check_same_model(
+    state: KfacState, stacks: Stacks, bases_type: type, *, adapts: bool, packed: bool
+) -> None:
     """Refuse a state of another model, or with another preconditioner."""
     if not isinstance(state.stacks, Stacks):
         raise ValueError(
@@ -140,6 +145,12 @@ def check_same_model(state: KfacState, stacks: Stacks, bases_type: type, *, adap
         raise ValueError(
             f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
             f"and damping_mode= expected {bases_type.__name__}: make a new one with tx.init(params)"
+        )
+    if state.stacked_average.is_packed is not packed:
+        stored, expected = ("packed", "dense") if not packed else ("dense", "packed")
+        raise ValueError(
+            f"kfac: the state's average is {stored}, and this kfac keeps it {expected}: build it "
+            f"with packed={not packed}, or make a new state with tx.init(params)"
         )
     if isinstance(state.adaptation, AdaptationState) is not adapts:
         raise ValueError(

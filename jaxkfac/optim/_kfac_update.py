@@ -43,11 +43,11 @@ from jaxkfac.optim._trees import (
     is_sharded,
     norm_scale,
     on_mesh_of,
+    once_where,
     required_factors,
     scale_covered,
     sharded_like,
     sum_dtype,
-    taken_where,
     where,
     with_constants,
     zero_momentum,
@@ -129,7 +129,11 @@ class KfacTransformation:
             factors = ours.checked(factors)
         check_state("kfac", state, KfacState)
         check_same_model(
-            state, ours.stacks, ours.method.stored_type, adapts=self.adaptation is not None
+            state,
+            ours.stacks,
+            ours.method.stored_type,
+            adapts=self.adaptation is not None,
+            packed=ours.like.is_packed,
         )
         if factors is not None:
             factors = ours.as_kept(factors, state)
@@ -218,29 +222,26 @@ class KfacTransformation:
     ) -> tuple[PyTree, KfacState]:
         """One update: average, refresh, precondition, constrain; skip or step; then descend."""
         update = self._prepared(grads, state, params, factors, numbers, loss)
-        results = taken_where(
-            update.sound,
-            update.burning,
-            lambda: self._step(update, extra, from_host, axis),
-            lambda: self._skip(update),
-            lambda: self._average_alone(update),
-        )
-        # The results may be selected and scaled: their inputs are behind the cond.
-        done = results.skipped == state.skipped
+        average, restarted, skipped = self._averaged(update)
+        # Selects may read it: its inputs are in a loop, so that XLA cannot copy them into each.
+        done = skipped == state.skipped
+        moves = done if update.burning is None else done & ~update.burning
+        step = functools.partial(self._step, update, average, extra, from_host, axis)
+        results = once_where(moves, step, self._unmoved(update))
         steps = self.curvature.stacks.unstacked_tree(results.steps, update.gradient)
         if results.scale is not None:
             steps = scale_covered(results.scale, steps, self.curvature.covered)
-        watch, missed = self._watch(update, results, done)
+        watch, missed = self._watch(update, average, restarted, results.num_updates, done)
         descent = self._descend(update, results, steps, done)
         out = self.others.joined(descent.covered, descent.others_update)
         out = where(done, out, jax.tree.map(jnp.zeros_like, out))
         return with_constants(grads, out), KfacState(
             step=results.num_updates,
-            stacked_average=results.average,
+            stacked_average=average,
             stacked_bases=results.bases,
             momentum=descent.velocity,
             others=descent.others_state,
-            skipped=results.skipped,
+            skipped=skipped,
             kept=results.num_failed,
             missed=state.missed + missed.astype(jnp.int32),
             stacks=self.curvature.stacks,
@@ -288,12 +289,30 @@ class KfacTransformation:
             sound=finite & is_in_range(new),
         )
 
+    def _averaged(self, update: "_Update") -> tuple[Factors, Array, Array]:
+        """The average, the number of averages that restarted, and of updates skipped so far."""
+        state, new = update.state, update.factors
+        skipped = jnp.asarray(optax.safe_increment(state.skipped))
+
+        def averaged(carry: tuple[Factors, Array, Array]) -> tuple[Factors, Array, Array]:
+            return *self.curvature.averaged(carry[0], new), state.skipped
+
+        unchanged = state.stacked_average, jnp.zeros((), jnp.int32), skipped
+        return once_where(update.sound, averaged, unchanged)
+
     def _step(
-        self, update: "_Update", extra: Any, from_host: Eigenbases | None, axis: MeshAxis | None
+        self,
+        update: "_Update",
+        average: Factors,
+        extra: Any,
+        from_host: Eigenbases | None,
+        axis: MeshAxis | None,
+        unmoved: "_Results",
     ) -> "_Results":
-        """Average, refresh, precondition and constrain, and the step of ``others``."""
-        curvature, state, new = self.curvature, update.state, update.factors
-        (average, restarted), damping = curvature.averaged(state, new), update.factor_damping
+        """Refresh, precondition and constrain, and the step of ``others``."""
+        # What changes in place is read from the argument: a second reader would need a copy.
+        gradient, state = unmoved.steps, update.state._replace(stacked_bases=unmoved.bases)
+        curvature, new, damping = self.curvature, update.factors, update.factor_damping
         refreshed = functools.partial(
             curvature.refreshed, state, average, new, axis=axis, from_host=from_host
         )
@@ -301,12 +320,13 @@ class KfacTransformation:
         early_refresh = None if curvature.method.damps_at_refresh else refreshed(damping)
         if self.adaptation is not None and self.adaptation.two_dampings and update.loss is not None:
             early_bases = None if early_refresh is None else early_refresh[0]
+            update = update._replace(state=state, stacked=gradient)
             damping = self._tried_factor_damping(update, average, early_bases)
         bases, num_failed = refreshed(damping) if early_refresh is None else early_refresh
-        steps, scale = curvature.method.apply(update.stacked, bases, damping), None
+        steps, scale = curvature.method.apply(gradient, bases, damping), None
         if self.norm_constraint is not None:
             paths = curvature.stacked_paths
-            scale = norm_scale(steps, update.stacked, paths, update.rate, self.norm_constraint)
+            scale = norm_scale(steps, gradient, paths, update.rate, self.norm_constraint)
         others_update, others_state = (), state.others
         if self.others.tx is not None:
             others_update, others_state = self.others.tx.update(
@@ -316,15 +336,12 @@ class KfacTransformation:
         return _Results(
             steps=steps,
             scale=scale,
-            average=average,
             bases=bases,
             others_update=others_update,
             others_state=others_state,
             factor_damping=damping,
             num_updates=jnp.asarray(optax.safe_increment(state.step)),
-            skipped=state.skipped,
             num_failed=state.kept + num_failed,
-            restarted=restarted,
         )
 
     def _tried_factor_damping(
@@ -346,44 +363,41 @@ class KfacTransformation:
             state, update.gradient, direction, update.damping, *configured, due=due
         )
 
-    def _skip(self, update: "_Update") -> "_Results":
-        """An update that is not finite changes only the number of those skipped."""
-        # The skipped branch needs placeholders; reuse the gradients, which cost nothing.
+    def _unmoved(self, update: "_Update") -> "_Results":
+        """The results of an update that is skipped, or belongs to the burn-in."""
+        # In place of steps stand the gradients, over which the steps are written.
         state, scale = update.state, None
         if self.norm_constraint is not None:
             scale = update.sound.astype(sum_dtype(update.stacked))
         others_update = (
             () if self.others.tx is None else jax.tree.map(jnp.zeros_like, update.gradient)
         )
-        skipped = jnp.asarray(optax.safe_increment(state.skipped))
         return _Results(
             steps=update.stacked,
             scale=scale,
-            average=state.stacked_average,
             bases=self.curvature.unchanged(state, update.factors),
             others_update=others_update,
             others_state=state.others,
             factor_damping=update.factor_damping,
             num_updates=state.step,
-            skipped=skipped,
             num_failed=state.kept,
-            restarted=jnp.zeros((), jnp.int32),
         )
 
-    def _average_alone(self, update: "_Update") -> "_Results":
-        """An update of the burn-in averages the factors, and moves nothing."""
-        unmoved = self._skip(update)
-        average, restarted = self.curvature.averaged(update.state, update.factors)
-        return unmoved._replace(average=average, skipped=update.state.skipped, restarted=restarted)
-
-    def _watch(self, update: "_Update", results: "_Results", done: Array) -> tuple[StateWatch, Any]:
+    def _watch(
+        self,
+        update: "_Update",
+        average: Factors,
+        restarted: Array,
+        num_updates: Array,
+        done: Array,
+    ) -> tuple[StateWatch, Any]:
         """What the state counts of this update, and whether its refresh had no factors."""
         state, new, refresh = update.state, update.factors, self.curvature.refresh
         came = jnp.asarray(False) if new is None else done & (new.terms > 0)
         due = done & refresh.is_due(state)
-        watch = state.watch.after(update.value, came=came, due=due, begun=results.average.terms > 0)
-        watch = watch.counting(outsized=update.finite & ~update.sound, restarted=results.restarted)
-        missed = (results.num_updates != state.step) & refresh.is_missed(state, results.average)
+        watch = state.watch.after(update.value, came=came, due=due, begun=average.terms > 0)
+        watch = watch.counting(outsized=update.finite & ~update.sound, restarted=restarted)
+        missed = (num_updates != state.step) & refresh.is_missed(state, average)
         return watch, missed
 
     def _descend(
@@ -461,33 +475,27 @@ class _Update(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What every branch of an update returns, in one structure, as ``lax.cond`` requires.
+    """What an update changes, in one structure whether it is made or not.
 
     Attributes:
         steps: Preconditioned gradients of the stacked model, not yet constrained.
         scale: The norm constraint's factor, or ``None`` without one.
-        average: The average of the factors.
         bases: Bases or inverses.
         others_update: The update of ``others``, or ``()``.
         others_state: The state of ``others``.
         factor_damping: The damping that ``steps`` were made with.
         num_updates: Updates so far.
-        skipped: Skipped calls so far.
         num_failed: Decompositions that failed so far.
-        restarted: Averages that restarted now.
     """
 
     steps: Any
     scale: Array | None
-    average: Factors
     bases: Any
     others_update: PyTree
     others_state: Any
     factor_damping: Any
     num_updates: Array
-    skipped: Array
     num_failed: Array
-    restarted: Array
 
 
 class _Descent(NamedTuple):

@@ -224,7 +224,7 @@ def kfe_adam(
     at_least_one(refresh_every=refresh_every)
     if max_side < 0:
         raise ValueError(f"max_side={max_side}: expected a size, 0 for no gradient's covariance")
-    shapes = dataclasses.replace(shapes_of(like), corrections=None)
+    shapes = dataclasses.replace(shapes_of(like).unpacked(), corrections=None)
     stacks = Stacks.of(shapes)
     method = preconditioner_of(refresh, 0.0, "exact", measures=False)
     options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
@@ -540,7 +540,7 @@ class _KfeAdam:
         sound = finite & is_in_range(new)
 
         def step() -> Any:
-            average, restarted = curvature.averaged(state, new)
+            average, restarted = curvature.averaged(state.stacked_average, new)
             decomposed = state.stacked_average if self.sides.alone else average
             bases, num_failed = curvature.refreshed(state, decomposed, new, 0.0)
             num_updates = jnp.asarray(optax.safe_increment(state.step))
@@ -584,7 +584,7 @@ class _KfeAdam:
 
         def average_alone() -> Any:
             steps, _, *unchanged, _, num_failed, _ = skip()
-            average, restarted = curvature.averaged(state, new)
+            average, restarted = curvature.averaged(state.stacked_average, new)
             return steps, average, *unchanged, state.skipped, num_failed, restarted
 
         # SOAP's order: the first gradient only fills the covariances, and later ones are added

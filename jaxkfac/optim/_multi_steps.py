@@ -17,6 +17,7 @@ from jaxkfac.factors import (
     check_like,
     check_same_layers,
     of_parameters,
+    stored_like,
     with_origin,
     without_loss_terms,
     zeros_like,
@@ -233,6 +234,10 @@ def multi_steps(
             num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
             terms = num_terms if terms is None else terms
             factors = with_origin(without_loss_terms(factors), stored["factors"].origin)
+            if accumulator.narrow:
+                factors = factors.unpacked()  # folded below, the small ones too
+            else:
+                factors = stored_like(factors, stored["factors"])
         elif stored["factors"] is not None:  # they are collected at other micro-steps
             shapes = jax.eval_shape(
                 lambda storage_dtype: accumulator.unfolded(accumulator.load(storage_dtype)), stored
@@ -334,11 +339,14 @@ def _factors_in(state: Any) -> Factors | None:
     ours = KfacState, KfeAdamState
     types = (Factors, *ours)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, types))
+    is_packed = any(isinstance(x, ours) and x.stacked_average.is_packed for x in nodes)
     nodes = [node.statistics if isinstance(node, ours) else node for node in nodes]
     all_factors = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
     for more in all_factors[1:]:
         check_same_layers(more, all_factors[0])
-    return all_factors[0] if all_factors else None
+    if not all_factors:
+        return None
+    return all_factors[0].packed() if is_packed else all_factors[0]
 
 
 def _check_statistics(factors: Any, terms: Any, stored: Factors | None) -> None:

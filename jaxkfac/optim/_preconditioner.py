@@ -20,9 +20,10 @@ from jaxkfac.curvature import (
     identity_bases,
     identity_inverses,
     invert,
-    iterate_eigenbases,
     natural_gradient,
     precondition,
+    refresh_bases,
+    refresh_inverses,
 )
 from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
@@ -64,9 +65,22 @@ class Preconditioner(abc.ABC):
         damping: Damping,
         clipping: Clipping,
         axis: MeshAxis | None,
-    ) -> Any:
-        """Refresh from an average and the current value; ``first`` if that saw no factors."""
-        return self.fresh(average, damping, clipping, axis)
+    ) -> tuple[Any, Int[Array, ""]]:
+        """What replaces ``current`` for the layers of an average, and how many sides failed.
+
+        ``first`` says that ``current`` has seen no factors yet. With an axis, devices share the
+        matrices; otherwise each is solved in place.
+        """
+        if axis is None:
+            return self.in_place(current, first, average, damping)
+        new = self.fresh(average, damping, clipping, axis)
+        return keep_where_not_finite(new, of_layers_in(new, current))
+
+    @abc.abstractmethod
+    def in_place(
+        self, current: Any, first: Bool[Array, ""], average: Factors, damping: Damping
+    ) -> tuple[Any, Int[Array, ""]]:
+        """Refresh ``current`` in place, one matrix after the other."""
 
     def with_corrections(self, current: Any, like: Corrections | None) -> Any:
         """Add empty measured eigenvalues, if ``like`` has their shapes."""
@@ -132,6 +146,11 @@ class _Eigenvectors(Preconditioner):
         placement: Placement = "host" if self.on_host else "device"
         return eigendecompose(average, placement=placement, distribute=axis, **clipping)
 
+    def in_place(
+        self, current: Eigenbases, first: Bool[Array, ""], average: Factors, damping: Damping
+    ) -> tuple[Eigenbases, Int[Array, ""]]:
+        return refresh_bases(current, average)
+
     def apply(self, grads: PyTree, bases: Eigenbases, damping: Damping) -> PyTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
         return natural_gradient(grads, bases, damping=damping, **options)
@@ -183,17 +202,13 @@ class _IteratedEigenvectors(_Eigenvectors):
         damping: Damping,
         clipping: Clipping,
         axis: MeshAxis | None,
-    ) -> Eigenbases:
+    ) -> tuple[Eigenbases, Int[Array, ""]]:
         if axis is not None:
             raise ValueError(
                 'distribute= divides eigendecompositions among devices, and "qr" makes them at the '
                 'first refresh alone: leave it out, or take inverse="eigh"'
             )
-        return jax.lax.cond(
-            first,
-            lambda: self.fresh(average, damping, clipping, None),
-            lambda: iterate_eigenbases(average, current),
-        )
+        return refresh_bases(current, average, iterate=~first)
 
 
 class _CholeskyInverses(Preconditioner):
@@ -203,16 +218,27 @@ class _CholeskyInverses(Preconditioner):
     damps_at_refresh = True
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
-        return identity_inverses(like, damping=damping, damping_mode=self._mode, **clipping)
+        how: Any = {"damping": damping, "damping_mode": self._mode}
+        return _stored_like(like, identity_inverses(like, **how, **clipping))
 
     def fresh(
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
     ) -> Inverses:
         how: Any = {"damping": damping, "damping_mode": self._mode, "distribute": axis}
-        return invert(average, **how, **clipping)
+        return _stored_like(average, invert(average, **how, **clipping))
+
+    def in_place(
+        self, current: Inverses, first: Bool[Array, ""], average: Factors, damping: Damping
+    ) -> tuple[Inverses, Int[Array, ""]]:
+        how: Any = {"damping": damping, "damping_mode": self._mode}
+        return refresh_inverses(current, average, **how)
 
     def apply(self, grads: PyTree, inverses: Inverses, damping: Damping) -> PyTree:
         return precondition(grads, inverses)
+
+
+def _stored_like(factors: Factors, inverses: Inverses) -> Inverses:
+    return inverses.packed() if factors.is_packed else inverses
 
 
 METHODS: dict[str, type[Preconditioner]] = {
@@ -249,6 +275,20 @@ def preconditioner_of(
                 "keeps none: take inverse='eigh'"
             )
     return METHODS[inverse](damping_mode)
+
+
+def of_layers_in(group: Any, bases: Any) -> Any:
+    """Select the layers of ``group`` from ``bases``."""
+    tables = {
+        table: {k: getattr(bases, table)[k] for k in getattr(group, table)}
+        for table in tables_of(group)
+    }
+    return dataclasses.replace(group, **tables)
+
+
+def tables_of(bases: Any) -> list[str]:
+    """Names of the fields of bases or inverses that are tables."""
+    return [f.name for f in dataclasses.fields(bases) if isinstance(getattr(bases, f.name), dict)]
 
 
 def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:

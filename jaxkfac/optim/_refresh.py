@@ -1,13 +1,11 @@
 """When bases or inverses are refreshed, and of which layers."""
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -17,8 +15,9 @@ from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
-from jaxkfac.optim._preconditioner import Preconditioner, keep_where_not_finite
+from jaxkfac.optim._preconditioner import Preconditioner, tables_of
 from jaxkfac.optim._schedules import Clipping
+from jaxkfac.optim._trees import once_where
 
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
@@ -85,38 +84,12 @@ class RefreshInGraph:
             # In turn: each group waits for the failure count of the groups before it.
             def renewed(carry: tuple[Any, Array], subset: Factors = subset) -> tuple[Any, Array]:
                 current, failed = carry
-                new = self._method.renewed(current, first, subset, damping, clipping, axis)
-                new, more = keep_where_not_finite(new, _like(current, new))
+                new, more = self._method.renewed(current, first, subset, damping, clipping, axis)
                 return _written(current, new), failed + more
 
             due = self._due(state, offset) & (average.terms > 0)
-            bases, failed = _where_due(due, renewed, (bases, failed))
+            bases, failed = once_where(due, renewed, (bases, failed))
         return bases, failed
-
-
-def _where_due(due: Any, renewed: Callable[[Any], Any], bases: Any) -> Any:
-    """``renewed(bases)`` if it is due, else ``bases``.
-
-    This is a loop of one iteration or none, because a loop updates its carry in place. If one
-    branch of a ``cond`` reads what the other passes on, XLA makes two copies at every step, due or
-    not: 52 MB for the inverses of the autoencoder in ``benchmarks.optimizer_steps``. A loop has no
-    reverse-mode derivative, so the derivative of the ``cond`` is used.
-    """
-    renewed, closed_over = jax.closure_convert(renewed, bases)
-
-    @jax.custom_jvp
-    def loop(due: Any, bases: Any, *closed_over: Any) -> Any:
-        def body(carry: Any) -> Any:
-            again, bases = carry
-            return again & False, renewed(bases, *closed_over)
-
-        return jax.lax.while_loop(lambda carry: carry[0], body, (due, bases))[1]
-
-    def branches(due: Any, bases: Any, *closed_over: Any) -> Any:
-        return jax.lax.cond(due, renewed, lambda bases, *_: bases, bases, *closed_over)
-
-    loop.defjvp(functools.partial(jax.jvp, branches))
-    return loop(due, bases, *closed_over)
 
 
 def _balanced_groups(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
@@ -166,20 +139,7 @@ def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:
     return dataclasses.replace(factors, layers=layers, **tables)
 
 
-def _tables(bases: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(bases) if isinstance(getattr(bases, f.name), dict)]
-
-
-def _like(bases: Any, group: Any) -> Any:
-    """Select the layers of ``group`` from ``bases``."""
-    tables = {
-        table: {k: getattr(bases, table)[k] for k in getattr(group, table)}
-        for table in _tables(group)
-    }
-    return dataclasses.replace(group, **tables)
-
-
 def _written(bases: Any, group: Any) -> Any:
     """``bases`` with the layers of ``group`` replaced."""
-    tables = {table: getattr(bases, table) | getattr(group, table) for table in _tables(group)}
+    tables = {table: getattr(bases, table) | getattr(group, table) for table in tables_of(group)}
     return dataclasses.replace(bases, **tables)

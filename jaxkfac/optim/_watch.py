@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac.factors import Factors
+from jaxkfac.linalg import diagonal
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 
 # ---------------- whether factors come when they are needed
@@ -82,13 +83,12 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
     restarts with the mean of ``new`` multiplied by this count. If ``new`` has no rows or terms, the
     average stays until some come.
     """
-    dense_a = {layer.input for layer in average.layers if layer.a_dense}
-    dense_g = {layer.name for layer in average.layers if layer.g_dense}
+    dense_a, dense_g = average.dense_inputs, average.dense_outputs
     restarted, has_terms = [jnp.zeros((), jnp.int32)], new.terms > 0
     weight = average.terms / jnp.where(has_terms, new.terms.astype(average.terms.dtype), 1)
 
     def is_lost(x: Array, *, dense: bool, comes: Array) -> Array:
-        x = jax.lax.stop_gradient(_diagonal(x) if dense else x)
+        x = jax.lax.stop_gradient(diagonal(x) if dense else x)
         bad = ~jnp.isfinite(x).all(-1) & comes
         restarted.append(bad.sum(dtype=jnp.int32))
         return bad
@@ -118,20 +118,14 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
 
 def _diagonals(factors: Factors) -> Iterator[Array]:
     """The diagonals of dense factors, and all other sums unchanged."""
-    dense_a = {layer.input for layer in factors.layers if layer.a_dense}
-    dense_g = {layer.name for layer in factors.layers if layer.g_dense}
     for name, x in factors.a_sums.items():
-        yield _diagonal(x) if name in dense_a else x
+        yield diagonal(x) if name in factors.dense_inputs else x
     for name, x in factors.g_sums.items():
-        yield _diagonal(x) if name in dense_g else x
+        yield diagonal(x) if name in factors.dense_outputs else x
     yield from factors.diagonals.values()
     if factors.corrections is not None:
         yield from factors.corrections.sums.values()
         yield from factors.corrections.bias_sums.values()
-
-
-def _diagonal(matrix: Array) -> Array:
-    return jnp.diagonal(matrix, axis1=-2, axis2=-1)
 
 
 # ---------------- the watch over losses and factors

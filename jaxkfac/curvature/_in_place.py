@@ -1,0 +1,233 @@
+"""Refresh bases or inverses in place, one matrix after the other.
+
+Decompositions of a whole stack would need the stack unfolded, its results beside the stored ones,
+and a workspace for each matrix. Here only the matrices of one call exist in full, and every result
+is written over the stored one, or left out where it is not finite.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigendecompose import block_sums
+from jaxkfac.curvature._inverses import Inverses, inversion
+from jaxkfac.curvature._layout import Place, layout_of
+from jaxkfac.curvature._placement import solver_scratch
+from jaxkfac.factors import Factors
+from jaxkfac.linalg import (
+    Damping,
+    DampingMode,
+    Spectrum,
+    damped_inverse,
+    eigh_checked,
+    fold_triangle,
+    in_sequence,
+    is_folded,
+    iterate_eigenvectors,
+    unfolded,
+    unfolded_size,
+)
+
+PyTree = Any
+Failed = Int[Array, ""]
+
+
+def refresh_bases(
+    bases: Eigenbases, factors: Factors, *, iterate: Any = None, scratch_bytes: int | None = None
+) -> tuple[Eigenbases, Failed]:
+    """Eigenbases of new factors, written over older ones; inside a compiled program.
+
+    Args:
+        bases: With eigenvectors, of the layers of ``factors`` or more.
+        factors: Sums and counts; their means are decomposed.
+        iterate: Whether to take one step of orthogonal iteration from ``bases`` instead of a
+            decomposition, a traced bool. By default never.
+        scratch_bytes: Bytes of scratch of one call of an accelerator's solver, which decides how
+            many matrices of a stack it gets at once. By default those of the largest matrix.
+
+    Returns:
+        Bases of the layers of ``factors``, and how many of their sides kept their old value because
+        the new one was not finite.
+    """
+    layout = layout_of(factors.layers, factors.bias)
+    failed, after = _nothing(), _first(factors)
+    limit = _limit(factors, scratch_bytes)
+    solve, numbers = (_eigh, ()) if iterate is None else (_eigh_or_iterated, (iterate,))
+    spectra: dict[Place, Any] = {}
+    for place, block in layout.blocks.items():
+        old, (sums, divisor) = getattr(bases, place.table)[place.key], block_sums(factors, block)
+        if block.source.dense:
+            at_once = _at_once(sums, limit)
+            spectra[place], more = _solved(
+                solve, sums, divisor, old, (), numbers, after, at_once=at_once
+            )
+            after = spectra[place].values.reshape(-1)[0]
+        else:
+            new = sums / divisor
+            is_spectrum = isinstance(old, Spectrum)
+            new, more = _kept_where_not_finite(new, old.values if is_spectrum else old, is_spectrum)
+            spectra[place] = Spectrum(new, None) if is_spectrum else new
+        failed += more
+    clipping = {"max_condition": bases.max_condition, "floor": bases.floor}
+    return Eigenbases.of_blocks(layout, spectra, **clipping, origin=bases.origin), failed
+
+
+def refresh_inverses(
+    inverses: Inverses,
+    factors: Factors,
+    *,
+    damping: Damping,
+    damping_mode: DampingMode,
+    scratch_bytes: int | None = None,
+) -> tuple[Inverses, Failed]:
+    """Inverses of new damped factors, written over older ones; inside a compiled program.
+
+    Args:
+        inverses: Of the layers of ``factors`` or more; where they are packed, so are the new ones.
+        factors: Sums and counts; their means are inverted.
+        damping: As for ``invert``.
+        damping_mode: As for ``invert``.
+        scratch_bytes: As for ``refresh_bases``.
+
+    Returns:
+        Inverses of the layers of ``factors``, and how many kept their old value.
+    """
+    clipping = {"max_condition": inverses.max_condition, "floor": inverses.floor}
+    new, problems = inversion(factors, damping=damping, damping_mode=damping_mode, **clipping)
+    failed, after = _nothing(), _first(factors)
+    limit = _limit(factors, scratch_bytes)
+    tables = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
+    tables = {table: dict(x) for table, x in tables.items() if isinstance(x, dict)}
+    for table, values in tables.items():
+        for name, x in values.items():
+            values[name], more = _kept_where_not_finite(x, getattr(inverses, table)[name], False)
+            failed += more
+    for (table, name), (sums, divisor, shift) in problems.items():
+        old, at_once = getattr(inverses, table)[name], _at_once(sums, limit)
+        tables[table][name], more = _solved(
+            _inverse, sums, divisor, old, (shift,), (), after, at_once=at_once
+        )
+        after, failed = tables[table][name].reshape(-1)[0], failed + more
+    return dataclasses.replace(new, **tables), failed
+
+
+def _nothing() -> Failed:
+    return jnp.zeros((), jnp.int32)
+
+
+def _first(factors: Factors) -> Array:
+    """A number to begin a sequence with; see ``in_sequence``."""
+    return jnp.zeros((), factors.terms.dtype)
+
+
+def _limit(factors: Factors, scratch_bytes: int | None) -> int:
+    if scratch_bytes is not None:
+        return scratch_bytes
+    sums = [factors.a_sums[name] for name in factors.dense_inputs & set(factors.a_sums)]
+    sums += [factors.g_sums[name] for name in factors.dense_outputs & set(factors.g_sums)]
+    return max((solver_scratch(unfolded_size(x), 1, x.dtype.itemsize) for x in sums), default=0)
+
+
+def _at_once(sums: Array, limit: int) -> int:
+    """How many matrices of a stack are solved in one call; it divides their number."""
+    size, count = unfolded_size(sums), sums[..., 0, 0].size
+    fitting = limit // solver_scratch(size, 1, sums.dtype.itemsize)
+    return next(k for k in range(min(max(fitting, 1), max(count, 1)), 0, -1) if count % k == 0)
+
+
+def _kept_where_not_finite(new: Array, old: Array, by_row: bool) -> tuple[Array, Failed]:
+    """``new``, or ``old`` in its place; each row of a side's diagonal, or all of a parameter's."""
+    ok = jnp.isfinite(new).all(-1) if by_row else jnp.isfinite(new).all()
+    kept = jnp.where(ok[..., None] if by_row else ok, new, old)
+    return kept, (~ok).sum(dtype=jnp.int32)
+
+
+Solve = Callable[..., tuple[PyTree, Array]]
+
+
+@functools.partial(jax.jit, static_argnames=("solve", "at_once"))
+def _solved(
+    solve: Solve,
+    sums: Array,
+    divisor: Array,
+    old: PyTree,
+    by_matrix: tuple[Array, ...],
+    numbers: tuple[Any, ...],
+    after: Array,
+    *,
+    at_once: int,
+) -> tuple[PyTree, Failed]:
+    """``solve`` for each matrix of a stack, written over ``old`` where the result is finite.
+
+    Args:
+        solve: ``solve(matrix, old, *by_matrix, *numbers)`` of one matrix, to ``(new, is_finite)``.
+        sums: ``(stack..., n, n)``, or folded.
+        divisor: What makes means of the sums, ``(stack...)`` or a scalar.
+        old: Results of before, with the axes of the stack.
+        by_matrix: Arrays with one entry for each matrix.
+        numbers: Arguments that are the same for all.
+        after: A number that is known before the first matrix is read.
+        at_once: How many matrices an accelerator solves in one call.
+    """
+    stack = sums.shape[:-2]
+    flat = lambda x: x.reshape(-1, *x.shape[len(stack) :])
+    per_matrix = (sums, jnp.broadcast_to(divisor, stack), *by_matrix)
+    operands, old = jax.tree.map(flat, (per_matrix, old))
+
+    def one(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
+        sums, divisor, *more = operands
+        matrix = unfolded(in_sequence(sums / divisor, after))
+        new, ok = solve(matrix, old, *more, *numbers)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old), ~ok
+
+    def in_groups(size: int) -> Callable[..., tuple[PyTree, Array]]:
+        def run(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
+            def group(i: Any, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+                old, failed = carry
+                read = lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size)
+                if size > 1:
+                    new, bad = jax.vmap(one)(*jax.tree.map(read, (operands, old)))
+                else:  # a batched solver may be another one
+                    single = jax.tree.map(lambda x: read(x)[0], (operands, old))
+                    new, bad = jax.tree.map(lambda x: x[None], one(*single))
+                write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 0)
+                return jax.tree.map(write, old, new), failed + bad.sum(dtype=jnp.int32)
+
+            count = len(operands[0])
+            if count == size:
+                return group(0, (old, _nothing()))
+            return jax.lax.fori_loop(0, count // size, group, (old, _nothing()))
+
+        return run
+
+    new, failed = jax.lax.platform_dependent(
+        operands, old, cpu=in_groups(1), default=in_groups(at_once)
+    )
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), new), failed
+
+
+def _eigh(matrix: Array, old: Spectrum) -> tuple[Spectrum, Array]:
+    new = eigh_checked(matrix, vectors=old.vectors is not None)
+    return new, jnp.isfinite(new.values).all()
+
+
+def _iterated(matrix: Array, old: Spectrum) -> tuple[Spectrum, Array]:
+    assert old.vectors is not None
+    new = iterate_eigenvectors(matrix, old.vectors)
+    return new, jnp.isfinite(new.values).all()
+
+
+def _eigh_or_iterated(matrix: Array, old: Spectrum, iterate: Array) -> tuple[Spectrum, Array]:
+    return jax.lax.cond(iterate, _iterated, _eigh, matrix, old)
+
+
+def _inverse(matrix: Array, old: Array, shift: Array) -> tuple[Array, Array]:
+    new = damped_inverse(matrix, shift)
+    # If an inverse failed, all its entries are NaN, so one entry is enough to check.
+    return fold_triangle(new) if is_folded(old) else new, jnp.isfinite(new[0, 0])
