@@ -128,11 +128,11 @@ class Steps:
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)
 
-    def training(self, **options: Any) -> Any:
+    def training(self, *, packed: bool, **options: Any) -> Any:
         """A K-FAC step as a training makes it: parameters and state are donated."""
-        like = self.like.packed() if options.get("packed") else self.like
-        tx = jk.kfac(0.1, like=like, damping=1e-3, norm_constraint=None, **options)
-        stats = self._collector()
+        stats = self._collector(packed=packed)
+        like = stats.factor_shapes(self.params, self.batch)
+        tx = jk.kfac(0.1, like=like, damping=1e-3, packed=packed, **options)
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads, factors = stats(params, batch)

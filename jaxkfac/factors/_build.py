@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.factors._budgeted import BudgetedCollector
@@ -40,6 +40,7 @@ def value_grad_and_factors(
     every: int = ...,
     precision: Precision = ...,
     examples: Word | None = ...,
+    packed: bool = ...,
 ) -> FactorCollector: ...
 @overload
 def value_grad_and_factors(
@@ -63,6 +64,7 @@ def value_grad_and_factors(
     every: int = ...,
     precision: Precision = ...,
     examples: Word | None = ...,
+    packed: Literal[False] = ...,
 ) -> BudgetedCollector: ...
 def value_grad_and_factors(
     objective: Callable[..., Any],
@@ -85,6 +87,7 @@ def value_grad_and_factors(
     every: int = 1,
     precision: Precision = "highest",
     examples: Word | None = None,
+    packed: bool = False,
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
@@ -164,6 +167,9 @@ def value_grad_and_factors(
             and a second pass may run each example alone. It is recorded in ``factors.origin``. It
             does not override a program that shows where examples meet.
             :func:`jaxkfac.check_coverage` tests it.
+        packed: Whether to return one triangle of every matrix of size 64 or more
+            (``Factors.packed``), half the bytes. The matrices of a scan are packed one by one as
+            they are formed. ``factors[name].a`` is a full matrix all the same.
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
@@ -243,8 +249,14 @@ def value_grad_and_factors(
         subsample,
         every,
         precision,
+        packed,
     )
     if max_factor_bytes is not None:
+        if packed:
+            raise ValueError(
+                "packed=True: the passes under max_factor_bytes= return factors in host memory; "
+                "leave packed= out, and give them to jk.HostCurvature, which packs its average"
+            )
         budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")
         return BudgetedCollector(collector, budget, sink)
     if sink is not None:

@@ -100,6 +100,7 @@ class FactorCollector:
     _subsample: float | None = None
     _every: int = 1
     _precision: Precision = "highest"
+    _packed: bool = False
     # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -260,6 +261,7 @@ class FactorCollector:
             forward,
             parts,
             products=products,
+            packed=self._packed,
         )
 
     def traced(self, params: PyTree, call: Call) -> Traced:

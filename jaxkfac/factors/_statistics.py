@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key
 
-from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
 from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
@@ -34,7 +34,15 @@ from jaxkfac.interception import (
     kind_named,
 )
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
-from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
+from jaxkfac.linalg import (
+    PANELS_FROM,
+    is_folded,
+    packed_shape,
+    panel_shapes,
+    statistics_dtype,
+    unfolded,
+    unpack_panels,
+)
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["diagonal", "exact_diagonal", "full_block"]
@@ -87,6 +95,7 @@ class Statistics:
     parts: Mapping[str, PassPart] | None = None
     row_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     products: Products = EVERY_ROW
+    packed: bool = False
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -161,7 +170,13 @@ class Statistics:
             # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
             packed = packs(uses, "g") and any(u.scope for u in uses)
             slot["g"] = _moment(
-                layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros
+                layer.stack,
+                layer.out_features,
+                layer.g_dense,
+                packed,
+                dtype,
+                zeros,
+                folds=self.packed,
             )
         if layer.input != layer.name or not gathered.inputs:
             return slot
@@ -185,7 +200,15 @@ class Statistics:
             stacked_weights = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
             slot["constants"] = {"row_weights": stacked_weights}
         packed = packs(uses, "a")
-        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype, zeros)
+        slot["a"] = _moment(
+            layer.stack,
+            layer.in_features,
+            layer.a_dense,
+            packed,
+            dtype,
+            zeros,
+            folds=self.packed,
+        )
         slot["a_count"] = zeros(layer.stack, dtype)
         if self._has_ones(layer):
             slot["a_sum"] = zeros((*layer.stack, layer.in_features), dtype)
@@ -358,7 +381,8 @@ class Statistics:
                 n = layer.in_features + self._has_ones(layer)
                 a_sums[layer.name] = shaped(n, n) if layer.a_dense else shaped(n)
                 a_counts[layer.name] = shaped()
-        return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+        shapes = Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+        return shapes.packed() if self.packed else shapes
 
     def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sums and counts of the input sides; they are equal for every Fisher type."""
@@ -425,7 +449,8 @@ class Statistics:
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block; its A is one
                 count = jnp.broadcast_to(terms.astype(total.dtype), layer.stack)
                 a_sums[layer.name], a_counts[layer.name] = count[..., None], count
-        return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+        factors = Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+        return factors.packed() if self.packed else factors
 
     def _unit_output(self, layer: Layer, slot: Slot) -> Array:
         """The mean output side if gradients with respect to output rows are orthonormal."""
@@ -466,12 +491,30 @@ def _moment(
     packed: bool,
     dtype: DTypeLike,
     zeros: Callable[..., Array],
+    *,
+    folds: bool,
 ) -> Array | tuple[Array, ...]:
     if not dense:
         return zeros((*stack, size), dtype)
+    if folds and stack and size >= PACKED_FROM:
+        # Each iteration folds its own matrix: stacked in full, the matrices of a scan would take
+        # twice the bytes of the result, beside the backward pass.
+        return zeros((*stack, *packed_shape(size)), dtype)
     if packed and not stack and size >= PANELS_FROM:
         return tuple(zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
     return zeros((*stack, size, size), dtype)
+
+
+def _folded_with_ones(a: Array, total: Array, count: Array) -> Array:
+    """Folded matrices with the ones column; one of a stack at a time exists in full."""
+    flat = lambda x, axes: x.reshape(-1, *x.shape[x.ndim - axes :])
+
+    def one(slices: tuple[Array, Array, Array]) -> Array:
+        a, total, count = slices
+        return packed_matrix(unpack_panels((unfolded(a),), (total, count)))
+
+    out = jax.lax.map(one, (flat(a, 2), flat(total, 1), flat(count, 0)))
+    return out.reshape(*count.shape, *out.shape[1:])
 
 
 def _with_ones(slot: Slot) -> Array:
@@ -480,6 +523,8 @@ def _with_ones(slot: Slot) -> Array:
     if "a_sum" not in slot:
         return unpack_panels(a) if isinstance(a, tuple) else a
     total, count = slot["a_sum"], slot["a_count"]
+    if not isinstance(a, tuple) and a.ndim == total.ndim + 1 and is_folded(a):
+        return _folded_with_ones(a, total, count)
     if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
         return jnp.concatenate([a, count[..., None]], -1)
     return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))

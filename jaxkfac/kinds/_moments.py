@@ -11,7 +11,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac.interception import Eqn, Site, Slot, Use, cast_varying
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
-from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, symmetric_gram
+from jaxkfac.linalg import (
+    PANELS_FROM,
+    fold_triangle,
+    gram,
+    gram_panels,
+    is_folded,
+    statistics_dtype,
+    symmetric_gram,
+)
 
 # ---------------- Gram products: over all rows or a random sample, and their precision
 
@@ -141,9 +149,9 @@ def moments(
 ) -> Any:
     """The sum of outer products of rows, in the form of a slot's entry.
 
-    ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``). Its
-    leading axes beyond the stack of ``side`` are filled with copies. With ``panels`` a wide matrix
-    is computed by panels and mirrored (``symmetric_gram``).
+    ``like`` is a matrix, which may be folded, a vector for a diagonal, or a tuple for panels (see
+    ``packs``). Its leading axes beyond the stack of ``side`` are filled with copies. With
+    ``panels`` a wide matrix is computed by panels and mirrored (``symmetric_gram``).
     """
     if isinstance(like, tuple) or panels:
         product = gram_panels if isinstance(like, tuple) else symmetric_gram
@@ -153,6 +161,7 @@ def moments(
     if _is_dense(like, lead + lost):
         sums = use.kind.second_moment(side, precision)
         sums = in_own_order(site, use, side, sums, lead=lead, copies=2)
+        sums = fold_triangle(sums) if is_folded(like) else sums
     else:
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(site, use, side, squares)

@@ -143,7 +143,8 @@ def kfac(
             ``jax.set_mesh``, or outside ``jit`` of the parameters.
         packed: Whether the average, and stored inverses, hold one triangle of every matrix of size
             64 or more. ``state.average`` reads the same; eigenvectors cannot be packed. ``"auto"``
-            packs unless JAX's default device is a CPU, where unfolding costs more than it saves.
+            packs if ``like`` is packed (``value_grad_and_factors(packed=True)``), or JAX's default
+            device is no CPU; on a CPU, unfolding costs more time than it saves.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, except ``max_condition`` and ``floor``, which stay those of
@@ -229,8 +230,10 @@ def kfac(
     )
     one_of("packed", packed, (True, False, "auto"))
     # By default_backend, which starts JAX: the shapes in like= name no device.
-    packs = jax.default_backend() != "cpu" if packed == "auto" else packed
     shapes = shapes_of(like)
+    packs = packed
+    if packed == "auto":
+        packs = shapes.is_packed or jax.default_backend() != "cpu"
     shapes = shapes.packed() if packs else shapes.unpacked()
     measures = shapes.corrections is not None
     method = preconditioner_of(inverse, first_damping, mode, measures=measures)
