@@ -179,12 +179,18 @@ def _solved(
     flat = lambda x: x.reshape(-1, *x.shape[len(stack) :])
     per_matrix = (sums, jnp.broadcast_to(divisor, stack), *by_matrix)
     operands, old = jax.tree.map(flat, (per_matrix, old))
+    likes = jax.eval_shape(lambda: old)
+    # Solvers write columns contiguously. If the loop carried matrices, XLA would take that order
+    # for the carry, and copy every stored matrix at every step, due or not. Rows of one number
+    # after the other have only one order.
+    old = jax.tree.map(lambda x: x.reshape(len(x), -1), old)
 
-    def one(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
+    def one(operands: tuple[Array, ...], rows: PyTree) -> tuple[PyTree, Array]:
         sums, divisor, *more = operands
         matrix = unfolded(in_sequence(sums / divisor, after))
+        old = jax.tree.map(lambda x, like: x.reshape(like.shape[1:]), rows, likes)
         new, ok = solve(matrix, old, *more, *numbers)
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old), ~ok
+        return jax.tree.map(lambda x, row: jnp.where(ok, x.reshape(-1), row), new, rows), ~ok
 
     def in_groups(size: int) -> Callable[..., tuple[PyTree, Array]]:
         def run(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
@@ -209,7 +215,7 @@ def _solved(
     new, failed = jax.lax.platform_dependent(
         operands, old, cpu=in_groups(1), default=in_groups(at_once)
     )
-    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), new), failed
+    return jax.tree.map(lambda x, like: x.reshape(*stack, *like.shape[1:]), new, likes), failed
 
 
 def _eigh(matrix: Array, old: Spectrum) -> tuple[Spectrum, Array]:

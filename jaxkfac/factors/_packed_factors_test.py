@@ -1,0 +1,117 @@
+"""Packed factors read, add and average like dense ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.factors import update_average, value_grad_and_factors, zeros_like
+from jaxkfac.factors._explicit_net_test import layer, random_factors
+from jaxkfac.linalg import diagonal, fold_triangle, is_folded, unfolded, unfolded_size
+
+LAYERS = (
+    layer("a", (63, 64)),
+    layer("b", (64, 65), bias="b_b"),
+    layer("c", (1, 2)),
+    layer("stack", (2, 66, 5), stack=1, bias="stack_b"),
+    layer("table", (70, 64), kind="embedding", a_dense=False),
+    layer("scale", (70,), kind="scale", inputs=()),
+)
+
+
+@pytest.fixture
+def factors():
+    return random_factors(LAYERS, jax.random.key(0))
+
+
+def assert_equal(one, other):
+    for name in other:
+        for x, y in zip(one[name], other[name], strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def shapes_of(factors):
+    return [x.shape for x in jax.tree.leaves(factors)]
+
+
+def test_sides_from_64_on_are_packed_and_every_reading_is_dense(factors):
+    packed = jax.jit(lambda x: x.packed())(factors)
+    folded_inputs = {k for k in packed.dense_inputs if is_folded(packed.a_sums[k])}
+    folded_outputs = {k for k in packed.dense_outputs if is_folded(packed.g_sums[k])}
+    assert folded_inputs == {"b", "stack"} and folded_outputs == {"a", "b", "table"}
+    assert_equal(packed, factors)
+    assert_equal(packed.unpacked(), factors)
+    assert packed.is_packed and not factors.is_packed and not packed.unpacked().is_packed
+    shapes = jax.eval_shape(lambda: factors).packed()
+    assert shapes_of(packed) == shapes_of(shapes)
+
+
+def test_sums_and_averages_of_packed_factors_are_packed(factors):
+    packed = factors.packed()
+    assert_equal(packed + packed, factors + factors)
+    assert_equal(packed + factors, factors + factors)  # stored like the first
+    assert (packed + factors).is_packed and not (factors + packed).is_packed
+    average = update_average(zeros_like(packed), factors, 0.9)
+    assert average.is_packed
+    assert_equal(average, update_average(zeros_like(factors), factors, 0.9))
+
+
+def test_numpy_stays_numpy(factors):
+    factors = jax.tree.map(np.asarray, factors)
+    packed = factors.packed()
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(packed))
+    assert_equal(packed, factors)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
+def test_size_and_diagonal_of_folded_matrices(n):
+    x = jax.random.normal(jax.random.key(n), (3, n, n))
+    x = x + x.mT
+    for matrix in (x, fold_triangle(x), fold_triangle(np.asarray(x))):
+        assert unfolded_size(matrix) == n
+        np.testing.assert_array_equal(diagonal(matrix), jnp.diagonal(x, axis1=1, axis2=2))
+        np.testing.assert_array_equal(unfolded(matrix), x)
+
+
+def test_of_a_matrix_that_is_not_symmetric_the_lower_triangle_counts(factors):
+    factors.g_sums["a"] = factors.g_sums["a"].at[0, 5].set(1e3)
+    read = factors.packed().unpacked().g_sums["a"]
+    assert read[0, 5] == read[5, 0] == factors.g_sums["a"][5, 0]
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
+def test_the_collector_packs_what_it_would_return(fisher):
+    from jaxkfac.factors import Categorical, Objective
+
+    def model(params, x):
+        def block(x, p):
+            return jnp.tanh(x @ p["w"] + p["b"]), None
+
+        x, _ = jax.lax.scan(block, x, params["blocks"])
+        return x @ params["out"]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "blocks": {"w": jax.random.normal(keys[0], (2, 66, 66)) / 8, "b": jnp.ones((2, 66))},
+        "out": jax.random.normal(keys[1], (66, 3)),
+    }
+    batch = jax.random.normal(keys[2], (4, 66)), jnp.arange(4) % 3
+    calls = {
+        packed: value_grad_and_factors(
+            Objective(model, Categorical()), fisher=fisher, packed=packed
+        )
+        for packed in (False, True)
+    }
+    key = keys[3] if fisher == "mc" else None
+    found, expected = (jax.jit(calls[x])(params, batch, key).factors for x in (True, False))
+    assert found.is_packed and not expected.is_packed
+    shapes = calls[True].factor_shapes(params, batch, key)
+    assert shapes_of(found) == shapes_of(shapes)
+    for name in expected:
+        for x, y in zip(found[name], expected[name], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_packed_factors_under_a_budget_are_refused():
+    with pytest.raises(ValueError, match=r"packed=True.*HostCurvature"):
+        value_grad_and_factors(lambda p, b: p, packed=True, max_factor_bytes=100)
