@@ -177,17 +177,19 @@ def _solved(
     """
     stack = sums.shape[:-2]
     flat = lambda x: x.reshape(-1, *x.shape[len(stack) :])
-    per_matrix = (sums, jnp.broadcast_to(divisor, stack), *by_matrix)
-    operands, old = jax.tree.map(flat, (per_matrix, old))
-    likes = jax.eval_shape(lambda: old)
-    # Solvers write columns contiguously. If the loop carried matrices, XLA would take that order
-    # for the carry, and copy every stored matrix at every step, due or not. Rows of one number
-    # after the other have only one order.
-    old = jax.tree.map(lambda x: x.reshape(len(x), -1), old)
+    per_matrix = (jnp.broadcast_to(divisor, stack), *by_matrix)
+    sums, per_matrix, old = jax.tree.map(flat, (sums, per_matrix, old))
+    matrix_shape, likes = sums.shape[1:], jax.eval_shape(lambda: old)
+    # Solvers read and write columns contiguously. If the loop held matrices, XLA would take that
+    # order for all of a stack, and copy what is stored at every step, due or not. A row that is a
+    # matrix one number after the other has only one order.
+    sums, old = jax.tree.map(lambda x: x.reshape(len(x), -1), (sums, old))
+    operands = (sums, *per_matrix)
 
     def one(operands: tuple[Array, ...], rows: PyTree) -> tuple[PyTree, Array]:
         sums, divisor, *more = operands
-        matrix = unfolded(in_sequence(sums / divisor, after))
+        mean = (sums / divisor).reshape(matrix_shape)
+        matrix = unfolded(in_sequence(mean, after))
         old = jax.tree.map(lambda x, like: x.reshape(like.shape[1:]), rows, likes)
         new, ok = solve(matrix, old, *more, *numbers)
         return jax.tree.map(lambda x, row: jnp.where(ok, x.reshape(-1), row), new, rows), ~ok
