@@ -132,3 +132,24 @@ def test_exact_damping_has_no_inverses():
     factors, _ = problem()
     with pytest.raises(ValueError, match="damping_mode='exact'.*'pi'"):
         invert(factors, damping=0.1, damping_mode="exact")
+
+
+@damped
+def test_packed_factors_decompose_and_invert_like_dense_ones(damping, mode):
+    layers = (
+        layer("q", (63, 3), bias="q_b"),  # with its ones 64
+        layer("k", (63, 66), input="q"),  # reads the packed A without the ones
+        layer("stack", (2, 65, 5), stack=1),
+    )
+    factors = random_factors(layers, jax.random.key(0))
+    packed = factors.packed()
+    options = {"damping": damping, "damping_mode": mode}
+    dense = invert(factors, **options)
+    for found in (invert(packed, **options), invert(packed, **options).packed()):
+        for each in layers:
+            for x, y in zip(found.sides(each), dense.sides(each), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+    for placement in ("device", "host"):
+        bases = [eigendecompose(x, placement=placement) for x in (factors, packed)]
+        for x, y in zip(*map(jax.tree.leaves, bases), strict=True):
+            np.testing.assert_array_equal(x, y)

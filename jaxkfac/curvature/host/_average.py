@@ -11,7 +11,7 @@ import numpy as np
 from jaxkfac.curvature._layout import Entry, Layout, Place
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.factors import PLAIN_TERMS, Factors
-from jaxkfac.linalg import pack, packed_shape, unpack
+from jaxkfac.linalg import is_folded, pack, packed_shape, unpack
 
 _PIECE = 1 << 18  # elements checked at once
 
@@ -174,7 +174,7 @@ class Averages:
         with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
             for i in range(len(slices)):
                 new = slices[i, ...]
-                if entry.dense:
+                if entry.dense and not is_folded(new):  # a folded one has the average's layout
                     new = pack(new, folded)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
         rounded = sums.itemsize < running.dtype.itemsize  # no flag reports overflow in rounding

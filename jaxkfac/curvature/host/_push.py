@@ -19,6 +19,7 @@ from jaxkfac.curvature.host._options import Schedule, is_double
 from jaxkfac.curvature.host._state import State
 from jaxkfac.curvature.host._threads import Job, Workers
 from jaxkfac.factors import Factors, Origin
+from jaxkfac.linalg import is_folded, unfolded_size
 from jaxkfac.memory import whole_here
 
 # ---------------- the arrays of a push
@@ -68,6 +69,8 @@ def _check(entry: Entry, value: Any, first: int) -> None:
             "donated to another function"
         )
     shape, expected = value.shape, entry.shape
+    if entry.dense and value.ndim >= 2:  # packed factors hold one triangle, folded
+        shape = (*shape[:-2], *[unfolded_size(value)] * 2) if is_folded(value) else shape
     if expected is None:
         if value.size != entry.size:
             raise ValueError(f"push: {entry.name} has {value.size} elements, not {entry.size}")

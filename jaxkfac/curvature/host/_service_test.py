@@ -518,3 +518,20 @@ def test_bases_return_to_the_accelerator(factors, placement):
     for name in LIKE:  # the device adds the average in an order of its own
         for x, y in zip(total[name], wanted[-1][name], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_factors_give_the_average_of_dense_ones():
+    """The rectangle of a packed factor is the one in which the average is kept."""
+    layers = (layer("wide", (64, 65), bias="wide_bias"), layer("stack", (2, 70, 3), stack=1))
+    pushes = [random_factors(layers, jax.random.key(i)) for i in range(3)]
+    averages = []
+    for given in (pushes, [x.packed() for x in pushes]):
+        with service() as running:
+            for step, each in enumerate(given):
+                running.push(each, step)
+            running.flush()
+            averages.append(running.average())
+    assert same(*averages)
+    with service() as running, pytest.raises(ValueError, match=r"shape \(3, 3\), expected"):
+        wrong = pushes[0].packed()
+        running.push(dataclasses.replace(wrong, g_sums=wrong.g_sums | {"wide": jnp.eye(3)}), 0)
