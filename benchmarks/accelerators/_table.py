@@ -10,6 +10,7 @@ _COLUMNS = (
     "of the gradient's",
     "arguments",
     "outputs",
+    "aliased",
     "library scratch, by formula",
     "CPU s to compile",
     "of the gradient's",
@@ -58,6 +59,8 @@ def _line(name: str, rows: Mapping[str, Any]) -> str:
     gradient = gradient_of(name, rows)
     sizes = (row[key] / MIB for key in ("temporaries", "arguments", "outputs", "scratch"))
     temporaries, *others = (f"{size:.1f}" for size in sizes)
+    # Rows of before the record had it are those whose arguments are not donated.
+    others.insert(2, f"{row.get('aliased', 0) / MIB:.1f}")
     collectives = [
         f"{kind} {of['count']} ({of['bytes'] / MIB:.1f})" for kind, of in row["collectives"].items()
     ]
