@@ -39,7 +39,7 @@ Failed = Int[Array, ""]
 
 
 def refresh_bases(
-    bases: Eigenbases, factors: Factors, *, iterate: Any = None, scratch_bytes: int | None = None
+    bases: Eigenbases, factors: Factors, *, iterate: Any = None
 ) -> tuple[Eigenbases, Failed]:
     """Eigenbases of new factors, written over older ones; inside a compiled program.
 
@@ -48,8 +48,6 @@ def refresh_bases(
         factors: Sums and counts; their means are decomposed.
         iterate: Whether to take one step of orthogonal iteration from ``bases`` instead of a
             decomposition, a traced bool. By default never.
-        scratch_bytes: Bytes of scratch of one call of an accelerator's solver, which decides how
-            many matrices of a stack it gets at once. By default those of the largest matrix.
 
     Returns:
         Bases of the layers of ``factors``, and how many of their sides kept their old value because
@@ -57,7 +55,7 @@ def refresh_bases(
     """
     layout = layout_of(factors.layers, factors.bias)
     failed, after = _nothing(), _first(factors)
-    limit = _limit(factors, scratch_bytes)
+    limit = _scratch(factors)
     solve, numbers = (_eigh, ()) if iterate is None else (_eigh_or_iterated, (iterate,))
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
@@ -84,7 +82,6 @@ def refresh_inverses(
     *,
     damping: Damping,
     damping_mode: DampingMode,
-    scratch_bytes: int | None = None,
 ) -> tuple[Inverses, Failed]:
     """Inverses of new damped factors, written over older ones; inside a compiled program.
 
@@ -93,7 +90,6 @@ def refresh_inverses(
         factors: Sums and counts; their means are inverted.
         damping: As for ``invert``.
         damping_mode: As for ``invert``.
-        scratch_bytes: As for ``refresh_bases``.
 
     Returns:
         Inverses of the layers of ``factors``, and how many kept their old value.
@@ -101,7 +97,7 @@ def refresh_inverses(
     clipping = {"max_condition": inverses.max_condition, "floor": inverses.floor}
     new, problems = inversion(factors, damping=damping, damping_mode=damping_mode, **clipping)
     failed, after = _nothing(), _first(factors)
-    limit = _limit(factors, scratch_bytes)
+    limit = _scratch(factors)
     tables = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
     tables = {table: dict(x) for table, x in tables.items() if isinstance(x, dict)}
     for table, values in tables.items():
@@ -126,9 +122,8 @@ def _first(factors: Factors) -> Array:
     return jnp.zeros((), factors.terms.dtype)
 
 
-def _limit(factors: Factors, scratch_bytes: int | None) -> int:
-    if scratch_bytes is not None:
-        return scratch_bytes
+def _scratch(factors: Factors) -> int:
+    """Bytes of scratch of the largest matrix, which no refresh can do without."""
     sums = [factors.a_sums[name] for name in factors.dense_inputs & set(factors.a_sums)]
     sums += [factors.g_sums[name] for name in factors.dense_outputs & set(factors.g_sums)]
     return max((solver_scratch(unfolded_size(x), 1, x.dtype.itemsize) for x in sums), default=0)

@@ -532,6 +532,7 @@ def test_packed_factors_give_the_average_of_dense_ones():
             running.flush()
             averages.append(running.average())
     assert same(*averages)
+    packed = pushes[0].packed()
+    wrong = dataclasses.replace(packed, g_sums=packed.g_sums | {"wide": jnp.eye(3)})
     with service() as running, pytest.raises(ValueError, match=r"shape \(3, 3\), expected"):
-        wrong = pushes[0].packed()
-        running.push(dataclasses.replace(wrong, g_sums=wrong.g_sums | {"wide": jnp.eye(3)}), 0)
+        running.push(wrong, 0)
