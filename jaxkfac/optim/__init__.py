@@ -11,7 +11,7 @@ from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._trees import advance_momentum, descend, norm_scale, taken_where
+from jaxkfac.optim._trees import advance_momentum, descend, norm_scale, once_where
 from jaxkfac.optim._watch import StateWatch, check_state
 
 __all__ = [
@@ -38,8 +38,8 @@ __all__ = [
     "kfe_adam",
     "multi_steps",
     "norm_scale",
+    "once_where",
     "preconditioner_of",
     "scale_by_bases",
     "shapes_of",
-    "taken_where",
 ]

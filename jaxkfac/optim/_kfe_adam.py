@@ -38,10 +38,10 @@ from jaxkfac.optim._trees import (
     gradients_only,
     is_sharded,
     on_mesh_of,
+    once_where,
     required_factors,
     scaled,
     sharded_like,
-    taken_where,
     where,
     with_constants,
     zero_momentum,
@@ -539,10 +539,13 @@ class _KfeAdam:
         finite = all_finite(stacked, new)
         sound = finite & is_in_range(new)
 
-        def step() -> Any:
-            average, restarted = curvature.averaged(state.stacked_average, new)
-            decomposed = state.stacked_average if self.sides.alone else average
-            bases, num_failed = curvature.refreshed(state, decomposed, new, 0.0)
+        def averaged(carry: Any) -> Any:
+            return *curvature.averaged(carry[0], new), state.skipped
+
+        def step(carry: Any) -> Any:
+            steps, old_bases, old_first, old_second, (_, others_state), *_ = carry
+            before = state._replace(stacked_bases=old_bases)
+            bases, num_failed = curvature.refreshed(before, decomposed, new, 0.0)
             num_updates = jnp.asarray(optax.safe_increment(state.step))
             first = jax.tree.map(
                 lambda m, g: (
@@ -550,49 +553,34 @@ class _KfeAdam:
                     if isinstance(m, optax.MaskedNode)
                     else scaled(self.b1, m) + scaled(1 - self.b1, g.astype(m.dtype))
                 ),
-                state.first,
+                old_first,
                 gradient,
                 is_leaf=lambda x: isinstance(x, optax.MaskedNode),
             )
-            steps, second = self._moved(
-                stacked, stacks.tree(first), state.second, bases, num_updates
-            )
-            out = ((), state.others)
+            steps, second = self._moved(stacked, stacks.tree(first), old_second, bases, num_updates)
+            out = ((), others_state)
             if others.tx is not None:
-                out = others.tx.update(grads, state.others, params, **extra)
+                out = others.tx.update(grads, others_state, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
-            return (
-                steps,
-                average,
-                bases,
-                first,
-                second,
-                out,
-                num_updates,
-                state.skipped,
-                state.kept + num_failed,
-                restarted,
-            )
-
-        def skip() -> Any:
-            steps = {path: stacked[path] for path in stacks.tree(state.first)}
-            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, gradient)
-            skipped = jnp.asarray(optax.safe_increment(state.skipped))
-            unchanged = state.stacked_average, curvature.unchanged(state, new), state.first
-            counts = state.step, skipped, state.kept, jnp.zeros((), jnp.int32)
-            return steps, *unchanged, state.second, (out, state.others), *counts
-
-        def average_alone() -> Any:
-            steps, _, *unchanged, _, num_failed, _ = skip()
-            average, restarted = curvature.averaged(state.stacked_average, new)
-            return steps, average, *unchanged, state.skipped, num_failed, restarted
+            return steps, bases, first, second, out, num_updates, state.kept + num_failed
 
         # SOAP's order: the first gradient only fills the covariances, and later ones are added
         # after the refresh.
-        filling = state.stacked_average.terms == 0 if self.sides.alone else None
-        results = taken_where(sound, filling, step, skip, average_alone)
-        steps, average, bases, first, second, (rest_out, rest_state), *counts = results
-        num_updates, skipped, num_failed, restarted = counts
+        alone, decomposed = self.sides.alone, state.stacked_average
+        skipped = jnp.asarray(optax.safe_increment(state.skipped))
+        unchanged = state.stacked_average, jnp.zeros((), jnp.int32), skipped
+        if not alone:
+            decomposed, restarted, skipped = once_where(sound, averaged, unchanged)
+        moves = sound & (decomposed.terms > 0) if alone else sound
+        placeholders = {path: stacked[path] for path in stacks.tree(state.first)}
+        out = () if others.tx is None else jax.tree.map(jnp.zeros_like, gradient)
+        bases = curvature.unchanged(state, new)
+        unmoved = placeholders, bases, state.first, state.second, (out, state.others)
+        results = once_where(moves, step, (*unmoved, state.step, state.kept))
+        steps, bases, first, second, (rest_out, rest_state), num_updates, num_failed = results
+        average = decomposed
+        if alone:
+            average, restarted, skipped = once_where(sound, averaged, unchanged)
         done, down = num_updates != state.step, stacks.unstacked_tree(steps, gradient)
         came = jnp.asarray(False) if new is None else sound & (new.terms > 0)
         due = done & curvature.refresh.is_due(state)

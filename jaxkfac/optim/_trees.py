@@ -202,24 +202,6 @@ def descend(
     return jax.tree.map(step, grads, momentum)
 
 
-def taken_where(
-    finite: Bool[Array, ""],
-    burning: Bool[Array, ""] | None,
-    step: Callable[[], Any],
-    skip: Callable[[], Any],
-    average_alone: Callable[[], Any],
-) -> Any:
-    """``step()`` if everything is finite, else ``skip()``; ``average_alone()`` in a burn-in.
-
-    This is a cond, not a select of every leaf: XLA would copy the reduction over all leaves into
-    each select, and compile them for minutes (48 layers: 35 s of CPU against 10).
-    """
-    if burning is None:
-        return jax.lax.cond(finite, step, skip)
-    branch = jnp.where(finite, jnp.where(burning, 2, 1), 0)
-    return jax.lax.switch(branch, [skip, step, average_alone])
-
-
 def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
     """``function(carry)`` where it is chosen, else ``carry``.
 
@@ -228,6 +210,9 @@ def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
     or not: 1.7 GB for averages, inverses and gradients of a decoder with 12 blocks of 768
     (``benchmarks.accelerators``). ``function`` must take what it changes from its argument. A loop
     has no reverse-mode derivative, so the derivative of the ``cond`` is used.
+
+    A select of every leaf would not do either: XLA would copy the reduction that ``chosen`` comes
+    from into each select, and compile them for minutes (48 layers: 35 s of CPU against 10).
     """
     function, closed_over = jax.closure_convert(function, carry)
 
