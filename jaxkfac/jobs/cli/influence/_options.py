@@ -7,6 +7,7 @@ from typing import Literal
 import tyro
 
 from jaxkfac.jobs.cli._options import Fisher
+from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,17 @@ class InfluenceArguments:
     """Print the summary as JSON instead of tables."""
     debug: bool = False
     """Show the full traceback of an error."""
+
+    def check_paths(self) -> None:
+        """Refuse paths at which nothing can be read or written."""
+        check_model(self.model)
+        check_file("--train", self.train)
+        check_file("--queries", self.queries)
+        if self.bases is not None and not (self.bases / "stages" / "bases").is_file():
+            raise FileNotFoundError(f"--bases {self.bases} holds no run with bases")
+        check_folder(self.output)
+        if self.store is not None:
+            check_folder(self.store, "--store")
 
     def check(self) -> None:
         """Refuse values out of range.
