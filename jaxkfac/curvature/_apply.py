@@ -210,8 +210,9 @@ def apply_power(
         tree: A gradient, or any tree with the parameters' paths and shapes.
         bases: From :func:`eigendecompose`.
         power: $p$, static.
-        damping: $\delta \ge 0$, in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; may be traced.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
+            gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; may be
+            traced.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``, see
             :func:`jaxkfac.linalg.kronecker_power`. A pair is always added per factor.
             Blocks of one factor (diagonals, separate biases) have one form.
@@ -311,7 +312,8 @@ def natural_gradient(
     r"""$(F + \delta)^{-1} \nabla$: :func:`apply_power` with power -1 and clipped values.
 
     For a kernel ``(in, out)`` this is $A^{-1} \nabla G^{-1}$. The arguments are those of
-    :func:`apply_power`; damping has no default here, because it is a choice.
+    :func:`apply_power`, damping with its units among them; it has no default here, because it is a
+    choice.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk

@@ -36,7 +36,7 @@ class KfacOptions:
     learning_rate: float
     """Peak learning rate."""
     damping: float = 0.1
-    """Damping, in units of the squared gradient."""
+    """Added to the curvature of the mean loss, in units of its squared gradient."""
     damping_mode: DampingMode = "exact"
     """exact adds the damping to each product of eigenvalues; factored adds its square root to both
     factors; pi also balances the two."""

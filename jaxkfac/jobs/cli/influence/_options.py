@@ -48,8 +48,8 @@ class InfluenceArguments:
     max_dense: int = 16384
     """Largest side of a layer with a full factor; a larger side has a diagonal."""
     damping: float | Literal["heuristic"] = "heuristic"
-    """Added to the curvature, in units of a squared gradient; heuristic takes a tenth of each
-    block's mean eigenvalue."""
+    """Added to the curvature of the mean loss, in units of its squared gradient; heuristic takes a
+    tenth of each block's mean eigenvalue."""
     query_rank: int | None = 64
     """Rank of the approximation of each layer's block of a query; None keeps the block exact. The
     report shows the error."""
