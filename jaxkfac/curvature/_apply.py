@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -218,8 +219,9 @@ def apply_power(
             Blocks of one factor (diagonals, separate biases) have one form.
         missing: What to do with parameters, or slices of them, that no layer covers:
             ``"raise"``; ``"identity"`` keeps them; ``"zero"`` zeroes them. With the latter two,
-            layers whose parameters ``tree`` lacks (``optax.masked``) are skipped; if ``tree`` lacks
-            one of a weight and its joint bias, that one counts as 0.
+            layers whose parameters ``tree`` lacks (``optax.masked``) are skipped, with a warning
+            outside ``jit`` if these are all layers; if ``tree`` lacks one of a weight and its joint
+            bias, that one counts as 0.
         cut: $c \in [0, 1)$, static, relative to the largest raw eigenvalue of the block (of
             each stacked slice, diagonals and separate biases included). 0 removes nothing. With a
             positive value, a block that is zero gives 0 whatever the damping.
@@ -270,6 +272,8 @@ def apply_power(
         written[path] = jnp.zeros_like(leaf) if free and missing == "zero" else leaves[path]
     if missing == "raise":
         _check_covered(leaves, bases)
+    elif not any(isinstance(x, Tracer) for x in leaves.values()):
+        _warn_of_another_model(leaves, bases)
     damped_power = Power(power, damping, damping_mode, cut)
     owned = owners(bases.layers)
     stacked = _solve_small(leaves, bases, owned, damped_power)
@@ -343,6 +347,20 @@ def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing =
         [2. 2.]
     """
     return apply_power(tree, bases, 1.0, missing=missing)
+
+
+def _warn_of_another_model(leaves: Mapping[str, Any], bases: Eigenbases) -> None:
+    """Warn if the tree has the parameter of no layer, so that ``missing`` decides everything."""
+    both = ((layer.weight, layer.bias) for layer in bases.layers)
+    covered = [part.path for parts in both for part in parts if part is not None]
+    if not leaves or not covered or any(path in leaves for path in covered):
+        return
+    warnings.warn(
+        f"none of the layers of these bases is in the tree, which therefore gets no curvature: the "
+        f"first is {covered[0]!r}, and the nearest paths are {nearest(covered[0], leaves)}; pass "
+        "the gradient of the model whose factors were decomposed",
+        stacklevel=3,
+    )
 
 
 def _check_covered(leaves: dict[str, Array], bases: Eigenbases) -> None:

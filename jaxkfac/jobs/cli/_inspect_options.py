@@ -28,7 +28,7 @@ class AdapterArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def check_paths(self) -> None:
+    def check(self) -> None:
         """Refuse a folder that does not exist."""
         if not self.folder.is_dir():
             raise FileNotFoundError(

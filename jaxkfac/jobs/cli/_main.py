@@ -180,7 +180,7 @@ def _dispatch(command: Command, argv_words: list[str]) -> int:
     try:
         with contextlib.nullcontext() if by_program else _imports():
             arguments = _parse(command, argv_words[1:])
-        _check_paths(arguments)
+        _check(arguments)
         if by_program:
             imported(command.run)(arguments)
         else:
@@ -228,13 +228,13 @@ def _parse(command: Command, argv_words: list[str]) -> Any:
     )
 
 
-def _check_paths(arguments: Any) -> None:
+def _check(arguments: Any) -> None:
     """Refuse a mistyped path before JAX is imported, which takes seconds.
 
     Processes of one run check together, later, so that each learns of an error of another.
     """
-    if hasattr(arguments, "check_paths") and getattr(arguments, "coordinator", None) is None:
-        arguments.check_paths()
+    if hasattr(arguments, "check") and getattr(arguments, "coordinator", None) is None:
+        arguments.check()
 
 
 def _run(command: Command, arguments: Any) -> None:

@@ -232,7 +232,7 @@ class TrainArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def check_paths(self) -> None:
+    def check(self) -> None:
         """Refuse an output folder that cannot be one."""
         check_folder(self.output)
 
@@ -374,12 +374,10 @@ class AnalyzeArguments:
             return path.suffix == ".gguf"
         return (path / "config.json").exists() or any(path.glob("*.safetensors"))
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse paths at which nothing can be read or written, and too few batches."""
         if self.batches is not None and self.batches < 2:
             raise ValueError(f"batches must be at least 2, not {self.batches}")
-
-    def check_paths(self) -> None:
-        """Refuse paths at which nothing can be read or written."""
         sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
         for path in sources:
             if self.is_pretrained:

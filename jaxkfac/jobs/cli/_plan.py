@@ -101,7 +101,7 @@ class PlanArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def check_paths(self) -> None:
+    def check(self) -> None:
         """Refuse an interpreter that does not exist."""
         if self.compiler_python is not None:
             check_program("--compiler-python", self.compiler_python)

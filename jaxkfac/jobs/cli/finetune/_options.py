@@ -282,7 +282,7 @@ class FinetuneArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def check_paths(self) -> None:
+    def check(self) -> None:
         """Refuse paths at which nothing can be read or written."""
         experiment = self.experiment
         check_model(experiment.model)

@@ -97,22 +97,12 @@ class InfluenceArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def check_paths(self) -> None:
-        """Refuse paths at which nothing can be read or written."""
-        check_model(self.model)
-        check_file("--train", self.train)
-        check_file("--queries", self.queries)
-        if self.bases is not None and not (self.bases / "stages" / "bases").is_file():
-            raise FileNotFoundError(f"--bases {self.bases} holds no run with bases")
-        check_folder(self.output)
-        if self.store is not None:
-            check_folder(self.store, "--store")
-
     def check(self) -> None:
-        """Refuse values out of range.
+        """Refuse values out of range, and paths at which nothing can be read or written.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: names the option.
+            OSError: names the path.
         """
         for name in ("factors_from", "max_dense", "query_rank", "top", "batch_size"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -124,6 +114,14 @@ class InfluenceArguments:
             raise ValueError(f"damping must not be negative, not {self.damping}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
+        check_model(self.model)
+        check_file("--train", self.train)
+        check_file("--queries", self.queries)
+        if self.bases is not None and not (self.bases / "stages" / "bases").is_file():
+            raise FileNotFoundError(f"--bases {self.bases} holds no run with bases")
+        check_folder(self.output)
+        if self.store is not None:
+            check_folder(self.store, "--store")
 
     def options_of_bases(self) -> dict[str, object]:
         """Plain values of the options that, with model and texts, determine factors and bases."""

@@ -36,7 +36,6 @@ from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influen
 
 def run_influence(arguments: InfluenceArguments) -> None:
     """Score, write the results, and print the tables."""
-    arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
         with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
