@@ -28,7 +28,7 @@ class Accumulators:
 
     They are added in ``wide``. Where ``kept`` is narrower, two things keep the rounding small:
 
-    - Of gradients and diagonals the mean so far is kept, not the sum. Added in ``wide`` and
+    - Gradients and diagonals are kept as the mean so far, not as a sum. Added in ``wide`` and
       rounded once, the two are equally exact in short groups; but a sum stops growing once a
       micro-batch is less than half a unit in its last place, and a mean is right by then. Over
       1024 micro-batches in bfloat16 a sum of equal gradients is 41 % off, a mean 0.2 %. Stochastic

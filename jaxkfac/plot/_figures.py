@@ -215,7 +215,7 @@ def nonlinearities(
 def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
     """Draw the device memory of the training as it stands and with each option.
 
-    Of rows that are never in memory at the same time, only the largest is drawn.
+    If two rows are never in memory at the same time, only the larger is drawn.
 
     Args:
         plan: From ``jk.plan_memory``.

@@ -33,9 +33,9 @@ CLAIMS = (
         "are formed, none does.",
         Removed(),
         "true",
-        "Of a bfloat16 model's factors, bytes that are still bfloat16, as the device made them: a "
-        "copy on the host is float32. JAX: outputs of "
-        "one program, against the largest pass under a budget of one layer.",
+        "Counted are a bfloat16 model's factors in the device's own bfloat16; copies on the host "
+        "are float32. JAX: outputs of one program, against the largest pass under a budget of one "
+        "layer.",
         factors_on_device,
         jax_factors_on_device,
     ),
