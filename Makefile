@@ -155,6 +155,7 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff format --check .
 	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/pyright
 	PYTHONPATH=.ci $(BIN)/lint-imports
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python .ci/typed_blocks.py
 	$(BIN)/python .ci/plain_words.py
 
 format: $(VENV)/.stamp-test

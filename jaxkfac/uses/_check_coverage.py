@@ -34,7 +34,7 @@ from jaxkfac.interception import (
 
 DRAWS = 2  # number of parameter draws at which examples are replaced
 _STEP = 0.1  # distance of a draw, relative to a parameter's size
-_FAR = 10.0  # distance at which logits leave [0, 1], and probabilities do not
+_FAR = 1e3  # distance at which logits leave [0, 1], and probabilities do not
 
 
 @dataclasses.dataclass(frozen=True)
