@@ -23,8 +23,8 @@ def calibration(
 ) -> Any:
     r"""Draw accuracy over confidence, in bins of equal width.
 
-    The expected calibration error $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$ stands
-    is the title. Bins without examples are left out.
+    The title is the expected calibration error
+    $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$. Bins without examples are left out.
 
     Args:
         probabilities: ``(N, C)``, rows summing to one, such as those that a posterior's

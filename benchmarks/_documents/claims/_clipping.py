@@ -115,7 +115,8 @@ CLAIMS = (
         "The rebuild becomes 10 to 20 % slower.",
         Lies(10, 20),
         "false",
-        "By the document's own 5 ms on the device and 10 ms at best on the host it is 100 %.",
+        "The document itself measures 5 ms on the device and at best 10 ms on the host, which is "
+        "100 % slower.",
         slower,
         "the same arithmetic",
     ),

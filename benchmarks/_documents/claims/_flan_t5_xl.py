@@ -75,7 +75,8 @@ CLAIMS = (
         Saves(0.1),
         "false",
         "Both names are the same object. The float32 tensors are freed one by one, as each is "
-        "replaced. In JAX a converted tree is a second one, and `cast_once` goes leaf by leaf.",
+        "replaced. In JAX a conversion makes a second tree; `cast_once` converts one leaf at a "
+        "time.",
         old_model,
         jax_old_model,
     ),
