@@ -213,7 +213,7 @@ class Eigenbases(_Named):
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
     def block_root(self, layer: Layer) -> Array:
-        """The unit of the gradients of a layer with two factors; they are divided by it, then squared."""
+        """The number by which gradients of a layer with two factors are divided before squaring."""
         a, g = self.spectra(layer)
         return block_root(a.values, g.values)
 

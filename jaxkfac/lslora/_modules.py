@@ -104,8 +104,8 @@ def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, C
 
     $\varphi(s\,xAB)$ acts on each output separately, and $s\,\varphi(xA)B$ on the bottleneck
     separately. In both cases each part gets its own columns of $B$, and the fused adapter's $A$,
-    coefficients and $\sigma$. Models that keep the projections apart can then read the files. Dropout,
-    if any, draws a separate mask for each part.
+    coefficients and $\sigma$. Models that keep the projections apart can then read the files.
+    Dropout, if any, draws a separate mask for each part.
 
     Args:
         adapters: From :func:`init`; layers with other names stay unchanged.

@@ -62,7 +62,7 @@ class Accumulators:
         return jnp.dtype(jnp.float32 if self.kept.itemsize == 2 else jnp.float64)
 
     def zeros(self, params: PyTree, like: Factors | None) -> Sums:
-        """Sums of nothing, one array at a time; see :meth:`save`."""
+        """Sums before the first micro-batch, made one array at a time; see :meth:`save`."""
 
         def zero(x: Any) -> Array:
             return self._put(jnp.zeros_like(x, dtype=self.kept))

@@ -94,8 +94,8 @@ CLAIMS = (
         "Loading in the target dtype avoids the copy that a later conversion makes.",
         Saves(0.1),
         "true",
-        "Built in float32 and converted, against built in bfloat16; the whole file counts in both, "
-        "and torch_ref's load_once reads it tensor by tensor. JAX: resident memory of a larger "
+        "A model built in float32 and then converted is compared with one built in bfloat16. Both "
+        "count the whole file; torch_ref's load_once reads it tensor by tensor. JAX: resident memory of a larger "
         "model, 96 MiB of parameters, by load_safetensors.",
         loading,
         jax_loading,
