@@ -95,8 +95,8 @@ CLAIMS = (
         Saves(0.1),
         "true",
         "A model built in float32 and then converted is compared with one built in bfloat16. Both "
-        "count the whole file; torch_ref's load_once reads it tensor by tensor. JAX: resident memory of a larger "
-        "model, 96 MiB of parameters, by load_safetensors.",
+        "count the whole file; torch_ref's load_once reads it tensor by tensor. JAX: resident "
+        "memory of a larger model, 96 MiB of parameters, by load_safetensors.",
         loading,
         jax_loading,
         alone=True,

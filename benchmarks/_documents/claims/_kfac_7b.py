@@ -54,9 +54,9 @@ CLAIMS = (
         "Retaining the graph in the backward pass holds memory to its end.",
         Saves(0.1),
         "true",
-        "With GELU, whose input no hook holds; with tanh it is the loss's own part alone. JAX: a "
-        "program that returns every layer's input and output gradient, against statistics as "
-        "cotangents.",
+        "Measured with GELU, because no hook holds its input. With tanh, only the loss's own part "
+        "would be freed. JAX: a program that returns every layer's input and output gradient, "
+        "against statistics as cotangents.",
         retained,
         jax_retained,
     ),
