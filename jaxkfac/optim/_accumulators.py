@@ -42,8 +42,8 @@ class Accumulators:
     Counts are kept as they are.
 
     Attributes:
-        wide: In which micro-batches are added.
-        kept: In which they are kept between micro-steps.
+        wide: Dtype in which micro-batches are added.
+        kept: Dtype in which the sums are kept between micro-steps.
         memory_kind: JAX's name of the memory in which they are kept; counts stay on the device.
     """
 
@@ -58,7 +58,7 @@ class Accumulators:
 
     @property
     def triangle(self) -> Any:
-        """The dtype of one triangle in the bytes of the whole."""
+        """The dtype in which one triangle takes as many bytes as the whole matrix in ``kept``."""
         return jnp.dtype(jnp.float32 if self.kept.itemsize == 2 else jnp.float64)
 
     def zeros(self, params: PyTree, like: Factors | None) -> Sums:
