@@ -158,7 +158,7 @@ class LaplacePosterior:
 
         On validation data, the number of a grid with the least negative log predictive
         probability is chosen (by the probit rule, or exactly for a Gaussian, whose noise stays).
-        With one prior precision for each layer, they are chosen in turn until none changes.
+        With ``by_layer``, the layers are tuned in turn until none changes.
 
         Args:
             train: The data, as for ``log_likelihood``, or its result. ``None`` keeps the noise.
