@@ -35,7 +35,7 @@ help:
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
 	@echo "make test-newest  interception, kinds and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
 	@echo "make zoo          every program of docs/zoo.md, with the libraries that only it needs"
-	@echo "make lint         ruff, pyright, import-linter"
+	@echo "make lint         ruff, pyright (also on the blocks of docs), import-linter, plain words"
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
@@ -155,6 +155,8 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff format --check .
 	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/pyright
 	PYTHONPATH=.ci $(BIN)/lint-imports
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python .ci/typed_blocks.py
+	$(BIN)/python .ci/plain_words.py
 
 format: $(VENV)/.stamp-test
 	$(BIN)/ruff check --fix .

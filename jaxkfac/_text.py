@@ -85,7 +85,7 @@ def number(value: float | int | None) -> str:
 
 
 def array_text(value: Any) -> str:
-    """Dtype and shape of an array, or of what stands for one; else its own words.
+    """Dtype and shape of an array or of its ``ShapeDtypeStruct``; the ``repr`` of anything else.
 
     Example:
         >>> array_text(jnp.zeros((8, 3)))

@@ -144,9 +144,8 @@ np.testing.assert_allclose(factors["patch/kernel"].a, rows.T @ rows / len(rows),
 #
 # `jk.eigendecompose` and `jk.natural_gradient` make $(A \otimes G + \delta)^{-1} \nabla$ of them.
 # `jk.kfac` does averages, refreshes and preconditioning inside one compiled step, here with a
-# learning rate; `jk.kfac(like=like)` needs none ([loops](../docs/loops.md)). Its labels are
-# sampled, which is what K-FAC's theory asks for; those that are given are cheaper, one backward
-# pass.
+# learning rate; `jk.kfac(like=like)` needs none ([loops](../docs/loops.md)). It samples the labels,
+# as K-FAC's theory asks. Given labels are cheaper, because they need only one backward pass.
 
 # %%
 bases = jk.eigendecompose(factors, max_condition=1e6)
@@ -178,10 +177,10 @@ assert losses[-1] < 0.5 * losses[0]
 # %% [markdown]
 # ## What it costs
 #
-# The floor is arithmetic: for a layer with `n` rows and `d` features on both sides a gradient is
-# $6 n d^2$ operations, and the two second moments are $2 n d^2$ each, or half of that where only
-# a triangle is computed. No activation lives longer than the gradient needs it. Time is measured
-# in pairs, one call of each in turn, so that whatever else the machine does meets both.
+# The floor is arithmetic: for a layer with `n` rows and `d` features on both sides a gradient is $6
+# n d^2$ operations, and the two second moments are $2 n d^2$ each, or half of that where only a
+# triangle is computed. No activation lives longer than the gradient needs it. Time is measured in
+# pairs, one call of each in turn, so that other work of the machine slows both.
 
 
 # %%
@@ -213,9 +212,9 @@ assert temporaries[1] < 1.2 * temporaries[0]
 #
 # ## The answer
 #
-# Yes. On the left the two factors of one kernel of the first block, as they came out of one
-# compiled call with the gradient; white is zero, and the last row and column of $A$
-# belong to the bias. On the right what that call took, against the gradient alone.
+# Yes. The left panels show the two factors of one kernel of the first block, from the same compiled
+# call as the gradient; white is zero, and the last row and column of $A$ belong to the bias. The
+# right panel compares the time of that call with the time of the gradient alone.
 
 # %%
 name, block = "blocks/up/kernel", 0

@@ -156,10 +156,10 @@ for bound, value in zip(bounds, conditions):
 # %% [markdown]
 # ## What it does to the step
 #
-# The same gradient, preconditioned under each bound, without damping and with some. The step's
-# length is chosen by a search on the training loss, so that only its direction counts. Measured
-# are the fall of that loss, the fall on held-out images, and the norm of the step. Clipping at 1
-# makes all eigenvalues of a factor equal: that is the gradient, scaled by layer.
+# The same gradient is preconditioned under each bound, with and without damping. The step's length
+# is chosen by a search on the training loss, so that only its direction counts. We measure how far
+# that loss falls, how far the loss on held-out images falls, and the norm of the step. Clipping at
+# 1 makes all eigenvalues of a factor equal: that is the gradient, scaled by layer.
 
 # %%
 held_out, held_out_labels = load_digits("test", seed=0)

@@ -112,10 +112,10 @@ assert losses[-1] < 0.5 * losses[0]
 # %% [markdown]
 # ## A recording
 #
-# Python can report every call of a function in threads that start later. The service's threads
-# are such, and `eigh_on_host` is what decomposes one matrix. That, with the times of the steps,
-# is the timeline. No code of the library is changed for it. The programs were compiled by the
-# runs above.
+# Python can report every call of a function in threads that start later. The service's threads are
+# among them, and `eigh_on_host` is what decomposes one matrix. That, with the times of the steps,
+# is the timeline. No code of the library is changed for it. The programs were compiled by the runs
+# above.
 
 # %%
 intervals, begun = {"step": [], "wait": [], "decompose": []}, {}
@@ -145,9 +145,9 @@ matrices = len(like.a_sums) + len(like.g_sums)
 assert len(work) == 4 * matrices and len(later) == 3 * matrices  # four refreshes
 
 # %% [markdown]
-# How much of the decomposition was hidden: of the time in which something was being decomposed,
-# how much did no step wait? And what did it do to the steps? On a CPU both share the cores, so a
-# step beside a decomposition takes longer. On an accelerator the host's cores are free for it.
+# How much of the decomposition was hidden? That is the fraction of the decomposition time in which
+# no step waited. And how much slower were the steps? On a CPU both share the cores, so a step
+# beside a decomposition takes longer. On an accelerator the host's cores are free for it.
 
 # %%
 shared = lambda a, b: np.clip(np.minimum(a[1], b[:, 1]) - np.maximum(a[0], b[:, 0]), 0, None).sum()

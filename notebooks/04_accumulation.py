@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Accumulation equal to the large batch
 #
-# **A batch does not fit, so it is cut into micro-batches. Is the step that comes out the one that
-# the whole batch would have given?**
+# **A batch does not fit, so it is cut into micro-batches. Is the resulting step the one that the
+# whole batch would give?**
 #
 # For plain gradient descent on micro-batches of one size the answer is easy: the mean of the
 # means is the mean. With masks the micro-batches have different numbers of loss terms. With K-FAC
@@ -156,7 +156,7 @@ assert distance(ours).max() < 1e-4 < 1e-2 < distance(naive).min()
 # ## What it saves
 #
 # Activations become smaller with the micro-batch. The sums are one more copy of gradients and
-# factors. Both as the compiler counts them, for one pass and one update:
+# factors. The compiler counts both, for one pass and one update:
 
 # %%
 counts = (1, 2, 4, 8, 16)
@@ -173,9 +173,9 @@ temporaries, sums = np.array(saved).T
 assert (np.diff(temporaries) < 0).all() and np.ptp(sums[1:]) < 1e-3
 
 # %% [markdown]
-# So cutting a batch of this size saves; accumulating more batches of the size that there is saves
-# nothing, and costs the sums. `jk.plan_memory` says the same before anything runs, from shapes
-# alone:
+# Cutting a batch of this size into micro-batches saves memory. Accumulating more batches of the
+# same size saves none, and the sums take more. `jk.plan_memory` says the same before anything runs,
+# from shapes alone:
 
 # %%
 jk.plan_memory(
@@ -190,11 +190,11 @@ jk.plan_memory(
 # %% [markdown]
 # ## The answer
 #
-# With sums and counts it is the same step, to rounding: on the left `jk.multi_steps` stays within
-# a millionth or two of the way that the whole batch goes. The mean of means goes another way from
-# the first update on, a quarter off. It trains here, too; nothing warns that it is another
-# training. On the right what accumulation is good for: temporaries shrink with the micro-batch,
-# and the price does not depend on how many there are.
+# With sums and counts the step is the same, to rounding: on the left, `jk.multi_steps` stays within
+# one or two millionths of the whole batch's path. The mean of means is off by a quarter from the
+# first update on. It trains here too, but nothing warns that the training is a different one. On
+# the right is the use of accumulation: temporaries shrink with the micro-batch, and the price does
+# not depend on the number of micro-batches.
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.2), layout="constrained")

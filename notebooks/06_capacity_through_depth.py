@@ -17,9 +17,10 @@
 # **How many directions does the curvature of a pretrained language model have, where in its depth
 # are they, and has training put them there?**
 #
-# The Fisher matrix of a layer says which directions of its weights the outputs depend on. How many
-# of these count is its entropy rank: of equal eigenvalues their number, of unequal ones less. We
-# measure it in each of the 30 blocks of SmolLM2, and once more with random weights in their place.
+# The Fisher matrix of a layer says which directions of its weights the outputs depend on. The
+# entropy rank says how many of these count: it is the number of eigenvalues if all are equal, and
+# less if they differ. We measure it in each of the 30 blocks of SmolLM2, and once more with random
+# weights in their place.
 
 # %%
 import os
@@ -136,11 +137,11 @@ assert traces[output][:3].sum() > 0.5 * traces[output].sum()
 # ## The answer
 #
 # With random weights every kernel has about ten to several hundred times as many directions:
-# training has put the curvature into few. Of `o_proj` the first block has the fewest, and 70 % of
-# its trace is in the first three blocks: a change of the weights there moves the outputs most,
-# and in few ways. Of `qkv_proj` the fewest are in the middle, in blocks 12 to 19, and its trace
-# falls only at the end. A factor of 504 tokens has a rank of at most 504, so the ranks are those
-# of this text; more would raise them.
+# training has put the curvature into few. In `o_proj` the first block has the fewest, and the first
+# three blocks have 70 % of the trace: a change of the weights there moves the outputs most, and in
+# few ways. In `qkv_proj` the blocks with the fewest are in the middle, in blocks 12 to 19, and its
+# trace falls only at the end. A factor of 504 tokens has a rank of at most 504, so the ranks are
+# those of this text; more would raise them.
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.2), layout="constrained")

@@ -187,8 +187,8 @@ assert ends["K-FAC"] < 2e-3 and ratio > 10
 #
 # Yes. In about the same time K-FAC comes nearer to the solution by a factor of more than ten,
 # though each of its steps takes several of Adam's. Two things are left out of that: compilation,
-# which takes longer for K-FAC, once; and Adam's rate, of which the best is the largest that was
-# tried. On the right is where the two networks are wrong: mind that the scales differ.
+# which takes longer for K-FAC, once; and larger rates for Adam, whose best rate was the largest of
+# the three. On the right is where the two networks are wrong: mind that the scales differ.
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.1), layout="constrained", width_ratios=(1.5, 1, 1))

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Influence
 #
-# **Which training images is an answer owed to, and do such scores find labels that are wrong?**
+# **Which training images most influenced an answer, and do such scores find wrong labels?**
 #
 # An influence function says what the loss of a query would do if one training example counted a
 # little more. It multiplies two gradients through the inverse curvature of the loss, and Kronecker
@@ -103,8 +103,8 @@ bases = measure(params, batch, jax.random.key(1))
 # ## Examples that stand alone
 #
 # `jk.self_influence` is the score of an example with itself: large where the model had to bend for
-# one example that the others do not support. A wrong label is such a one. The loss of the example
-# is the simple alternative, and a fair one to compare with.
+# one example that the others do not support. A wrong label makes such an example. The loss of the
+# example is a simple alternative, and a fair one to compare with.
 
 # %%
 own = np.asarray(jk.self_influence(objective, params, bases, batch))
@@ -135,11 +135,11 @@ for name, share in after.items():
 assert after["without the suspects"] > max(after["everything"], after["without as many others"])
 
 # %% [markdown]
-# ## Whom an answer is owed to
+# ## Which images influenced an answer
 #
-# Scores of a few test images with every training image. Positive means that training on it lowers
-# the loss of the query. We ask about three images that the network gets right and three that it
-# gets wrong.
+# Here are the scores of a few test images with every training image. A positive score means that
+# training on it lowers the loss of the query. We ask about three images that the network gets right
+# and three that it gets wrong.
 
 # %%
 inputs = jnp.asarray(test.images.reshape(-1, 64))
@@ -160,10 +160,10 @@ assert same > 0.8 and share[1] > 0.5 > share[0]
 #
 # Each row is a query, the images that help it most, and those that harm it most, with the labels
 # that they were given; red labels are the wrong ones. Helpful images carry the label of the query,
-# and nearly all look like it. Harmful ones look like it too, and most have a wrong label. The order
-# by self-influence finds the wrong labels about as early as can be. So does the order by the loss,
-# which needs no curvature: on this network it is as good. What it cannot give is the left half of
-# the figure.
+# and nearly all look like it. Harmful images look like it too, and most have a wrong label. The
+# order by self-influence finds the wrong labels about as early as possible. On this network the
+# order by the loss, which needs no curvature, is as good. It cannot give the left half of the
+# figure.
 
 # %%
 fig = plt.figure(figsize=(9.2, 5.0), layout="constrained")

@@ -1,5 +1,7 @@
 """A trial of a model: it finds what meets, and says what it compared."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +162,50 @@ def test_the_users_word_does_not_speak_against_a_proof():
     bases = jk.eigendecompose(factors)
     with pytest.raises(jk.CoupledExamplesError, match="the examples meet at"):
         jk.correct_eigenvalues(objective, bases, examples="apart")(params, batch)
+
+
+def softmax_model(p, x):
+    return jax.nn.softmax(x @ p["w"])
+
+
+def sigmoid_model(p, x):
+    return jax.nn.sigmoid(x @ p["w"])
+
+
+@pytest.mark.parametrize(
+    ("model", "likelihood", "link"),
+    [
+        (softmax_model, jk.Categorical(), "softmax"),
+        (sigmoid_model, jk.Bernoulli(), "sigmoid"),
+        (lambda p, x: 0.5 + 1e-2 * (x @ p["w"]), jk.Bernoulli(), None),  # by chance in [0, 1]
+        (lambda p, x: x @ p["w"] * 0, jk.Bernoulli(), None),  # a head that is initialized to zero
+        (lambda p, x: x @ p["w"], jk.Categorical(), None),
+        (lambda p, x: jax.nn.log_softmax(x @ p["w"]), jk.Categorical(), None),
+    ],
+)
+def test_probabilities_where_logits_belong_are_a_warning_with_the_remedy(model, likelihood, link):
+    targets = jnp.ones((5, 3)) if likelihood == jk.Bernoulli() else labels(2, 5)
+    objective = jk.Objective(model, likelihood)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = jk.check_coverage(objective, {"w": normal(0, 4, 3)}, (normal(1, 5, 4), targets))
+    said = [str(x.message) for x in caught]
+    assert said == list(report.doubts) and len(said) == (link is not None)
+    if link:
+        assert f"return the values before the {link}" in said[0] and said[0] in str(report)
+
+
+def test_the_first_call_outside_jit_warns_of_probabilities_and_no_other():
+    params, batch = {"w": normal(0, 4, 3)}, (normal(1, 5, 4), labels(2, 5))
+    objective = jk.Objective(softmax_model, jk.Categorical())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(objective)(params, batch)
+        jax.grad(objective)(params, batch)
+        jk.value_grad_and_factors(objective)(params, batch)
+    with pytest.warns(UserWarning, match=r"Categorical\(\) expects logits.*before the softmax"):
+        objective(params, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        objective(params, batch)
+        jk.Objective(lambda p, x: x @ p["w"], jk.Categorical())(params, batch)

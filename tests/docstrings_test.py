@@ -11,6 +11,7 @@ import ast
 import doctest
 import functools
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,31 @@ def test_no_example_escapes_execution(path: Path):
     for name, text, _ in docstrings(path.read_text()):
         assert "doctest: +SKIP" not in text, f"{name}: run the example or leave it out"
         assert "```python" not in text, f"{name}: write examples as >>>, which are executed"
+
+
+# What a damping is added to, or the function that says so.
+_UNITS = (
+    "curvature of the mean loss",
+    "operator's units",
+    "added to $N \\lambda$",
+    "As for :func:`influence`",
+    "The arguments are those of :func:`apply_power`",
+)
+
+
+def test_every_public_damping_says_what_it_is_added_to():
+    import jaxkfac as jk
+
+    public = {x: getattr(jk, x) for x in jk.__all__}
+    public |= {f"operators.{x}": getattr(jk.operators, x) for x in jk.operators.__all__}
+    damped = {
+        name: " ".join((thing.__doc__ or "").split())
+        for name, thing in public.items()
+        if inspect.isfunction(thing) and "damping" in inspect.signature(thing).parameters
+    }
+    assert len(damped) >= 10
+    without = [name for name, text in damped.items() if not any(x in text for x in _UNITS)]
+    assert without == []
 
 
 def test_a_wrong_example_is_found_and_fails():

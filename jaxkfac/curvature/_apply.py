@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -210,15 +211,17 @@ def apply_power(
         tree: A gradient, or any tree with the parameters' paths and shapes.
         bases: From :func:`eigendecompose`.
         power: $p$, static.
-        damping: $\delta \ge 0$, in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; may be traced.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
+            gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; may be
+            traced.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``, see
             :func:`jaxkfac.linalg.kronecker_power`. A pair is always added per factor.
             Blocks of one factor (diagonals, separate biases) have one form.
         missing: What to do with parameters, or slices of them, that no layer covers:
             ``"raise"``; ``"identity"`` keeps them; ``"zero"`` zeroes them. With the latter two,
-            layers whose parameters ``tree`` lacks (``optax.masked``) are skipped; if ``tree`` lacks
-            one of a weight and its joint bias, that one counts as 0.
+            layers whose parameters ``tree`` lacks (``optax.masked``) are skipped, with a warning
+            outside ``jit`` if these are all layers; if ``tree`` lacks one of a weight and its joint
+            bias, that one counts as 0.
         cut: $c \in [0, 1)$, static, relative to the largest raw eigenvalue of the block (of
             each stacked slice, diagonals and separate biases included). 0 removes nothing. With a
             positive value, a block that is zero gives 0 whatever the damping.
@@ -269,6 +272,8 @@ def apply_power(
         written[path] = jnp.zeros_like(leaf) if free and missing == "zero" else leaves[path]
     if missing == "raise":
         _check_covered(leaves, bases)
+    elif not any(isinstance(x, Tracer) for x in leaves.values()):
+        _warn_of_another_model(leaves, bases)
     damped_power = Power(power, damping, damping_mode, cut)
     owned = owners(bases.layers)
     stacked = _solve_small(leaves, bases, owned, damped_power)
@@ -311,7 +316,8 @@ def natural_gradient(
     r"""$(F + \delta)^{-1} \nabla$: :func:`apply_power` with power -1 and clipped values.
 
     For a kernel ``(in, out)`` this is $A^{-1} \nabla G^{-1}$. The arguments are those of
-    :func:`apply_power`; damping has no default here, because it is a choice.
+    :func:`apply_power`, damping with its units among them; it has no default here, because it is a
+    choice.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -341,6 +347,20 @@ def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing =
         [2. 2.]
     """
     return apply_power(tree, bases, 1.0, missing=missing)
+
+
+def _warn_of_another_model(leaves: Mapping[str, Any], bases: Eigenbases) -> None:
+    """Warn if the tree has the parameter of no layer, so that ``missing`` decides everything."""
+    both = ((layer.weight, layer.bias) for layer in bases.layers)
+    covered = [part.path for parts in both for part in parts if part is not None]
+    if not leaves or not covered or any(path in leaves for path in covered):
+        return
+    warnings.warn(
+        f"none of the layers of these bases is in the tree, which therefore gets no curvature: the "
+        f"first is {covered[0]!r}, and the nearest paths are {nearest(covered[0], leaves)}; pass "
+        "the gradient of the model whose factors were decomposed",
+        stacklevel=3,
+    )
 
 
 def _check_covered(leaves: dict[str, Array], bases: Eigenbases) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -459,3 +460,16 @@ def test_a_damping_far_above_the_eigenvalues_is_a_plain_division():
         solved = natural_gradient(tree, eigendecompose(factors), damping=damping)
         for path in tree:
             assert jnp.allclose(solved[path] * damping, tree[path], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["identity", "zero"])
+def test_a_tree_of_another_model_is_a_warning_outside_jit(missing):
+    tree, _, bases = setup(DENSE)
+    other = {f"net/{path}": x for path, x in tree.items()}
+    options = {"damping": 0.1, "missing": missing}
+    with pytest.warns(UserWarning, match="none of the layers .* first is 'w'.*'net/w'.*pass the"):
+        natural_gradient(other, bases, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda tree: natural_gradient(tree, bases, **options))(other)
+        natural_gradient({"b": tree["b"]}, bases, **options)

@@ -48,8 +48,9 @@ def precondition_many(
     Args:
         gradients: ``{parameter path: (many, *parameter)}``.
         bases: The eigenbases.
-        damping: $\delta \ge 0$; or ``"heuristic"``: a tenth of the mean of the clipped eigenvalues
-            of each block, and of each entry of a stack; or ``{layer name: number}``.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss; or ``"heuristic"``: a
+            tenth of the mean of the clipped eigenvalues of each block, and of each entry of a
+            stack; or ``{layer name: number}``.
         power: $p < 0$.
 
     Returns:

@@ -81,8 +81,11 @@ class DiagonalEigenbasis(NamedTuple):
 
 
 if TYPE_CHECKING:
-    _Named = Mapping[str, KroneckerEigenbasis | DiagonalEigenbasis]
+    # The layer decides which of the two it is; with Any, bases[name].a_values needs no isinstance.
+    Basis = KroneckerEigenbasis | Any
+    _Named = Mapping[str, Basis]
 else:
+    Basis = KroneckerEigenbasis | DiagonalEigenbasis
     _Named = Mapping  # a runtime type checker would read an item, which computes it
 
 
@@ -179,7 +182,7 @@ class Eigenbases(_Named):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, name: str) -> KroneckerEigenbasis | DiagonalEigenbasis:
+    def __getitem__(self, name: str) -> Basis:
         if name in self._by_name:
             return self.basis(self._by_name[name])
         raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
@@ -210,7 +213,7 @@ class Eigenbases(_Named):
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
     def block_root(self, layer: Layer) -> Array:
-        """The unit in which the gradients of a layer with two factors are squared."""
+        """The number by which gradients of a layer with two factors are divided before squaring."""
         a, g = self.spectra(layer)
         return block_root(a.values, g.values)
 

@@ -146,7 +146,8 @@ def invert(
     Args:
         factors: Sums and counts; their means are inverted. Only one triangle of a matrix is read,
             because it is symmetric.
-        damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, or a pair
+            ``(damping_a, damping_g)`` in the units of each factor; may be traced.
         damping_mode: ``"factored"`` or ``"pi"``; with a pair it is not used.
         max_condition: $\kappa \ge 1$.
         floor: The least amount added to a factor, in its own units.

@@ -133,7 +133,7 @@ class Operands(NamedTuple):
     """The arrays of one layer: its matrix ``(stack..., in, out)`` and its eigenbasis.
 
     Attributes:
-        kernel: The weight. Zeros if the tree lacks it and it has a joint bias; ``None`` if the
+        kernel: The weight. If the tree has only the layer's joint bias, zeros; ``None`` if the
             layer does not need it.
         row: The bias, ``(stack..., 1, out)``; zeros or ``None`` in the same cases.
         basis: The layer's eigenbasis.

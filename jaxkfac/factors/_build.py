@@ -151,8 +151,8 @@ def value_grad_and_factors(
         sink: ``(service, step)``: a ``HostCurvature`` that receives each pass's factors, which are
             then not returned; with ``max_factor_bytes`` only.
         subsample: The fraction of rows, in (0, 1], that Gram products are formed from, drawn anew
-            for each layer from the call's ``key``. Sums are scaled to all rows and counts are those
-            of all rows, so factors are unbiased; diagonals and counts stay exact. Rows that are
+            for each layer from the call's ``key``. Sums are scaled up to the number of all rows, so
+            factors are unbiased; diagonals and counts use all rows and stay exact. Rows that are
             sharded over devices are gathered.
         every: Collect factors at steps that are multiples of this. The call needs ``step=``. At the
             other steps it costs a gradient, and sums and counts are zero. ``update_average``,

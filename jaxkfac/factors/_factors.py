@@ -140,11 +140,13 @@ class CorrectedDiagonal(NamedTuple):
     __repr__ = short_repr
 
 
-Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
-
 if TYPE_CHECKING:
+    # The layer decides which of the four it is, so types cannot tell; with Any, factors[name].a
+    # needs no isinstance.
+    Factor = KroneckerFactor | Any
     _Named = Mapping[str, Factor]
 else:
+    Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
     _Named = Mapping  # a runtime type checker reads an item, and Factors of shapes have none
 
 

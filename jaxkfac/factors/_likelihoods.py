@@ -16,10 +16,12 @@ Outputs = Array | jax.ShapeDtypeStruct  # a check reads only their shape and dty
 class Likelihood(Protocol):
     """What an ``Objective`` needs from a likelihood; the last axis of outputs belongs to one term.
 
-    Three more members are optional. A class attribute ``one_output`` is true if outputs may lack
+    Four more members are optional. A class attribute ``one_output`` is true if outputs may lack
     that last axis, with one number for each term. ``kept(targets)`` says which terms the targets
     themselves keep (``Categorical(ignore_index=)``). ``fisher_product(outputs, vector)`` multiplies
     each term's Fisher by a vector shaped like the outputs, where that is cheaper than all columns.
+    ``are_probabilities(outputs)`` says whether outputs, which have values, could be probabilities
+    where the likelihood expects logits; the attribute ``link`` names what makes them so.
     """
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
@@ -68,6 +70,10 @@ def _concrete_targets(targets: Array, mask: Array | None) -> np.ndarray | None:
     return np.asarray(targets) if mask is None else np.asarray(targets)[np.asarray(mask)]
 
 
+def _in_unit_interval(x: np.ndarray) -> bool:
+    return bool(((x >= 0) & (x <= 1)).all())  # false for NaN
+
+
 def _poisoned(
     terms: Float[Array, "*terms"], valid: Bool[Array, "*terms"]
 ) -> Float[Array, "*terms"]:
@@ -89,6 +95,7 @@ class Categorical:
     """
 
     ignore_index: int | None = None
+    link: ClassVar[str] = "softmax"
 
     def kept(self, targets: Any) -> Any:
         """The mask of terms that ``ignore_index`` keeps, ``None`` for all; shapes give shapes."""
@@ -109,6 +116,12 @@ class Categorical:
                 f"Categorical: targets run from {low} to {high}, expected classes from 0 to "
                 f"{classes - 1}; a term that has no class is left out by the batch's mask"
             )
+
+    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool:
+        """Whether all outputs are in [0, 1] and those of each term sum to 1 within 1e-5."""
+        x = np.asarray(outputs, np.float64)
+        within = max(1e-5, 2 * float(jnp.finfo(outputs.dtype).eps))  # bfloat16 rounds each
+        return _in_unit_interval(x) and bool((abs(x.sum(-1) - 1) <= within).all())
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
@@ -145,6 +158,7 @@ class Bernoulli:
     """
 
     one_output: ClassVar[bool] = True
+    link: ClassVar[str] = "sigmoid"
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
@@ -154,6 +168,11 @@ class Bernoulli:
                 f"Bernoulli: targets run from {y.min()} to {y.max()}, expected probabilities "
                 "from 0 to 1; a term that has no target is left out by the batch's mask"
             )
+
+    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool:
+        """Whether all outputs are in [0, 1], as some logits are too, and not all equal."""
+        x = np.asarray(outputs, np.float64)
+        return _in_unit_interval(x) and bool((x != x.flat[0]).any())
 
     def terms(
         self, outputs: Float[Array, "*terms c"], targets: Num[Array, "*terms c"]

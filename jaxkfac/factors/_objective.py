@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import inspect
+import itertools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.factors._likelihoods import Likelihood
+from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
 from jaxkfac.interception import (
     check_function,
@@ -352,6 +354,18 @@ class Objective(LossTerms):
             _check_outputs(head)
         return outputs, beside
 
+    def probabilities(self, outputs: PyTree) -> dict[str, str]:
+        """By name, the outputs that look like probabilities where logits belong, with the remedy.
+
+        Outputs without values here (traced, or on other processes) are left out.
+        """
+        heads = self.heads(outputs)
+        return {head.name: text for head in heads if (text := _if_probabilities(head))}
+
+    @functools.cached_property
+    def _calls_with_values(self) -> "itertools.count[int]":
+        return itertools.count()
+
     def meeting(
         self,
         params: PyTree,
@@ -392,10 +406,17 @@ class Objective(LossTerms):
         """The loss of the batch.
 
         Returns ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and
-        ``(loss, (aux, changed))`` with both.
+        ``(loss, (aux, changed))`` with both. The first call outside ``jit`` warns if the outputs
+        are the probabilities of ``Categorical()`` instead of logits.
         """
         inputs, targets, mask = self.batch(batch)
         outputs, beside = self.outputs(params, inputs, key, state)
+        # Only once, because reading the outputs waits for the device. Logits of Bernoulli() may
+        # all lie in [0, 1]; check_coverage, which moves the parameters, tells them apart.
+        if all(map(_has_values, jax.tree.leaves(outputs))) and not next(self._calls_with_values):
+            for head in self.heads(outputs):
+                if isinstance(head.likelihood, Categorical) and (text := _if_probabilities(head)):
+                    warnings.warn(text, stacklevel=2)
         value, _ = self.loss(outputs, targets, mask)
         return (value, beside) if self.has_aux or state is not None else value
 
@@ -421,6 +442,24 @@ def arguments(
     except (TypeError, ValueError):  # too many or too few, or no signature to inspect
         return params, inputs
     return params, *inputs
+
+
+def _if_probabilities(head: Head) -> str:
+    """What is wrong with outputs that look like probabilities; empty if they do not."""
+    likelihood = head.likelihood
+    if not (hasattr(likelihood, "are_probabilities") and _has_values(head.outputs)):
+        return ""
+    if not likelihood.are_probabilities(head.outputs):
+        return ""
+    where = "" if head.name == "batch" else f" ({head.name})"
+    return (
+        f"apply_fn{where} returns probabilities, and {type(likelihood).__name__}() expects logits: "
+        f"return the values before the {likelihood.link}"
+    )
+
+
+def _has_values(x: Any) -> bool:
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _nothing(targets: Any) -> None:

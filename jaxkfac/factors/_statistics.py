@@ -99,7 +99,7 @@ class Statistics:
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers gathered; the leading stacked axis has only the rows gathered."""
+        """The layers of this pass. In a stacked layer, only the rows of this pass are counted."""
         return tuple(
             layer
             if (rows := self._pass_part(layer).rows) is None

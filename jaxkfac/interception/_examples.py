@@ -313,7 +313,7 @@ def _examples(analysis: Analysis, num_outputs: int) -> set[int]:
 
 
 def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
-    """The uses without second-pass uses of parameters that are also in a layer and meet a constant.
+    """Drop second-pass uses in which a parameter that is also in a layer meets a constant.
 
     The rows of that constant (the zeros from which a recurrent state starts) would be missing in
     the layer's factors.

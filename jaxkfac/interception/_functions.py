@@ -379,7 +379,7 @@ def lookups_in(values: Sequence[Value]) -> set[object]:
 
 
 def is_followed(eqn: Eqn, kind: str | None, outs: Sequence[Value], uses: Sequence[Use]) -> bool:
-    """Whether stacks that were looked up are still stacks behind an equation that reads them.
+    """Whether the results of an equation that reads looked-up stacks are still stacks.
 
     Args:
         eqn: The equation.

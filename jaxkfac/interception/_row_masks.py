@@ -33,7 +33,7 @@ def holds_mask(constant: Any) -> bool:
     """Whether all elements of a constant are known to be zeros and ones.
 
     They are not known for an array divided over processes, because each process has only a part.
-    Of a large array, such as a base model's kernel, a few elements are fetched first.
+    For a large array, such as a base model's kernel, a few elements are fetched first.
     """
     dtype = jnp.result_type(constant)
     if dtype == np.bool_:

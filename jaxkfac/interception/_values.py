@@ -126,7 +126,8 @@ class Combined:
     Attributes:
         number: Value number.
         views: Each of them, as a view with the shape of this value.
-        reasons: As in ``Derived``, for parameters that are in the value but cannot be seen in it.
+        reasons: As in ``Derived``, for parameters that the value depends on without being a view of
+            them.
         traced_indices: As in ``Derived``, for those parameters.
     """
 

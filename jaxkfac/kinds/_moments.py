@@ -31,7 +31,7 @@ class Products(NamedTuple):
     """How Gram products are computed. Static except for the key, which a backward rule receives.
 
     Attributes:
-        fraction: The fraction of the rows that enter them.
+        fraction: The fraction of the rows that the moments are computed from.
         precision: The precision for float32 rows: ``"highest"``, or ``"auto"`` for the precision of
             the layer's own product.
         key: Selects the rows; ``None`` for all rows.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
 from jaxkfac.interception import (
     Handler,
@@ -223,7 +223,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``; it may have a ``key=`` argument, which
-            may be ``None``.
+            may be ``None``. It comes before ``config`` here, and after it in :func:`init`.
         config: Settings of the adapters.
         forward_mode: Leave the derivative of $\varphi$ to JAX, so that ``jax.jvp`` and the
             matrix-free operators work. It keeps more for the backward pass, and ``find_layers``
@@ -236,6 +236,9 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         For each adapted product, $\hat x$ (``out`` or ``rank`` values a row) and ``rank`` values a
         row; with a base in NF4, also one decoded kernel at a time.
 
+    Raises:
+        TypeError: the two arguments are in the wrong order, or ``apply_fn`` is a model.
+
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
         >>> def apply_fn(params, x):
@@ -247,8 +250,20 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         >>> bool((adapted(params, adapters, x) == apply_fn(params, x)).all())
         True
     """
-    check_function("apply_fn", apply_fn)
+    check_order("attach(apply_fn, config)", apply_fn, config)
     return Adapted(apply_fn, config, forward_mode=forward_mode)
+
+
+def check_order(call: str, apply_fn: Any, config: Any) -> None:
+    """Refuse a function where the settings belong, and the reverse.
+
+    Raises:
+        TypeError: names what came, and how the call is written.
+    """
+    if isinstance(apply_fn, Config):
+        raise TypeError(f"apply_fn: expected a function, got Config; write jk.lslora.{call}")
+    check_function("apply_fn", apply_fn)
+    instance_of("config", config, Config, f"as in jk.lslora.{call}")
 
 
 def adapt(options: Mapping[str, BranchOptions]) -> Handler:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -357,3 +358,16 @@ def test_what_does_not_fit_is_named():
         adapted(params, bank, X, adapter=jnp.zeros(2, int))
     with pytest.raises(ValueError, match="expected indices from -1 to 0"):
         adapted(params, bank, X, adapter=1)
+
+
+def test_arguments_in_the_other_order_are_refused_with_the_right_call():
+    config, fn = Config(rank=1), lambda params, x: x
+    untyped_attach, untyped_init = map(inspect.unwrap, (attach, init))  # without the type hook
+    key = jax.random.key(0)
+    for call, right in (
+        (lambda: untyped_attach(config, fn), "Config; write jk.lslora.attach(apply_fn, config)"),
+        (lambda: untyped_init(fn, config, {}, X, key=key), "write jk.lslora.init(config, apply_fn"),
+        (lambda: untyped_attach(fn, fn), "config: expected Config, as in jk.lslora.attach"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(right)):
+            call()

@@ -22,7 +22,7 @@ from jaxkfac.interception import (
     selector,
 )
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.lslora._attach import Adapted, attach
+from jaxkfac.lslora._attach import Adapted, attach, check_order
 from jaxkfac.lslora._branch import Branch
 from jaxkfac.lslora._config import (
     ALL_LINEAR,
@@ -225,7 +225,7 @@ def init(
 
     Args:
         config: Settings of the adapters.
-        apply_fn: As for :func:`attach`.
+        apply_fn: As for :func:`attach`, which takes it before ``config``.
         params: The base model, with any kernels in NF4; shapes suffice unless $\sigma$ is measured.
         inputs: A batch; shapes suffice unless $\sigma$ is measured.
         key: Key for A.
@@ -241,6 +241,7 @@ def init(
         ``{layer: Adapter}``, and the parameters of ``modules_to_save`` by path.
 
     Raises:
+        TypeError: arguments are in the wrong order, or ``apply_fn`` is a model.
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
         ValueError: the target matches something that cannot be adapted, ``modules_to_save``
             matches something quantized or targeted as well (``"all-linear"`` skips it instead), or
@@ -261,6 +262,7 @@ def init(
         Variance Adaptation", 2024. Shaowen Wang et al., "LoRA-GA: Low-Rank Adaptation with
         Gradient Approximation", 2024.
     """
+    check_order("init(config, apply_fn, params, inputs, key=key)", apply_fn, config)
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)

@@ -103,9 +103,9 @@ def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, C
     r"""Split adapters of fused projections into adapters of their parts, without changing outputs.
 
     $\varphi(s\,xAB)$ acts on each output separately, and $s\,\varphi(xA)B$ on the bottleneck
-    separately. In both cases a part gets its columns of $B$, and $A$, the coefficients and $\sigma$
-    of the fused adapter. Models that keep the projections apart can then read the files. Dropout,
-    if any, draws a separate mask for each part.
+    separately. In both cases each part gets its own columns of $B$, and the fused adapter's $A$,
+    coefficients and $\sigma$. Models that keep the projections apart can then read the files.
+    Dropout, if any, draws a separate mask for each part.
 
     Args:
         adapters: From :func:`init`; layers with other names stay unchanged.

@@ -86,7 +86,7 @@ def address_space_bytes() -> int | None:
 
 
 def resident_mark() -> int | None:
-    """The high-water mark of :func:`resident_bytes`, at most since :func:`lower_mark`."""
+    """The largest :func:`resident_bytes` so far, or since :func:`lower_mark` was called."""
     return _field("VmHWM")
 
 

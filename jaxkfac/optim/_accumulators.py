@@ -28,7 +28,7 @@ class Accumulators:
 
     They are added in ``wide``. Where ``kept`` is narrower, two things keep the rounding small:
 
-    - Of gradients and diagonals the mean so far is kept, not the sum. Added in ``wide`` and
+    - Gradients and diagonals are kept as the mean so far, not as a sum. Added in ``wide`` and
       rounded once, the two are equally exact in short groups; but a sum stops growing once a
       micro-batch is less than half a unit in its last place, and a mean is right by then. Over
       1024 micro-batches in bfloat16 a sum of equal gradients is 41 % off, a mean 0.2 %. Stochastic
@@ -42,8 +42,8 @@ class Accumulators:
     Counts are kept as they are.
 
     Attributes:
-        wide: In which micro-batches are added.
-        kept: In which they are kept between micro-steps.
+        wide: Dtype in which micro-batches are added.
+        kept: Dtype in which the sums are kept between micro-steps.
         memory_kind: JAX's name of the memory in which they are kept; counts stay on the device.
     """
 
@@ -58,11 +58,11 @@ class Accumulators:
 
     @property
     def triangle(self) -> Any:
-        """The dtype of one triangle in the bytes of the whole."""
+        """The dtype in which one triangle takes as many bytes as the whole matrix in ``kept``."""
         return jnp.dtype(jnp.float32 if self.kept.itemsize == 2 else jnp.float64)
 
     def zeros(self, params: PyTree, like: Factors | None) -> Sums:
-        """Sums of nothing, one array at a time; see :meth:`save`."""
+        """Sums before the first micro-batch, made one array at a time; see :meth:`save`."""
 
         def zero(x: Any) -> Array:
             return self._put(jnp.zeros_like(x, dtype=self.kept))

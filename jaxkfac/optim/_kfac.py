@@ -104,10 +104,10 @@ def kfac(
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers, shapes,
             dtypes and the ``origin`` are read. The state's average and bases have this origin;
             factors of another Fisher type are averaged all the same.
-        damping: $\delta \ge 0$ in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or a
-            :class:`jaxkfac.LevenbergMarquardt` rule that adapts it. ``"auto"`` is that rule with a
-            ``"quadratic"`` rate, else 0.1.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
+            gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; numbers or
+            schedules. Or a :class:`jaxkfac.LevenbergMarquardt` rule that adapts it. ``"auto"`` is
+            that rule with a ``"quadratic"`` rate, else 0.1.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
             ``"quadratic"`` rate, else ``"exact"``.
         decay: $\beta \in [0, 1)$ of the factor average; see

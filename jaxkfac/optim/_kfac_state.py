@@ -30,8 +30,8 @@ class KfacState(NamedTuple):
             counts; one triangle of each matrix if ``kfac`` is ``packed``.
         stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
             damped factors, which are packed like the average.
-        momentum: Like the parameters, without those that ``others`` handles; the last update
-            if the quadratic model chooses a number.
+        momentum: A tree like the parameters, without those that ``others`` handles. If the
+            quadratic model chooses learning rate or momentum, it is the last update.
         others: State of the ``others`` transformation.
         skipped: Updates left out because a gradient or a factor was not finite, or a factor was
             too large to be averaged (``watch.outsized``), int32.

@@ -443,7 +443,8 @@ class _Update(NamedTuple):
         grads: The gradients as passed, constants among them.
         state: The state before.
         params: The parameters, if given.
-        gradient: Of the parameters that have one; of the penalized loss where the model adapts.
+        gradient: The gradient of the parameters that have one; where the model adapts, of the
+            penalized loss.
         stacked: The gradient of the stacked model.
         factors: Those of the stacked model, if any came.
         rate: The learning rate at this step.

@@ -139,7 +139,8 @@ class LevenbergMarquardt:
     made, and counts as $\rho < \tfrac14$.
 
     Attributes:
-        initial: $\lambda$ at the first update, positive, in units of the squared gradient.
+        initial: $\lambda$ at the first update, positive; added to the curvature of the mean loss,
+            in units of its squared gradient.
         every: $T$, updates from one trial to the next, at least 1. A trial is one more
             evaluation of the loss.
         factor: $\omega \in (0, 1)$.

@@ -37,8 +37,9 @@ def scale_by_bases(
     ``HostCurvature``. The sign is kept, so chain a learning rate behind it.
 
     Args:
-        damping: $\delta \ge 0$ in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
+            gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; numbers or
+            schedules.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
         missing: What to do with parameters that no layer covers: ``"identity"`` keeps
             their gradient, ``"zero"`` freezes them, ``"raise"`` names them.

@@ -19,7 +19,7 @@ from jaxkfac.planning._layouts import (
     shaped,
 )
 from jaxkfac.planning._memory_plan import MemoryPlan
-from jaxkfac.planning._options import OPTION_NAMES, OptionName
+from jaxkfac.planning._options import OPTION_NAMES
 from jaxkfac.planning._plan import plan_memory
 from jaxkfac.planning._program_bytes import IN_TURN
 from jaxkfac.planning._search import MemoryEstimate
@@ -35,7 +35,6 @@ __all__ = [
     "EncoderDecoderLayout",
     "MemoryEstimate",
     "MemoryPlan",
-    "OptionName",
     "Preset",
     "TargetName",
     "compiled_bytes",

@@ -48,7 +48,7 @@ class CurvatureBytes:
         return self._program.placement.nbytes([values, self._bases.diagonals])
 
     def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
-        """Bytes of a decomposition on the device beside scratch: the matrix that it overwrites.
+        """Bytes of the matrices that a decomposition on the device overwrites, without its scratch.
 
         Args:
             together: Whether all matrices of one size are in one call, as inside ``jit``.

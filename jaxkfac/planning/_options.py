@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -388,11 +388,6 @@ OPTIONS: dict[str, Option] = {
     )
 }
 OPTION_NAMES = tuple(OPTIONS)
-
-if TYPE_CHECKING:
-    OptionName = str
-else:
-    OptionName = Literal[OPTION_NAMES]  # the choices of the command line
 
 
 def ordered(names: frozenset[str]) -> list[Option]:

@@ -23,8 +23,8 @@ def calibration(
 ) -> Any:
     r"""Draw accuracy over confidence, in bins of equal width.
 
-    The expected calibration error $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$ stands
-    is the title. Bins without examples are left out.
+    The title is the expected calibration error
+    $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$. Bins without examples are left out.
 
     Args:
         probabilities: ``(N, C)``, rows summing to one, such as those that a posterior's
@@ -215,7 +215,7 @@ def nonlinearities(
 def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
     """Draw the device memory of the training as it stands and with each option.
 
-    Of rows that are never in memory at the same time, only the largest is drawn.
+    If two rows are never in memory at the same time, only the larger is drawn.
 
     Args:
         plan: From ``jk.plan_memory``.

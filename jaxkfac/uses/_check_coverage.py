@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ from jaxkfac.interception import (
 
 DRAWS = 2  # number of parameter draws at which examples are replaced
 _STEP = 0.1  # distance of a draw, relative to a parameter's size
+_FAR = 1e3  # distance at which logits leave [0, 1], and probabilities do not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class CoverageCheck:
         products: By layer, the largest relative error of the diagonal of the Fisher in its
             eigenbasis against explicit gradients of single examples.
         remarks: What was not compared, and why.
+        doubts: Mistakes in the model that its outputs show, each with a remedy: probabilities where
+            the likelihood expects logits.
     """
 
     value: Answer
@@ -64,6 +68,7 @@ class CoverageCheck:
     factors: Mapping[str, float]
     products: Mapping[str, float]
     remarks: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
     @property
     def examples_meet(self) -> bool:
@@ -85,7 +90,8 @@ class CoverageCheck:
                 lines.append(
                     f"{what}: {len(errors)} layers, worst {worst!r}, {_digits(errors[worst])}"
                 )
-        return "\n".join([*lines, *(f"not compared: {remark}" for remark in self.remarks)])
+        lines += [f"not compared: {remark}" for remark in self.remarks]
+        return "\n".join([*lines, *self.doubts])
 
     def _examples(self) -> str:
         if self.seen:
@@ -130,7 +136,9 @@ def check_coverage(
     factors are those of the given targets (``fisher="empirical"``) of the first ``max_examples``
     examples.
 
-    It raises nothing for what it finds; ``print`` the result.
+    It raises nothing for what it finds; ``print`` the result. It warns if the outputs are
+    probabilities at the given parameters and at two draws far away, where the likelihood expects
+    logits.
 
     Args:
         objective: The objective. For a scalar loss only the gradient is compared.
@@ -183,6 +191,9 @@ def check_coverage(
         lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
     )
     trial = _Trial(objective, stats, params, full_batch, key, state, max_examples)
+    doubts = trial.probabilities()
+    for doubt in doubts:
+        warnings.warn(doubt, stacklevel=2)
     pairs, tried = trial.replaced()
     pulled = trial.compared("derivatives between examples", trial.derivatives)
     gradient = _of_gradient(objective, stats, params, full_batch, key, state)
@@ -198,6 +209,7 @@ def check_coverage(
         factors,
         products,
         tuple(trial.remarks),
+        doubts,
     )
 
 
@@ -214,6 +226,22 @@ class _Trial:
     most: int
     remarks: list[str] = dataclasses.field(default_factory=list)
 
+    def outputs(self, params: PyTree, inputs: PyTree) -> list[Array]:
+        """The model's outputs, one array for each likelihood."""
+        return self.compiled(_outputs)(params, inputs, self.key, self.state)
+
+    def probabilities(self) -> tuple[str, ...]:
+        """Which outputs are probabilities where logits belong, whatever the parameters are."""
+        doubts = self._doubts(self.params)
+        for draw in range(1, DRAWS + 1) if doubts else ():
+            far = self._doubts(drawn(self.params, draw, step=_FAR))
+            doubts = {name: text for name, text in doubts.items() if name in far}
+        return tuple(doubts.values())
+
+    def _doubts(self, params: PyTree) -> dict[str, str]:
+        outputs = self.outputs(params, self.batch.inputs)
+        return self.objective.probabilities(self.objective.tree(outputs))
+
     def replaced(self) -> tuple[list[tuple[int, int, float]], int]:
         """The pairs of examples that were seen to meet, and how many examples were replaced."""
         number = self.batch.num_examples
@@ -229,21 +257,16 @@ class _Trial:
             self.remarks.append("examples: all inputs are identical, so no replacement shows")
             return [], 0
 
-        run = self.compiled(_outputs)
-
-        def outputs(params: PyTree, inputs: PyTree) -> list[Array]:
-            return run(params, inputs, self.key, self.state)
-
         pairs, tried = [], 0
         for draw in range(DRAWS):
             params = self.params if draw == 0 else drawn(self.params, draw)
-            before = outputs(params, self.batch.inputs)
+            before = self.outputs(params, self.batch.inputs)
             if not all(np.isfinite(np.asarray(x)).all() for x in before):
                 where = "of the parameters" if draw == 0 else "at the second draw of the parameters"
                 self.remarks.append(f"examples: outputs {where} are not all finite")
                 continue
             for i, j in substitutes.items():
-                after = outputs(params, self._with(i, j))
+                after = self.outputs(params, self._with(i, j))
                 tried += 1
                 for x, y in zip(before, after, strict=True):
                     pairs += _changed(np.asarray(x), np.asarray(y), i)
@@ -425,15 +448,15 @@ def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) ->
     return np.asarray(total)
 
 
-def drawn(params: PyTree, draw: int) -> PyTree:
-    """Parameters nearby: each array is moved by a fraction of its size."""
+def drawn(params: PyTree, draw: int, step: float = _STEP) -> PyTree:
+    """Parameters of which each array is moved by ``step`` times its size, by default nearby."""
     free, _ = partition(params)
     moved = {}
     for k, (path, x) in enumerate(leaves_by_path(free).items()):
         key = jax.random.fold_in(jax.random.key(draw), k)
         size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) + 1e-3
-        step = _STEP * size * jax.random.normal(key, x.shape, jnp.float32)
-        moved[path] = (x.astype(jnp.float32) + step).astype(x.dtype)
+        change = step * size * jax.random.normal(key, x.shape, jnp.float32)
+        moved[path] = (x.astype(jnp.float32) + change).astype(x.dtype)
     return with_leaves(params, moved)
 
 

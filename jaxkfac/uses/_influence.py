@@ -240,8 +240,9 @@ def influence(
             ``max_bytes`` are not used.
         train: Such a tuple, or an iterable of them, read once. Or a :func:`gradient_store` of
             them, which takes no backward pass; then ``experts`` and ``examples`` are not used.
-        damping: $\delta \ge 0$ in the units of the squared gradient, or ``"heuristic"``: a tenth of
-            the mean eigenvalue of each block, and of each slice of a stack.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
+            gradient; or ``"heuristic"``: a tenth of the mean eigenvalue of each block, and of each
+            slice of a stack.
         layers: A full-match pattern of layer names or parameter paths; ``None`` takes all
             layers of the bases.
         per: ``"sum"``; ``"layer"``: scores of each layer, in the order of ``bases.layers`` (those

@@ -31,9 +31,9 @@ def load_kronfluence(
     """Load what kronfluence 1.0 has written as eigenbases, to continue its run here.
 
     Its eigenvectors are used; if it has not computed them, its covariances are decomposed. If
-    ``lambda_matrix.safetensors`` exists, its measured eigenvalues are used too. Scores here are
-    ``terms_per_example`` times its scores: it uses the Fisher of a sum over an example's
-    terms, and this library that of their mean.
+    ``lambda_matrix.safetensors`` exists, its measured eigenvalues are used too. Scores of this
+    library are ``terms_per_example`` times kronfluence's, because kronfluence uses the Fisher of
+    the sum over an example's terms, and this library uses that of their mean.
 
     Convolutions are refused: PyTorch orders a window as ``(C_in, kh, kw)``, and a kernel here has
     rows ``(kh, kw, C_in)``, so the eigenvectors would belong to other inputs.

@@ -48,8 +48,8 @@ def laplace(
         bases: From :func:`eigendecompose`, or with eigenvalues measured by
             :func:`correct_eigenvalues`; of ``fisher="mc"`` or ``"exact"``.
         num_examples: $N$, the size of the full training set.
-        prior_precision: $\delta > 0$, one number; or ``(layers,)``, in the order of
-            ``posterior.layers``.
+        prior_precision: $\delta > 0$, added to $N R F$, not to the curvature of the mean loss; one
+            number, or ``(layers,)`` in the order of ``posterior.layers``.
         noise: $\sigma > 0$, the standard deviation of a Gaussian's noise.
         layers: A full-match pattern of layer names or parameter paths, for example the last layer
             or adapters. ``None`` takes all layers of the bases. All other parameters are fixed,

@@ -157,8 +157,8 @@ class LaplacePosterior:
         the best prior does not depend on the data, and ``train`` is not read.
 
         On validation data, the number of a grid with the least negative log predictive
-        probability is chosen (by the probit rule, or exactly for a Gaussian, whose noise stays). By
-        layer, layers take turns until none changes.
+        probability is chosen (by the probit rule, or exactly for a Gaussian, whose noise stays).
+        With ``by_layer``, the layers are tuned in turn until none changes.
 
         Args:
             train: The data, as for ``log_likelihood``, or its result. ``None`` keeps the noise.

@@ -7,19 +7,21 @@ from pathlib import Path
 from tests.zoo import Program, all_programs
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
-HEAD = """# The zoo: programs that are tried
+HEAD = """# The zoo: tested models
 
-Every row is a program of the test suite: `pytest tests/zoo -m ""` takes each one whose library is
-there (without `-m`, some of each family), looks which parameters
-are covered, compares value and gradient with plain JAX, and the factors with what the last column
-names. "Brute force" means every row of every layer written out in NumPy, in float64, to 1e-10 (1e-5
-or 1e-6 where the library computes in float32). Of layers behind a semicolon it is the gradient
-alone that is compared.
-With "taps in the library's own layers" the model that brute force runs is the library's own, whose
-layers say what their rows are; loops and maps over examples are written out.
-Models of other libraries are taken where these are installed: `make zoo` makes an environment that
-has them, and tries every row in it.
-This page is made by `python -m tests.zoo --write`.
+Every row is a program of the test suite. `pytest tests/zoo -m ""` runs each row whose library is
+installed (without `-m`, some rows of each family). A test checks which parameters are covered,
+compares value and gradient with plain JAX, and compares the factors with what the last column
+names:
+
+- "Brute force" writes every row of every layer out in NumPy, in float64, and agrees to 1e-10
+  (1e-5 or 1e-6 where the library computes in float32). Where layers stand behind a semicolon,
+  only their gradient is compared.
+- "Taps in the library's own layers" runs the library's own model, and its layers report their
+  rows; loops and maps over examples are written out.
+
+`make zoo` makes an environment with the libraries of all models, and runs every row in it.
+`python -m tests.zoo --write` writes this page.
 """
 
 

@@ -76,8 +76,9 @@ CLAIMS = (
         "Over many layers this adds up to an allocation of 43 GB.",
         Lies(8, 8),
         "false",
-        "In units of one layer's peak, for eight layers: each layer's temporaries are freed "
-        "before the next one's are made, and one allocation is one tensor anyway.",
+        "The number is the peak over eight layers, in units of one layer's peak. Each layer's "
+        "temporaries are freed before the next one's are made, and one allocation is one tensor "
+        "anyway.",
         lambda context: Measured((m := over_layers(context)).after / m.before, unit="times one"),
         "does not arise: one layer at a time is what `eigendecompose` dispatches",
     ),
@@ -115,7 +116,8 @@ CLAIMS = (
         "The rebuild becomes 10 to 20 % slower.",
         Lies(10, 20),
         "false",
-        "By the document's own 5 ms on the device and 10 ms at best on the host it is 100 %.",
+        "The document itself measures 5 ms on the device and at best 10 ms on the host, which is "
+        "100 % slower.",
         slower,
         "the same arithmetic",
     ),

@@ -75,7 +75,8 @@ CLAIMS = (
         Saves(0.1),
         "false",
         "Both names are the same object. The float32 tensors are freed one by one, as each is "
-        "replaced. In JAX a converted tree is a second one, and `cast_once` goes leaf by leaf.",
+        "replaced. In JAX a conversion makes a second tree; `cast_once` converts one leaf at a "
+        "time.",
         old_model,
         jax_old_model,
     ),
@@ -93,9 +94,9 @@ CLAIMS = (
         "Loading in the target dtype avoids the copy that a later conversion makes.",
         Saves(0.1),
         "true",
-        "Built in float32 and converted, against built in bfloat16; the whole file counts in both, "
-        "and torch_ref's load_once reads it tensor by tensor. JAX: resident memory of a larger "
-        "model, 96 MiB of parameters, by load_safetensors.",
+        "A model built in float32 and then converted is compared with one built in bfloat16. Both "
+        "count the whole file; torch_ref's load_once reads it tensor by tensor. JAX: resident "
+        "memory of a larger model, 96 MiB of parameters, by load_safetensors.",
         loading,
         jax_loading,
         alone=True,

@@ -33,9 +33,9 @@ CLAIMS = (
         "are formed, none does.",
         Removed(),
         "true",
-        "Of a bfloat16 model's factors, bytes that are still bfloat16, as the device made them: a "
-        "copy on the host is float32. JAX: outputs of "
-        "one program, against the largest pass under a budget of one layer.",
+        "Counted are a bfloat16 model's factors in the device's own bfloat16; copies on the host "
+        "are float32. JAX: outputs of one program, against the largest pass under a budget of one "
+        "layer.",
         factors_on_device,
         jax_factors_on_device,
     ),
@@ -54,9 +54,9 @@ CLAIMS = (
         "Retaining the graph in the backward pass holds memory to its end.",
         Saves(0.1),
         "true",
-        "With GELU, whose input no hook holds; with tanh it is the loss's own part alone. JAX: a "
-        "program that returns every layer's input and output gradient, against statistics as "
-        "cotangents.",
+        "Measured with GELU, because no hook holds its input. With tanh, only the loss's own part "
+        "would be freed. JAX: a program that returns every layer's input and output gradient, "
+        "against statistics as cotangents.",
         retained,
         jax_retained,
     ),

@@ -50,7 +50,7 @@ class Schedule:
 
     The first step pushed is a refresh of everything. After it, the first step pushed at least
     ``every`` steps after the last refresh is a refresh; the groups take turns. A refresh is *open*
-    while its step may still be pushed to, and is snapshot when the step grows. Its bases are
+    while its step may still be pushed to; its snapshot is taken when the step grows. Its bases are
     handed over when bases are requested at ``step + lag`` or later. Only one refresh is in work at
     a time, so a refresh whose bases nobody has requested is handed over before the next snapshot.
 

@@ -231,7 +231,7 @@ class Push:
             self._load(self._batches[0])
 
     def after(self, schedule: Schedule) -> None:
-        """Set the schedule that holds after this push; all due actions must be done."""
+        """Advance the schedule past this push, once all its due actions are done."""
         self._schedule = schedule.pushed_to(self._step)
 
     def withdraw(self) -> None:

@@ -47,8 +47,8 @@ class HostCurvature:
     order of the pushes; workers decompose snapshots of it. Which bases a step gets depends only on
     step numbers, never on how fast anything ran, so a run is bitwise reproducible:
 
-    - The first step pushed is a *refresh*. After it, the first step pushed at least
-      ``refresh_every`` steps later is one. A refresh at step $s$ includes every push of a step
+    - The first step pushed is a *refresh*. The next refresh is the first step pushed at least
+      ``refresh_every`` steps later, and so on. A refresh at step $s$ includes every push of a step
       $\le s$; it begins once the step grows, because until then more pushes may come.
     - Its bases are used from step $s$ + ``lag`` on. Only a step that requests them then
       waits, if they are not ready.

@@ -151,7 +151,7 @@ def save_state(state: State, path: Path) -> None:
 
 
 def restore_state(state: State, saved: Archive) -> None:
-    """Restore what :func:`save_state` wrote, except options and schedule, which are set."""
+    """Restore what :func:`save_state` wrote; options and schedule keep their present values."""
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])

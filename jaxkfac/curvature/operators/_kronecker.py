@@ -66,7 +66,8 @@ def kronecker(
             ``to_dense`` need them, because bases know paths but not shapes. Products,
             preconditioners, and sums with an operator that has shapes do not need them.
         power: $p$, static. Negative powers use clipped eigenvalues, positive ones raw ones.
-        damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
+        damping: $\delta \ge 0$, added to the curvature of the mean loss, or a pair
+            ``(damping_a, damping_g)`` in the units of each factor; may be traced.
         damping_mode: See :func:`jaxkfac.apply_power`.
         missing: What to do with parameters that no layer covers.
 

@@ -244,7 +244,7 @@ class Operator(abc.ABC):
         return _to_dense(self)
 
     def damped(self, damping: Any) -> "Operator":
-        r"""$A + \delta I$; ``damping`` is a scalar and may be traced."""
+        r"""$A + \delta I$; ``damping`` is a scalar in the operator's units and may be traced."""
         return Damped(self, _scalar("damping", damping))
 
     def __matmul__(self, vector: PyTree) -> PyTree:

@@ -226,7 +226,7 @@ class Follower(Follows):
         return out
 
     def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
-        """The result of a layer; a row without a label gets one."""
+        """The result of a layer, with labels for the rows that have none."""
         if not is_inexact(var) or (
             out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
         ):

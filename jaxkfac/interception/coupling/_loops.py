@@ -78,7 +78,7 @@ class Columns(NamedTuple):
     by_iteration: np.ndarray
 
     def standing(self, labels: np.ndarray) -> np.ndarray:
-        """Where labels stand for columns."""
+        """A mask of the labels that stand for columns."""
         return (labels >= self.first) & (labels < self.first + len(self.by_iteration))
 
     def stacked(self, labels: Labels) -> Labels:

@@ -163,8 +163,6 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
 
         return run_analysis(arguments)
     _check_options(arguments)
-    if arguments.batches is not None and arguments.batches < 2:
-        raise ValueError(f"batches must be at least 2, not {arguments.batches}")
     for folder in (arguments.figures, arguments.report and arguments.report.parent):
         if folder:
             probe_folder(folder)

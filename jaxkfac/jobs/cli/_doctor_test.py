@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from jaxkfac.jobs.cli._inspect import DoctorArguments, run_doctor
+from jaxkfac.jobs.cli._inspect import run_doctor
+from jaxkfac.jobs.cli._inspect_options import DoctorArguments
 
 
 def test_json_holds_findings_and_versions(capsys, monkeypatch):

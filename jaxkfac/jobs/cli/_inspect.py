@@ -1,6 +1,5 @@
 """Commands that only look: at a saved adapter, at the cached weights, at this machine."""
 
-import dataclasses
 import json
 import os
 import sys
@@ -14,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkfac._errors import DamagedFileError
-from jaxkfac.jobs.cli._options import AdapterArguments
+from jaxkfac.jobs.cli._inspect_options import (
+    AdapterArguments,
+    DoctorArguments,
+    ModelsArguments,
+)
 from jaxkfac.jobs.report import terminal_table
 from jaxkfac.lslora import Diagnosis, Nonlinearity, SavedModules, diagnose, read_modules
 
@@ -111,24 +114,6 @@ def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, titl
 # ---------------- `jaxkfac models`: which pretrained weights are known, and which are here
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelsArguments:
-    """Show the pretrained weights that are known, where they are kept and how large they are.
-
-    The command downloads nothing: `jaxkfac.models.smollm2()` downloads when first called.
-
-    Example, with the weights in a folder of your own:
-    `jaxkfac models --cache-dir weights`
-    """
-
-    cache_dir: Path | None = None
-    """Folder of the weights; by default $JAXKFAC_CACHE or ~/.cache/jaxkfac."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    debug: bool = False
-    """Show the full traceback of an error."""
-
-
 def run_models(arguments: ModelsArguments) -> None:
     """Print the table of pretrained weights, or JSON."""
     from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
@@ -180,23 +165,6 @@ def _row(model: Any, cache_dir: Path | None) -> dict[str, Any]:
 
 
 # ---------------- `jaxkfac doctor`: what of this machine decides bytes and bits, and what to change
-
-
-@dataclasses.dataclass(frozen=True)
-class DoctorArguments:
-    """Show devices, allocator, precision, attention, memory, threads and versions.
-
-    Each line shows a setting and what to change; `!` marks a problem. The command reads the
-    settings and changes nothing. docs/troubleshooting.md says what to do when memory runs out.
-
-    Example, before a training run whose bits are to be compared:
-    `OPENBLAS_NUM_THREADS=1 jaxkfac doctor`
-    """
-
-    json: bool = False
-    """Print the findings as JSON instead of a table."""
-    debug: bool = False
-    """Show the full traceback of an error."""
 
 
 def run_doctor(arguments: DoctorArguments) -> None:

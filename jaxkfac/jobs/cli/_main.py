@@ -68,7 +68,7 @@ COMMANDS = (
     Command(
         "adapter",
         "Look at LS-LoRA adapters on disk.",
-        "jaxkfac.jobs.cli._options:AdapterArguments",
+        "jaxkfac.jobs.cli._inspect_options:AdapterArguments",
         "jaxkfac.jobs.cli._inspect:run_adapter",
     ),
     Command(
@@ -80,13 +80,13 @@ COMMANDS = (
     Command(
         "models",
         "Show the pretrained weights that are known, where they are kept and how large they are.",
-        "jaxkfac.jobs.cli._inspect:ModelsArguments",
+        "jaxkfac.jobs.cli._inspect_options:ModelsArguments",
         "jaxkfac.jobs.cli._inspect:run_models",
     ),
     Command(
         "doctor",
         "Show devices, allocator, precision, attention, memory, threads and versions.",
-        "jaxkfac.jobs.cli._inspect:DoctorArguments",
+        "jaxkfac.jobs.cli._inspect_options:DoctorArguments",
         "jaxkfac.jobs.cli._inspect:run_doctor",
     ),
 )
@@ -179,7 +179,8 @@ def _dispatch(command: Command, argv_words: list[str]) -> int:
     by_program = "jax" in sys.modules  # called from a program, whose settings stay
     try:
         with contextlib.nullcontext() if by_program else _imports():
-            arguments = _parse(command, argv_words[1:])  # parsing a plan's arguments imports JAX
+            arguments = _parse(command, argv_words[1:])
+        _check(arguments)
         if by_program:
             imported(command.run)(arguments)
         else:
@@ -194,6 +195,10 @@ def _dispatch(command: Command, argv_words: list[str]) -> int:
         return 128 + signal_of(error)
     except Exception as error:
         if "--debug" in argv_words or isinstance(error, ModuleNotFoundError):
+            raise
+        if "jax" not in sys.modules:  # its import would delay the message by seconds
+            if isinstance(error, ValueError | OSError):
+                return _fail(_message_of(error))
             raise
         from jaxkfac._errors import JaxkfacError
         from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
@@ -221,6 +226,15 @@ def _parse(command: Command, argv_words: list[str]) -> Any:
         config=(tyro.conf.FlagCreatePairsOff,),
         **default,
     )
+
+
+def _check(arguments: Any) -> None:
+    """Refuse a mistyped path before JAX is imported, which takes seconds.
+
+    Processes of one run check together, later, so that each learns of an error of another.
+    """
+    if hasattr(arguments, "check") and getattr(arguments, "coordinator", None) is None:
+        arguments.check()
 
 
 def _run(command: Command, arguments: Any) -> None:

@@ -48,21 +48,64 @@ def test_help_describes_what_can_be_asked_for(words, expected, capsys):
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "train --help", "trian"])
-def test_help_does_not_wait_for_jax(words):
-    code = (
-        f"import sys\nfrom jaxkfac.jobs.cli import main\ntry:\n    main({words.split()!r})\n"
-        "except SystemExit:\n    pass\n"
-        "assert not {'jax', 'numpy', 'matplotlib', 'tensorboardX'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+QUICK = ["--help", "--version", "trian", *(f"{command.name} --help" for command in COMMANDS)]
+MISTYPED = {
+    "train --output {file}": "{file} is a file",
+    "analyze nowhere": "no checkpoint at nowhere, which does not exist",
+    "analyze {model} --compare nowhere": "no model at nowhere, which does not exist",
+    "analyze {model} --data nowhere": "records at nowhere, which does not exist",
+    "analyze {model} --report {file}/x.html": "--report {file}: {file} is a file",
+    "finetune --model nowhere": "no model at nowhere, which does not exist",
+    "finetune --data nowhere": "records at nowhere, which does not exist",
+    "finetune --questions nowhere": "--questions nowhere: expected a file",
+    "finetune --adapter.start nowhere": "nowhere/adapter_config.json: expected a file",
+    "finetune --output {file}": "{file} is a file",
+    "influence --train nowhere --queries {file}": "--train nowhere: expected a file",
+    "influence --train {file} --queries nowhere": "--queries nowhere: expected a file",
+    "influence nowhere --train {file} --queries {file}": "no model at nowhere",
+    "influence --train {file} --queries {file} --bases nowhere": "--bases nowhere holds no run",
+    "influence --train {file} --queries {file} --store {file}": "--store {file}: {file} is a file",
+    "adapter inspect nowhere": "no adapter in nowhere, which does not exist",
+    "plan --device-bytes 1GB --compiler-python nowhere": "nowhere: there is no such program",
+}
+
+
+def test_neither_help_nor_a_mistyped_path_waits_for_jax(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "config.json").write_text("{}")
+    places = {"file": str(tmp_path / "file"), "model": str(tmp_path)}
+    mistyped = {words.format(**places): said.format(**places) for words, said in MISTYPED.items()}
+    code = f"""
+import contextlib, io, sys
+from jaxkfac.jobs.cli import main
+slow = {{"jax", "numpy", "matplotlib", "tensorboardX"}}
+for words in {QUICK!r}:
+    with contextlib.suppress(SystemExit):
+        main(words.split())
+    assert not slow & set(sys.modules), words
+for words, expected in {mistyped!r}.items():
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(words.split()) == 2, words
+    assert expected in said.getvalue(), (words, said.getvalue())
+    assert not slow & set(sys.modules), words
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_processes_of_one_run_check_their_paths_together(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    words = ["train", "--output", str(tmp_path / "file"), "--coordinator", "nowhere:1"]
+    called = []
+    monkeypatch.setattr("jaxkfac.jobs.cli._train.run_train", called.append)
+    assert main(words) == 0 and called
 
 
 def test_the_import_of_jax_is_announced():
-    command = [sys.executable, "-m", "jaxkfac", "analyze", "nowhere"]
+    command = [sys.executable, "-m", "jaxkfac", "plan", "--device-bytes", "1GB", "--batch", "0"]
     said = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
-    assert said[0] == "jaxkfac analyze: importing JAX"
-    assert said[1].startswith("jaxkfac: no checkpoint at nowhere")
+    assert said[0] == "jaxkfac plan: importing JAX"
+    assert said[1].startswith("jaxkfac: batch=0")
 
 
 def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):

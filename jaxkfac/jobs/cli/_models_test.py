@@ -2,7 +2,8 @@
 
 import json
 
-from jaxkfac.jobs.cli._inspect import ModelsArguments, run_models
+from jaxkfac.jobs.cli._inspect import run_models
+from jaxkfac.jobs.cli._inspect_options import ModelsArguments
 from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
 
 

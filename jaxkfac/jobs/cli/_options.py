@@ -1,10 +1,19 @@
-"""Options of `train`, `analyze` and `adapter`. Imports nothing slow, for quick help."""
+"""Options of `train` and `analyze`. Imports nothing slow, for quick help."""
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from jaxkfac.jobs.cli._paths import (
+    MODEL_NAMES,
+    check_folder,
+    check_model,
+    check_records,
+    find_checkpoint,
+    no_checkpoint,
+)
 
 # ---------------- options of the optimizers
 
@@ -27,7 +36,7 @@ class KfacOptions:
     learning_rate: float
     """Peak learning rate."""
     damping: float = 0.1
-    """Damping, in units of the squared gradient."""
+    """Added to the curvature of the mean loss, in units of its squared gradient."""
     damping_mode: DampingMode = "exact"
     """exact adds the damping to each product of eigenvalues; factored adds its square root to both
     factors; pi also balances the two."""
@@ -223,6 +232,10 @@ class TrainArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
+    def check(self) -> None:
+        """Refuse an output folder that cannot be one."""
+        check_folder(self.output)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelAnalysis:
@@ -356,27 +369,26 @@ class AnalyzeArguments:
         """Whether the analysis is of a pretrained model, not of a checkpoint of a run."""
         path = self.checkpoint
         if not path.exists():
-            return str(path) in ("smollm2", "t5-bytes", "flan-t5-xl")
+            return str(path) in MODEL_NAMES
         if path.is_file():
             return path.suffix == ".gguf"
         return (path / "config.json").exists() or any(path.glob("*.safetensors"))
 
-
-@dataclasses.dataclass(frozen=True)
-class AdapterArguments:
-    """Look at LS-LoRA adapters on disk.
-
-    `jaxkfac adapter inspect FOLDER` shows an adapter's settings and the coefficients of every
-    layer. It needs no model.
-    """
-
-    action: tyro.conf.Positional[Literal["inspect"]]
-    """Action: inspect."""
-    folder: tyro.conf.Positional[Path]
-    """Folder of the adapter."""
-    name: str = "default"
-    """Name of the adapter."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    debug: bool = False
-    """Show the full traceback of an error."""
+    def check(self) -> None:
+        """Refuse paths at which nothing can be read or written, and too few batches."""
+        if self.batches is not None and self.batches < 2:
+            raise ValueError(f"batches must be at least 2, not {self.batches}")
+        sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
+        for path in sources:
+            if self.is_pretrained:
+                check_model(str(path))
+            elif find_checkpoint(path) is None:
+                raise no_checkpoint(path)
+        if self.is_pretrained:
+            check_folder(self.output)
+            if self.model.data is not None:
+                check_records(self.model.data)
+        if self.figures is not None:
+            check_folder(self.figures, "--figures")
+        if self.report is not None:
+            check_folder(self.report.parent, "--report")

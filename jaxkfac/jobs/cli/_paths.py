@@ -1,21 +1,81 @@
-"""Paths of the command line: folders for results, and checkpoints."""
+"""Paths of the command line: checks that do not wait for JAX."""
 
+import shutil
 from pathlib import Path
 
 # ---------------- folders for results
 
 
-def check_folder(output: Path) -> None:
-    """Refuse an ``--output`` that cannot be a folder.
+def check_folder(folder: Path, option: str = "--output") -> None:
+    """Refuse a path that cannot be a folder.
 
     Raises:
-        NotADirectoryError: ``output`` is a file, or lies below one.
+        NotADirectoryError: ``folder`` is a file, or lies below one; names the option.
     """
-    existing = next(path for path in (output, *output.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise NotADirectoryError(
-            f"--output {output}: {existing} is a file, and no folder can be there"
+            f"{option} {folder}: {existing} is a file, and no folder can be there"
         )
+
+
+# ---------------- models, texts and programs that must exist
+
+
+MODEL_NAMES = ("smollm2", "t5-bytes", "flan-t5-xl")
+DATA_NAMES = ("elements", "wordnet")
+
+
+def absent(path: Path) -> str:
+    """What is at a path instead of the expected file or folder, as the end of a sentence."""
+    if path.is_dir():
+        return "is a folder"
+    return "is a file" if path.exists() else "does not exist"
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that is neither a known name, nor a folder, nor a .gguf file.
+
+    Raises:
+        FileNotFoundError: says what is there.
+    """
+    path = Path(model)
+    if model in MODEL_NAMES or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+        return
+    what = "is no folder and no .gguf file" if path.exists() else "does not exist"
+    raise FileNotFoundError(f"no model at {path}, which {what}")
+
+
+def check_records(data: str) -> None:
+    """Refuse data that are neither embedded nor at a path that exists.
+
+    Raises:
+        FileNotFoundError: names the path.
+    """
+    if data not in DATA_NAMES and not Path(data).exists():
+        raise FileNotFoundError(f"expected a file of records at {data}, which does not exist")
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse a path without a file.
+
+    Raises:
+        FileNotFoundError: names the option and says what is there.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{option} {path}: expected a file at that path, which {absent(path)}"
+        )
+
+
+def check_program(option: str, name: str) -> None:
+    """Refuse a program that is neither a path nor on the search path.
+
+    Raises:
+        FileNotFoundError: names the option.
+    """
+    if shutil.which(name) is None:
+        raise FileNotFoundError(f"{option} {name}: there is no such program")
 
 
 # ---------------- checkpoints of `jaxkfac train`

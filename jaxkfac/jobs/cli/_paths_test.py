@@ -3,7 +3,8 @@
 import pytest
 
 from jaxkfac.jobs.cli._checkpoint import check_output
-from jaxkfac.jobs.cli._paths import no_checkpoint
+from jaxkfac.jobs.cli._paths import MODEL_NAMES, no_checkpoint
+from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
 
 
 def test_a_path_without_a_checkpoint_is_described(tmp_path):
@@ -16,6 +17,10 @@ def test_a_path_without_a_checkpoint_is_described(tmp_path):
     assert "does not exist" not in said[file] and "texts as --data" in said[file]
     assert "which holds x; expected" in said[folder]
     assert "nowhere, which does not exist; expected" in said[tmp_path / "nowhere"]
+
+
+def test_the_model_names_are_those_that_need_no_path():
+    assert ("smollm2", *ENCODER_DECODERS) == MODEL_NAMES
 
 
 @pytest.mark.parametrize("begun", [True, False])

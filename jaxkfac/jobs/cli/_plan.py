@@ -8,9 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from jaxkfac.planning import OPTION_NAMES, OptionName
+from jaxkfac.jobs.cli._paths import check_program
+
+# jaxkfac.planning has these names too; importing it imports JAX, for which help must not wait.
+OptionName = Literal[
+    "accumulation",
+    "host",
+    "accumulator",
+    "remat",
+    "half_bases",
+    "bf16",
+    "host_bases",
+    "low_rank",
+    "budget",
+    "adapters",
+    "nf4",
+]
 
 _QUIET = 2.0  # seconds
 
@@ -72,7 +87,7 @@ class PlanArguments:
     """Number of devices that train together, each on such a batch; counts what they exchange."""
     fully_sharded: bool = False
     """Whether parameters, optimizer and factors are sharded over the devices; needs a compiler."""
-    options: tuple[OptionName, ...] = OPTION_NAMES
+    options: tuple[OptionName, ...] = get_args(OptionName)
     """Options that the plan may use."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
     """Target of the compiled programs; by default an H100, if its compiler is installed."""
@@ -85,6 +100,11 @@ class PlanArguments:
     """Print bytes and words as JSON instead of the table."""
     debug: bool = False
     """Show the full traceback of an error."""
+
+    def check(self) -> None:
+        """Refuse an interpreter that does not exist."""
+        if self.compiler_python is not None:
+            check_program("--compiler-python", self.compiler_python)
 
 
 def run_plan(arguments: PlanArguments) -> None:

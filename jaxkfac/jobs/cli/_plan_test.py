@@ -1,14 +1,15 @@
 """`jaxkfac plan` prints the plan of a layout, for people and for programs."""
 
 import json
+from typing import get_args
 
 import pytest
 
 from jaxkfac._errors import CompilerError
 from jaxkfac.jobs.cli import _plan
-from jaxkfac.jobs.cli._plan import PlanArguments, run_plan
+from jaxkfac.jobs.cli._plan import OptionName, PlanArguments, run_plan
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import PRESETS, DecoderLayout
+from jaxkfac.planning import OPTION_NAMES, PRESETS, DecoderLayout
 from jaxkfac.planning._temporaries import Temporaries
 
 TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
@@ -17,6 +18,10 @@ TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
 @pytest.fixture(autouse=True)
 def _a_small_layout(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(2, 8, 2, 12, 11, fused=True))
+
+
+def test_the_command_offers_every_option_of_the_planner():
+    assert get_args(OptionName) == OPTION_NAMES
 
 
 def test_the_table_is_printed_and_what_fits_is_said(capsys):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxkfac._text import shortened
+from jaxkfac.jobs.report._layer_table import distinct_names
 from jaxkfac.jobs.report._page import (
     FIGURE_STYLE,
     MUTED,
@@ -264,6 +265,7 @@ def _conditions_legend(figure: Any) -> None:
 
 _COLORS = {"A": "a", "G": "g", "diagonal": "diagonal"}
 _LEGEND = (("a", "A, inputs"), ("g", "G, output gradients"), ("diagonal", "diagonal"))
+_TICK = 26  # letters of a name below a panel
 _MOST_SLICES = 12  # largest number of slices in one panel
 
 
@@ -275,7 +277,7 @@ def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     ]
     return (
         f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
-        "number, of every factor in the model's order. Where the smallest eigenvalue is not "
+        "number, of every layer in the model's order. Where the smallest eigenvalue is not "
         "positive the condition is infinite, and there is a gap.</p>"
         f"{panels_html(panels_of_factors)}<p>Dots: eigenvalues of the running average, as "
         "decomposed. Lines: after clipping.</p>"
@@ -285,17 +287,24 @@ def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
 def _over_depth(records: Sequence[SpectrumRecord]) -> Iterator[str]:
     columns = {"entropy rank": "entropy_rank", "condition number": "condition_raw",
                "condition number after clipping": "condition_clipped"}  # fmt: skip
+    # Both factors of a layer stand above its name.
+    places = {name: place for place, name in enumerate(dict.fromkeys(map(_name, records)))}
+    ticks = [name.replace("\n", "") for name in distinct_names(places, _TICK).values()]
     for title, field in columns.items():
         lines = []
         for side, color in _COLORS.items():
             of = [r for r in records if r.side == side]
             if side == "A":  # an input shared by several layers is drawn once
                 of = [r for r in of if r.source == r.layer]
-            names = [r.layer + "".join(f"[{i}]" for i in r.slice) for r in of]
+            names = [_name(r) for r in of]
             values = [getattr(r, field) for r in of]
-            where = list(range(1, len(of) + 1))
+            where = [places[name] for name in names]
             lines.append(Line(side, where, values, color, dots=len(of) == 1, names=names))
-        yield panel_html(title.capitalize(), lines, Axis("factor"), Axis("", log=True))
+        yield panel_html(title.capitalize(), lines, Axis("layer", names=ticks), Axis("", log=True))
+
+
+def _name(record: SpectrumRecord) -> str:
+    return record.layer + "".join(f"[{i}]" for i in record.slice)
 
 
 def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:

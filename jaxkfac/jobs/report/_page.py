@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from jaxkfac._text import shortened
 from jaxkfac.plot import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 
 # ---------------- the frame of a page: style sheets by day and by night, and its script
@@ -168,6 +169,7 @@ def versions() -> dict[str, str]:
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 10, 34
+_NAME_HEIGHT, _NAME_WIDTH, _LETTER = 11, 150, 5.6  # of names below a panel
 _MOST_POINTS = 200  # points of a line; a panel has hardly more pixels
 _LARGEST = 1e300  # beyond it the ends of an axis would not be finite
 _MANY = 24  # number of panels beyond which they scroll
@@ -204,10 +206,13 @@ class Axis(NamedTuple):
     Attributes:
         label: Quantity and unit.
         log: Whether it is logarithmic.
+        names: For the horizontal axis: names of the positions 0, 1 and so on, written upright
+            below it in place of numbers. Where there are too many, every second or third is.
     """
 
     label: str
     log: bool = False
+    names: Sequence[str] = ()
 
 
 class _Scale(NamedTuple):
@@ -252,12 +257,15 @@ def panel_html(
     ys = [w for line in drawn for w in line.y if w is not None]
     across = _scale(xs, x.log, _LEFT, _WIDTH - _RIGHT)
     up = _scale(ys, y.log, _HEIGHT - _BOTTOM, _TOP)
-    shapes = [*_grid(across, up), *(_path(line, across, up) for line in drawn)]
+    if x.names:
+        across = _Scale(-0.5, len(x.names) - 0.5, False, _LEFT, _WIDTH - _RIGHT)
+    shapes = [*_grid(across, up, x.names), *(_path(line, across, up) for line in drawn)]
     if not ys:
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         shapes.append(f'<text x="{middle}" y="90" text-anchor="middle">no value to draw</text>')
+    height = _HEIGHT + min(_NAME_WIDTH, round(_LETTER * max(map(len, x.names), default=0)))
     shapes.append(
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x.label)}</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{height - 4}" text-anchor="end">{escape(x.label)}</text>'
         f'<text transform="translate(9 {_TOP}) rotate(-90)" text-anchor="end">'
         f"{escape(y.label)}</text>"
     )
@@ -265,7 +273,7 @@ def panel_html(
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
         f'<figure class="panel"{layer_attribute}><figcaption>{escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}" '
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}" '
         f'data-x="{across.data}" data-y="{up.data}">{"".join(shapes)}</svg>{below}</figure>'
     )
 
@@ -326,14 +334,22 @@ def _ticks(scale: _Scale, most: int) -> list[float]:
     return [k * step for k in range(first, math.floor(scale.high / step + 1e-9) + 1)]
 
 
-def _grid(across: _Scale, up: _Scale) -> Iterator[str]:
+def _grid(across: _Scale, up: _Scale, names: Sequence[str]) -> Iterator[str]:
     for value in _ticks(up, 4):
         at = f"{up(value):.1f}"
         yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
         yield f'<text x="{_LEFT - 4}" y="{at}" dy=".32em" text-anchor="end">{_tick(value)}</text>'
-    for value in _ticks(across, 4):
+    low = _HEIGHT - _BOTTOM
+    most = int((_WIDTH - _RIGHT - _LEFT) / _NAME_HEIGHT)
+    for value in range(0, len(names), max(1, -(-len(names) // most))):
+        at, name = f"{across(value):.1f}", shortened(names[value], int(_NAME_WIDTH / _LETTER))
+        yield f'<line class="rule" x1="{at}" x2="{at}" y1="{low}" y2="{low + 3}"/>'
+        yield (
+            f'<text transform="translate({at} {low + 6}) rotate(-90)" dy=".32em" '
+            f'text-anchor="end">{escape(name)}</text>'
+        )
+    for value in _ticks(across, 4) if not names else ():
         at = f"{across(value):.1f}"
-        low = _HEIGHT - _BOTTOM
         yield f'<line class="rule" x1="{at}" x2="{at}" y1="{low}" y2="{low + 3}"/>'
         yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_tick(value)}</text>'
 

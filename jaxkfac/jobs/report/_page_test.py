@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shutil
 import subprocess
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.jobs.report import EpochRecord, RunRecords, report_page
+from jaxkfac.jobs.report._factor_figures import _over_depth
 from jaxkfac.jobs.report._html import newcombe, train_answer, wilson
 from jaxkfac.jobs.report._page import Axis, Line, panel_html
 from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
@@ -165,3 +167,23 @@ def test_any_values_are_drawn_without_a_number_that_is_none(values, log):
     drawable = [v for i, v in enumerate(values) if v is not None and np.isfinite(v)
                 and (not log or (v > 0 and i > 0))]  # fmt: skip
     assert ("no value to draw" in panel) == (not drawable)
+
+
+def test_names_stand_below_a_panel_as_many_as_fit():
+    names = [f"layer_{i}/<w>" for i in range(60)]
+    line = Line("A", range(60), [1.0 + i for i in range(60)], names=names)
+    panel = panel_html("t", [line], Axis("layer", names=names), Axis("condition", log=True))
+    shown = [int(x) for x in re.findall(r">layer_(\d+)/&lt;w&gt;<", panel)]
+    assert shown == list(range(0, 60, 3))
+    places = [float(x) for x in re.findall(r'translate\((\S+) \S+\) rotate\(-90\)" dy', panel)]
+    assert len(places) == 20 and min(np.diff(places)) > 11
+
+
+def test_both_factors_of_a_layer_stand_above_its_name():
+    values = np.array([2.0, 1.0])
+    records = [r for name in ("one/w", "two/w") for side in ("A", "G")
+               for r in _of_side(name, side, name, values, values)]  # fmt: skip
+    ranks, *_ = _over_depth(records)
+    assert ">one/w<" in ranks and ">two/w<" in ranks
+    first, second = (re.findall(r"[ML](\S+) ", path) for path in re.findall(r' d="(.*?)"', ranks))
+    assert first == second and len(first) == 2

@@ -27,7 +27,7 @@ def fit(
         every: Whether to compile every pass; see :meth:`AnalyzedModel.fit`.
 
     Raises:
-        ValueError: a stage does not fit; names the smallest room that would do.
+        ValueError: a stage does not fit; names the smallest number of bytes that suffices.
     """
     held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
     pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
@@ -45,7 +45,7 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
         gathers: Whether to check the passes too, which a resumed analysis cannot change.
 
     Raises:
-        ValueError: a stage does not fit; names the smallest room that would do.
+        ValueError: a stage does not fit; names the smallest number of bytes that suffices.
     """
     passes = "the passes of an analysis cannot change: give it as much, or begin with --overwrite"
     for stage, remedy in (

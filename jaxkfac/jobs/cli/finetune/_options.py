@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxkfac.jobs.cli._options import AdamwOptions, Fisher, KfacOptions, Optimizer
+from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model, check_records
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
 Trained = Literal["adapter", "all"]
@@ -280,6 +281,19 @@ class FinetuneArguments:
     """Print the summary as JSON instead of a table."""
     debug: bool = False
     """Show the full traceback of an error."""
+
+    def check(self) -> None:
+        """Refuse paths at which nothing can be read or written."""
+        experiment = self.experiment
+        check_model(experiment.model)
+        if self.plan:  # reads nothing else, and writes nothing
+            return
+        check_folder(self.output)
+        check_records(experiment.data)
+        if experiment.questions is not None and not experiment.questions.isdigit():
+            check_file("--questions", Path(experiment.questions))
+        if experiment.adapter.start is not None:
+            check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
 
 
 # ---------------- presets

@@ -7,6 +7,7 @@ from typing import Literal
 import tyro
 
 from jaxkfac.jobs.cli._options import Fisher
+from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,8 @@ class InfluenceArguments:
     max_dense: int = 16384
     """Largest side of a layer with a full factor; a larger side has a diagonal."""
     damping: float | Literal["heuristic"] = "heuristic"
-    """Added to the curvature, in units of a squared gradient; heuristic takes a tenth of each
-    block's mean eigenvalue."""
+    """Added to the curvature of the mean loss, in units of its squared gradient; heuristic takes a
+    tenth of each block's mean eigenvalue."""
     query_rank: int | None = 64
     """Rank of the approximation of each layer's block of a query; None keeps the block exact. The
     report shows the error."""
@@ -97,10 +98,11 @@ class InfluenceArguments:
     """Show the full traceback of an error."""
 
     def check(self) -> None:
-        """Refuse values out of range.
+        """Refuse values out of range, and paths at which nothing can be read or written.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: names the option.
+            OSError: names the path.
         """
         for name in ("factors_from", "max_dense", "query_rank", "top", "batch_size"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -112,6 +114,14 @@ class InfluenceArguments:
             raise ValueError(f"damping must not be negative, not {self.damping}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
+        check_model(self.model)
+        check_file("--train", self.train)
+        check_file("--queries", self.queries)
+        if self.bases is not None and not (self.bases / "stages" / "bases").is_file():
+            raise FileNotFoundError(f"--bases {self.bases} holds no run with bases")
+        check_folder(self.output)
+        if self.store is not None:
+            check_folder(self.store, "--store")
 
     def options_of_bases(self) -> dict[str, object]:
         """Plain values of the options that, with model and texts, determine factors and bases."""

@@ -36,7 +36,6 @@ from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influen
 
 def run_influence(arguments: InfluenceArguments) -> None:
     """Score, write the results, and print the tables."""
-    arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
         with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
@@ -77,9 +76,6 @@ def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
     """The bases, computed in this run or taken from another; ``--overwrite`` deletes old files.
 
     It deletes them only after all checks: of the layers for new bases, or of the bases given.
-
-    Raises:
-        FileNotFoundError: ``--bases`` holds none.
     """
     arguments = scoring.arguments
     if arguments.bases is None:
@@ -90,8 +86,6 @@ def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
         return decomposed(scoring, stages, shapes)
     with nothing_begun():
         source = Stages(arguments.bases / "stages")
-        if not source.holds("bases"):
-            raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
         bases = decomposed(scoring, source, factor_shapes(scoring))
         if arguments.overwrite:
             is_same_run = arguments.bases.resolve() == arguments.output.resolve()
@@ -116,9 +110,6 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
-    for path in (arguments.train, arguments.queries):  # checked before the slow loading
-        if not path.is_file():
-            raise FileNotFoundError(f"no file of texts at {path}")
     family, pretrained = family_of(like), load_model(like)
     kind = PairReader if isinstance(family, EncoderDecoderFamily) else RecordReader
     reader = kind(arguments, pretrained)

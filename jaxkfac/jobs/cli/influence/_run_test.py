@@ -264,7 +264,7 @@ def test_texts_that_are_none_are_named(run, tmp_path, capsys):
         ({"queries": blank}, "blank.jsonl:2"),
         ({"queries": late}, "query 1 has nothing in its loss in the first 32 tokens"),
         ({"train": late}, "nothing of its texts is in the loss"),
-        ({"train": str(tmp_path / "no.jsonl")}, "no file of texts at"),
+        ({"train": str(tmp_path / "no.jsonl")}, "no.jsonl: expected a file at that path"),
     ):
         assert run(**files) == 2
         assert message in capsys.readouterr().err.replace("\n", " ")

@@ -50,7 +50,8 @@ def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | Long
 
     Args:
         first: Factors of the first batch.
-        number: Number of batches. Up to 256 a plain sum keeps its digits, with half of the bytes.
+        number: Number of batches. Up to 256 batches are added in a plain sum, which is accurate
+            enough and takes half of the bytes.
         on_host: Whether factors are NumPy arrays.
     """
     if on_host:

@@ -123,7 +123,7 @@ class KeysValues(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the tokens of a stack attend to, the same in all its blocks.
+    """What the tokens of a stack attend to. All blocks of the stack share it.
 
     Attributes:
         mask: ``(B or 1, 1, T or 1, S)``; ``None`` means everything.
