@@ -72,7 +72,9 @@ def plan_memory(
     value, gradient and factors; *workspace*, the matrix that a decomposition overwrites; and
     *update*, the temporaries of preconditioning and of the optimizer. If nothing happens
     between gradient and update (no curvature, or :func:`jaxkfac.kfac`, which decomposes inside
-    its update), they form one program, whose temporaries are gradients, factors and activations.
+    its update), they form one program, whose temporaries are gradients, factors, and either
+    activations or, where its peak comes later, the update. Only activations become fewer with
+    recomputation.
 
     For the training as it stands and for the chosen set, temporaries are those that the compiler
     allocates. For other sets they are estimates: counted from the equations and scaled by the ratio
