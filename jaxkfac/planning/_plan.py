@@ -39,6 +39,7 @@ def plan_memory(
     batch: Any,
     *,
     state: PyTree | None = None,
+    frozen: PyTree | None = None,
     optimizer: optax.GradientTransformation | None = None,
     device_bytes: ByteSize,
     host_bytes: ByteSize | None = None,
@@ -109,6 +110,9 @@ def plan_memory(
         batch: One step's batch, as arrays or shapes, with examples on the first axis.
         state: State that a call changes (batch statistics), as arrays or shapes, for an objective
             that takes it.
+        frozen: Arrays or shapes inside ``batch`` that are parameters no step changes, such as the
+            base beside adapters: they are counted as parameters. The options that divide or
+            replace the batch are then not available.
         optimizer: An optax transformation; its state is what ``init`` would allocate.
         device_bytes: Bytes that the device's allocator can hand out: a number, ``"80GB"`` or
             ``"74.5GiB"``.
@@ -216,6 +220,7 @@ def plan_memory(
     check_arrays("params", params)
     check_arrays("batch", batch)
     params, batch, state = shapes_of(params), shapes_of(batch), shapes_of(state)
+    frozen = shapes_of(frozen)
     check_decay(decay)
     config = lslora.Config(rank=adapter_rank)
     micro_batches = MicroBatches(accumulation_steps, dtype, accumulator_memory_kind)
@@ -223,7 +228,8 @@ def plan_memory(
     def search_with(temporaries: Temporaries, **more: Any) -> Search:
         return Search(
             TrainingPrograms(
-                *(objective, params, batch, config, collection, temporaries, state, placed)
+                *(objective, params, batch, config, collection, temporaries, state, placed),
+                frozen=frozen,
             ),
             batch,
             optimizer,

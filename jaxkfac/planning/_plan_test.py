@@ -303,7 +303,9 @@ def test_what_recomputation_does_not_lower_is_not_called_activations():
         plan = plan_memory(
             *training,
             optimizer=optax.sgd(1e-2),
-            **{"device_bytes": PLENTY, "curvature": False, "compiled": "none"},
+            device_bytes=PLENTY,
+            curvature=False,
+            compiled="none",
             accumulation_steps=4,
             options=("remat",),
             compiler="h100",

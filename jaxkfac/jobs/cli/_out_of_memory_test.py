@@ -131,9 +131,9 @@ def need(arguments):
     ("room", "expected"),
     [
         (180, "it should fit, so that something else holds memory"),
-        (140, "--batch-size 4 --gradient-accumulation-steps 2"),
-        (110, "--batch-size 1 --gradient-accumulation-steps 8"),
-        (105, "--quantize all"),
+        (140, "  --batch-size 4 --gradient-accumulation-steps 2\nor with\n  --quantize all"),
+        (110, "  --batch-size 1 --gradient-accumulation-steps 8\nor with\n  --quantize all"),
+        (105, "fits with\n  --quantize all"),
         (45, "--batch-size 2 --gradient-accumulation-steps 4 --quantize all"),
         (34, "--quantize all it would still need 35 B (base model, 25 B): take a smaller model"),
     ],
