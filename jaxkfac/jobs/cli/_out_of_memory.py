@@ -76,7 +76,7 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
             f"{stands}, and {available}: it should fit, so that something else holds memory, or "
             "the largest free piece is too small"
         )
-    fitting, least = _smallest(arguments, shapes, room)
+    fitting, least = smallest_sets(arguments, shapes, room)
     if fitting:
         sets = "\nor with\n".join(f"  {' '.join(flags(arguments, each))}" for each in fitting)
         return f"{stands}; {available}. By the plan it fits with\n{sets}"
@@ -120,7 +120,7 @@ def accumulations(arguments: Arguments) -> Iterator[Arguments]:
             yield dataclasses.replace(arguments, experiment=changed)
 
 
-def _smallest(
+def smallest_sets(
     arguments: Arguments, shapes: RunShapes, room: int
 ) -> tuple[list[Arguments], tuple[Need, Arguments]]:
     """All sets of the fewest changes by which the run fits, each planned; and the least need tried.
