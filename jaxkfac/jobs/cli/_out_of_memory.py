@@ -123,20 +123,22 @@ def accumulations(arguments: Arguments) -> Iterator[Arguments]:
 def smallest_sets(
     arguments: Arguments, shapes: RunShapes, room: int
 ) -> tuple[list[Arguments], tuple[Need, Arguments]]:
-    """All sets of the fewest changes by which the run fits, each planned; and the least need tried.
+    """The sets of changes by which the run fits, each planned; and the least need of all tried.
 
-    Every set whose lower bound fits is planned before the list is empty: a change that saves memory
-    in one set can cost some in another, so none is left out by its neighbors.
+    A set is listed if none of its subsets fits and it has at most one change more than the fewest,
+    since the fewest can be another kind of training. Every set whose lower bound fits is planned
+    before the list is empty: a change that saves memory in one set can cost some in another, so
+    none is left out by its neighbors. Only finer micro-batches are taken to need no more.
     """
     least: tuple[Need, Arguments] | None = None
-    fitting: list[Arguments] = []
-    num_changes = 0
-    for number, changed, accumulates in _sets(arguments, shapes.changes):
-        if fitting and number > num_changes:
+    fitting: dict[frozenset[int], Arguments] = {}
+    for numbers, changed in _sets(arguments, shapes.changes):
+        if fitting and len(numbers) > min(map(len, fitting)) + 1:
             break
-        options = list(accumulations(changed)) if accumulates else [changed]
+        options = list(accumulations(changed)) if _ACCUMULATION in numbers else [changed]
         # A batch of one cannot be divided. Without any plan yet, one is made for the message.
-        if not options or (least is not None and shapes.least(changed) > room):
+        bounded = least is not None and shapes.least(changed) > room
+        if not options or bounded or any(subset < numbers for subset in fitting):
             continue
         need = shapes.need(options[-1])
         if least is None or need.total < least[0].total:
@@ -150,20 +152,26 @@ def smallest_sets(
                 high = middle
             else:
                 low = middle + 1
-        fitting.append(options[high])
-        num_changes = number
-    return fitting, least or (shapes.need(arguments), arguments)
+        fitting[numbers] = options[high]
+    return list(fitting.values()), least or (shapes.need(arguments), arguments)
 
 
-def _sets(arguments: Arguments, changes: Sequence[Change]) -> Iterator[tuple[int, Arguments, bool]]:
-    """Sets of changes with their number, small ones first; accumulation is the cheapest change."""
+_ACCUMULATION = 0  # the cheapest change
+
+
+def _sets(
+    arguments: Arguments, changes: Sequence[Change]
+) -> Iterator[tuple[frozenset[int], Arguments]]:
+    """Sets of changes by their numbers, small ones first; changes are numbered from 1."""
+    numbered = dict(enumerate(changes, 1))
     for size in range(1, len(changes) + 2):
-        for chosen in itertools.combinations([None, *changes], size):
+        for chosen in itertools.combinations([_ACCUMULATION, *numbered], size):
             changed: Arguments | None = arguments
-            for change in filter(None, chosen):
-                changed = None if changed is None else change(changed)
+            for number in chosen:
+                if number != _ACCUMULATION and changed is not None:
+                    changed = numbered[number](changed)
             if changed is not None:
-                yield size, changed, None in chosen
+                yield frozenset(chosen), changed
 
 
 # ---------------- the explanation when memory ran out
