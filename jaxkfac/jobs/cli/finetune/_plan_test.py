@@ -55,6 +55,7 @@ def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys)
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "train", "optimizer", "steps"),
     [("flan-t5-xl", "all", "adamw", 4), ("llama-7b", "adapter", "adafactor", 1)],
@@ -93,6 +94,7 @@ def test_both_commands_count_the_same_bytes(model, train, optimizer, steps, monk
     assert bool(rows["accumulation"]) == (steps > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_a_remedy_that_is_printed_fits_when_it_is_taken(monkeypatch, capsys):
     monkeypatch.setitem(ENCODER_DECODERS, "flan-t5-xl", CONFIG)
