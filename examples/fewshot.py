@@ -30,6 +30,7 @@ from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.data.few_shot import Episodes, Splits, load_glyphs, read_splits
 
 FORM = "jaxkfac.example.fewshot"
+MEASURED = 5  # episodes that tell the time left
 AT_ONCE = 10  # episodes of an evaluation in one program
 DOCUMENTED = {1: "-", 4: "75 %", 8: "87.5 %"}  # what accumulation is said to save
 MAY_CHANGE = ("resume", "epochs", "output", "plan", "bytes", "device_bytes", "n_test")
@@ -222,12 +223,22 @@ def main() -> None:
         carry, records = load(path, options, carry)
     step = jax.jit(lambda *a: training.step(tx, *a), donate_argnums=0)
     evaluate = evaluation(options)
+    first = len(records["validation"]) * options.n_episode
     for epoch in range(len(records["validation"]), options.epochs):
         losses = []
         for number in range(epoch * options.n_episode, (epoch + 1) * options.n_episode):
             support, query, targets = train.at(number)
             carry, loss = step(carry, ((support, query), targets), number)
             losses.append(loss)
+            if number == first:  # the first step compiles
+                jax.block_until_ready(loss)
+                measured = time.monotonic()
+            if number == first + MEASURED:
+                jax.block_until_ready(loss)
+                each = (time.monotonic() - measured) / MEASURED
+                left = options.epochs * options.n_episode - number - 1
+                print(f"about {each * left / 60:.1f} min of training left "
+                      f"({each:.2g} s an episode, {left} episodes)", flush=True)  # fmt: skip
         records["losses"] += [float(np.mean(losses))]
         held_out = accuracies(evaluate, carry, validation, 50).mean()
         records["validation"] += [float(held_out)]

@@ -7,7 +7,8 @@ from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
-from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
+from jaxkfac.optim._multi_steps import has_updated, multi_steps
+from jaxkfac.optim._multi_steps_state import MultiStepsState
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks

@@ -1,21 +1,18 @@
 """Accumulation of gradients, factors and counts over micro-batches."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from jaxkfac._errors import named, scalar
 from jaxkfac.factors import (
     Factors,
-    check_factors,
     check_like,
-    check_same_layers,
     of_parameters,
     stored_like,
     with_origin,
@@ -31,8 +28,14 @@ from jaxkfac.optim._accumulators import (
     checked_accumulator_dtype,
 )
 from jaxkfac.optim._adaptation import as_operator, check_batch
-from jaxkfac.optim._kfac_state import KfacState
-from jaxkfac.optim._kfe_adam import KfeAdamState
+from jaxkfac.optim._multi_steps_state import (
+    MultiStepsState,
+    check_not_nested,
+    check_statistics,
+    factors_in,
+    kfac_states,
+)
+from jaxkfac.optim._single_steps import single_steps, without_empty
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -48,31 +51,6 @@ from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 PyTree = Any
 
 _WHOLE = "a whole number of micro-batches, or a function of the number of groups so far"
-
-
-class MultiStepsState(NamedTuple):
-    """State of :func:`multi_steps`.
-
-    Attributes:
-        accumulation: ``optax.MultiStepsState`` whose ``acc_grads`` are
-            ``{"grads": count * gradient, "factors": Factors or None, "terms": count}``,
-            all sums, and whose ``mini_step`` and ``gradient_step`` count micro-steps in
-            the group and groups. With a narrower ``accumulator_dtype``, gradients and
-            diagonals are means so far, and a dense factor is a rectangle that holds one
-            triangle of its sum, in twice the width. With ``"pinned_host"``, all arrays except the
-            counts are in that memory; a restored state returns there at its next
-            update, or is placed there by the shardings of ``tx.init(params)``.
-        inner: State of the inner transformation.
-        skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
-            too large, int32.
-        empty: Groups that ended without a single loss term, and so without an update,
-            int32.
-    """
-
-    accumulation: optax.MultiStepsState
-    inner: Any
-    skipped: Int[Array, ""]
-    empty: Int[Array, ""]
 
 
 def has_updated(state: MultiStepsState) -> Bool[Array, ""]:
@@ -140,7 +118,8 @@ def multi_steps(
             (checked outside ``jit``; inside, see its ``state.missed``).
 
     Memory:
-        One copy of gradients and factors, in float32, or in float64 if any of them is;
+        None with ``every_k_schedule=1``, where the update is that of ``tx`` bit by bit. Otherwise
+        one copy of gradients and factors, in float32, or in float64 if any of them is;
         half of that with the next narrower ``accumulator_dtype``. With ``"pinned_host"`` none
         of it is on the device while a gradient is computed; in ``update`` the arrays pass
         through it as temporaries.
@@ -179,6 +158,8 @@ def multi_steps(
     storage_dtype = checked_accumulator_dtype(accumulator_dtype)
     check_memory_kind(accumulator_memory_kind)
     inner = optax.with_extra_args_support(tx)
+    if every_k_schedule == 1:
+        return single_steps(inner, like, accumulator_memory_kind)
 
     def multi(dtype: Any) -> optax.MultiSteps:
         return optax.MultiSteps(
@@ -193,8 +174,8 @@ def multi_steps(
     def init(params: PyTree) -> MultiStepsState:
         check_memory(accumulator_memory_kind, params)
         inner_state = inner.init(params)
-        _check_not_nested(inner_state)
-        shapes = like if like is not None else _factors_in(inner_state)
+        check_not_nested(inner_state)
+        shapes = like if like is not None else factors_in(inner_state)
         wide = sum_dtype(params, shapes)
         if storage_dtype is not None:
             wide = max(wide, storage_dtype, key=lambda dtype: dtype.itemsize)
@@ -222,9 +203,9 @@ def multi_steps(
         kept_layers = () if stored["factors"] is None else stored["factors"].layers
         if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
             factors = of_parameters(factors)  # the form that the inner transformation keeps
-        _check_statistics(factors, terms, stored["factors"])
+        check_statistics(factors, terms, stored["factors"])
         if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
-            for node in _kfac_states(state.inner):
+            for node in kfac_states(state.inner):
                 check_factors_have_come(
                     node.missed, node.stacked_average, stored["factors"], factors
                 )
@@ -293,15 +274,7 @@ def _sums(
     some = count > 0
     grads = jax.tree.map(lambda g: jnp.where(some, g, jnp.zeros_like(g)), grads)
     if factors is not None:
-        # Without a loss term, output statistics are empty sums, whatever 0/0 made of them.
-        has_terms = factors.terms > 0
-        g_sums, diagonals, corrections = jax.tree.map(
-            lambda f: jnp.where(has_terms, f, jnp.zeros_like(f)),
-            (factors.g_sums, factors.diagonals, factors.corrections),
-        )
-        factors = dataclasses.replace(
-            factors, g_sums=g_sums, diagonals=diagonals, corrections=corrections
-        )
+        factors = without_empty(factors)
 
     def weighted(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
@@ -315,59 +288,3 @@ def _sums(
     )
     factors = jax.tree.map(lambda f: f.astype(dtype), factors)
     return {"grads": weighted(grads), "factors": factors, "terms": count}, ok
-
-
-def _check_not_nested(state: Any) -> None:
-    """Refuse an inner transformation that accumulates: groups would look like micro-batches."""
-    names = {MultiStepsState: "jk.multi_steps", optax.MultiStepsState: "optax.MultiSteps"}
-    for node in jax.tree.leaves(state, is_leaf=lambda x: type(x) in names):
-        if type(node) in names:
-            raise ValueError(
-                f"tx accumulates micro-batches already: {names[type(node)]} is inside it. Use one "
-                "jk.multi_steps, around everything else, and give it the product of the two "
-                "numbers of micro-batches"
-            )
-
-
-def _kfac_states(state: Any) -> list[KfacState]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KfacState))
-    return [node for node in nodes if isinstance(node, KfacState)]
-
-
-def _factors_in(state: Any) -> Factors | None:
-    """The factors that an inner transformation averages, if any."""
-    ours = KfacState, KfeAdamState
-    types = (Factors, *ours)
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, types))
-    is_packed = any(isinstance(x, ours) and x.stacked_average.is_packed for x in nodes)
-    nodes = [node.statistics if isinstance(node, ours) else node for node in nodes]
-    all_factors = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
-    for more in all_factors[1:]:
-        check_same_layers(more, all_factors[0])
-    if not all_factors:
-        return None
-    return all_factors[0].packed() if is_packed else all_factors[0]
-
-
-def _check_statistics(factors: Any, terms: Any, stored: Factors | None) -> None:
-    if factors is None and terms is None:
-        raise ValueError(
-            "multi_steps weighs micro-batches by their number of loss terms: pass factors=, or "
-            "terms=, got neither"
-        )
-    if terms is not None:
-        scalar("terms", terms, "the number of loss terms of this micro-batch, as mask.sum()")
-    if factors is not None:
-        if stored is None:
-            raise ValueError(
-                "there is no accumulator for factors=: the inner transformation keeps none in "
-                "its state; pass like=stats.factor_shapes(params, batch) to multi_steps, or "
-                "terms= if it needs no factors"
-            )
-        check_factors(factors, stored)
-        if (factors.corrections is None) != (stored.corrections is None):
-            raise ValueError(
-                "eigenvalues measured in eigenbases (bases=) are accumulated from the first "
-                "micro-step on or never: build jk.kfac with like=stats.factor_shapes(params, "
-                "batch, bases=...), and hand bases= to every call of stats"
-            )

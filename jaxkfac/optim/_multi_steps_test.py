@@ -2,6 +2,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -378,3 +379,61 @@ def test_optax_multi_steps_around_kfac_takes_the_last_factors_for_all_and_says_n
 
     assert error(multi_steps(tx, K)) < 1e-10
     assert error(by_optax(tx, K)) == pytest.approx(18.9, rel=0.1)  # the docstrings' number
+
+
+def test_one_micro_batch_a_step_is_the_inner_transformation_without_accumulators(params):
+    def update(grads, state, params=None, *, factors):
+        return grads, {"sum": jax.tree.map(jnp.add, state["sum"], grads), "factors": factors}
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"sum": zeros, "factors": zeros_like(like_for(params))}
+
+    plain = optax.GradientTransformationExtraArgs(init, update)
+    tx = multi_steps(plain, 1)
+    state, plain_state = tx.init(params), init(params)
+    assert not jax.tree.leaves(state.accumulation.acc_grads)
+    step = jitted(tx)
+    for seed in range(2):
+        grads, factors = net_statistics(params, net_batch(jax.random.key(seed), N))
+        updates, state = step(grads, state, params, factors)
+        expected, plain_state = update(grads, plain_state, factors=factors)
+        assert_close(updates, expected, 0.0)
+        assert_close(jax.tree.leaves(state.inner), jax.tree.leaves(plain_state), 0.0)
+    assert bool(has_updated(state)) and int(state.accumulation.gradient_step) == 2
+    bad = jax.tree.map(lambda x: x * jnp.nan, grads)
+    updates, after = step(bad, state, params, factors)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    assert_close(after.inner, state.inner, 0.0)
+    assert (int(after.skipped), int(after.empty)) == (1, 1)
+    updates, after = step(bad, after, params, zeros_like(factors))
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    assert (int(after.skipped), int(after.empty)) == (1, 2)
+
+
+def test_one_micro_batch_a_step_takes_the_memory_of_the_inner_transformation():
+    params = {"w": jnp.zeros((256, 256), jnp.bfloat16), "v": jnp.zeros((256, 256), jnp.bfloat16)}
+
+    def compiled_bytes(tx, **extra):
+        def step(params, state, x):
+            loss = lambda p: jnp.square(jnp.tanh(x @ p["w"]) @ p["v"]).mean(dtype=jnp.float32)
+            updates, state = tx.update(jax.grad(loss)(params), state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        state, x = jax.eval_shape(tx.init, params), jnp.ones((4, 256), jnp.bfloat16)
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x)
+        analysis = lowered.compile().memory_analysis()
+        return np.array([analysis.temp_size_in_bytes, analysis.argument_size_in_bytes])
+
+    one_copy = sum(x.nbytes for x in params.values())
+    sgd = optax.sgd(1e-3, momentum=0.9)
+    alone, one, two = (
+        compiled_bytes(sgd),
+        compiled_bytes(multi_steps(sgd, 1), terms=4),
+        compiled_bytes(multi_steps(sgd, 2), terms=4),
+    )
+    assert (one - alone <= [one_copy // 2, 1024]).all(), (
+        alone,
+        one,
+    )  # no update in place: a matrix
+    assert (two - alone >= [one_copy, 2 * one_copy]).all(), (alone, two)

@@ -91,7 +91,7 @@ def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: Any) -> Shapes:
     }
 
 
-def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
+def decode(params: Any, ids_BxT: Array, heads: int, remat: bool = False) -> Array:
     """Compute the logits of the next token."""
     x_BxTxD = params["embedding"][ids_BxT]
 
@@ -107,11 +107,13 @@ def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
             gate, up = _dense(h, p["gate"]), _dense(h, p["up"])
         return x + _dense(jax.nn.silu(gate) * up, p["down"]), None
 
-    x_BxTxD, _ = jax.lax.scan(block, x_BxTxD, params["blocks"])
+    x_BxTxD, _ = jax.lax.scan(_again(block, remat), x_BxTxD, params["blocks"])
     return _dense(_normalised(x_BxTxD, params["norm"]), params["head"])
 
 
-def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> Array:
+def encode_and_decode(
+    params: Any, inputs: tuple[Array, Array], heads: int, remat: bool = False
+) -> Array:
     """Compute the logits of the target's next token, from the source and the target so far."""
     source_BxS, target_BxT = inputs
 
@@ -131,7 +133,7 @@ def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> A
         return mlp(mixed(x, p, "norm_mixer", "kv", None, False), p), None
 
     memory_BxSxD, _ = jax.lax.scan(
-        encoder_block, params["embedding"][source_BxS], params["encoder"]
+        _again(encoder_block, remat), params["embedding"][source_BxS], params["encoder"]
     )
     memory_BxSxD = _normalised(memory_BxSxD, params["encoder_norm"])
 
@@ -139,8 +141,15 @@ def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> A
         x = mixed(x, p, "norm_mixer", "kv", None, True)
         return mlp(mixed(x, p, "norm_cross", "kv", memory_BxSxD, False), p), None
 
-    x_BxTxD, _ = jax.lax.scan(decoder_block, params["embedding"][target_BxT], params["decoder"])
+    x_BxTxD, _ = jax.lax.scan(
+        _again(decoder_block, remat), params["embedding"][target_BxT], params["decoder"]
+    )
     return _dense(_normalised(x_BxTxD, params["norm"]), params["head"])
+
+
+def _again(block: Any, remat: bool) -> Any:
+    """The body of a scan, recomputed in the backward pass with ``remat``."""
+    return jax.checkpoint(block, prevent_cse=False) if remat else block
 
 
 def _shape(*sizes: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -236,7 +245,9 @@ class Preset(NamedTuple):
     batch: Any
 
 
-def preset(name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32) -> Preset:
+def preset(
+    name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32, remat: bool = False
+) -> Preset:
     """The training of a preset layout.
 
     Args:
@@ -244,28 +255,32 @@ def preset(name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32) -
         examples: Number of examples in the batch.
         tokens: Tokens per example; for an encoder-decoder, per input and per target.
         dtype: Dtype of the parameters.
+        remat: Recompute each block's activations in the backward pass.
 
     Raises:
         ValueError: the name is unknown; lists the nearest.
     """
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not known; the nearest are {nearest(name, PRESETS)}")
-    return shaped(PRESETS[name], examples=examples, tokens=tokens, dtype=dtype)
+    sizes = {"examples": examples, "tokens": tokens}
+    return shaped(PRESETS[name], **sizes, dtype=dtype, remat=remat)
 
 
-def shaped(layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float32) -> Preset:
+def shaped(
+    layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float32, remat: bool = False
+) -> Preset:
     """The training of a given layout; see :func:`preset`."""
     ids = jax.ShapeDtypeStruct((examples, tokens), jnp.int32)
     if isinstance(layout, EncoderDecoderLayout):
         params = encoder_decoder_shapes(layout, dtype)
-        objective = Objective(_with(encode_and_decode, layout.heads), Categorical())
+        objective = Objective(_with(encode_and_decode, layout.heads, remat), Categorical())
         return Preset(objective, params, (SourceAndTarget(ids, ids), ids))
     params = decoder_shapes(layout, dtype)
-    return Preset(Objective(_with(decode, layout.heads), Categorical()), params, (ids, ids))
+    return Preset(Objective(_with(decode, layout.heads, remat), Categorical()), params, (ids, ids))
 
 
-def _with(apply: Any, heads: int) -> Any:
+def _with(apply: Any, heads: int, remat: bool) -> Any:
     def apply_fn(params: Any, inputs: Any) -> Any:
-        return apply(params, inputs, heads)
+        return apply(params, inputs, heads, remat)
 
     return apply_fn

@@ -240,7 +240,12 @@ class HalfPrecision(Option):
         trained = in_half(program.trained)
         if nbytes(trained) == nbytes(program.trained):
             raise UnavailableError("no parameter has more than 16 bits")
-        return dataclasses.replace(program, trained=trained, batch=in_half(program.batch))
+        return dataclasses.replace(
+            program,
+            trained=trained,
+            batch=in_half(program.batch),
+            frozen=in_half(program.frozen),
+        )
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return "8 bits of mantissa in parameters, gradients and optimizer"
@@ -293,6 +298,8 @@ class Adapters(Option):
             raise UnavailableError("adapters need a jk.Objective: a scalar loss has no outputs")
         if program.state is not None:
             raise UnavailableError("adapters are not planned beside a state that calls change")
+        if program.frozen is not None:
+            raise UnavailableError("there is a frozen base already")
         apply_fn, inputs = program.objective.apply_fn, program.batch[0]
         if type(inputs) is tuple:  # the objective unpacks it
             apply_fn = _of_one_tuple(apply_fn)

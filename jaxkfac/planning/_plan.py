@@ -39,6 +39,7 @@ def plan_memory(
     batch: Any,
     *,
     state: PyTree | None = None,
+    frozen: PyTree | None = None,
     optimizer: optax.GradientTransformation | None = None,
     device_bytes: ByteSize,
     host_bytes: ByteSize | None = None,
@@ -72,7 +73,9 @@ def plan_memory(
     value, gradient and factors; *workspace*, the matrix that a decomposition overwrites; and
     *update*, the temporaries of preconditioning and of the optimizer. If nothing happens
     between gradient and update (no curvature, or :func:`jaxkfac.kfac`, which decomposes inside
-    its update), they form one program, whose temporaries are gradients, factors and activations.
+    its update), they form one program, whose temporaries are gradients, factors, and either
+    activations or, where its peak comes later, the update. Only activations become fewer with
+    recomputation.
 
     For the training as it stands and for the chosen set, temporaries are those that the compiler
     allocates. For other sets they are estimates: counted from the equations and scaled by the ratio
@@ -107,6 +110,9 @@ def plan_memory(
         batch: One step's batch, as arrays or shapes, with examples on the first axis.
         state: State that a call changes (batch statistics), as arrays or shapes, for an objective
             that takes it.
+        frozen: Arrays or shapes inside ``batch`` that are parameters no step changes, such as the
+            base beside adapters: they are counted as parameters. The options that divide or
+            replace the batch are then not available.
         optimizer: An optax transformation; its state is what ``init`` would allocate.
         device_bytes: Bytes that the device's allocator can hand out: a number, ``"80GB"`` or
             ``"74.5GiB"``.
@@ -214,6 +220,7 @@ def plan_memory(
     check_arrays("params", params)
     check_arrays("batch", batch)
     params, batch, state = shapes_of(params), shapes_of(batch), shapes_of(state)
+    frozen = shapes_of(frozen)
     check_decay(decay)
     config = lslora.Config(rank=adapter_rank)
     micro_batches = MicroBatches(accumulation_steps, dtype, accumulator_memory_kind)
@@ -221,7 +228,8 @@ def plan_memory(
     def search_with(temporaries: Temporaries, **more: Any) -> Search:
         return Search(
             TrainingPrograms(
-                *(objective, params, batch, config, collection, temporaries, state, placed)
+                *(objective, params, batch, config, collection, temporaries, state, placed),
+                frozen=frozen,
             ),
             batch,
             optimizer,

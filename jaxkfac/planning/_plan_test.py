@@ -296,6 +296,31 @@ def test_remat_has_the_activations_of_the_program_with_checkpoints():
     assert "rematted already" in already.unavailable["remat"]
 
 
+def test_what_recomputation_does_not_lower_is_not_called_activations():
+    def planned(tokens):
+        layout = DecoderLayout(3, 64, 2, 64, 40, fused=True)
+        training = shaped(layout, examples=2, tokens=tokens, dtype=jnp.bfloat16)
+        plan = plan_memory(
+            *training,
+            optimizer=optax.sgd(1e-2),
+            device_bytes=PLENTY,
+            curvature=False,
+            compiled="none",
+            accumulation_steps=4,
+            options=("remat",),
+            compiler="h100",
+        )
+        return plan.now, plan.alone["remat"]
+
+    now, remat = planned(tokens=2)  # the peak is in the update: sums in float32
+    assert now.device["update"] > now.device["activations"] > remat.device["activations"]
+    assert now.device["update"] == remat.device["update"]
+    assert now.device_total == remat.device_total
+    now, remat = planned(tokens=128)
+    assert now.device["update"] == 0 and remat.device_total < now.device_total
+    assert remat.device["activations"] < now.device["activations"]
+
+
 @pytest.mark.exhaustive
 def test_half_precision_takes_fewer_bytes_where_it_is_not_computed_in_float32_as_on_a_cpu():
     half_of_now = {}

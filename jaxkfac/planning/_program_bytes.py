@@ -22,6 +22,7 @@ from jaxkfac.planning._step import (
     step_of,
     traced,
     update_alone,
+    update_of,
 )
 from jaxkfac.planning._temporaries import Needs
 
@@ -32,6 +33,7 @@ IN_TURN = ("activations", "workspace", "update")
 # Memory that libraries allocate themselves, by formula, since no compiler reports it.
 SCRATCH = ("eigh scratch", "conv scratch")
 ESTIMATED = (*IN_TURN, *SCRATCH)
+_CLOSE = 1.02  # ratio up to which the peaks of two programs are the same arrays
 
 
 def at_once(rows: Mapping[str, int]) -> dict[str, int]:
@@ -247,8 +249,13 @@ class ProgramBytes:
             return None
         return self._counted(step_needs(self.program, step, donate=self._donate))
 
-    def _step(self, steps: int) -> Step | None:
-        """Gradient and update in one program, ``None`` without an optimizer."""
+    def _step(self, steps: int, *, given_gradients: bool = False) -> Step | None:
+        """Gradient and update in one program, ``None`` without an optimizer.
+
+        Args:
+            steps: Micro-batches per step, which the update sums.
+            given_gradients: Whether gradients and factors are arguments, of the update alone.
+        """
         tx, state, gathered = self._tx, self.optimizer.state, self._of is not None
         if steps > 1:
             like = self.program.factors if gathered else None
@@ -258,7 +265,8 @@ class ProgramBytes:
             state = jax.eval_shape(tx.init, self.program.trained)
         if tx is None:
             return None
-        return step_of(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+        make = update_of if given_gradients else step_of
+        return make(self.program, tx, state, factors=gathered, accumulates=steps > 1)
 
     def exchanged(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
         """Bytes that devices exchange in a step, if each has a batch of this size.
@@ -300,8 +308,9 @@ class ProgramBytes:
         """Change the rows to those of a step that is one program.
 
         In one program, a compiler lets values die earlier: a used gradient, an overwritten
-        parameter. The program's temporaries are attributed to gradients and factors first, and the
-        remainder to activations.
+        parameter. The program's temporaries are attributed to gradients and factors first. The
+        remainder is activations, unless the update alone needs as much: then the peak is there, and
+        recomputation would not lower it.
         """
         needs, device = self.step_needs(steps), rows.device
         if needs is None:
@@ -315,8 +324,40 @@ class ProgramBytes:
             temporaries -= one
             device["workspace"] = 0
         device["activations"], device["update"] = temporaries, 0
+        gradient = self._peak_of_update(steps, needs.temporaries, beyond=temporaries)
+        if gradient is not None:
+            device["activations"], device["update"] = gradient, temporaries
         if self.undonated:
             device["undonated"] = self.undonated + device["accumulation"] * (steps > 1)
+
+    def _peak_of_update(self, steps: int, of_step: int, beyond: int) -> int | None:
+        """Temporaries of the gradient alone if a step in one program has its peak in the update.
+
+        Gradient and update are counted. Where the step was compiled they are scaled like it, which
+        saves two compilations.
+
+        Args:
+            steps: Micro-batches per step.
+            of_step: Temporaries of the step.
+            beyond: Those of them that are neither gradients nor factors.
+        """
+        program, donated = self.program, (0, 1) * self._donate
+        count = dataclasses.replace(program.temporaries, compiled=False)
+
+        def counted(one: Step | None) -> int:
+            assert one is not None  # the step was measured
+            return count(one.fn, *one.args, donate_argnums=donated).temporaries
+
+        if program.temporaries.compiled:
+            scale = of_step / max(counted(self._step(steps)), 1)
+            run = program.gradient if self._of is None else program.collect
+            gradient = round(scale * count(run, *program.arguments).temporaries)
+        else:
+            scale, gradient = 1.0, self._gradient_needs("all").temporaries
+        if beyond <= _CLOSE * gradient:
+            return None
+        update = scale * counted(self._step(steps, given_gradients=True))
+        return gradient if beyond <= _CLOSE * update else None
 
     def bound_of_one_program(self, rows: MemoryRows) -> None:
         """Change the rows to a lower bound of :meth:`in_one_program`, without temporaries."""

@@ -159,6 +159,7 @@ class TrainingPrograms:
         temporaries: Computes what a program needs beside its arguments and results.
         state: Shapes of the state that a call changes, ``None`` without.
         placement: Placement of the arrays.
+        frozen: Shapes inside the batch that are parameters no step changes, ``None`` without.
 
     Attributes:
         temporaries: As given.
@@ -174,6 +175,8 @@ class TrainingPrograms:
         temporaries: Temporaries,
         state: PyTree = None,
         placement: Placement = WHOLE,
+        *,
+        frozen: PyTree = None,
     ) -> None:
         self.temporaries = temporaries
         collection = dict(collection)
@@ -182,7 +185,7 @@ class TrainingPrograms:
             collection.setdefault("loss_terms", 1)  # shapes do not depend on it
         aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
         self._plain = TrainingProgram(
-            *(objective, params, batch, None, (), collection, config, aux, state, temporaries),
+            *(objective, params, batch, frozen, (), collection, config, aux, state, temporaries),
             placement=placement,
         )
         # Factors of float64 parameters cast to bfloat16 are float32, so their shapes differ.

@@ -140,10 +140,10 @@ _NOT_TRACED = (TypeError, ValueError, KeyError, AttributeError, JaxkfacError)
 
 
 class Step(NamedTuple):
-    """Gradient and update as one program.
+    """Gradient and update as one program, or the update alone.
 
     Attributes:
-        fn: ``fn(trained, state, batch, inputs)``.
+        fn: ``fn(trained, state, batch, inputs)``, for an update alone with ``grads, factors``.
         args: Shapes of the arguments.
     """
 
@@ -168,25 +168,51 @@ def step_of(
         factors: Whether factors are gathered and passed to the optimizer.
         accumulates: Whether to pass the number of loss terms, by which sums are weighted.
     """
+    apply = update_of(program, tx, state, factors=factors, accumulates=accumulates).fn
+
+    def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
+        if factors:
+            value, grads, factors_of_step = program.collect(trained, batch, inputs)
+        else:
+            (value, grads), factors_of_step = program.gradient(trained, batch, inputs), None
+        return *apply(trained, state, batch, inputs, grads, factors_of_step), value
+
+    trained, batch, extra = program.arguments
+    return Step(step, (trained, program.divided(state), batch, extra))
+
+
+def update_of(
+    program: TrainingProgram,
+    tx: optax.GradientTransformation,
+    state: Any,
+    *,
+    factors: bool,
+    accumulates: bool = False,
+) -> Step:
+    """Build the update of :func:`step_of` alone, ``fn(trained, state, batch, inputs, grads,
+    factors)``; the arguments are those of that function.
+    """
     update = optax.with_extra_args_support(tx).update
     adapts, none_come = bool(nodes_of(state, AdaptationState)), _no_factors(state)
 
-    def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
+    def run(
+        trained: Any, state: Any, batch: Any, inputs: ExtraInputs, grads: Any, collected: Any
+    ) -> Any:
         extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
-            value, grads, factors_of_step = program.collect(trained, batch, inputs)
-            extra["factors"] = factors_of_step
+            extra["factors"] = collected
             if adapts:
                 of_state = {"state": inputs.state}
                 extra |= program.collector.adaptation(trained, batch, inputs.key, **of_state)
         else:
-            value, grads = program.gradient(trained, batch, inputs)
             extra |= none_come
         updates, state = update(grads, state, trained, **extra)
-        return optax.apply_updates(trained, updates), state, value
+        return optax.apply_updates(trained, updates), state
 
     trained, batch, extra = program.arguments
-    return Step(step, (trained, program.divided(state), batch, extra))
+    collected = program.divided(program.factors) if factors else None
+    args = trained, program.divided(state), batch, extra, trained, collected
+    return Step(run, args)
 
 
 def _no_factors(state: Any) -> dict[str, None]:

@@ -31,9 +31,13 @@ class Need(NamedTuple):
 
     Attributes:
         rows: Bytes by row.
+        how: How the temporaries among them were found.
+        not_traced: Why temporaries of the update are not counted; ``""`` if they are.
     """
 
     rows: Mapping[str, int]
+    how: str = ""
+    not_traced: str = ""
 
     @property
     def total(self) -> int:
@@ -53,11 +57,13 @@ class RunShapes(NamedTuple):
     Attributes:
         need: ``need(arguments)`` computes the bytes of a run from shapes.
         changes: Functions from the cheapest to the most expensive change; each returns the changed
-            arguments, or ``None`` if it changes nothing.
+            arguments, or ``None`` if it changes nothing. They apply in this order.
+        least: ``least(arguments)`` returns a lower bound of the bytes at once, without a plan.
     """
 
     need: Callable[[Arguments], Need]
     changes: Sequence[Change]
+    least: Callable[[Arguments], int] = lambda arguments: 0
 
 
 def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
@@ -70,10 +76,10 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
             f"{stands}, and {available}: it should fit, so that something else holds memory, or "
             "the largest free piece is too small"
         )
-    fitting, least = _smallest(arguments, shapes, room)
-    if fitting is not None:
-        added_flags = " ".join(flags(arguments, fitting))
-        return f"{stands}; {available}. By the plan it fits with\n  {added_flags}"
+    fitting, least = smallest_sets(arguments, shapes, room)
+    if fitting:
+        sets = "\nor with\n".join(f"  {' '.join(flags(arguments, each))}" for each in fitting)
+        return f"{stands}; {available}. By the plan it fits with\n{sets}"
     tried = f": with {' '.join(flags(arguments, least[1]))}" if least[1] is not arguments else ""
     return (
         f"{stands}; {available}. No option of this command is enough{tried} it would still need "
@@ -114,14 +120,25 @@ def accumulations(arguments: Arguments) -> Iterator[Arguments]:
             yield dataclasses.replace(arguments, experiment=changed)
 
 
-def _smallest(
+def smallest_sets(
     arguments: Arguments, shapes: RunShapes, room: int
-) -> tuple[Arguments | None, tuple[Need, Arguments]]:
-    """The smallest set of changes that fits, or ``None``; and the least need of all tried."""
+) -> tuple[list[Arguments], tuple[Need, Arguments]]:
+    """The sets of changes by which the run fits, each planned; and the least need of all tried.
+
+    A set is listed if none of its subsets fits and it has at most one change more than the fewest,
+    since the fewest can be another kind of training. Every set whose lower bound fits is planned
+    before the list is empty: a change that saves memory in one set can cost some in another, so
+    none is left out by its neighbors. Only finer micro-batches are taken to need no more.
+    """
     least: tuple[Need, Arguments] | None = None
-    for changed, accumulates in _sets(arguments, shapes.changes):
-        options = list(accumulations(changed)) if accumulates else [changed]
-        if not options:  # a batch of one cannot be divided
+    fitting: dict[frozenset[int], Arguments] = {}
+    for numbers, changed in _sets(arguments, shapes.changes):
+        if fitting and len(numbers) > min(map(len, fitting)) + 1:
+            break
+        options = list(accumulations(changed)) if _ACCUMULATION in numbers else [changed]
+        # A batch of one cannot be divided. Without any plan yet, one is made for the message.
+        bounded = least is not None and shapes.least(changed) > room
+        if not options or bounded or any(subset < numbers for subset in fitting):
             continue
         need = shapes.need(options[-1])
         if least is None or need.total < least[0].total:
@@ -135,19 +152,26 @@ def _smallest(
                 high = middle
             else:
                 low = middle + 1
-        return options[high], least
-    return None, least or (shapes.need(arguments), arguments)
+        fitting[numbers] = options[high]
+    return list(fitting.values()), least or (shapes.need(arguments), arguments)
 
 
-def _sets(arguments: Arguments, changes: Sequence[Change]) -> Iterator[tuple[Arguments, bool]]:
-    """Sets of changes, small ones first; accumulation is the cheapest change."""
+_ACCUMULATION = 0  # the cheapest change
+
+
+def _sets(
+    arguments: Arguments, changes: Sequence[Change]
+) -> Iterator[tuple[frozenset[int], Arguments]]:
+    """Sets of changes by their numbers, small ones first; changes are numbered from 1."""
+    numbered = dict(enumerate(changes, 1))
     for size in range(1, len(changes) + 2):
-        for chosen in itertools.combinations([None, *changes], size):
+        for chosen in itertools.combinations([_ACCUMULATION, *numbered], size):
             changed: Arguments | None = arguments
-            for change in filter(None, chosen):
-                changed = None if changed is None else change(changed)
+            for number in chosen:
+                if number != _ACCUMULATION and changed is not None:
+                    changed = numbered[number](changed)
             if changed is not None:
-                yield changed, None in chosen
+                yield frozenset(chosen), changed
 
 
 # ---------------- the explanation when memory ran out

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.numpy
 import tyro
@@ -16,7 +17,14 @@ from jaxkfac.jobs.cli import _out_of_memory as module
 from jaxkfac.jobs.cli import main
 from jaxkfac.jobs.cli._main import COMMANDS, imported
 from jaxkfac.jobs.cli._options import TrainArguments
-from jaxkfac.jobs.cli._out_of_memory import Need, RunShapes, accumulations, flags, remedy
+from jaxkfac.jobs.cli._out_of_memory import (
+    Need,
+    RunShapes,
+    accumulations,
+    flags,
+    remedy,
+    smallest_sets,
+)
 from jaxkfac.jobs.cli._progress import phase, phases_of
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
 from jaxkfac.jobs.models.checkpoint._tokenizer_test import folder_with
@@ -131,9 +139,9 @@ def need(arguments):
     ("room", "expected"),
     [
         (180, "it should fit, so that something else holds memory"),
-        (140, "--batch-size 4 --gradient-accumulation-steps 2"),
-        (110, "--batch-size 1 --gradient-accumulation-steps 8"),
-        (105, "--quantize all"),
+        (140, "  --batch-size 4 --gradient-accumulation-steps 2\nor with\n  --quantize all"),
+        (110, "  --batch-size 1 --gradient-accumulation-steps 8\nor with\n  --quantize all"),
+        (105, "fits with\n  --quantize all"),
         (45, "--batch-size 2 --gradient-accumulation-steps 4 --quantize all"),
         (34, "--quantize all it would still need 35 B (base model, 25 B): take a smaller model"),
     ],
@@ -142,6 +150,40 @@ def test_the_smallest_set_of_options_that_fits_is_said(room, expected):
     shown = remedy(run_of(8), RunShapes(need, [quantized]), room)
     assert expected in shown and "The plan counts 180 B for it (base model, 100 B)" in shown
     assert ("--quantize" in shown) == ("--quantize" in expected)
+
+
+def test_a_remedy_is_found_wherever_a_grid_finds_one():
+    """Also where a change saves bytes beside another one and costs some alone."""
+
+    def change(**values):
+        def changed(arguments):
+            experiment = arguments.experiment
+            if all(getattr(experiment, name) == value for name, value in values.items()):
+                return None
+            return dataclasses.replace(
+                arguments, experiment=dataclasses.replace(experiment, **values)
+            )
+
+        return changed
+
+    fewer = {"dtype": "bfloat16", "remat": True, "optimizer": "adafactor"}
+    changes = [change(**{name: value}) for name, value in fewer.items()]
+    start = run_of(2, remat=False)
+    grid = [start]
+    for each in changes:
+        grid += [each(arguments) for arguments in grid]
+    grid += [divided for arguments in grid for divided in accumulations(arguments)]
+    assert len(set(grid)) == 16
+    rng = np.random.default_rng(0)
+    for room in (3, 30, 300):
+        for _ in range(10):
+            sizes = {arguments: int(rng.integers(1000)) for arguments in grid} | {start: 2000}
+            shapes = RunShapes(lambda x, sizes=sizes: Need({"all": sizes[x]}), changes)
+            fitting = {arguments for arguments in grid if sizes[arguments] <= room}
+            found, least = smallest_sets(start, shapes, room)
+            assert bool(found) == bool(fitting) and set(found) <= fitting
+            if not found:
+                assert least[0].total == min(sizes.values())
 
 
 def test_flags_are_those_of_the_command_line():

@@ -37,7 +37,8 @@ class PlanArguments:
     The table has rows for parameters, gradients, optimizer, activations, factors, bases and
     workspace, and a column for the training as it stands and for each option. Below it stands the
     smallest set of options that fits, with its number of accumulation steps. Exit code 2 means that
-    nothing fits.
+    nothing fits. A T5 and every adapter are planned as `jaxkfac finetune --plan` plans them, with
+    the same bytes; full training of a decoder is planned for a common layout.
 
     Example: full training of a 7B decoder with Adam, and curvature, on 80 GB:
     `jaxkfac plan --preset llama-7b --device-bytes 80GB --batch 4 --tokens 2048`
@@ -68,9 +69,13 @@ class PlanArguments:
     added."""
     accumulator_memory_kind: Literal["device", "pinned_host"] = "device"
     """Memory that holds the accumulators between micro-batches."""
-    optimizer: Literal["none", "sgd", "adam", "kfac"] = "adam"
+    train: Literal["all", "adapter"] = "all"
+    """Train all parameters, or an adapter beside a frozen base as `jaxkfac finetune` does."""
+    remat: bool = False
+    """Recompute each block's activations in the backward pass of the training as it stands."""
+    optimizer: Literal["none", "sgd", "adam", "adamw", "adafactor", "kfac"] = "adam"
     """Optimizer whose state counts; sgd has momentum, kfac averages and decomposes on the
-    device."""
+    device, adamw and adafactor are those of `jaxkfac finetune`."""
     curvature: Literal["precondition", "analyze", "none"] = "precondition"
     """Factors with eigenvectors on the device, with eigenvalues only, or no factors."""
     max_dense: int = 16384
@@ -117,6 +122,7 @@ def run_plan(arguments: PlanArguments) -> None:
     import jax.numpy as jnp
 
     from jaxkfac._errors import at_least_one
+    from jaxkfac.jobs.cli.finetune._plan import plan_run, run_shapes
     from jaxkfac.planning import is_installed, plan_memory, preset
 
     at_least_one(batch=arguments.batch, tokens=arguments.tokens, max_dense=arguments.max_dense)
@@ -125,39 +131,84 @@ def run_plan(arguments: PlanArguments) -> None:
         examples=arguments.batch,
         tokens=arguments.tokens,
         dtype=jnp.dtype(arguments.dtype),
+        remat=arguments.remat,
     )
     compiler = arguments.compiler or "h100"
     asks_compiler = arguments.compiler or arguments.compiler_python or is_installed(compiler)
     asks_compiler = asks_compiler or arguments.fully_sharded  # which nothing but a compiler knows
+    options, is_run = arguments.options, _is_run(arguments)
+    if arguments.train == "adapter":
+        options = tuple(name for name in options if name not in _OF_ALL_PARAMETERS)
     with _progress() as told, _no_collection():
-        plan = plan_memory(
-            *training,
-            optimizer=_optimizer(arguments, *training),
-            device_bytes=arguments.device_bytes,
-            host_bytes=arguments.host_bytes,
-            headroom=arguments.headroom,
-            donate=arguments.donate,
-            max_gradients=arguments.max_gradients,
-            curvature=arguments.curvature != "none",
-            vectors=arguments.curvature == "precondition",
-            max_factor_bytes=arguments.max_factor_bytes,
-            decay=arguments.decay,
-            adapter_rank=arguments.adapter_rank,
-            basis_rank=arguments.basis_rank,
-            accumulation_steps=arguments.gradient_accumulation_steps,
-            accumulator_dtype=arguments.accumulator_dtype,
-            accumulator_memory_kind=arguments.accumulator_memory_kind,
-            devices=arguments.devices,
-            fully_sharded=arguments.fully_sharded,
-            options=arguments.options,
-            compiler=compiler,
-            compiled=arguments.compiled if asks_compiler else "none",
-            compiler_python=arguments.compiler_python or sys.executable,
-            progress=told,
-            max_dense=arguments.max_dense,
-        )
+        choices: dict[str, Any] = {
+            "device_bytes": arguments.device_bytes,
+            "host_bytes": arguments.host_bytes,
+            "headroom": arguments.headroom,
+            "donate": arguments.donate,
+            "max_gradients": arguments.max_gradients,
+            "curvature": arguments.curvature != "none",
+            "vectors": arguments.curvature == "precondition",
+            "max_factor_bytes": arguments.max_factor_bytes,
+            "decay": arguments.decay,
+            "adapter_rank": arguments.adapter_rank,
+            "basis_rank": arguments.basis_rank,
+            "accumulation_steps": arguments.gradient_accumulation_steps,
+            "accumulator_dtype": arguments.accumulator_dtype,
+            "accumulator_memory_kind": arguments.accumulator_memory_kind,
+            "devices": arguments.devices,
+            "fully_sharded": arguments.fully_sharded,
+            "options": options,
+            "compiler": compiler,
+            "compiled": arguments.compiled if asks_compiler else "none",
+            "compiler_python": arguments.compiler_python or sys.executable,
+            "progress": told,
+            "max_dense": arguments.max_dense,
+        }
+        if is_run:
+            experiment = _experiment(arguments)
+            if arguments.optimizer in _OF_RUNS:  # the run's own, and its kind of labels
+                plan = plan_run(experiment, run_shapes(experiment), **choices)
+            else:
+                optimizer = _optimizer(arguments, *training)
+                choices |= {"optimizer": optimizer, "fisher": "empirical"}
+                plan = plan_run(experiment, run_shapes(experiment), **choices)
+        else:
+            optimizer = _optimizer(arguments, *training)
+            plan = plan_memory(*training, optimizer=optimizer, **choices)
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
+
+
+# Options that divide or replace the batch, or make adapters: not beside a frozen base.
+_OF_ALL_PARAMETERS = ("accumulation", "adapters", "nf4")
+_OF_RUNS = ("adamw", "adafactor", "kfac")  # optimizers of `jaxkfac finetune`
+
+
+def _is_run(arguments: PlanArguments) -> bool:
+    """Whether `jaxkfac finetune` can run this training."""
+    return arguments.train == "adapter" or arguments.preset in ("t5-xl", "flan-t5-xl")
+
+
+def _experiment(arguments: PlanArguments) -> Any:
+    """The run of `jaxkfac finetune` with these sizes."""
+    from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
+
+    kfac = dataclasses.replace(Finetuning().kfac, max_dense=arguments.max_dense)
+    optimizer: Any = arguments.optimizer if arguments.optimizer in _OF_RUNS else "adamw"
+    return Finetuning(
+        model="flan-t5-xl" if arguments.preset == "t5-xl" else arguments.preset,
+        train=arguments.train,
+        batch_size=arguments.batch,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        accumulator_dtype=arguments.accumulator_dtype or "float32",
+        max_length=arguments.tokens,
+        max_target_length=arguments.tokens,
+        dtype=arguments.dtype,
+        remat=arguments.remat,
+        optimizer=optimizer,
+        adapter=AdapterOptions(rank=arguments.adapter_rank),
+        kfac=kfac,
+    )
 
 
 @contextlib.contextmanager
@@ -226,6 +277,11 @@ def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any
             return optax.sgd(1e-3, momentum=0.9)
         case "adam":
             return optax.adam(1e-3)
+        case "adamw" | "adafactor":
+            from jaxkfac.jobs.cli.finetune._problem import one_step_optimizer
+
+            experiment = _experiment(arguments)
+            return one_step_optimizer(experiment, experiment.steps, like=lambda: None)
     if arguments.curvature != "precondition":
         raise ValueError(f'curvature={arguments.curvature!r}: kfac needs "precondition"')
     stats = value_grad_and_factors(objective, max_dense=arguments.max_dense)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -79,12 +80,13 @@ def progress(name: str, total: int, *, start: int = 0, quiet: bool = False) -> I
         yield Shown(advance, lambda text: bar.console.print(f"{name}: {text}", highlight=False))
 
 
-def time_left(seconds: float, updates: int) -> str:
+def time_left(seconds: float, updates: int, noun: str = "update") -> str:
     """Describe the remaining time, from a measured speed.
 
     Args:
         seconds: Seconds per update.
         updates: Number of remaining updates.
+        noun: What is counted.
 
     Example:
         >>> time_left(0.42, 1710)
@@ -98,8 +100,39 @@ def time_left(seconds: float, updates: int) -> str:
     else:
         duration = f"{seconds_left / 3600:.1f} h"
     speed = f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
-    noun = "update" if updates == 1 else "updates"
-    return f"about {duration} left ({speed} s an update, {updates} {noun})"
+    article = "an" if noun[0] in "aeiou" else "a"
+    plural = "" if updates == 1 else "es" if noun.endswith("ch") else "s"
+    return f"about {duration} left ({speed} s {article} {noun}, {updates} {noun}{plural})"
+
+
+_MEASURED = 3  # steps to estimate the remaining time; one more before them warms up
+
+
+def timed(shown: Shown, total: int, noun: str) -> Callable[[int, str | None], None]:
+    """``advance`` of a progress display that says the remaining time once, when it is measured.
+
+    Args:
+        shown: The display.
+        total: Number of steps.
+        noun: What is counted.
+    """
+    times: list[tuple[int, float]] = []
+    told = False
+
+    def advance(step: int, text: str | None = None) -> None:
+        nonlocal told
+        shown.advance(step, text)
+        if told or (times and step == times[-1][0]):
+            return
+        if times and step != times[-1][0] + 1:  # earlier work was read instead of done
+            times.clear()
+        times.append((step, time.monotonic()))
+        (first, since), (last, now) = times[0], times[-1]
+        if last - first >= _MEASURED and last < total:
+            told = True
+            shown.say(time_left((now - since) / (last - first), total - last, noun))
+
+    return advance
 
 
 def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], None]:

@@ -1,6 +1,9 @@
+import itertools
+import time
+
 import pytest
 
-from jaxkfac.jobs.cli._progress import progress, time_left
+from jaxkfac.jobs.cli._progress import progress, time_left, timed
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,15 @@ def test_a_log_gets_lines_with_news_only(capsys):
         *(f"run {step}/20  loss {step}" for step in (5, 10, 15, 20)),
         "run: done",
     ]
+
+
+def test_the_time_left_is_said_once_and_not_from_steps_that_were_read(capsys, monkeypatch):
+    assert time_left(2.0, 3, "batch") == "about 6 s left (2.00 s a batch, 3 batches)"
+    clock = itertools.count(0.0, 2.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with progress("gather", 100) as shown:
+        advance = timed(shown, 100, "batch")
+        for step in (40, 80, *range(81, 101)):  # two passes were done already
+            advance(step, None)
+    said = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert said == ["gather: about 34 s left (2.00 s a batch, 17 batches)"]

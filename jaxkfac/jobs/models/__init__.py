@@ -13,6 +13,7 @@ from jaxkfac.jobs.models.decoder import (
     empty_cache,
     generate,
     load_decoder,
+    shaped_decoder,
 )
 from jaxkfac.jobs.models.encoder_decoder import (
     CachedPairs,
@@ -68,6 +69,7 @@ __all__ = [
     "load_decoder",
     "load_encoder_decoder",
     "save_encoder_decoder",
+    "shaped_decoder",
     "shaped_encoder_decoder",
     "smollm2",
 ]

@@ -13,6 +13,11 @@ from jaxkfac.memory import bytes_text, resident_bytes
 
 _OF_MATRIX = {"float64": 36, "float32": 16}  # bytes of a decomposition, to be multiplied by n²
 _MEAN = 8  # bytes times n²: the sum as read, and its mean
+# Main memory that a process takes after it began to plan and that no plan can count: compiled
+# programs, threads, pages that the allocator keeps, the report. A tiny analysis that was planned at
+# 303 MiB ended with 393 resident.
+_GROWTH = 96 << 20
+_FITS = 3  # tries to find passes, since compiling them takes memory itself
 
 
 def fit(
@@ -29,10 +34,14 @@ def fit(
     Raises:
         ValueError: a stage does not fit; names the smallest number of bytes that suffices.
     """
-    held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
-    pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
-    rows = plan_rows(analysis, chosen, pass_bytes)
-    check_stages(rows, room)
+    rows: list[MemoryRow] = []
+    for _ in range(_FITS):
+        held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
+        pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
+        rows = plan_rows(analysis, chosen, pass_bytes)
+        if stage_bytes(rows, "gather") <= room:
+            break
+    check_stages(rows, room, gathers=True)
     return rows
 
 
@@ -42,12 +51,12 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
     Args:
         rows: The plan of every stage.
         room: Bytes on the device.
-        gathers: Whether to check the passes too, which a resumed analysis cannot change.
+        gathers: Whether to check the passes too.
 
     Raises:
         ValueError: a stage does not fit; names the smallest number of bytes that suffices.
     """
-    passes = "the passes of an analysis cannot change: give it as much, or begin with --overwrite"
+    passes = "give it as much; the passes of an analysis that has begun change with --overwrite"
     for stage, remedy in (
         *([("gather", passes)] if gathers else []),
         ("Lanczos", "lower --lanczos-texts, or leave it out with --lanczos 0"),
@@ -92,13 +101,18 @@ def plan_rows(analysis: AnalyzedModel, chosen: Chosen, pass_bytes: PassBytes) ->
 
 
 def held_rows(analysis: AnalyzedModel) -> list[MemoryRow]:
-    """Memory in use all the time: this process, and the model until its last use."""
+    """Memory in use all the time: this process, and the model until its last use.
+
+    What the process takes before a plan is made is part of its growth, so compiling programs for a
+    plan does not change the sum of the first two rows.
+    """
     on_cpu = jax.default_backend() == "cpu"
     stages = "gather, Lanczos" if analysis.options.lanczos else "gather"
+    now = resident_bytes() or 0
+    growth = max(0, analysis.resident_before + _GROWTH - now)
     return [
-        MemoryRow(
-            "always", "Python, JAX and the programs", resident_bytes() or 0, on_device=on_cpu
-        ),
+        MemoryRow("always", "Python, JAX and the programs", now, on_device=on_cpu),
+        MemoryRow("always", "room for this process to grow", growth, on_device=on_cpu),
         MemoryRow(stages, "the model", analysis.param_bytes),
     ]
 

@@ -13,7 +13,7 @@ import jaxkfac as jk
 from jaxkfac.factors import PLAIN_TERMS, BudgetedCollector, Pass
 from jaxkfac.interception import LayerTable, leaves_by_path
 from jaxkfac.jobs.cli._options import ModelAnalysis
-from jaxkfac.memory import bytes_text
+from jaxkfac.memory import bytes_text, resident_bytes
 
 # ---------------- bytes of one pass
 
@@ -85,6 +85,7 @@ class AnalyzedModel:
         batches: Number of batches.
 
     Attributes:
+        resident_before: Bytes of main memory of this process before anything was traced.
         table: The layers of the model.
         shapes: Shapes of all factors.
         layers: Layers of the factors.
@@ -104,6 +105,7 @@ class AnalyzedModel:
         *,
         batches: int = 1,
     ) -> None:
+        self.resident_before = resident_bytes() or 0
         self.options, self.objective = options, jk.Objective(apply_fn, jk.Categorical())
         self._shapes, self.batches = (params, batch, exist), batches
         self.table: LayerTable = jk.find_layers(self.objective, params, batch)

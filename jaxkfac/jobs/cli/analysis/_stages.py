@@ -19,7 +19,7 @@ import jaxkfac as jk
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
-from jaxkfac.jobs.cli._progress import phase, progress
+from jaxkfac.jobs.cli._progress import phase, progress, timed
 from jaxkfac.jobs.cli.analysis._decompose import (
     Chosen,
     ExactSpectrum,
@@ -219,7 +219,8 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
         phase("decomposing the factors"),
         progress("decompose", len(ready.chosen.blocks)) as shown,
     ):
-        decompose(ready.chosen, folder, dtype=options.decompose_dtype, advance=shown.advance)
+        advance = timed(shown, len(ready.chosen.blocks), "block")
+        decompose(ready.chosen, folder, dtype=options.decompose_dtype, advance=advance)
     condition = arguments.max_condition or _MAX_CONDITION
     bases = eigenbases(ready.chosen, folder, max_condition=condition)
     return Found(bases, folder.read("gathered.json")["loss"], spectrum)
@@ -253,7 +254,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
             steps=options.lanczos_steps,
             seed=options.seed,
             eps=analysis.eps,
-            advance=shown.advance,
+            advance=timed(shown, options.lanczos_steps, "product"),
         )
     return spectrum
 
@@ -262,7 +263,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
 def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], Any]]:
     doing = "the batch under way is ended and kept"
     with interrupts_deferred(doing) as hold, progress(name, total) as shown:
-        yield shown.advance, lambda: hold.pressed
+        yield timed(shown, total, "batch"), lambda: hold.pressed
 
 
 def _weights(model: str) -> list[list[Any]]:

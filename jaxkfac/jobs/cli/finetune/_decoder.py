@@ -28,11 +28,29 @@ from jaxkfac.jobs.data.text import (
     record_files,
     token_stream,
 )
-from jaxkfac.jobs.models import Tokens, decoder_shapes, load_decoder
+from jaxkfac.jobs.models import (
+    DecoderConfig,
+    Tokens,
+    decoder_shapes,
+    load_decoder,
+    shaped_decoder,
+)
 from jaxkfac.jobs.models.pretrained import KNOWN, cached_file
 
 _SYSTEM = "Answer in a word."  # shorter than the default of SmolLM2's template
 _EMBEDDED_QUESTIONS = 40
+
+DECODERS = {
+    "llama-7b": DecoderConfig(
+        vocabulary=32000, width=4096, hidden=11008, depth=32, num_heads=32, num_kv_heads=32,
+        head_size=128, context=4096,
+    ),
+    "phi-3-mini": DecoderConfig(
+        vocabulary=32064, width=3072, hidden=8192, depth=32, num_heads=32, num_kv_heads=32,
+        head_size=96, context=4096,
+    ),
+}  # fmt: skip
+"""Decoders that are known by their sizes, for ``--plan``."""
 
 
 class DecoderFamily(Family):
@@ -44,13 +62,22 @@ class DecoderFamily(Family):
 
     def load(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
+        if experiment.model in DECODERS:
+            raise ValueError(
+                f"{experiment.model} is known by its sizes, for --plan: to train it, give --model "
+                "the folder of a checkpoint"
+            )
         _check_attention(experiment, options["dtype"])
         if experiment.model == "smollm2":
             return _smollm2(options)
         return load_decoder(experiment.model, **options)
 
     def shapes(self, experiment: Finetuning) -> Any:
+        if experiment.train == "all":
+            raise ValueError(_ADAPTERS_ONLY)
         path: str | Path = experiment.model
+        if (config := DECODERS.get(experiment.model)) is not None:
+            return shaped_decoder(config, **self._options(experiment))
         if path == "smollm2":
             (weights,) = KNOWN
             path = cached_file(weights)

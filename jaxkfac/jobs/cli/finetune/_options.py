@@ -100,7 +100,7 @@ class Finetuning:
     model: str = "smollm2"
     """smollm2 (135 million parameters, downloaded once); a folder in Hugging Face's layout with a
     decoder or an encoder-decoder of T5's layout; t5-bytes (a small untrained model that reads
-    bytes); or flan-t5-xl (sizes only, for --plan)."""
+    bytes); or flan-t5-xl, llama-7b or phi-3-mini (sizes only, for --plan)."""
     data: str = "elements"
     """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder); or
     a file, or a folder of files with train and validation in their names: JSON lines (.jsonl,
@@ -135,6 +135,8 @@ class Finetuning:
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per update, weighted by their number of learned tokens."""
+    accumulator_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradients that are summed over several micro-batches."""
     batching: Literal["pad", "pack"] = "pad"
     """pad puts one record in each row; pack puts several into rows of max_length."""
     num_lengths: int | None = None
@@ -229,6 +231,9 @@ class FinetuneArguments:
     as long as the options allow; a folder needs only its config.json."""
     device_bytes: str | None = None
     """With --plan: bytes of device memory, such as 32GB; by default what is free here."""
+    compiler: Literal["cpu", "h100", "v5e"] | None = None
+    """With --plan: the kind of device that is planned for, as for `jaxkfac plan`; by default an
+    H100 with --device-bytes, else the device here."""
     output: Path = Path("runs/finetune")
     """Folder for all results."""
     resume: bool = False

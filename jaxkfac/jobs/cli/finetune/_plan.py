@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.console import Console
 
 import jaxkfac as jk
@@ -17,16 +17,65 @@ from jaxkfac.jobs.cli.finetune._load import load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.jobs.cli.finetune._problem import (
     FinetuneProblem,
-    build_optimizer,
     build_problem,
+    collection_of,
+    collector,
+    likelihood_of,
+    one_step_optimizer,
     shaped_problem,
     total_updates,
 )
 from jaxkfac.jobs.report import terminal_table
 from jaxkfac.memory import bytes_text, parse_bytes
-from jaxkfac.planning import plan_memory
+from jaxkfac.planning import MemoryPlan, TargetName, plan_memory
 
-# ---------------- bytes of a fine-tuning run, from shapes
+# ---------------- one plan of a run, for `finetune --plan` and for `plan`
+
+
+def run_shapes(experiment: Finetuning, batches: Any = None) -> FinetuneProblem:
+    """The problem of a run in shapes; rows are those of ``batches``, or as long as the options
+    allow.
+    """
+    return shaped_problem(experiment, model_shapes(experiment), batches)
+
+
+def plan_run(experiment: Finetuning, problem: FinetuneProblem, **choices: Any) -> MemoryPlan:
+    """Plan the memory of a fine-tuning run from shapes.
+
+    Args:
+        experiment: Options of the run.
+        problem: Its problem, with shapes as parameters.
+        **choices: Arguments of :func:`jaxkfac.planning.plan_memory`, among them ``device_bytes``;
+            ``optimizer=`` and the arguments about factors replace those of the run.
+    """
+    adapted, params, drops = problem.adapted, problem.params, problem.drops(experiment)
+    inputs, targets, mask = problem.rows
+
+    # The base is an input: an objective cannot close over shapes.
+    def apply(adapters: Any, base_and_inputs: Any, key: Any = None) -> jax.Array:
+        base, inputs = base_and_inputs
+        return adapted(base, adapters, inputs, key=key if drops else None)
+
+    objective = jk.Objective(apply, likelihood_of(experiment))
+    batch = (params, inputs), targets, mask
+
+    def like() -> Any:
+        return collector(experiment, objective).factor_shapes(problem.adapters, batch)
+
+    if "optimizer" not in choices:
+        num_updates = total_updates(experiment, problem)
+        choices["optimizer"] = one_step_optimizer(experiment, num_updates, like=like)
+    of_run: dict[str, Any] = {
+        "curvature": experiment.optimizer == "kfac",
+        "accumulation_steps": experiment.gradient_accumulation_steps,
+        "accumulator_dtype": experiment.accumulator_dtype,
+        "frozen": params if jax.tree.leaves(params) else None,
+        **collection_of(experiment),
+    }
+    return plan_memory(objective, problem.adapters, batch, **of_run | choices)
+
+
+# ---------------- bytes of a fine-tuning run, and changes by which they become fewer
 
 
 def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
@@ -34,83 +83,83 @@ def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
     experiment = arguments.experiment
     text = load_text(experiment, strict=arguments.strict)
     batches = build_problem(experiment, model_shapes(experiment), text).train
-    return _run_shapes(batches)
+    return _run_shapes(batches, None)
 
 
-def planned_shapes() -> RunShapes:
-    """Bytes of a run with rows as long as its options allow; reads neither text nor weights."""
-    return _run_shapes(None)
+def planned_shapes(compiler: TargetName | None = None) -> RunShapes:
+    """Bytes of a run with rows as long as its options allow; reads neither text nor weights.
+
+    Args:
+        compiler: The kind of device; ``None`` is this process's.
+    """
+    return _run_shapes(None, compiler)
 
 
-def _run_shapes(batches: Any) -> RunShapes:
+def _run_shapes(batches: Any, compiler: TargetName | None) -> RunShapes:
+    problem = functools.cache(lambda experiment: run_shapes(experiment, batches))
+
     @functools.cache
     def need(arguments: FinetuneArguments) -> Need:
-        # The number of updates changes no byte, and epochs would need the text to be counted.
-        experiment = dataclasses.replace(arguments.experiment, epochs=None)
-        return _need(experiment, shaped_problem(experiment, model_shapes(experiment), batches))
+        experiment = _without_epochs(arguments.experiment)
+        return _need(experiment, problem(experiment), compiler)
 
-    return RunShapes(need, [_changed(name) for name in ("remat", "dtype", "quantize")])
+    def least(arguments: FinetuneArguments) -> int:
+        experiment = _without_epochs(arguments.experiment)
+        shapes = problem(experiment)
+        state = None
+        if experiment.optimizer != "kfac":  # whose factors would have to be found
+            tx = one_step_optimizer(experiment, experiment.steps, like=lambda: None)
+            state = jax.eval_shape(tx.init, shapes.adapters)
+        return _nbytes((shapes.params, shapes.adapters, state))
+
+    return RunShapes(need, [*map(_changed, _LEAST)], least)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _without_epochs(experiment: Finetuning) -> Finetuning:
+    # The number of updates changes no byte, and epochs would need the text to be counted.
+    return dataclasses.replace(experiment, epochs=None)
+
+
+# Values with fewer bytes, from the change that costs least to the one that costs most: roundings of
+# sums, a forward pass, roundings of parameters, another optimizer, fewer trained parameters, and
+# fewer bits of the others.
+_LEAST: Mapping[str, Any] = MappingProxyType(
+    {
+        "accumulator_dtype": "bfloat16",
+        "remat": True,
+        "dtype": "bfloat16",
+        "optimizer": "adafactor",
+        "train": "adapter",
+        "quantize": "all",
+    }
+)
 
 
 def _changed(name: str) -> Callable[[FinetuneArguments], FinetuneArguments | None]:
     def change(arguments: FinetuneArguments) -> FinetuneArguments | None:
         experiment = arguments.experiment
-        least: dict[str, Any] = {"remat": True, "dtype": "bfloat16", "quantize": "all"}
         now = {"dtype": jnp.dtype(dtype_of(experiment)).name}.get(name, getattr(experiment, name))
-        if now == least[name] or (name == "quantize" and experiment.train == "all"):
+        if now == _LEAST[name] or (name == "quantize" and experiment.train == "all"):
             return None
-        changed = dataclasses.replace(experiment, **{name: least[name]})
+        changed = dataclasses.replace(experiment, **{name: _LEAST[name]})
         return dataclasses.replace(arguments, experiment=changed)
 
     return change
 
 
-def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
-    adapted, params, (inputs, targets, mask) = problem.adapted, problem.params, problem.rows
-
-    # The base is an input: an objective cannot close over shapes.
-    def apply(adapters: Any, base_and_inputs: Any, key: Any = None) -> jax.Array:
-        base, inputs = base_and_inputs
-        return adapted(base, adapters, inputs, key=key)
-
-    kfac = experiment.kfac
-    plan = plan_memory(
-        jk.Objective(apply, jk.Categorical()),
-        problem.adapters,
-        ((params, inputs), targets, mask),
-        optimizer=_optimizer(experiment, problem),
-        device_bytes=1,
-        curvature=experiment.optimizer == "kfac",
-        options=(),
-        compiled="none",
-        fisher=kfac.fisher,
-        uncovered="ignore",
-        max_dense=kfac.max_dense,
+def _need(experiment: Finetuning, problem: FinetuneProblem, compiler: TargetName | None) -> Need:
+    plan = plan_run(
+        experiment, problem, device_bytes=1, options=(), compiler=compiler, compiled="none"
     )
     rows = plan.now.at_once
-    base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    rows["batch"] -= base
-    if base:
+    if base := _nbytes(problem.params):
+        rows["parameters"] -= base
         rows["base model"] = base
-    return Need(rows)
-
-
-def _optimizer(experiment: Finetuning, problem: FinetuneProblem) -> optax.GradientTransformation:
-    """A transformation that allocates the same state as the run's optimizer."""
-
-    def init(params: Any, adapters: Any) -> Any:
-        pretrained = problem.pretrained._replace(params=params)
-        total = total_updates(experiment, problem)
-        return build_optimizer(experiment, problem._replace(pretrained=pretrained), total).init(
-            adapters
-        )
-
-    state = jax.eval_shape(init, problem.params, problem.adapters)
-
-    def zeros(params: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-
-    return optax.GradientTransformation(zeros, optax.identity().update)  # never updates
+    return Need(rows, f"counted for {plan.compiled_for}, ±{plan.within:.0%}", plan.not_traced)
 
 
 # ---------------- printing
@@ -122,20 +171,27 @@ def print_plan(arguments: FinetuneArguments) -> None:
     Raises:
         ValueError: ``device_bytes`` cannot be read.
     """
-    room = free_room()
-    if arguments.device_bytes is not None:
+    compiler = arguments.compiler
+    if arguments.device_bytes is None:
+        room = free_room()
+    else:
         room = int(parse_bytes(arguments.device_bytes, name="--device-bytes"))
-    shapes = planned_shapes()
+        compiler = compiler or "h100"
+    shapes = planned_shapes(compiler)
     need, experiment = shapes.need(arguments), arguments.experiment
     rows = [[name, bytes_text(nbytes)] for name, nbytes in need.rows.items() if nbytes]
     rows.append(["sum", bytes_text(need.total)])
     headline = (
         f"{experiment.model}: {experiment.batch_size} × {experiment.gradient_accumulation_steps} "
-        f"rows an update, {experiment.optimizer}, {jnp.dtype(dtype_of(experiment)).name}"
+        f"rows an update, {experiment.optimizer}, {jnp.dtype(dtype_of(experiment)).name}; "
+        f"{need.how}"
     )
     console = Console()
     console.print(headline, soft_wrap=True, highlight=False)
     console.print(terminal_table("Plan", ["", "bytes"], rows))
+    if need.not_traced:
+        left_out = f"temporaries of the update are not counted: {need.not_traced}"
+        console.print(left_out, soft_wrap=True, highlight=False)
     fits = need.total <= room
     verdict = f"It fits {bytes_text(room)}." if fits else remedy(arguments, shapes, room)
     console.print(verdict, soft_wrap=True, highlight=False)

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from jaxkfac.jobs.cli import main
+from jaxkfac.jobs.cli._plan import PlanArguments, run_plan
 from jaxkfac.jobs.cli.finetune import _run as run_module
+from jaxkfac.jobs.cli.finetune._decoder import DECODERS
+from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
 from jaxkfac.jobs.cli.finetune._options import (
     PRESETS,
     FinetuneArguments,
@@ -13,11 +16,15 @@ from jaxkfac.jobs.cli.finetune._options import (
     default_arguments,
 )
 from jaxkfac.jobs.cli.finetune._plan import planned_shapes
-from jaxkfac.jobs.models import EncoderDecoderConfig
+from jaxkfac.jobs.models import DecoderConfig, EncoderDecoderConfig
 
 CONFIG = EncoderDecoderConfig(
     vocabulary=128, width=16, hidden=24, encoder_depth=2, decoder_depth=2, num_heads=2, head_size=8,
     tied_head=False,
+)  # fmt: skip
+DECODER = DecoderConfig(
+    vocabulary=128, width=16, hidden=24, depth=2, num_heads=2, num_kv_heads=1, head_size=8,
+    context=64,
 )  # fmt: skip
 
 
@@ -45,6 +52,62 @@ def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys)
     assert main(["finetune", "--plan", "--device-bytes", "16MB", *words]) == 0
     shown = capsys.readouterr().out
     assert "By the plan it fits with" in shown and "--gradient-accumulation-steps" in shown
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("model", "train", "optimizer", "steps"),
+    [("flan-t5-xl", "all", "adamw", 4), ("llama-7b", "adapter", "adafactor", 1)],
+)
+def test_both_commands_count_the_same_bytes(model, train, optimizer, steps, monkeypatch, capsys):
+    monkeypatch.setitem(ENCODER_DECODERS, "flan-t5-xl", CONFIG)
+    monkeypatch.setitem(DECODERS, "llama-7b", DECODER)
+    same = {
+        "train": train,
+        "dtype": "bfloat16",
+        "gradient_accumulation_steps": steps,
+        "accumulator_dtype": "bfloat16",
+        "optimizer": optimizer,
+    }
+    plan = PlanArguments(
+        preset=model,
+        batch=2,
+        tokens=8,
+        remat=True,
+        curvature="none",
+        compiled="none",
+        options=(),
+        device_bytes="1GB",
+        json=True,
+        **same,
+    )
+    run_plan(plan)
+    now = json.loads(capsys.readouterr().out)["now"]
+    lengths = {"max_length": 8, "max_target_length": 8}
+    experiment = Finetuning(model=model, data="nowhere", batch_size=2, **lengths, **same)
+    need = planned_shapes("h100").need(FinetuneArguments(experiment=experiment))
+    rows = {row: nbytes for row, nbytes in need.rows.items() if row != "base model"}
+    rows["parameters"] += need.rows.get("base model", 0)
+    assert need.total == now["device_total"] and not need.not_traced
+    assert all(now["device"][row] == nbytes for row, nbytes in rows.items())
+    assert bool(rows["accumulation"]) == (steps > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_a_remedy_that_is_printed_fits_when_it_is_taken(monkeypatch, capsys):
+    monkeypatch.setitem(ENCODER_DECODERS, "flan-t5-xl", CONFIG)
+    words = ["finetune", "--preset", "flan-t5-xl", "--max-length", "8", "--max-target-length", "8"]
+
+    def shown(*more):
+        assert main([*words, "--plan", "--device-bytes", "150kB", *more]) == 0
+        return capsys.readouterr().out
+
+    remedies = [line for line in shown().splitlines() if line.startswith("  --")]
+    assert remedies
+    for remedy in remedies:
+        assert "It fits 146 KiB." in shown(*remedy.split())
 
 
 def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(folder):

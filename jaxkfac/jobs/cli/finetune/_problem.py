@@ -371,21 +371,29 @@ def objective_of(
     def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
         return problem.adapted(params, adapters, inputs, key=key if drops else None)
 
+    return jk.Objective(apply, likelihood_of(experiment))
+
+
+def likelihood_of(experiment: Finetuning) -> jk.Categorical:
+    """The likelihood of the run's tokens, smoothed or not."""
     smoothing = experiment.label_smoothing
-    likelihood = SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
-    return jk.Objective(apply, likelihood)
+    return SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
+
+
+def collection_of(experiment: Finetuning) -> dict[str, Any]:
+    """Arguments of :func:`jaxkfac.value_grad_and_factors` for K-FAC."""
+    return {
+        "fisher": experiment.kfac.fisher,
+        # AdamW trains the adapter's coefficients and sigma
+        "layers": None if experiment.train == "all" else r".*/(a|b)",
+        "uncovered": "ignore",
+        "max_dense": experiment.kfac.max_dense,
+    }
 
 
 def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     """``collect(adapters, batch, key, positions) -> (value, grads, factors)`` for K-FAC."""
-    return jk.value_grad_and_factors(
-        objective,
-        fisher=experiment.kfac.fisher,
-        # AdamW trains the adapter's coefficients and sigma
-        layers=None if experiment.train == "all" else r".*/(a|b)",
-        uncovered="ignore",
-        max_dense=experiment.kfac.max_dense,
-    )
+    return jk.value_grad_and_factors(objective, **collection_of(experiment))
 
 
 def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
@@ -431,7 +439,38 @@ def _schedule(options: Any, experiment: Finetuning, num_updates: int) -> optax.S
 def build_optimizer(
     experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, Adafactor, or K-FAC with AdamW for uncovered parameters; clipped, accumulated."""
+    """The optimizer of one update, over its micro-batches."""
+
+    def like() -> Any:
+        objective = objective_of(experiment, problem, problem.params)
+        return collector(experiment, objective).factor_shapes(problem.adapters, problem.rows)
+
+    divides, size = problem.devices.divides, experiment.gradient_accumulation_steps
+    tx = one_step_optimizer(experiment, num_updates, like=like, distribute=divides)
+    last = len(micro_batches(experiment, problem, num_updates - 1))
+
+    def group(update: Any) -> Any:
+        return jnp.where(update < num_updates - 1, size, last)
+
+    dtype = experiment.accumulator_dtype
+    return jk.multi_steps(tx, size if last == size else group, accumulator_dtype=dtype)
+
+
+def one_step_optimizer(
+    experiment: Finetuning,
+    num_updates: int,
+    *,
+    like: Callable[[], Any],
+    distribute: str | None = None,
+) -> optax.GradientTransformation:
+    """AdamW, Adafactor, or K-FAC with AdamW for uncovered parameters; clipped.
+
+    Args:
+        experiment: Options of the run.
+        num_updates: Number of updates, for the schedule.
+        like: Returns the shapes of the factors, for K-FAC.
+        distribute: As for :func:`jaxkfac.kfac`.
+    """
 
     def rate(options: Any) -> optax.Schedule:
         return _schedule(options, experiment, num_updates)
@@ -449,19 +488,13 @@ def build_optimizer(
         )
     if experiment.optimizer == "kfac":
         options = experiment.kfac
-        objective = objective_of(experiment, problem, problem.params)
-        shapes = collector(experiment, objective).factor_shapes
         tx = jk.kfac(
             rate(options),
-            like=shapes(problem.adapters, problem.rows),
-            distribute=problem.devices.divides,
+            like=like(),
+            distribute=distribute,
             **options.arguments(),
             others=tx,
         )
     if experiment.clip_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(experiment.clip_norm), tx)
-    size = experiment.gradient_accumulation_steps
-    last = len(micro_batches(experiment, problem, num_updates - 1))
-    if last == size:
-        return jk.multi_steps(tx, every_k_schedule=size)
-    return jk.multi_steps(tx, lambda update: jnp.where(update < num_updates - 1, size, last))
+    return tx

@@ -4,7 +4,7 @@ from jaxkfac.jobs.models.decoder._attention import Cache, Cached, Tokens, empty_
 from jaxkfac.jobs.models.decoder._config import DecoderConfig
 from jaxkfac.jobs.models.decoder._decoder import Decoder
 from jaxkfac.jobs.models.decoder._generate import generate
-from jaxkfac.jobs.models.decoder._load import decoder_shapes, load_decoder
+from jaxkfac.jobs.models.decoder._load import decoder_shapes, load_decoder, shaped_decoder
 from jaxkfac.jobs.models.decoder._rotary import Rotary
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "empty_cache",
     "generate",
     "load_decoder",
+    "shaped_decoder",
 ]

@@ -366,13 +366,28 @@ def decoder_shapes(
 ) -> Pretrained:
     """Like :func:`load_decoder`, with ``jax.ShapeDtypeStruct`` in place of arrays.
 
-    For planning: reads config and tokenizer, but no weights.
+    For planning: ``config.json`` is enough. If weights are present, the tokenizer is read too.
     """
-    config, _, tokenizer = open_checkpoint(Path(path))
-    apply_fn = decoder_function(config, remat, attention)
+    path, tokenizer = Path(path), None
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        config = DecoderConfig.from_hugging_face(read_config(path))
+    else:
+        config, _, tokenizer = open_checkpoint(path)
+    shaped = shaped_decoder(config, dtype, remat, quantize, attention)
+    return shaped._replace(tokenizer=tokenizer)
+
+
+def shaped_decoder(
+    config: DecoderConfig,
+    dtype: DTypeLike,
+    remat: bool,
+    quantize: str | None,
+    attention: AttentionBy = "xla",
+) -> Pretrained:
+    """A decoder with shapes for parameters and no tokenizer."""
     leaves = layout(config, fused=True)
     params = fill_shapes(leaves, dtype=checked_dtype(dtype), quantize=quantize)
-    return Pretrained(config, apply_fn, params, tokenizer)
+    return Pretrained(config, decoder_function(config, remat, attention), params, None)
 
 
 def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
