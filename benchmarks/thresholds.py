@@ -11,6 +11,8 @@ took it; results are added to the record, so that the tests may be run in parts.
 """
 
 import argparse
+import datetime
+import functools
 import json
 import os
 import shutil
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "thresholds.json"
 ROOMS = ("factors", "kinds", "linalg", "curvature", "lslora", "optim")
 TESTS = ("parity_tests", *(f"tests/{name}oracle_test.py" for name in ("", "factors_")))
+COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
 
 
@@ -40,7 +43,8 @@ def main() -> int:
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
-        RECORD.write_text(json.dumps(sides, indent=1, ensure_ascii=False) + "\n")
+        record = {"command": COMMAND, "date": datetime.date.today().isoformat(), "sides": sides}
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         RECORD.with_suffix(".md").write_text(page(sides))
     missing = [condition for condition in listed() if condition.missing(sides)]
     print(f"{len(listed())} conditions; {len(missing)} have a side that no case takes")
@@ -55,14 +59,15 @@ def files() -> Iterator[Path]:
                 yield path.relative_to(ROOT)
 
 
-def listed() -> list[Condition]:
+@functools.cache
+def listed() -> tuple[Condition, ...]:
     """All conditions, in the order of files and lines."""
-    return [x for path in files() for x in conditions(path, (ROOT / path).read_text())]
+    return tuple(x for path in files() for x in conditions(path, (ROOT / path).read_text()))
 
 
 def recorded() -> Sides:
     """The record; empty before the first."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return json.loads(RECORD.read_text())["sides"] if RECORD.exists() else {}
 
 
 def merged(first: Mapping[str, Mapping[str, str]], second: Sides) -> Sides:

@@ -112,7 +112,7 @@ def test_recorded_verdict_follows_from_the_recorded_numbers_and_flips_with_them(
     if row["torch"] is None:
         assert isinstance(claim.rule, OnGPU) and row["verdict"] == "needs a GPU"
         assert f"--claims {claim.name}" in row["reason"]
-        found = {judge(claim, Measured(1.0, after), None).verdict for after in (0.0, 1.0)}
+        found = {judge(claim, Measured(1.0, after), None).verdict for after in (0.0, 1.0, 9.0)}
         assert found == {"true", "false"}
         return
     measured = Measured(**row["torch"])
@@ -133,6 +133,10 @@ MEASURED = [
 ]
 
 
+# Under strict promotion the planner cannot trace the optimizer, and counts without its update.
+as_users_run_it = pytest.mark.standard_promotion
+
+
 def recounted_now():
     """The record, with all that follows by counting worked out here."""
     tokens = _budgets.TOKENS
@@ -140,15 +144,18 @@ def recounted_now():
     return recounted(RECORD, lengths)
 
 
+@as_users_run_it
 def test_verdicts_of_arithmetic_shapes_and_plans_are_those_of_today():
     """A difference is named. `python -m benchmarks.documents --counted --write` records it."""
     started = []
     listener = lambda event, seconds, **more: started.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
-    assert differences(RECORD, recounted_now()) == []
+    named = differences(RECORD, recounted_now())
+    assert not named, "\n".join(named)
     assert not [event for event in started if "compile" in event and "trace" not in event]
 
 
+@as_users_run_it
 def test_one_per_cent_of_any_planned_figure_is_a_difference(monkeypatch):
     recounted_now()  # the plans, which are kept
     plan = _budgets.plan
@@ -169,6 +176,7 @@ def test_one_per_cent_of_any_planned_figure_is_a_difference(monkeypatch):
             ), (budget.title, row)
 
 
+@as_users_run_it
 def test_a_verdict_that_a_plan_turns_is_named(monkeypatch):
     twice = {
         tokens: {name: {row: 2 * n for row, n in rows.items()} for name, rows in columns.items()}
@@ -179,6 +187,7 @@ def test_a_verdict_that_a_plan_turns_is_named(monkeypatch):
     assert any(line.startswith("flan-t5-xl/total-28gb, ") for line in named)
 
 
+@as_users_run_it
 @pytest.mark.slow
 def test_plans_for_every_length_are_those_of_today():
     assert differences(RECORD, recounted(RECORD, _budgets.by_length())) == []

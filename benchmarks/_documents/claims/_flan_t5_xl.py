@@ -144,8 +144,8 @@ CLAIMS = (
         padding,
         jax_padding,
         holds=lambda context: Holds(
-            f"where the longest row of a batch has on average {8 / 11:.0%} to {8 / 10:.0%} of the "
-            "length that rows were padded to"
+            f"where the longest row of a batch has on average {100 * 8 / 11:.0f} to "
+            f"{100 * 8 / 10:.0f} % of the length that rows were padded to"
         ),
     ),
     Claim(
