@@ -1,21 +1,21 @@
-"""Every claim and figure of the five documents of memory faults: measured, and judged by rules.
+"""Every claim and figure of the five documents of memory faults, judged by stated rules.
 
-Run: python -m benchmarks.documents [--device cuda] [--claims NAME ...] [--write]
+Run: python -m benchmarks.documents [--counted | --claims NAME ...] [--device cuda] [--write]
 
 ``torch_ref.unfixed`` has each fault and each remedy as its document shows them. Bytes are those of
 storages in PyTorch and of the compiler's plan in JAX; what is about resident memory or time runs
-in a process of its own, and wants an idle machine. ``--write`` writes
-``benchmarks/results/documents.json`` and ``.md`` and the page ``docs/documents.md``; on a GPU
-``documents-gpu.json`` and ``.md``.
+in a process of its own, and wants an idle machine. Arithmetic, shapes and plans are counted, not
+measured: ``--counted`` works them and every verdict out anew, in seconds, and leaves measurements
+as they were. Without it, all claims are measured, or those that ``--claims`` names.
+
+``--write`` writes ``benchmarks/results/documents.json`` and ``.md`` and the page
+``docs/documents.md``; on a GPU ``documents-gpu.json`` and ``.md``.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import sys
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,87 +26,80 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--claims", nargs="*", metavar="NAME", help="all by default")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--claims", nargs="*", metavar="NAME", help="measure these alone")
+    which.add_argument("--counted", action="store_true", help="measure nothing: count and judge")
     parser.add_argument("--write", action="store_true", help="write the record and the page")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # what one process does
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     from benchmarks._documents import CLAIMS, Context
+    from benchmarks._documents._record import unmeasured
+    from benchmarks._documents._sources import traced
 
     by_name = {claim.name: claim for claim in CLAIMS}
     if arguments.measure:
         name, framework = arguments.measure
-        work = getattr(by_name[name], framework)
-        print(json.dumps(work(Context(arguments.device))))
+        work = lambda: getattr(by_name[name], framework)(Context(arguments.device))
+        print(json.dumps(traced(work)[1] if arguments.trace else work()))
         return 0
     if arguments.device == "cuda" and not _has_cuda():
         print("--device cuda: PyTorch finds no CUDA here, so nothing is measured")
         return 0
-    if arguments.write and arguments.claims:
-        parser.error("--write takes all claims: a part of them is no record")
     unknown = sorted(set(arguments.claims or ()) - set(by_name))
     if unknown:
         parser.error(f"no such claims: {unknown}; there are {sorted(by_name)}")
-    names = arguments.claims or list(by_name)
-    names += [needed for name in names for needed in by_name[name].needs]
-    record = measured(arguments.device, names)
+    before = _record(arguments.device)
+    record = _made(before, arguments.device, arguments.claims, counted=arguments.counted)
+    for row in record["claims"]:
+        if not arguments.claims or row["name"] in arguments.claims:
+            print(f"{row['name']}: {row['verdict']}; {row['torch']}, {row['jax']}")
     if arguments.write:
+        if missing := unmeasured(record):
+            parser.error(f"not measured yet: name them in --claims, too: {' '.join(missing)}")
         _write(record, arguments.device)
     return 0
 
 
-def measured(device: str, names: list[str]) -> dict[str, Any]:
-    """Judge the claims of these names, in order, and print each row."""
-    from benchmarks._documents import CLAIMS, Context, judge
-    from benchmarks._documents._budgets import BUDGETS, compared
+def _made(
+    before: dict[str, Any], device: str, claims: list[str] | None, *, counted: bool
+) -> dict[str, Any]:
+    from benchmarks._documents import CLAIMS
+    from benchmarks._documents._budgets import by_length
     from benchmarks._documents._lessons import LESSONS
+    from benchmarks._documents._record import measured, recounted
 
-    context = Context(device, {})
-    rows = {}
-    for claim in CLAIMS:
-        if claim.name not in names:
-            continue
-        sides = {name: claim.measure(name, context) for name in ("torch", "jax")}
-        rows[claim.name] = row = judge(claim, **sides)
-        context = context._replace(rows=dict(rows))
-        print(f"{claim.name}: {row.verdict}; {row.torch}, {row.jax}", flush=True)
-    whole = len(rows) == len(CLAIMS)
-    return {
-        **_circumstances(),
-        "device": device,
-        "claims": [row.to_dict() for row in rows.values()],
-        "lessons": [lesson.to_dict(device) for lesson in LESSONS] if whole else [],
-        "budgets": [compared(budget) for budget in BUDGETS] if whole else [],
-    }
+    if counted:
+        return recounted(before, by_length())
+    if claims:
+        return measured(before, claims, device)
+    record = measured({}, [claim.name for claim in CLAIMS], device)
+    return {**record, "lessons": [lesson.to_dict(device) for lesson in LESSONS]}
 
 
-def _write(record: dict[str, Any], device: str) -> None:
+def _file(device: str) -> Path:
+    return RESULTS / ("documents.json" if device == "cpu" else "documents-gpu.json")
+
+
+def _record(device: str) -> dict[str, Any]:
+    return json.loads(_file(device).read_text()) if _file(device).exists() else {}
+
+
+def _write(record: Mapping[str, Any], device: str) -> None:
+    from benchmarks._documents._record import source_marks
     from benchmarks._documents._table import page_text, record_text
 
-    name = "documents" if device == "cpu" else "documents-gpu"
-    text = json.dumps(record, indent=2, ensure_ascii=False)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
-    (RESULTS / f"{name}.md").write_text(record_text(record))
+    file, marks = _file(device), source_marks(record)
+    file.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    file.with_suffix(".md").write_text(record_text(record, marks))
     if device == "cpu":
-        (ROOT / "docs" / "documents.md").write_text(page_text(record))
+        (ROOT / "docs" / "documents.md").write_text(page_text(record, marks))
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _circumstances() -> dict[str, Any]:
-    words = " ".join(sys.argv[1:])
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": f"python -m benchmarks.documents {words}".strip(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "jax", "jaxkfac", "safetensors")},
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
 
 
 if __name__ == "__main__":

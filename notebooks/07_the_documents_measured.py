@@ -16,7 +16,7 @@
 #
 # **Five reports of models that ran out of memory propose remedies. Which of them save bytes?**
 #
-# Each report says what went wrong, what was changed, and how much it saved. All 91 claims are
+# Each report says what went wrong, what was changed, and how much it saved. All claims are
 # judged in [the documents](../docs/documents.md), most of them in PyTorch and in JAX. This notebook
 # measures eight in JAX, as it runs: no clock, no GPU. Bytes are those that the compiler plans for a
 # program, or those of the arrays that are alive.

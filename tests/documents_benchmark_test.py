@@ -1,6 +1,7 @@
 """The record of the documents is complete and current; its verdicts follow from its numbers."""
 
 import ast
+import copy
 import dataclasses
 import json
 import re
@@ -12,10 +13,19 @@ import pytest
 
 pytest.importorskip("torch")
 
+import jax
+
 from benchmarks import documents
-from benchmarks._documents import CLAIMS, Context, Measured, judge
+from benchmarks._documents import CLAIMS, Context, Measured, _budgets, judge
+from benchmarks._documents._record import (
+    differences,
+    recorded_lengths,
+    recounted,
+    source_marks,
+)
 from benchmarks._documents._rules import (
     Agrees,
+    AtLeast,
     Lies,
     Occurs,
     OnGPU,
@@ -28,14 +38,14 @@ from benchmarks._documents._table import TITLES, page_text, record_text
 
 ROOT = Path(__file__).parent.parent
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "documents.json").read_text())
-CPU = Context("cpu", {})
+CPU = Context("cpu", {}, recorded_lengths(RECORD))
 
 
 def test_every_document_is_answered_and_few_rows_wait_for_a_gpu():
     names = [claim.name for claim in CLAIMS]
     assert len(names) == len(set(names)) >= 45
     assert {name.split("/")[0] for name in names} == set(TITLES)
-    assert sum(isinstance(claim.rule, OnGPU) for claim in CLAIMS) <= 8
+    assert sum(isinstance(claim.rule, OnGPU) for claim in CLAIMS) <= 9
 
 
 def test_every_fault_that_is_kept_is_measured():
@@ -53,6 +63,7 @@ def test_every_fault_that_is_kept_is_measured():
             [(100, 25, "true"), (100, 45, "partly"), (100, 90, "false"), (0, 0, "false")],
         ),
         (Lies(10, 20), [(9, 0, "true"), (22, 0, "true"), (30, 0, "partly"), (41, 0, "false")]),
+        (AtLeast(10), [(9, 0, "true"), (90, 0, "true"), (5, 0, "partly"), (4.9, 0, "false")]),
         (Occurs(), [(1, 0, "true"), (0, 0, "false")]),
         (Removed(), [(8, 0, "true"), (8, 4, "partly"), (8, 8, "false"), (0, 0, "false")]),
         (Unchanged(), [(3, 3, "true"), (3, 3.1, "false")]),
@@ -79,6 +90,8 @@ def other(rule, measured):
         case Lies(low, high):
             inside = 0.9 * low <= before <= 1.1 * high
             return Measured(10 * high + 1 if inside else low, after, unit)
+        case AtLeast(low):
+            return Measured(0.0 if before >= 0.9 * low else low, after, unit)
         case Occurs():
             return Measured(0.0 if before >= 1 else 1.0, after, unit)
         case Removed():
@@ -99,32 +112,93 @@ def test_recorded_verdict_follows_from_the_recorded_numbers_and_flips_with_them(
     if row["torch"] is None:
         assert isinstance(claim.rule, OnGPU) and row["verdict"] == "needs a GPU"
         assert f"--claims {claim.name}" in row["reason"]
-        found = {judge(claim, Measured(1.0, after), None).verdict for after in (0.0, 1.0)}
+        found = {judge(claim, Measured(1.0, after), None).verdict for after in (0.0, 1.0, 9.0)}
         assert found == {"true", "false"}
         return
     measured = Measured(**row["torch"])
-    assert judge(claim, measured, None).verdict == row["verdict"] == claim.expected
+    judged = judge(claim, measured, None, CPU)
+    assert judged.verdict == row["verdict"] and claim.expected in (row["verdict"], None)
+    if claim.holds:  # the document leaves an input open, and one number decides nothing
+        assert judged.holds == row["holds"]
+        return
     flipped = judge(claim, other(claim.rule, measured), None)
     assert flipped.verdict != row["verdict"]
     assert flipped.reason.startswith("Otherwise than expected")
 
 
-COUNTED = [claim for claim in CLAIMS if not claim.alone and not isinstance(claim.rule, OnGPU)]
-PLANNED = {"flan-t5-xl/activations-8gb", "flan-t5-xl/total-28gb", "flan-t5-xl/margin-4gb"}
+MEASURED = [
+    claim
+    for claim in CLAIMS
+    if claim.measured and not claim.alone and not isinstance(claim.rule, OnGPU)
+]
+
+
+# Under strict promotion the planner cannot trace the optimizer, and counts without its update.
+as_users_run_it = pytest.mark.standard_promotion
+
+
+def recounted_now():
+    """The record, with all that follows by counting worked out here."""
+    tokens = _budgets.TOKENS
+    lengths = {**recorded_lengths(RECORD), tokens: _budgets.plan(_budgets.t5_xl_words(tokens))}
+    return recounted(RECORD, lengths)
+
+
+@as_users_run_it
+def test_verdicts_of_arithmetic_shapes_and_plans_are_those_of_today():
+    """A difference is named. `python -m benchmarks.documents --counted --write` records it."""
+    started = []
+    listener = lambda event, seconds, **more: started.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    named = differences(RECORD, recounted_now())
+    assert not named, "\n".join(named)
+    assert not [event for event in started if "compile" in event and "trace" not in event]
+
+
+@as_users_run_it
+def test_one_per_cent_of_any_planned_figure_is_a_difference(monkeypatch):
+    recounted_now()  # the plans, which are kept
+    plan = _budgets.plan
+    for budget in _budgets.BUDGETS:
+        for row in plan(budget.words)[budget.column]:
+
+            def off(words, budget=budget, row=row):
+                columns = copy.deepcopy(plan(words))
+                if words == budget.words:
+                    columns[budget.column][row] *= 1.01
+                return columns
+
+            monkeypatch.setattr(_budgets, "plan", off)
+            named = differences(RECORD, recounted_now())
+            monkeypatch.setattr(_budgets, "plan", plan)
+            assert not plan(budget.words)[budget.column][row] or any(
+                line.startswith(budget.title) for line in named
+            ), (budget.title, row)
+
+
+@as_users_run_it
+def test_a_verdict_that_a_plan_turns_is_named():
+    claimed = {"parameters": 18 * 10**9, "activations": 8 * 10**9}  # and the document's 2 GB
+    columns = {"now": claimed, "remat": claimed}
+    lengths = dict.fromkeys(recorded_lengths(RECORD), columns)
+    named = differences(RECORD, recounted(RECORD, lengths))
+    assert any(line.startswith("flan-t5-xl/total-28gb, verdict:") for line in named)
+    assert any(line.endswith("'true' now") for line in named)
+
+
+@as_users_run_it
+@pytest.mark.slow
+def test_plans_for_every_length_are_those_of_today():
+    assert differences(RECORD, recounted(RECORD, _budgets.by_length())) == []
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.slow
-@pytest.mark.parametrize("claim", COUNTED, ids=lambda claim: claim.name)
-def test_what_is_counted_is_what_was_recorded(claim):
-    if claim.needs or claim.name in PLANNED:
-        assert claim.expected == next(
-            row["verdict"] for row in RECORD["claims"] if row["name"] == claim.name
-        )
-        return
+@pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: claim.name)
+def test_what_is_measured_without_a_clock_is_what_was_recorded(claim):
     found = claim.torch(CPU)
     row = next(row for row in RECORD["claims"] if row["name"] == claim.name)
-    assert judge(claim, found, None).verdict == row["verdict"]
+    assert judge(claim, found, None, CPU).verdict == row["verdict"]
     for side in ("before", "after"):
         recorded = row["torch"][side]
         assert getattr(found, side) == (
@@ -134,8 +208,10 @@ def test_what_is_counted_is_what_was_recorded(claim):
 
 def test_the_tables_are_those_of_the_record():
     results = ROOT / "benchmarks" / "results"
-    assert (results / "documents.md").read_text() == record_text(RECORD)
-    assert (ROOT / "docs" / "documents.md").read_text() == page_text(RECORD)
+    marks = source_marks(RECORD)
+    command = "python -m benchmarks.documents --counted --write"
+    assert (results / "documents.md").read_text() == record_text(RECORD, marks), command
+    assert (ROOT / "docs" / "documents.md").read_text() == page_text(RECORD, marks), command
     assert [row["name"] for row in RECORD["claims"]] == [claim.name for claim in CLAIMS]
 
 
@@ -163,11 +239,11 @@ def test_claims_can_be_measured_alone():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--claims", "clipping/transpose", "--write"], "a part of them is no record"),
+        (["--claims", "clipping/transpose", "--counted"], "not allowed with argument"),
         (["--claims", "no/such"], "no such claims: ['no/such']"),
     ],
 )
-def test_a_part_is_not_written_and_an_unknown_claim_is_refused(words, message, monkeypatch, capsys):
+def test_words_that_contradict_and_unknown_claims_are_refused(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["documents", *words])
     with pytest.raises(SystemExit, match="2"):
         documents.main()

@@ -15,7 +15,6 @@ from benchmarks._documents._bytes import (
     MIB,
     compiled,
     new_arrays,
-    parameter_bytes,
     resident,
     storages,
     tree_bytes,
@@ -36,6 +35,12 @@ from torch_ref import unfixed
 
 LAYOUT = "llama-7b"
 BUDGET = {"parameters": 14, "optimizer": 28, "factors": 30, "activations": 10, "graph": 5}  # GB
+VOCABULARY = 151_936  # rows of a common vocabulary of 7B models
+ORIGIN_OF_43_GB = (
+    f"a bfloat16 factor of side {VOCABULARY:,}, a common size of a vocabulary, takes "
+    f"{2 * VOCABULARY**2 / 2**30:.3f} GiB. `max_dense` (16,384 by default) keeps such a side as a "
+    f"diagonal, of {4 * VOCABULARY / 10**6:.1f} MB in float32."
+)
 SIDE = 2048  # of the matrix that is decomposed to count the solver's scratch
 FACTOR = 1024  # of the one that is converted and sent
 
@@ -124,16 +129,6 @@ def cleanup(context: Context) -> Measured:
     return Measured(*(storages(one, context.device).left for one in work), "MiB")
 
 
-def dropped_pairs(context: Context) -> Measured:
-    """What the hooks kept, after the loop that forms the factors has dropped each layer's pair."""
-    model, data = network(context.device), batch(context.device)
-    options = {"retain_graph": False, "to_host": False, "cleanup": False}
-    seen = storages(lambda: unfixed.collect(model, LOSS, data, **options), context.device)
-    factors = unfixed.collect(model, LOSS, data, **options)
-    rest = sum(x.numel() * x.element_size() for f in factors.values() for x in (f.a, f.g))
-    return Measured(seen.left - (rest + parameter_bytes(model)) / MIB, unit="MiB")
-
-
 def cache_in_loop(context: Context) -> Measured:
     """Bytes of tensors, with the cache emptied at every eighth layer and without."""
     work = [collecting(context.device, retain_graph=False) for _ in range(2)]
@@ -169,7 +164,7 @@ def _at_ten_thousand(mib: float) -> float:
 
 
 def largest_workspace() -> float:
-    """Of the largest factor, by three matrices of float32, in GB."""
+    """Three float32 matrices of the largest factor's side, in GB."""
     return 3 * 4 * layouts.largest_side(LAYOUT) ** 2 / GB
 
 
@@ -210,5 +205,12 @@ def jax_bfloat16_storage(context: Context) -> Measured:
 
 
 def freed() -> float:
-    """Factors and gradients of the layout, and the document's own 5 GB of graph."""
-    return layouts.factor_gb(LAYOUT) + layouts.parameter_gb(LAYOUT) + BUDGET["graph"]
+    """Factors in bfloat16 and gradients of the layout, and the document's own 5 GB of graph."""
+    factors = layouts.factor_gb(LAYOUT, bytes_each=2)
+    return factors + layouts.parameter_gb(LAYOUT) + BUDGET["graph"]
+
+
+def sides_of(low: float, high: float) -> str:
+    """Sides of the largest factor whose float32 copy has so many GB."""
+    ends = (int((gb * GB / 4) ** 0.5) for gb in (low, high))
+    return "where the largest factor has a side of {:,} to {:,}".format(*ends)

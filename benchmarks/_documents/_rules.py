@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, Protocol
 
-Verdict = Literal["true", "partly", "false", "needs a GPU"]
+Verdict = Literal["true", "partly", "false", "not decidable", "needs a GPU"]
 
 
 class Measurement(Protocol):
@@ -79,6 +79,25 @@ class Lies:
     def __str__(self) -> str:
         ends = f"{self.low:.6g}" if self.low == self.high else f"{self.low:.6g} to {self.high:.6g}"
         return f"is {ends}: true within 10 %, partly within a factor of two"
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    """A remedy frees what is claimed, or more.
+
+    Attributes:
+        low: The lower end of the claimed range, in the measurement's unit.
+    """
+
+    low: float
+
+    def verdict(self, measured: Measurement) -> Verdict:
+        if measured.before >= 0.9 * self.low:
+            return "true"
+        return "partly" if measured.before >= self.low / 2 else "false"
+
+    def __str__(self) -> str:
+        return f"is at least {self.low:.6g}: true from nine tenths of it, partly from half"
 
 
 @dataclasses.dataclass(frozen=True)

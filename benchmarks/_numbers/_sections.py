@@ -229,7 +229,7 @@ def _first_steps(record: Any) -> Iterator[Row]:
 
 def _documents(record: Any) -> Iterator[Row]:
     verdicts = [claim["verdict"] for claim in record["claims"]]
-    for verdict in ("true", "partly", "false", "needs a GPU"):
+    for verdict in ("true", "partly", "false", "not decidable", "needs a GPU"):
         yield Row(verdict, f"{verdicts.count(verdict)} of {len(verdicts)}")
 
 

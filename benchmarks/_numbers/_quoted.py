@@ -1,0 +1,314 @@
+"""What each figure of a page is linked to: a record, or a reason why there is none."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks._numbers._figures import Exempt, Linked
+
+MIB = 2**20
+SETTING = "a constant of the code, which is no measurement"
+COMPILER = "the compiler's answer to one question, which no record keeps"
+ONCE = "measured once by the command beside it; its output is not kept"
+DOCUMENTS = "a figure of a document, quoted"
+ARITHMETIC = "arithmetic, shown beside it"
+BUDGET = "the time that each run was given"
+CONFIDENCE = "the level of an interval"
+ASSUMED = "an assumption of benchmarks/devices.py: tests/devices_page_test.py compares the table"
+
+
+def _errors(record: Any) -> list[float]:
+    """How many times each peer's last error is that of K-FAC."""
+    ends = {name: errors[-1] for name, (_, errors) in record["curves"].items()}
+    ours = ends["jk.kfac(like=like)"]
+    peers = ("SOAP", "L-BFGS", "AdamW")
+    return [end / ours for peer in peers for name, end in ends.items() if name.startswith(peer)]
+
+
+def _temporaries(*rows: str) -> Callable[[Any], list[float]]:
+    """MiB of programs on an H100."""
+    return lambda record: [record["rows"][f"h100/{row}"]["temporaries"] / MIB for row in rows]
+
+
+def _over_gradient(place: str, *pairs: tuple[str, str]) -> Callable[[Any], list[float]]:
+    """Temporaries of programs over those of others."""
+
+    def ratios(record: Any) -> list[float]:
+        both = (_temporaries(f"{place}/{one}", f"{place}/{two}")(record) for one, two in pairs)
+        return [one / two for one, two in both]
+
+    return ratios
+
+
+def _counted(record: Any) -> list[float]:
+    """How far counted totals were from compiled ones, lowest and highest, in per cent."""
+    ends: list[float] = []
+    for target in ("h100", "cpu"):
+        off = [100 * (row["counted"] - 1) for row in record[target].values() if row.get("counted")]
+        ends += [-min(off), max(off)]
+    return ends
+
+
+def _influence(record: Any) -> Sequence[Any]:
+    return record["wall_seconds"] / 60, record["peak_bytes"] / 1e9
+
+
+REAL, SMALL = "one device/real", "one device/small/float32"
+PARALLEL, SHARDED = "data parallel/small/float32", "fully sharded/small/float32"
+EMPIRICAL = ("factors, empirical", "gradient")
+
+README = (
+    Linked(
+        "README.md",
+        "each for {:g} CPU seconds. K-FAC's error ends {:.0f} times below SOAP's, {:.0f} times "
+        "below L-BFGS's and {:.0f} times below AdamW's.",
+        "poisson/poisson.json",
+        lambda record: [record["seconds"], *_errors(record)],
+    ),
+    Exempt("README.md", "SOAP's error ended 3.3 times *lower* than K-FAC's", ONCE),
+    Linked(
+        "README.md",
+        "Loss, gradient and all factors take {:.2f} times as long as loss and gradient",
+        "factors-cpu.json",
+        lambda record: [record["dense"]["time_ratio"]],
+    ),
+    Linked(
+        "README.md",
+        "in SmolLM2-135M takes {:.1f} minutes and {:.2f} GB",
+        "influence-cpu.json",
+        _influence,
+    ),
+)
+PAGE = "docs/accelerators.md"
+ACCELERATORS = (
+    Exempt(PAGE, "as many at once as 2³¹ − 1 bytes hold", SETTING),
+    Exempt(PAGE, "takes more than 300 CPU seconds to compile", SETTING),
+    Linked(
+        PAGE,
+        "Gradient and empirical factors take {:.2f} times the gradient's temporaries in float32 "
+        "and {:.2f} in bfloat16.",
+        "accelerators.json",
+        lambda record: [
+            _over_gradient(f"{REAL}/{dtype}", EMPIRICAL)(record)[0]
+            for dtype in ("float32", "bfloat16")
+        ],
+    ),
+    Linked(
+        PAGE,
+        "whose norms have scales, they take {:.2f} and {:.2f} times.",
+        "accelerators.json",
+        lambda record: [
+            _over_gradient(
+                f"{REAL}/{dtype}", ("library's decoder, factors", "library's decoder, gradient")
+            )(record)[0]
+            for dtype in ("float32", "bfloat16")
+        ],
+    ),
+    Exempt(PAGE, "the cotangent of the logits (128 MiB)", "8 × 512 × 8192 numbers of 4 bytes"),
+    Linked(
+        PAGE,
+        "the ratio is {:.2f}, {:.1f} MiB beside {:.1f}.",
+        "accelerators.json",
+        lambda record: [
+            *_over_gradient(SMALL, EMPIRICAL)(record),
+            *_temporaries(*(f"{SMALL}/{name}" for name in EMPIRICAL))(record),
+        ],
+    ),
+    Exempt(PAGE, "the workspace of cuBLAS, 32 MiB", COMPILER),
+    Exempt(PAGE, "the head's 256 MiB matrix", "8192² numbers of 4 bytes"),
+    Linked(
+        PAGE,
+        "**Decomposition** needs {:.0f} MiB of temporaries beside {:.0f} MiB of factors.",
+        "accelerators.json",
+        lambda record: [
+            *_temporaries(f"{REAL}/float32/decomposition")(record),
+            record["rows"][f"h100/{REAL}/float32/decomposition"]["arguments"] / MIB,
+        ],
+    ),
+    Linked(
+        PAGE,
+        "the 24 matrices need {:.1f} GiB of scratch.",
+        "accelerators.json",
+        lambda record: [record["rows"][f"h100/{REAL}/float32/decomposition"]["scratch"] / 2**30],
+    ),
+    Exempt(PAGE, "One matrix of 3072 would need 72 MiB, and the head's", "2 n² numbers of 4 bytes"),
+    Linked(
+        PAGE,
+        "Its {:.1f} GiB of temporaries are the step's factors",
+        "accelerators.json",
+        lambda record: [record["rows"][f"h100/{REAL}/float32/K-FAC step"]["temporaries"] / 2**30],
+    ),
+    Exempt(PAGE, "compiling took 2.4 times the gradient's time", COMPILER),
+    Linked(
+        PAGE,
+        "Their {:.1f} MiB join the parameters' {:.1f} in the all-reduces",
+        "accelerators.json",
+        lambda record: [
+            (_reduced(record, "factors, empirical") - _reduced(record, "gradient")) / MIB,
+            _reduced(record, "gradient") / MIB,
+        ],
+    ),
+    Linked(
+        PAGE,
+        "temporaries are {:.1f} times the gradient's, {:.1f} MiB beside {:.1f}",
+        "accelerators.json",
+        lambda record: [
+            *_over_gradient(PARALLEL, EMPIRICAL)(record),
+            *_temporaries(*(f"{PARALLEL}/{name}" for name in EMPIRICAL))(record),
+        ],
+    ),
+    Linked(
+        PAGE,
+        "a K-FAC step takes and returns {:.1f} MiB on each device",
+        "accelerators.json",
+        lambda record: [record["rows"][f"h100/{SHARDED}/K-FAC step"]["arguments"] / MIB],
+    ),
+    Linked(
+        PAGE,
+        "It gathers {:.0f} MiB on the way; the gradient alone gathers {:.1f}.",
+        "accelerators.json",
+        lambda record: [
+            record["rows"][f"h100/{SHARDED}/{name}"]["collectives"]["all-gather"]["bytes"] / MIB
+            for name in ("K-FAC step", "gradient")
+        ],
+    ),
+)
+
+
+def _reduced(record: Any, name: str) -> float:
+    return record["rows"][f"h100/{PARALLEL}/{name}"]["collectives"]["all-reduce"]["bytes"]
+
+
+PAGE = "docs/adaptation.md"
+ADAPTATION = (
+    Linked(
+        PAGE,
+        "a step of kfac-jax takes {:.2f} times as long as ours",
+        "optimizer_steps-cpu.json",
+        lambda record: [1 / record["adaptive, adaptive"]["step_ratio"]],
+    ),
+    Exempt(PAGE, "The tolerance is 1 % plus the parameters' rounding", SETTING),
+    Exempt(PAGE, "a bias that has less than 1 % of the update's square", SETTING),
+    Exempt(PAGE, "ties (within 2 %)", "the rule of a tie"),
+    Exempt(PAGE, "autoencoder, 20 CPU s:", BUDGET),
+    Exempt(PAGE, "Poisson, 4 CPU s:", BUDGET),
+    Exempt(PAGE, "Burgers, 12 CPU s:", BUDGET),
+    Exempt(PAGE, "byte-level decoder, 25 CPU s:", BUDGET),
+    Exempt(PAGE, "ResNet, 25 CPU s:", BUDGET),
+    Exempt(PAGE, "with compilation, at least 60 s given", "the rule of a comparison"),
+    Exempt(
+        PAGE,
+        "(24.3 s against 25.2 s)",
+        "benchmarks/results/optimizers/README.md has 24.31 against 25.17; "
+        "tests/optimizers_benchmark_test.py makes that page from its runs",
+    ),
+    Exempt(PAGE, "its steps cost 2.4 times as much", "by the runs of the optimizers page"),
+    Exempt(
+        PAGE,
+        "kfac-jax makes four or five steps of the ResNet in 25 CPU seconds, 9.7 s each",
+        "by the runs of the optimizers page",
+    ),
+    Exempt(PAGE, "it runs convolutions inside branches 28 times slower", ONCE),
+)
+OTHERS = (
+    Exempt("docs/adapters.md", "with a 95% interval of -10 to +7 points", CONFIDENCE),
+    Exempt("docs/adapters.md", "4.13 bits per element in blocks of 64", "4 + 8/64 + 32/(64 · 256)"),
+    Exempt("docs/clusters.md", "- 30 seconds in which a process that fails waits", SETTING),
+    Exempt("docs/clusters.md", "- 60 seconds until a killed process is detected", SETTING),
+    Exempt("docs/clusters.md", "300 seconds before its time is over", SETTING),
+    Exempt(
+        "docs/comparison.md",
+        "24 % off the GGN in a small model",
+        "tests/curvlinops_test.py holds it",
+    ),
+    Exempt("docs/comparison.md", "factors 51 % off brute force", ONCE),
+    Exempt("docs/data.md", "it covers 64 MiB of each file, and at most 1 GiB", SETTING),
+    Exempt("docs/devices.md", "Totals are within 5 % of the compiled step's", "held by a test"),
+    Exempt("docs/devices.md", "its heartbeat is missing (60 seconds after", SETTING),
+    Exempt("docs/devices.md", "end with a message within 120 s", SETTING),
+    Exempt("docs/devices.md", "40 % of an H100's dense bfloat16", ASSUMED),
+    Exempt("docs/devices.md", "450 GB/s (NVLink), 50 GB/s (400 Gb/s between nodes)", ASSUMED),
+    Exempt("docs/devices.md", "On 64 devices they take 13 times as long as the gradient", ASSUMED),
+    Exempt("docs/devices.md", "The factors take 64 GB, and their bases as many", ASSUMED),
+    Exempt("docs/devices.md", "over the devices (8 GB each of 8)", ASSUMED),
+    Exempt("docs/few_shot.md", "the documented 75 % and 87.5 %", DOCUMENTS),
+    Exempt("docs/files.md", "Each of the two takes about 0.6 s of CPU time a GiB", ONCE),
+    Linked(
+        "docs/influence.md",
+        "in {:.0f} minutes on two cores, in {:.1f} GB",
+        "influence-cpu.json",
+        _influence,
+    ),
+    Exempt("docs/jobs.md", "first reached 3 % error on the validation images", SETTING),
+    Exempt("docs/jobs.md", "means with 95 % intervals", CONFIDENCE),
+    Exempt("docs/jobs.md", "SmolLM2-135M (93 MB, downloaded on first use)", "the size of a file"),
+    Exempt("docs/jobs.md", "for 40 updates took 2 min 56 s on two cores", ONCE),
+    Exempt("docs/jobs.md", "went from 35.0 % [22, 50] to 47.5 % [33, 63]", ONCE),
+    Linked(
+        "docs/laplace.md",
+        "in {:.0f} s of CPU time",
+        "calibration.json",
+        lambda record: [record["cpu_seconds"]],
+    ),
+    Exempt(
+        "docs/loops.md",
+        "by 19 times the length of the right one",
+        "jaxkfac/optim/_multi_steps_test.py holds 18.9",
+    ),
+    Exempt("docs/loops.md", "updates smaller than 0.2 % of a parameter", "half of bfloat16's 2⁻⁸"),
+    Exempt("docs/losses.md", "After 300 steps (9 s of CPU time, compilation included)", ONCE),
+    Exempt("docs/losses.md", "(A differs by 12 % in a small network)", ONCE),
+    Linked(
+        "docs/memory.md",
+        "Totals counted this way are {:.0f} % too low to {:.0f} % too high for an H100, and "
+        "{:.0f} % too low to {:.0f} % too high for a CPU",
+        "plan.json",
+        _counted,
+    ),
+    Linked(
+        "docs/memory.md",
+        "a step took {:.0f} ms and the decompositions {:.2f} s each time. With `code`, every tenth "
+        "step waited for {:.1f} s of them ([record](../benchmarks/results/overlap-gpu.json)). That "
+        "is the time of {:.0f} steps.",
+        "overlap-gpu.json",
+        lambda record: _waited(record),
+    ),
+    Exempt(
+        "docs/memory.md",
+        "Gradients are then 0.4 % off over 16 micro-batches",
+        "jaxkfac/optim/_accumulators_test.py holds it",
+    ),
+    Exempt("docs/pretrained.md", "Another pass took up to 1.14 times as much memory", ONCE),
+    Exempt("docs/pretrained.md", "factors on the device take 30 to 50 GB", DOCUMENTS),
+    Exempt("docs/pretrained.md", "needs a workspace of 43 GB", DOCUMENTS),
+    Exempt("docs/pretrained.md", "4.4 GB in float64 with its input; 43 GB would be", ARITHMETIC),
+    Exempt("docs/pretrained.md", "`code` holds 5 GB", DOCUMENTS),
+    Exempt(
+        "docs/repository.md",
+        "`code` took 1217 s (2026-11-23)",
+        "the log of one day's run, with its date",
+    ),
+    Linked(
+        "docs/repository.md",
+        "took 4.5 and {:.1f} % of the scanned transformer's gradient in two runs",
+        "host-cpu.json",
+        lambda record: [100 * record["time"]["push_and_average_over_gradient"]],
+    ),
+    Exempt("docs/sequence_to_sequence.md", "(370 s of CPU time on one core, peak of main", ONCE),
+    Exempt("docs/sequence_to_sequence.md", "main memory 1.3 GB)", ONCE),
+    Exempt("docs/sequence_to_sequence.md", "the documented run (8 rows, 16 times,", DOCUMENTS),
+    Exempt("docs/troubleshooting.md", "`code` of 400 layers takes 83 seconds", ONCE),
+    Exempt("docs/troubleshooting.md", "JAX takes 75 % of a GPU when it starts", "JAX's default"),
+    Exempt("docs/troubleshooting.md", "takes 28 times as long in a loop", ONCE),
+    Exempt("docs/troubleshooting.md", "take 1.0 times the gradient", ONCE),
+)
+
+
+def _waited(record: Any) -> list[float]:
+    """Median step in ms; seconds of a round of decompositions, of waiting for one; in steps."""
+    step, rounds = statistics.median(record["step_ms"]), record["steps"] // 10
+    waited = statistics.median(sorted(record["step_ms"])[-rounds:]) - step
+    return [step, record["overlap"]["decomposing_s"] / rounds, waited / 1e3, waited / step]
+
+
+QUOTED: tuple[Linked | Exempt, ...] = (*README, *ACCELERATORS, *ADAPTATION, *OTHERS)
