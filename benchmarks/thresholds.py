@@ -79,7 +79,7 @@ def measured(words: Sequence[str]) -> Sides:
     """Run tests in a copy whose conditions note the sides that they take."""
     with tempfile.TemporaryDirectory() as folder:
         copy, out = Path(folder) / "copy", Path(folder) / "sides.json"
-        ignored = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
+        ignored = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for path in files():
             (copy / path).write_text(instrumented(path, (ROOT / path).read_text()))
