@@ -281,7 +281,7 @@ def _sums(
 
     ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
     contribution = (grads, factors, count)
-    # A cond, not a select of every leaf; see ``taken_where``. It selects the inputs, which may
+    # A cond, not a select of every leaf; see ``once_where``. It selects the inputs, which may
     # be narrower than sums.
     grads, factors, count = jax.lax.cond(
         ok, lambda: contribution, lambda: jax.tree.map(jnp.zeros_like, contribution)

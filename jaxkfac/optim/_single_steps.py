@@ -109,7 +109,7 @@ def single_steps(
         def wait(inner_state: Any) -> tuple[PyTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
-        # A cond, not a select of every leaf; see ``taken_where``.
+        # A cond, not a select of every leaf; see ``once_where``.
         updates, inner_state = jax.lax.cond(some, fast_convolutions(run), wait, state.inner)
         counters = state.accumulation
         one_more = optax.safe_increment(counters.gradient_step)

@@ -47,40 +47,17 @@ class CurvatureBytes:
         values = [spectrum.values for spectrum in self._spectra]
         return self._program.placement.nbytes([values, self._bases.diagonals])
 
-    def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
-        """Bytes of the matrices that a decomposition on the device overwrites, without its scratch.
+    def workspace(self, *, from_host: bool = False) -> int:
+        """Bytes of the matrix that a decomposition on the device overwrites, without its scratch.
 
         Args:
-            together: Whether all matrices of one size are in one call, as inside ``jit``.
             from_host: Whether the matrix itself is not among the factors on the device.
         """
-        return (1 + from_host) * self._largest(together=together)
+        return (1 + from_host) * self._itemsize * self.largest_side**2
 
-    def solver_scratch(self, *, together: bool = False) -> int:
-        """Bytes that syevd allocates itself, in LAPACK or cuSOLVER.
-
-        Args:
-            together: As for :meth:`workspace`.
-        """
-        scratch = (
-            solver_scratch(n, number if together else 1, self._itemsize)
-            for n, number in self._matrices.items()
-        )
-        return max(scratch, default=0)
-
-    def _largest(self, *, together: bool) -> int:
-        """Bytes of the largest matrix, or of all matrices of one size in one call."""
-        matrices = (n**2 * (number if together else 1) for n, number in self._matrices.items())
-        return self._itemsize * max(matrices, default=0)
-
-    @functools.cached_property
-    def _matrices(self) -> dict[int, int]:
-        """Number of matrices of each size."""
-        count: dict[int, int] = collections.Counter()
-        for spectrum in self._spectra:
-            if spectrum.vectors is not None:
-                count[spectrum.vectors.shape[-1]] += math.prod(spectrum.vectors.shape[:-2])
-        return count
+    def solver_scratch(self) -> int:
+        """Bytes that syevd allocates itself, in LAPACK or cuSOLVER, for the largest matrix."""
+        return solver_scratch(self.largest_side, 1, self._itemsize) if self.largest_side else 0
 
     @property
     def _itemsize(self) -> int:

@@ -209,14 +209,12 @@ class ProgramBytes:
             "conv scratch": program.convolution_scratch,
         }
         if of is not None:
-            device["factors"] = of.factors * (1 + optimizer.averages)
-            if optimizer.bases:  # the update decomposes, with new bases in addition to the old
-                device["bases"] = optimizer.bases
-                device["workspace"] = of.workspace(together=True) + optimizer.bases
-            else:
-                device["bases"] = of.bases if self.wants_vectors else of.values
-                device["workspace"] = of.workspace()
-            device["eigh scratch"] = of.solver_scratch(together=bool(optimizer.bases))
+            device["factors"] = of.factors + optimizer.averages
+            wanted = of.bases if self.wants_vectors else of.values
+            device["bases"] = optimizer.bases or wanted
+            # An update that decomposes writes its bases in place, one matrix after the other.
+            device["workspace"] = of.workspace()
+            device["eigh scratch"] = of.solver_scratch()
         return MemoryRows(device, {"accumulation": on_host} if on_host else {})
 
     @property
@@ -320,7 +318,7 @@ class ProgramBytes:
         temporaries -= device["gradients"]
         if self._of is not None:
             one = min(self._of.factors, temporaries)
-            device["factors"] = self._of.factors * self.optimizer.averages + one
+            device["factors"] = self.optimizer.averages + one
             temporaries -= one
             device["workspace"] = 0
         device["activations"], device["update"] = temporaries, 0
@@ -361,7 +359,7 @@ class ProgramBytes:
 
     def bound_of_one_program(self, rows: MemoryRows) -> None:
         """Change the rows to a lower bound of :meth:`in_one_program`, without temporaries."""
-        averages = self._of.factors * self.optimizer.averages if self._of is not None else 0
+        averages = self.optimizer.averages if self._of is not None else 0
         bound = {"gradients": 0, "factors": averages, "workspace": 0, "activations": 0}
         rows.device.update({row: bound[row] for row in rows.device.keys() & bound})
 

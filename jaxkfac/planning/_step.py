@@ -26,7 +26,7 @@ class Optimizer(NamedTuple):
     Attributes:
         state: Shapes of what ``init`` would allocate.
         nbytes: Bytes without factors, bases and accumulators.
-        averages: Number of sets of factors in the state.
+        averages: Bytes of averages of factors in the state, which may be packed.
         bases: Bytes of its eigenbases or inverses of factors; if it has any, it decomposes inside
             its update.
         accumulators: Bytes of its sums over micro-batches; 0 if it does not accumulate.
@@ -60,7 +60,7 @@ def optimizer_state(
     return Optimizer(
         full_state,
         nbytes([x for x in leaves if not isinstance(x, counted_classes)]),
-        sum(isinstance(x, Factors) for x in leaves),
+        nbytes([x for x in leaves if isinstance(x, Factors)]),
         nbytes([x for x in leaves if isinstance(x, Eigenbases | Inverses)]),
         accumulators,
     )
