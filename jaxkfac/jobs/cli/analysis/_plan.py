@@ -15,7 +15,7 @@ _OF_MATRIX = {"float64": 36, "float32": 16}  # bytes of a decomposition, to be m
 _MEAN = 8  # bytes times n²: the sum as read, and its mean
 # Main memory that a process takes after it began to plan and that no plan can count: compiled
 # programs, threads, pages that the allocator keeps, the report. The analysis of a decoder with
-# 2.9 million parameters took 225 MiB, in one run on two busy cores.
+# 2.8 million parameters took 225 MiB, in one run on two busy cores.
 _GROWTH = 320 << 20
 _FITS = 3  # tries to find passes, since compiling them takes memory itself
 
