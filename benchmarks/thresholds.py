@@ -37,15 +37,18 @@ def main() -> int:
     parser.add_argument("--measure", nargs="*", metavar="WORD", help="words of pytest")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    sides = recorded()
+    sides, tests = recorded(), ran()
     if arguments.measure is not None:
-        sides = merged(sides, measured(arguments.measure or TESTS))
+        words = arguments.measure or TESTS
+        sides = merged(sides, measured(words))
+        tests = sorted({*tests, *(word for word in words if word.endswith((".py", "tests")))})
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
-        record = {"command": COMMAND, "date": datetime.date.today().isoformat(), "sides": sides}
+        record = {"command": COMMAND, "date": datetime.date.today().isoformat()}
+        record |= {"tests": tests, "sides": sides}
         RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        RECORD.with_suffix(".md").write_text(page(sides))
+        RECORD.with_suffix(".md").write_text(page(sides, tests))
     missing = [condition for condition in listed() if condition.missing(sides)]
     print(f"{len(listed())} conditions; {len(missing)} have a side that no case takes")
     return 0
@@ -70,6 +73,11 @@ def recorded() -> Sides:
     return json.loads(RECORD.read_text())["sides"] if RECORD.exists() else {}
 
 
+def ran() -> list[str]:
+    """The test files that have been run for the record."""
+    return json.loads(RECORD.read_text())["tests"] if RECORD.exists() else []
+
+
 def merged(first: Mapping[str, Mapping[str, str]], second: Sides) -> Sides:
     """Sides of both; the first one's tests stay."""
     return {key: {**second.get(key, {}), **first.get(key, {})} for key in {*first, *second}}
@@ -79,7 +87,8 @@ def measured(words: Sequence[str]) -> Sides:
     """Run tests in a copy whose conditions note the sides that they take."""
     with tempfile.TemporaryDirectory() as folder:
         copy, out = Path(folder) / "copy", Path(folder) / "sides.json"
-        ignored = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
+        without = (".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
+        ignored = shutil.ignore_patterns(*without)
         shutil.copytree(ROOT, copy, ignore=ignored)
         for path in files():
             (copy / path).write_text(instrumented(path, (ROOT / path).read_text()))
@@ -92,7 +101,7 @@ def measured(words: Sequence[str]) -> Sides:
         return json.loads(out.read_text())
 
 
-def page(sides: Sides) -> str:
+def page(sides: Sides, tests: Sequence[str]) -> str:
     """One line for each condition, below its file."""
     every = listed()
     missing = sum(condition.missing(sides) for condition in every)
@@ -104,6 +113,9 @@ def page(sides: Sides) -> str:
         f"or oracle case that took it, or “none”: {missing} conditions have such a side, without",
         "those that raise an error. A traced condition is an array inside a program: both sides",
         "are compiled, and the case is one that built it.",
+        "",
+        f"Run for it so far: {', '.join(f'`{name}`' for name in tests)}. “none” says nothing of",
+        "other tests.",
     ]
     for path in dict.fromkeys(condition.path for condition in every):
         lines += ["", f"## {path}", "", "| function | condition | sides |", "|---|---|---|"]
