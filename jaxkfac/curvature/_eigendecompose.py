@@ -181,6 +181,11 @@ def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
     return sums, jnp.where(count > 0, count, 1).astype(sums.dtype)
 
 
+def over(sums: Array, divisor: Array) -> Array:
+    """Means, from what ``block_sums`` returns."""
+    return sums / divisor.reshape(*divisor.shape, *[1] * (sums.ndim - divisor.ndim))
+
+
 def _sums_and_count(factors: Factors, entry: Entry) -> tuple[Any, Any]:
     table, key = entry.place
     if table == "a":

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._eigendecompose import block_sums
+from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
 from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature._placement import solver_scratch
@@ -67,7 +67,7 @@ def refresh_bases(
             )
             after = spectra[place].values.reshape(-1)[0]
         else:
-            new = sums / divisor
+            new = over(sums, divisor)
             is_spectrum = isinstance(old, Spectrum)
             new, more = _kept_where_not_finite(new, old.values if is_spectrum else old, is_spectrum)
             spectra[place] = Spectrum(new, None) if is_spectrum else new

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._eigenbases import map_slices
-from jaxkfac.curvature._eigendecompose import block_sums
+from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
@@ -206,8 +206,7 @@ def inversion(
     sums = {place: block_sums(factors, block) for place, block in layout.blocks.items()}
 
     def vector(place: Place) -> Array:
-        total, divisor = sums[place]
-        return total / divisor.reshape(*divisor.shape, *[1] * (total.ndim - divisor.ndim))
+        return over(*sums[place])
 
     def clipped(values: Array) -> Array:
         return clip_eigenvalues(values, max_condition, floor)
@@ -230,7 +229,7 @@ def inversion(
         for place, dense in zip(places[layer.name], (layer.a_dense, layer.g_dense), strict=True)
     }
     dense = [place for place, yes in is_dense.items() if yes]
-    diagonals = [diagonal(sums[place][0]) / sums[place][1][..., None] for place in dense]
+    diagonals = [over(diagonal(sums[place][0]), sums[place][1]) for place in dense]
     trace = dict(zip(dense, row_sums(diagonals), strict=True))
 
     def mean(place: Place) -> Array:
@@ -284,7 +283,7 @@ def _factor_dampings(
 
 
 def _solved(problems: list[tuple[Array, Array, Array]], axis: MeshAxis | None) -> list[Array]:
-    means = [(unfolded(x / y[..., None, None]), shift) for x, y, shift in problems]
+    means = [(unfolded(over(x, y)), shift) for x, y, shift in problems]
     if axis is not None:
         return solve_divided(means, damped_inverse, axis)
     out: list[Array] = []
