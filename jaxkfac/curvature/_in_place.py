@@ -175,10 +175,11 @@ def _solved(
     per_matrix = (jnp.broadcast_to(divisor, stack), *by_matrix)
     sums, per_matrix, old = jax.tree.map(flat, (sums, per_matrix, old))
     matrix_shape, likes = sums.shape[1:], jax.eval_shape(lambda: old)
-    # Solvers read and write columns contiguously. If the loop held matrices, XLA would take that
-    # order for all of a stack, and copy what is stored at every step, due or not. A row that is a
-    # matrix one number after the other has only one order.
-    sums, old = jax.tree.map(lambda x: x.reshape(len(x), -1), (sums, old))
+    # Solvers read and write columns contiguously. Without this XLA would store everything in that
+    # order, and copy it back and forth at every step, due or not. A row that is a matrix one number
+    # after the other has only one order; the barriers keep the reshapes from being simplified.
+    in_rows = lambda x: x.reshape(len(x), -1)
+    sums, old = jax.lax.optimization_barrier(jax.tree.map(in_rows, (sums, old)))
     operands = (sums, *per_matrix)
 
     def one(operands: tuple[Array, ...], rows: PyTree) -> tuple[PyTree, Array]:
@@ -212,6 +213,7 @@ def _solved(
     new, failed = jax.lax.platform_dependent(
         operands, old, cpu=in_groups(1), default=in_groups(at_once)
     )
+    new = jax.lax.optimization_barrier(new)
     return jax.tree.map(lambda x, like: x.reshape(*stack, *like.shape[1:]), new, likes), failed
 
 

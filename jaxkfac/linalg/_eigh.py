@@ -395,6 +395,8 @@ def _inverse(matrix: Array, shift: Array) -> Array:
     # Infinity minus itself is NaN, so that an infinite entry cannot give a finite inverse.
     damped = (matrix + (matrix - matrix) + shift * identity).T
     lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
+    # After the factor: a scheduler would make the identities of all layers first.
+    identity = in_sequence(identity, lower)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
     # On some platforms a failed factorisation gives NaN in only a part of the result, and no error.
