@@ -279,7 +279,8 @@ def _():
     return updates(kfac(), factors=like())
 
 
-@entry("kfac, adaptive", eigh=3, grams={2: 1})  # of two directions, in a bias
+# Products of two directions in a bias: at a trial of dampings, and at the step.
+@entry("kfac, adaptive", eigh=3, grams={2: 2})
 def _():
     tx = jk.kfac(like=like(), damping_mode="exact")
 
@@ -292,7 +293,7 @@ def _():
     return update, (PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, like(), BATCH)
 
 
-@entry("kfac, inverses", cholesky=4)
+@entry("kfac, inverses", cholesky=3)  # sides of one size share a function of the module
 def _():
     options = {"damping_mode": "factored", "inverse": "cholesky", "norm_constraint": None}
     return updates(jk.kfac(0.1, like=like(), damping=1e-3, **options), factors=like())

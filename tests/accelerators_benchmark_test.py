@@ -104,7 +104,7 @@ def every_step(dtype):
 @pytest.mark.parametrize("name", every_step(jnp.float32))
 def test_every_step_of_the_record_traces_in_bfloat16(name):
     with jax.numpy_dtype_promotion("standard"):  # Flax's layers need it
-        fn, args = every_step(jnp.bfloat16)[name]()
+        fn, args, *_ = every_step(jnp.bfloat16)[name]()
         jax.eval_shape(fn, *args)
 
 
@@ -133,7 +133,8 @@ def test_the_table_of_the_docs_is_of_the_record():
         (root / "docs" / "accelerators.md").read_text(),
         re.MULTILINE,
     )
-    assert len(table) == len(decoder_steps("real", jnp.float32))
+    steps = decoder_steps("real", jnp.float32)
+    assert len(table) == sum(not name.startswith("training") for name in steps)
     for name, *cells in table:
         for dtype, size, ratio in (("float32", *cells[:2]), ("bfloat16", *cells[2:])):
             rows = {
@@ -143,6 +144,33 @@ def test_the_table_of_the_docs_is_of_the_record():
             }
             row, gradient = rows[name]["temporaries"], gradient_of(name, rows)["temporaries"]
             assert (size, ratio) == (f"{row / 2**20:.0f}", f"{row / gradient:.2f}"), (name, dtype)
+
+
+def test_the_docs_tables_of_trainings_are_of_the_record():
+    """Temporaries beside those of SGD, and what a training holds with and without packing."""
+    prefix = "h100/one device/real/float32/training, "
+    record = json.loads(_record.RECORD.read_text())["rows"]
+    rows = {key.removeprefix(prefix): x for key, x in record.items() if key.startswith(prefix)}
+    root, mib = Path(__file__).parents[1], lambda size: f"{size / 2**20:.0f}"
+    names = {
+        "SGD with momentum": "SGD with momentum",
+        "exact damping": "K-FAC, exact",
+        "exact damping, packed": "K-FAC, exact, packed",
+        '"pi"': "K-FAC, pi",
+        '"pi", packed': "K-FAC, pi, packed",
+    }
+    assert set(names.values()) == set(rows)
+    page = (root / "docs" / "accelerators.md").read_text()
+    memory = (root / "docs" / "memory.md").read_text()
+    floor = rows["SGD with momentum"]["temporaries"]
+    for shown, name in names.items():
+        row = rows[name]
+        size = row["temporaries"]
+        assert f"| {shown} | {mib(size)} | {size / floor:.2f} |" in page
+        quoted = shown.replace('"pi"', '`"pi"`')
+        cell = shown if name.startswith("SGD") else f"`jk.kfac`, {quoted}"
+        sizes = f"{int(mib(row['arguments'])):,} | {int(mib(size)):,}"
+        assert f"| {cell} | {sizes} |" in memory, (cell, sizes)
 
 
 def test_on_eight_devices_none_solves_more_than_its_share_and_the_largest_matrix():

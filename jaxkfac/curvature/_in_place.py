@@ -44,7 +44,7 @@ def refresh_bases(
     """Eigenbases of new factors, written over older ones; inside a compiled program.
 
     Args:
-        bases: With eigenvectors, of the layers of ``factors`` or more.
+        bases: Eigenbases with vectors, for the layers of ``factors`` or more.
         factors: Sums and counts; their means are decomposed.
         iterate: Whether to take one step of orthogonal iteration from ``bases`` instead of a
             decomposition, a traced bool. By default never.
@@ -86,7 +86,8 @@ def refresh_inverses(
     """Inverses of new damped factors, written over older ones; inside a compiled program.
 
     Args:
-        inverses: Of the layers of ``factors`` or more; where they are packed, so are the new ones.
+        inverses: Inverses of the layers of ``factors`` or more. The new ones are packed where
+            these are.
         factors: Sums and counts; their means are inverted.
         damping: As for ``invert``.
         damping_mode: As for ``invert``.

@@ -158,11 +158,16 @@ def test_the_exit_code_says_which_signal_came(
     module, _, name = function.rpartition(".")
     module = importlib.import_module(f"jaxkfac.jobs.cli.{module}")
     monkeypatch.setattr(module, name, lambda *args, **options: os.kill(os.getpid(), stop))
+    model, texts = tmp_path / "model", tmp_path / "x.jsonl"
+    model.mkdir()
+    for file in (model / "model.safetensors", texts):  # paths are checked first
+        file.touch()
     words = {
         "analyze": ["smollm2"],
-        "influence": ["model", "--train", "x.jsonl", "--queries", "x.jsonl"],
+        "influence": [str(model), "--train", str(texts), "--queries", str(texts)],
     }.get(command, [])
-    assert main([command, *words, "--output", str(tmp_path)]) == code, capsys.readouterr().err
+    words += ["--output", str(tmp_path / "out")]
+    assert main([command, *words]) == code, capsys.readouterr().err
     assert ("SIGTERM" in capsys.readouterr().err) == (stop == signal.SIGTERM)
 
 

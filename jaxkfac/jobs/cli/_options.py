@@ -9,8 +9,8 @@ import tyro
 from jaxkfac.jobs.cli._paths import (
     MODEL_NAMES,
     check_folder,
-    check_model,
     check_records,
+    check_weights,
     find_checkpoint,
     no_checkpoint,
 )
@@ -382,7 +382,7 @@ class AnalyzeArguments:
         sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
         for path in sources:
             if self.is_pretrained:
-                check_model(str(path))
+                check_weights(str(path))
             elif find_checkpoint(path) is None:
                 raise no_checkpoint(path)
         if self.is_pretrained:

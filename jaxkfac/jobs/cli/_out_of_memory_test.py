@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 import tyro
 
+from jaxkfac.jobs.cli import _main, main
 from jaxkfac.jobs.cli import _out_of_memory as module
-from jaxkfac.jobs.cli import main
 from jaxkfac.jobs.cli._main import COMMANDS, imported
 from jaxkfac.jobs.cli._options import TrainArguments
 from jaxkfac.jobs.cli._out_of_memory import (
@@ -53,6 +53,7 @@ def test_every_command_is_behind_the_answer(command, monkeypatch, capsys):
     monkeypatch.setattr(f"{where}.{name}", runs_out)
     given = object.__new__(imported(command.arguments))  # what is required need not be given
     monkeypatch.setattr(tyro, "cli", lambda *_, **__: given)
+    monkeypatch.setattr(_main, "_check", lambda arguments: None)  # there are no values to check
     monkeypatch.setattr(module, "_advice", lambda arguments: f"advice for {type(arguments)}")
     assert main([command.name]) == module.EXIT_CODE == 3
     shown = capsys.readouterr().err

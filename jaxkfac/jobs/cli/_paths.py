@@ -46,6 +46,18 @@ def check_model(model: str) -> None:
     raise FileNotFoundError(f"no model at {path}, which {what}")
 
 
+def check_weights(model: str) -> None:
+    """Refuse what ``check_model`` refuses, and a folder without weights.
+
+    Raises:
+        FileNotFoundError: says what is there.
+    """
+    check_model(model)
+    folder = Path(model)
+    if model not in MODEL_NAMES and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} has no weights: expected *.safetensors files in it")
+
+
 def check_records(data: str) -> None:
     """Refuse data that are neither embedded nor at a path that exists.
 

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from jaxkfac.jobs.cli._options import Fisher
-from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model
+from jaxkfac.jobs.cli._paths import check_file, check_folder, check_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class InfluenceArguments:
             raise ValueError(f"damping must not be negative, not {self.damping}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
-        check_model(self.model)
+        check_weights(self.model)
         check_file("--train", self.train)
         check_file("--queries", self.queries)
         if self.bases is not None and not (self.bases / "stages" / "bases").is_file():
