@@ -136,11 +136,15 @@ def smallest_sets(
         if fitting and len(numbers) > min(map(len, fitting)) + 1:
             break
         options = list(accumulations(changed)) if _ACCUMULATION in numbers else [changed]
-        # A batch of one cannot be divided. Without any plan yet, one is made for the message.
-        bounded = least is not None and shapes.least(changed) > room
-        if not options or bounded or any(subset < numbers for subset in fitting):
+        # A batch of one cannot be divided.
+        if not options or any(subset < numbers for subset in fitting):
             continue
-        need = shapes.need(options[-1])
+        try:  # without any plan yet, one is made for the message
+            if least is not None and shapes.least(changed) > room:
+                continue
+            need = shapes.need(options[-1])
+        except ValueError:  # a change that this model refuses, such as blocks that do not divide it
+            continue
         if least is None or need.total < least[0].total:
             least = need, options[-1]
         if need.total > room:
