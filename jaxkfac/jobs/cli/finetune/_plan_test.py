@@ -94,7 +94,7 @@ def test_both_commands_count_the_same_bytes(model, train, optimizer, steps, monk
     assert bool(rows["accumulation"]) == (steps > 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a plan for every set of changes: minutes
 @pytest.mark.standard_promotion
 def test_a_remedy_that_is_printed_fits_when_it_is_taken(monkeypatch, capsys):
     monkeypatch.setitem(ENCODER_DECODERS, "flan-t5-xl", CONFIG)
