@@ -7,6 +7,7 @@ is written over the stored one, or left out where it is not finite.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,7 @@ def _scratch(factors: Factors) -> int:
 
 def _at_once(sums: Array, limit: int) -> int:
     """How many matrices of a stack are solved in one call; it divides their number."""
-    size, count = unfolded_size(sums), sums[..., 0, 0].size
+    size, count = unfolded_size(sums), math.prod(sums.shape[:-2])
     fitting = limit // solver_scratch(size, 1, sums.dtype.itemsize)
     return next(k for k in range(min(max(fitting, 1), max(count, 1)), 0, -1) if count % k == 0)
 
