@@ -73,6 +73,7 @@ MISTYPED = {
 def test_neither_help_nor_a_mistyped_path_waits_for_jax(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     places = {"file": str(tmp_path / "file"), "model": str(tmp_path)}
     mistyped = {words.format(**places): said.format(**places) for words, said in MISTYPED.items()}
     code = f"""
