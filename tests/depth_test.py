@@ -74,7 +74,7 @@ def chain(params, x):
 @pytest.mark.parametrize(
     "depth",
     [
-        pytest.param(800, marks=pytest.mark.slow),
+        pytest.param(200, marks=pytest.mark.slow),
         pytest.param(3000, marks=pytest.mark.exhaustive),
     ],
 )

@@ -222,7 +222,7 @@ def test_budgets_name_the_rows_that_the_documents_forgot():
     assert {name for name, claimed, _ in first["rows"] if claimed} >= {"factors", "optimizer"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_claims_can_be_measured_alone():
     words = ["--claims", "clipping/transpose", "kfac-7b/workspace-40gb"]
     done = subprocess.run(

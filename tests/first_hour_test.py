@@ -13,7 +13,8 @@ from benchmarks.optimizers.problems import PROBLEMS
 # Steps of a run here; the small problems take their own hundred. Whole runs of the others are for
 # benchmarks.optimizers. The first steps may overshoot: with a rate of 0.03 the loss of Burgers'
 # equation is above its first at step 60, and at 0.09 of it at step 150.
-STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 30}
+STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 10, "vit": 15}
+STEPS |= {"convolution": 30, "diffusion": 30}
 LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
 NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST

@@ -1,6 +1,7 @@
 """Every notebook asks, runs from top to bottom, draws its answer, and is what its script says."""
 
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -9,6 +10,13 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# Half a minute and more: their programs run in slow tests too, as examples or blocks of the docs.
+LONG = ("06_capacity_through_depth", "08_any_loss", "09_influence", "11_forgetting")
+
+
+def _by_length(path: Path) -> Any:
+    mark = pytest.mark.exhaustive if path.stem in LONG else pytest.mark.slow
+    return pytest.param(path, id=path.stem, marks=mark)
 
 
 def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
@@ -20,9 +28,8 @@ def _ends_with_a_figure(notebook: nbformat.NotebookNode) -> bool:
     return any("image/svg+xml" in output.get("data", {}) for output in last.outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("users_kernels")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [_by_length(path) for path in NOTEBOOKS])
 def test_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):

@@ -38,7 +38,7 @@ def names(quick):
     return [pytest.param(x, marks=found) for x, found in marks.items()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", names(QUICK))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     training = TRAININGS[name]()
@@ -153,7 +153,7 @@ def test_devices_exchange_what_the_compiled_program_does(name, axis):
     assert "between 2 devices" in str(plan)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gradient", "K-FAC step", "K-FAC step, divided"])
 def test_eight_h100s_exchange_what_the_plan_says(name, dtype):

@@ -39,7 +39,7 @@ def test_the_record_has_every_ratio():
     assert json.loads(quick.RECORD.read_text())["ratios"].keys() == quick.RATIOS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_contestant_runs():
     command = [sys.executable, "-m", "benchmarks.quick", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True)

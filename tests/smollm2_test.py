@@ -38,6 +38,7 @@ def test_it_knows_the_capital_of_france(pretrained):
     assert "Paris" in pretrained.tokenizer.decode(answer)
 
 
+@pytest.mark.exhaustive
 def test_it_is_the_model_that_transformers_reads(pretrained, theirs):
     torch, model, _ = theirs
     ids = pretrained.tokenizer.chat(FRANCE)

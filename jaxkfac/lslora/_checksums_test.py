@@ -152,6 +152,7 @@ def test_folders_of_an_older_version_have_no_checksums_and_are_read(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path)[0], adapters)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [CONFIG, PLAIN])
 def test_damage_to_another_writers_files_is_named_or_still_gives_an_adapter(config, tmp_path):
     """They have no checksums: what cannot be seen is a changed number."""

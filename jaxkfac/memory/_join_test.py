@@ -33,7 +33,7 @@ for i in range(100_000):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_raises_in_its_input_ends_all_within_a_minute(tmp_path):
     """With JAX's own limits both ended after 357 seconds."""
     with socket.socket() as free:

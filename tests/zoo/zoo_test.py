@@ -24,14 +24,14 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.standard_promotion
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", HERE)
 def test_coverage_is_what_the_row_says(row: Program, x64):
     check_coverage(row, row.build())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("row", NUMBERS)
 def test_value_gradient_and_factors(row: Program, x64):

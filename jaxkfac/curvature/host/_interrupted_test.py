@@ -90,6 +90,7 @@ def test_a_push_interrupted_at_any_copy_counts_once_or_never(
     assert outcomes == undone | ({(True, False)} if again or late else set())
 
 
+@pytest.mark.exhaustive
 def test_a_push_interrupted_before_any_of_its_lines_counts_once(factors, whole, never):
     outcomes = _outcomes(factors, whole, never, stride=17)
     assert {"whole", "never", "again"} <= outcomes and "neither" not in outcomes

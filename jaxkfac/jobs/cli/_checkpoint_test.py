@@ -130,6 +130,7 @@ save_checkpoint(pathlib.Path(sys.argv[1]), Checkpoint(leaves, {}, "kfac", {}, 12
 """
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_whose_writer_was_killed_is_none(folder):
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder)])
     assert done.returncode == -9

@@ -161,8 +161,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(uninterrupted, tmp_path,
     assert_same_end(expected / below, tmp_path / "run" / below)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [3, 6])
 @pytest.mark.parametrize("command", list(COMMANDS))
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])

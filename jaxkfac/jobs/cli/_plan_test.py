@@ -24,6 +24,7 @@ def test_the_command_offers_every_option_of_the_planner():
     assert get_args(OptionName) == OPTION_NAMES
 
 
+@pytest.mark.exhaustive
 def test_the_table_is_printed_and_what_fits_is_said(capsys):
     run_plan(PlanArguments(device_bytes=1e9, options=("remat", "host"), **TINY))
     shown = capsys.readouterr().out

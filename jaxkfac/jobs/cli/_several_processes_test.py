@@ -140,8 +140,7 @@ def assert_same_end(one, other, *, tolerance):
     np.testing.assert_allclose(b.records["losses"], a.records["losses"], rtol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)  # eight devices of train
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
     [(1, 8, "data=4,model=2"), (4, 1, "data=4"), (2, 2, "data=2,model=2")],
@@ -223,7 +222,11 @@ def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stop",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive),
+    ],
 )
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, stop, count):

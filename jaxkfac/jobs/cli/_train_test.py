@@ -266,7 +266,7 @@ def test_several_seeds_are_so_many_runs_and_a_page_about_them(tmp_path, no_page,
     assert accuracy["low"] <= accuracy["mean"] <= accuracy["high"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_adapting_run_goes_on_with_its_damping(tmp_path, interrupted_after, no_page, capsys):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = ["--optimizer", "kfac", "--kfac.quadratic", "--kfac.adapt-damping"]
@@ -304,6 +304,7 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(finished, capsy
     assert load_checkpoint(finished / "kfac").records == before.records
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
 def test_resuming_a_finished_run_only_writes_its_results_again(finished, no_page, capsys):
     before = json.loads((finished / "metrics.json").read_text())
@@ -316,6 +317,7 @@ def test_resuming_a_finished_run_only_writes_its_results_again(finished, no_page
     assert summary["final"]["kfac"]["step"] == 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
 def test_a_checkpoint_of_another_model_is_refused_with_the_paths_that_differ(finished, capsys):
     assert run(finished, "--resume", "--model.width", "12") == 2

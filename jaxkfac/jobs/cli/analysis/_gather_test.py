@@ -44,6 +44,7 @@ def worst(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
+@pytest.mark.exhaustive
 def test_sums_of_many_batches_keep_their_digits_also_where_they_go_on(factors, tmp_path):
     calls = []
 

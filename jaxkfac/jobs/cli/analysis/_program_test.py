@@ -57,6 +57,7 @@ def ends(analysis):
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_pass_takes_most_of_the_room_and_no_more(analysis):
     smallest, whole = ends(analysis)
     assert whole > 3 * smallest
@@ -68,7 +69,7 @@ def test_a_pass_takes_most_of_the_room_and_no_more(analysis):
     assert analysis.fit(smallest, held_bytes=0).total <= smallest
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0, 1.3])
 def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
     smallest, whole = ends(analysis)
@@ -92,6 +93,7 @@ def test_a_plan_finds_the_passes_of_a_run_near_the_edge_of_a_budget(analysis, sh
     assert analysis.passes == passes and planned.total <= found.total <= room
 
 
+@pytest.mark.exhaustive
 def test_passes_that_take_more_than_the_largest_are_made_smaller(analysis):
     smallest, whole = ends(analysis)
     room = (smallest + whole) // 2

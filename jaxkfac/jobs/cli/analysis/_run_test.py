@@ -132,6 +132,7 @@ def whole(model, texts, tmp_path_factory):
     return found(output)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_analysis_is_the_one_that_was_begun(analyze, tmp_path, capsys):
     words = ("--lanczos", "0", "--decompose", f"{DOWN}.*")
     assert analyze(*words) == 0
@@ -231,6 +232,7 @@ def test_a_plan_loads_nothing(analyze, monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_of_a_compared_model_no_lanczos_is_planned(analyze, monkeypatch, tmp_path, capsys):
     other = write_model(tmp_path / "other")
     memory = types.SimpleNamespace(temp_size_in_bytes=1, output_size_in_bytes=1)

@@ -129,8 +129,7 @@ def test_a_kill_at_the_end_of_a_pass_does_not_repeat_it(tmp_path, monkeypatch):
     assert len(passes) == 1 and not sums.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "file", ["lanczos/state.json", "factors/pass-0", "factors/pass-0.json", "spectra/*"]
 )

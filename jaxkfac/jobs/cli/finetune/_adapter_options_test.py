@@ -32,6 +32,7 @@ def shapes_of(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
+@pytest.mark.exhaustive
 def test_ranks_and_alphas_follow_their_patterns_and_rslora_divides_by_the_root():
     patterns = {"rank_pattern": {".*qkv_proj.*": 4}, "alpha_pattern": {".*o_proj.*": 3.0}}
     _, problem = problem_of(rslora=True, alpha=6.0, **patterns)
@@ -68,7 +69,7 @@ def test_sigma_from_data_is_that_many_times_the_root_mean_square():
         assert float(first[name].sigma.min()) > 0 and float(first[name].sigma.max()) != 1.0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", ["none", "output"])
 def test_a_run_goes_on_from_a_saved_adapter(tmp_path, placement):
     """Plain LoRA goes on as it is, or with a nonlinearity that is next to linear."""

@@ -105,6 +105,7 @@ def test_the_best_of_the_evaluations_is_saved_and_named(run, monkeypatch, tmp_pa
     assert_of_update(tmp_path / "y", 2, tmp_path / "x")
 
 
+@pytest.mark.exhaustive
 def test_what_the_best_state_replaces_is_deleted_before_it_is_read(run, monkeypatch):
     """Else all parameters would be in memory twice."""
     held, alive = [], []
@@ -176,6 +177,7 @@ def test_a_run_resumed_saves_the_best_of_an_uninterrupted_one(run, killed, monke
         np.testing.assert_array_equal(saved(parts)[name], value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

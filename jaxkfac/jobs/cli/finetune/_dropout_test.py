@@ -23,6 +23,7 @@ def _small(monkeypatch):
     monkeypatch.setitem(_encoder_decoder.ENCODER_DECODERS, "t5-bytes", CONFIG)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("given", "rate"), [(None, 0.2), (0.0, 0.0), (0.3, 0.3)])
 @pytest.mark.parametrize("train", ["adapter", "all"])
 def test_the_rate_is_the_files_unless_another_is_given(given, rate, train, tmp_path):

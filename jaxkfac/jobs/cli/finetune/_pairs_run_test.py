@@ -197,6 +197,7 @@ def _loss(model, source, target):
     return -np.take_along_axis(logs, np.asarray(target)[..., None], -1)[0, :, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -290,7 +291,7 @@ def test_rouge_is_refused_at_once_where_its_package_is_missing(run, monkeypatch,
     assert 'pip install "jaxkfac[rouge]"' in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_untrained_model_learns_the_embedded_words(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_encoder_decoder, "_BYTES", CONFIG)
     monkeypatch.setitem(_encoder_decoder.ENCODER_DECODERS, "t5-bytes", CONFIG)

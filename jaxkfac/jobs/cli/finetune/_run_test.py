@@ -421,6 +421,7 @@ def test_ids_beyond_the_vocabulary_are_named(name, run, folder, capsys):
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -539,6 +540,7 @@ def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
     assert find_checkpoint(tmp_path / "checkpoints") is None
 
 
+@pytest.mark.exhaustive
 def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(
     run, plain, finished, tmp_path, capsys
 ):
@@ -557,8 +559,7 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(
     assert f"4 is whole: to continue from update 4, delete {newest}" in message
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", [("--devices", "2"), ("--mesh", "model=2")])
 @pytest.mark.parametrize("base", ["whole", "nf4"])
 def test_two_devices_give_the_run_of_one(run, plain, decoder, tmp_path, monkeypatch, words, base):

@@ -104,6 +104,7 @@ def test_a_run_scores_as_the_library_does_and_shows_the_first_and_the_last(run, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     run, tmp_path, monkeypatch
 ):
