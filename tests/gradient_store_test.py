@@ -11,6 +11,7 @@ import pytest
 
 import jaxkfac as jk
 from jaxkfac.uses import scores_of_batches
+from jaxkfac.uses._store_rows import nearest_of_rank
 from tests._cases import CASES, case
 from tests._checks import objective_of
 from tests.influence_test import PROGRAMS, assert_close, bases_of, first
@@ -127,6 +128,120 @@ def test_bfloat16_is_the_default_and_correlates(trained):
     own = np.asarray(jk.self_influence(objective, params, bases, batch))
     found = np.asarray(jk.self_influence(objective, params, bases, store))
     assert np.corrcoef(found, own)[0, 1] >= 0.99999
+
+
+# ------------------------------------------------------------ low rank
+
+
+@pytest.fixture(scope="module")
+def read_in_turn():
+    """A network over six positions: its gradients have rank six at most, and decay."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    params = {
+        "up": jax.random.normal(keys[0], (10, 24)) / 3,
+        "bias": 0.1 * jax.random.normal(keys[1], (24,)),
+        "down": jax.random.normal(keys[2], (24, 20)) / 5,
+    }
+    x = jax.random.normal(keys[3], (60, 6, 10))
+    batch = x.at[:, 1:].add(2 * x[:, :1]), jax.random.randint(keys[4], (60, 6), 0, 20)
+
+    def model(p, x):
+        return jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+    objective = jk.Objective(model, jk.Categorical())
+    factors = jk.value_grad_and_factors(objective)(params, batch).factors
+    return objective, params, jk.eigendecompose(factors), first(batch, 5), batch
+
+
+def of_both_ranks(problem, rank):
+    """Scores and self-influence of a store at a rank, beside those of all elements; the store."""
+    objective, params, bases, queries, batch = problem
+    full, low = (stored(problem, dtype="float32", rank=x) for x in (None, rank))
+    found, expected = (
+        (
+            jk.influence(objective, params, bases, queries, x),
+            jk.influence(objective, params, bases, queries, x, query_rank=1).scores,
+            jk.self_influence(objective, params, bases, x),
+        )
+        for x in (low, full)
+    )
+    return zip(found, expected, strict=True), low, full
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("what", ["one position", "six positions", "full side"])
+def test_a_rank_that_the_gradients_have_loses_nothing(trained, read_in_turn, what):
+    problem = read_in_turn if what == "six positions" else trained
+    rank = 1 if what == "one position" else 6
+    pairs, low, full = of_both_ranks(problem, rank)
+    for found, expected in pairs:
+        assert_close(found, expected, 1e-5)
+    assert max(low.errors.values()) < 1e-6
+    assert (low.nbytes < full.nbytes) == (what != "full side")
+    assert max(full.errors.values()) == 0
+
+
+@pytest.mark.exhaustive
+def test_a_lower_rank_correlates_and_says_what_it_loses(read_in_turn):
+    pairs, low, full = of_both_ranks(read_in_turn, 2)
+    for found, expected in pairs:
+        assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.99
+    assert low.nbytes < 0.22 * full.nbytes
+    assert all(0.2 < x < 0.3 for x in low.errors.values())
+    # The eigenvalues are measured on the full gradients.
+    for x, y in zip(jax.tree.leaves(low.bases), jax.tree.leaves(full.bases), strict=True):
+        assert_close(x, y, 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 40, 60), (3, 60, 40), (3, 5, 7)])
+def test_the_nearest_matrices_of_a_rank_are_those_of_the_decomposition(x64, shape):
+    rng, rank = np.random.default_rng(0), 3
+    u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
+    values = 0.5 ** np.arange(min(shape[-2:]))
+    matrices = jnp.asarray(1e-30 * (u * values) @ v)  # squares of float32 would be 0
+    (left, right), errors = nearest_of_rank(matrices, rank)
+    nearest = 1e-30 * (u[..., :rank] * values[:rank]) @ v[..., :rank, :]
+    np.testing.assert_allclose(left @ right, nearest, atol=1e-6 * 1e-30)
+    lost, every = (np.sqrt(np.square(x).sum()) for x in (values[rank:], values))
+    np.testing.assert_allclose(errors, lost / every, rtol=1e-6)
+    (left, right), errors = nearest_of_rank(0 * matrices, rank)
+    assert not (left @ right).any() and not errors.any()
+    assert jnp.isnan(nearest_of_rank(jnp.nan * matrices, rank)[1]).all()
+
+
+def test_a_store_of_low_rank_is_gone_on_with_and_refused_by_its_rank(trained, tmp_path, capsys):
+    objective, params, bases, queries, batch = trained
+    batches, path = cut(batch, 60), tmp_path / "store"
+    whole = jk.gradient_store(objective, params, bases, batches, tmp_path / "whole", rank=1)
+    # in[+1] + out numbers for each layer
+    assert "50 B an example in bfloat16 at rank 1, 5.86 KiB for 120" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        jk.gradient_store(objective, params, bases, stopped_after(batches, 1), path, rank=1)
+    made = jk.gradient_store(objective, params, bases, batches, path, rank=1)
+    files = [sorted(x.name for x in folder.iterdir()) for folder in (path, whole.path)]
+    assert files[0] == files[1] and "at rank 1" in repr(made)
+    for name in files[0]:
+        assert (path / name).read_bytes() == (whole.path / name).read_bytes()
+    opened = jk.gradient_store(objective, params, bases, None, path, rank=1)
+    assert opened.errors == whole.errors
+    best = jk.influence(objective, params, bases, queries, opened, top_k=3)
+    expected = jk.influence(objective, params, bases, queries, stored(trained), top_k=3)
+    assert_close(best.scores, expected.scores, 0.02)
+    for rank, expected in ((None, "None"), (2, "2")):
+        with pytest.raises(ValueError, match=f"rank is 1, expected {expected}"):
+            jk.gradient_store(objective, params, bases, None, path, rank=rank)
+    (path / "000001.rows").write_bytes((path / "000001.rows").read_bytes()[:-2])
+    with pytest.raises(jk.DamagedFileError, match=r"000001\.rows has 2998 bytes, expected 3000"):
+        jk.gradient_store(objective, params, bases, None, path, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [(0, "rank=0: expected at least 1"), (8, r"rank=8 is above .* 'up', 8 × 6: .* below 6")],
+)
+def test_a_rank_that_no_layer_has_is_refused(trained, rank, message):
+    with pytest.raises(ValueError, match=message):
+        stored(trained, rank=rank)
 
 
 # ------------------------------------------------------------ options of influence

@@ -20,12 +20,10 @@ from jaxkfac._text import number as number_text
 from jaxkfac.curvature import (
     BlockDamping,
     Eigenbases,
-    RotatedPart,
     check_bases,
     check_block_damping,
     check_disjoint,
     owned_blocks,
-    rotated_parts,
 )
 from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer, Word, partition
@@ -39,18 +37,19 @@ from jaxkfac.uses._store_files import (
     digest_of,
     short_hash,
 )
-from jaxkfac.uses._store_writer import (
-    StoreWriter,
+from jaxkfac.uses._store_rows import (
+    Parts,
+    check_rank,
     heuristic_weights_of,
-    known_number,
-    measured,
     own_products,
     products,
     rotated_queries,
+    row_parts,
     rows_at_once,
     weights_of,
     width,
 )
+from jaxkfac.uses._store_writer import StoreWriter, errors_of, known_number, measured
 
 _READ = 2**26  # bytes of rows, widened, that are multiplied at a time
 _DTYPES = ("bfloat16", "float32", "float64")
@@ -66,6 +65,9 @@ class GradientStore:
         layers: The layers whose gradients are stored.
         path: The store's folder, or ``None`` if it is in memory.
         dtype: The dtype of the stored numbers.
+        rank: Rank at which layers are stored where that is smaller, or ``None``.
+        errors: For each layer, what the low rank loses of an example's gradient: the root mean
+            square over examples of the ratio of Frobenius norms; 0 if nothing is lost.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class GradientStore:
         files: StoreFolder | StoreInMemory,
         about: Mapping[str, Any],
         dtype: np.dtype,
+        rank: int | None,
     ) -> None:
-        self.bases, self.layers, self.dtype = bases, bases.layers, dtype
+        self.bases, self.layers, self.dtype, self.rank = bases, bases.layers, dtype, rank
         self.path = files.path if isinstance(files, StoreFolder) else None
         self._objective, self._files, self._about = objective, files, dict(about)
-        self._row_parts = rotated_parts(bases)
+        self._row_parts = row_parts(bases, rank)
+        self.errors = errors_of(self._row_parts, files)
         self._checked_leaves: list[weakref.ref[Any]] = []
 
     def __len__(self) -> int:
@@ -95,8 +99,12 @@ class GradientStore:
         where = "in memory" if self.path is None else f"at {self.path}"
         return (
             f"GradientStore({len(self)} examples of {number_text(width(self._row_parts))} numbers, "
-            f"{self.dtype.name}, {bytes_text(self.nbytes)} {where})"
+            f"{self._precision}, {bytes_text(self.nbytes)} {where})"
         )
+
+    @property
+    def _precision(self) -> str:
+        return self.dtype.name + ("" if self.rank is None else f" at rank {self.rank}")
 
     def check(
         self,
@@ -162,7 +170,7 @@ class GradientStore:
         self._names(queries.layers, by_layer=False)
         names = self._names(chosen(queries, layers).layers, by_layer=by_layer)
         turned = rotated_queries(queries, self._restricted(queries.layers))
-        query_parts = rotated_parts(self._restricted(queries.layers))
+        query_parts = row_parts(self._restricted(queries.layers), self.rank)
         places = self._places(query_parts)
         for rows, exist in self._chunks():
             scores = products(self._some(rows, places), turned, query_parts, names)
@@ -189,7 +197,7 @@ class GradientStore:
 
     def _names(self, layers: tuple[Layer, ...], *, by_layer: bool) -> tuple[str, ...]:
         """The layers whose parts are multiplied, after checking that these are the gradients."""
-        stored = {row_part.layer.name for row_part in self._row_parts}
+        stored = {row_part.name for row_part in self._row_parts}
         mine, chosen_names = {x.name for x in self.layers}, {x.name for x in layers}
         if absent := [x.name for x in layers if x not in self.layers]:
             raise ValueError(
@@ -214,7 +222,7 @@ class GradientStore:
         """The bases restricted to the queries' layers."""
         return dataclasses.replace(self.bases, layers=layers)
 
-    def _places(self, chosen_parts: tuple[RotatedPart, ...]) -> list[slice] | None:
+    def _places(self, chosen_parts: Parts) -> list[slice] | None:
         """Where the parts of fewer layers are in a row; ``None`` if they are all of it."""
         if chosen_parts == self._row_parts:
             return None
@@ -247,6 +255,7 @@ def gradient_store(
     path: str | os.PathLike[str] | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
+    rank: int | None = None,
     layers: str | None = None,
     num_examples: int | None = None,
     state: PyTree | None = None,
@@ -275,6 +284,10 @@ def gradient_store(
             store of these arguments, it is opened, and ``train``, if given, is compared with it.
             An interrupted store is continued: batches in it take no backward pass.
         dtype: ``bfloat16``, ``float32`` or ``float64``.
+        rank: Store each layer's part of a gradient, a matrix, as two factors of this rank, where
+            that takes fewer numbers: $r (m + n)$ in place of $m n$. Nothing is lost of a layer that
+            an example passes at $r$ positions at most. The eigenvalues are those of the full
+            gradients.
         layers: As for :func:`influence`.
         num_examples: Number of examples in ``train``, to plan the bytes if it is an iterable
             of unknown length.
@@ -290,17 +303,18 @@ def gradient_store(
     Raises:
         MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
         FileNotFoundError: ``train`` is ``None``, and there is no store at ``path``.
-        ValueError: the folder holds a store of another model, objective, dtype, of other
+        ValueError: the folder holds a store of another model, objective, dtype, rank, of other
             eigenvectors or of other data (the difference is named); bases without all vectors
-            (``rank=``); two layers that own the same elements; otherwise as for
+            (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer, the
+            widest of which is named; two layers that own the same elements; otherwise as for
             :func:`influence`.
         DamagedFileError: a file of the store is truncated, or its content has changed.
         OSError: the disk is full. What was written is kept, and nothing is at ``path`` yet.
 
     Memory:
-        As many numbers for each example as the layers have parameters, in ``dtype``; the bytes are
-        printed before anything is written. While writing, two copies of the sums of squares in
-        float64 in host memory.
+        As many numbers for each example as the layers have parameters, or fewer with ``rank``, in
+        ``dtype``; the bytes are printed before anything is written. While writing, two copies of
+        the sums of squares in float64 in host memory.
 
     Example:
         >>> store = jk.gradient_store(objective, params, bases, batch, dtype="float32")
@@ -308,17 +322,28 @@ def gradient_store(
         >>> plain = jk.influence(objective, params, store.bases, batch, batch)
         >>> bool(jnp.allclose(scores, plain, rtol=1e-3, atol=1e-3))
         True
+        >>> small = jk.gradient_store(objective, params, bases, batch, rank=1)
+        >>> small.nbytes < store.nbytes / 2
+        True
 
     References:
         Thomas George et al., "Fast Approximate Natural Gradient Descent in a
         Kronecker-factored Eigenbasis", 2018.
+
+        Roger Grosse et al., "Studying Large Language Model Generalization with Influence
+        Functions", 2023: gradients of queries at low rank.
     """
     kind = _checked_dtype(dtype)
     budget = parse_bytes(max_bytes, name="max_bytes")
     if num_examples is not None:
         at_least_one(num_examples=num_examples)
+    if rank is not None:
+        at_least_one(rank=rank)
     source = Examples(objective, bases, layers, experts, examples)
-    bases, row_parts = source.bases, rotated_parts(source.bases)
+    bases = source.bases
+    if rank is not None:
+        check_rank(bases, rank)
+    parts = row_parts(bases, rank)
     shapes = {name: jnp.shape(leaf) for name, leaf in partition(params)[0].items()}
     check_disjoint(owned_blocks(bases), shapes)
     about = {
@@ -329,19 +354,20 @@ def gradient_store(
         "likelihood": str(objective.likelihood),
         "dtype": kind.name,
     }
+    about |= {} if rank is None else {"rank": rank}
     files: StoreFolder | StoreInMemory = StoreInMemory()
     if path is not None:
-        files = StoreFolder(Path(path), about, width(row_parts), kind)
+        files = StoreFolder(Path(path), about, width(parts), kind)
     if train is None:
         if not files.is_whole:
             raise FileNotFoundError(f"train is None, and there is no whole store at {path}")
     else:
-        writer = StoreWriter(source, params, state, row_parts, kind, files, budget)
+        writer = StoreWriter(source, params, state, parts, kind, files, budget)
         writer.plan(known_number(train) if num_examples is None else num_examples)
         writer.run(train)
     if bases.corrections is None and objective.num_outputs == 1:
-        bases = measured(bases, row_parts, files.sums())
-    return GradientStore(objective, bases, files, about, kind)
+        bases = measured(bases, files.sums())
+    return GradientStore(objective, bases, files, about, kind, rank)
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:

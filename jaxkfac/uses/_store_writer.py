@@ -1,162 +1,23 @@
 """Write a gradient store batch by batch, and measure the eigenvalues on the way."""
 
 import dataclasses
-import functools
-import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from jaxkfac.curvature import (
-    BlockDamping,
-    Eigenbases,
-    RotatedPart,
-    owned_blocks,
-    rotated_block,
-    rotated_parts,
-    rotated_powers,
-    rotated_squares,
-)
+from jaxkfac.curvature import Eigenbases, rotated_parts, rotated_squares
 from jaxkfac.factors import Batch, Corrections, Origin
-from jaxkfac.interception import Layer
-from jaxkfac.kinds import LowRankMatrices, rotate_gradients
 from jaxkfac.memory import bytes_text
-from jaxkfac.uses._example_gradients import Queries, block_dtype
+from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._queries import fitting, in_examples
 from jaxkfac.uses._store_files import StoreFolder, StoreInMemory, chunks, digest_of
-
-# ---------------- products with rows of a store
-
-
-_EXACT = jax.lax.Precision.HIGHEST
-
-Parts = tuple[RotatedPart, ...]
-
-
-def width(parts: Parts) -> int:
-    """Number of elements in a row."""
-    return sum(p.size for p in parts)
-
-
-def as_rows(blocks: Sequence[Float[Array, "..."]], parts: Parts) -> Float[Array, "many width"]:
-    """Join arrays ``(stack..., many, rows, columns)`` into rows, each flattened in its order."""
-    moved = [_first(x, len(p.layer.stack)) for x, p in zip(blocks, parts, strict=True)]
-    return jnp.concatenate([x.reshape(len(x), -1) for x in moved], 1)
-
-
-def _first(block: Array, axis: int) -> Array:
-    return jnp.moveaxis(block, axis, 0)
-
-
-def _columns(parts: Parts) -> list[slice]:
-    ends = itertools.accumulate((p.size for p in parts), initial=0)
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-
-@jax.jit
-def rotated_queries(queries: Queries, bases: Eigenbases) -> list[Any]:
-    """Queries in the eigenbasis, by part: ``(Q, size)``, or two factors for low rank."""
-    by_part: list[Any] = []
-    for block in owned_blocks(bases):
-        layer, axis = block.layer, len(block.layer.stack)
-        weight, bias = rotated_block(queries.whole, bases, block)
-        if layer.name in queries.low_rank and layer.weight in block.parameters:
-            by_part.append(_rotated_factors(queries, bases, layer))
-            weight = None
-        for x in (weight, bias):
-            if x is not None:
-                by_part.append(_first(x, axis).reshape(queries.number, -1))
-    return by_part
-
-
-def _rotated_factors(queries: Queries, bases: Eigenbases, layer: Layer) -> LowRankMatrices:
-    """``(stack..., Q, in[+1], rank[+1])`` and ``(stack..., Q, rank[+1], out)``.
-
-    A joint bias is not part of the weight's factors, so it adds one to the rank.
-    """
-    factors: Any = queries.of_weight(layer)
-    a, g = bases.spectra(layer)
-    left_factor, right_factor = (x.astype(g.values.dtype) for x in factors)
-    if bases.wants_ones(layer):
-        bias = queries.of_bias(layer)[..., None, :].astype(right_factor.dtype)
-        left_factor = jnp.pad(left_factor, [(0, 0)] * (left_factor.ndim - 2) + [(0, 1), (0, 1)])
-        left_factor = left_factor.at[..., -1, -1].set(1)
-        right_factor = jnp.concatenate([right_factor, bias], -2)
-    return LowRankMatrices(
-        rotate_gradients(left_factor, a.vectors, None),
-        rotate_gradients(right_factor, None, g.vectors),
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def products(
-    rows: Float[Array, "n width"], queries: list[Any], parts: Parts, names: tuple[str, ...]
-) -> Float[Array, "Q layers n"]:
-    """Products of queries and rows, by layer."""
-    by_layer: dict[str, Array] = {}
-    for columns, row_part, query in zip(_columns(parts), parts, queries, strict=True):
-        if (name := row_part.layer.name) not in names:
-            continue
-        if isinstance(query, LowRankMatrices):
-            dense = jnp.einsum("...ir,...ro->...io", query.left, query.right, precision=_EXACT)
-            query = _first(dense, len(row_part.layer.stack)).reshape(-1, row_part.size)
-        some = rows[:, columns].astype(query.dtype)
-        scores = jnp.einsum("qs,ns->qn", query, some, precision=_EXACT)
-        by_layer[name] = by_layer[name] + scores if name in by_layer else scores
-    dtype = jnp.result_type(*[x.dtype for x in by_layer.values()])
-    return jnp.stack([by_layer[name].astype(dtype) for name in names], 1)
-
-
-@jax.jit
-def weights_of(bases: Eigenbases, damping: Any) -> list[tuple[Array, Array]]:
-    """For each part, the inverse eigenvalues and the roots of their unit, each ``(size,)``."""
-    return _weights(bases, damping)
-
-
-@jax.jit
-def heuristic_weights_of(bases: Eigenbases) -> list[tuple[Array, Array]]:
-    """Like :func:`weights_of`, with the heuristic damping."""
-    return _weights(bases, "heuristic")
-
-
-def _weights(bases: Eigenbases, damping: BlockDamping) -> list[tuple[Array, Array]]:
-    by_part = []
-    for row_part, power in zip(rotated_parts(bases), rotated_powers(bases, damping), strict=True):
-        root = jnp.broadcast_to(power.root, power.values.shape)
-        by_part.append((power.values.reshape(row_part.size), root.reshape(row_part.size)))
-    return by_part
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def own_products(
-    rows: Float[Array, "n width"],
-    weights: list[tuple[Array, Array]],
-    parts: Parts,
-    names: tuple[str, ...],
-) -> Float[Array, " n"]:
-    """Products of each row with itself, through the inverse eigenvalues."""
-    by_part = []
-    for columns, row_part, (values, root) in zip(_columns(parts), parts, weights, strict=True):
-        if row_part.layer.name in names:
-            some = rows[:, columns].astype(values.dtype) * root
-            by_part.append((jnp.square(some) * values).sum(1))
-    dtype = jnp.result_type(*[x.dtype for x in by_part])
-    return jnp.stack([x.astype(dtype) for x in by_part]).sum(0)
-
-
-def rows_at_once(parts: Parts, max_bytes: int) -> int:
-    """How many rows fit after they are widened to float32."""
-    return max(1, max_bytes // (4 * width(parts)))
-
-
-# ---------------- the writer
-
+from jaxkfac.uses._store_rows import Parts, as_rows, full_width, width
 
 _GRADIENTS = 4  # alive for each example: the gradient, its copy by layer, the rotated one, its row
 
@@ -169,7 +30,7 @@ class StoreWriter:
         source: Examples,
         params: PyTree,
         state: PyTree,
-        row_parts: tuple[RotatedPart, ...],
+        row_parts: Parts,
         dtype: np.dtype,
         files: StoreFolder | StoreInMemory,
         max_bytes: int,
@@ -189,11 +50,10 @@ class StoreWriter:
         """
         if self._files.is_whole:
             return
-        done = sum(batch.number for batch in self._files.parts)
-        where, per_example = (
-            "memory",
-            f"{bytes_text(self._row_bytes)} an example in {self._dtype.name}",
-        )
+        done, where = sum(batch.number for batch in self._files.parts), "memory"
+        per_example = f"{bytes_text(self._row_bytes)} an example in {self._dtype.name}"
+        if ranks := {p.rank for p in self._row_parts if p.rank is not None}:
+            per_example += f" at rank {min(ranks)}"
         if isinstance(self._files, StoreFolder):
             where = str(self._files.path)
         in_total = (
@@ -209,7 +69,7 @@ class StoreWriter:
             raise OSError(
                 f"the gradient store needs {bytes_text(needed)} more, and the disk of "
                 f"{self._files.path} has {bytes_text(free)} free: choose another path=, fewer "
-                'layers=, or dtype="bfloat16"'
+                'layers=, a lower rank=, or dtype="bfloat16"'
             )
 
     def run(self, train: Any) -> None:
@@ -256,7 +116,7 @@ class StoreWriter:
         size = max(block_dtype(source.bases, layer).itemsize for layer in source.layers)
         at_once = fitting(
             batch,
-            example_bytes=_GRADIENTS * width(self._row_parts) * size,
+            example_bytes=_GRADIENTS * full_width(self._row_parts) * size,
             max_bytes=self._max_bytes,
             name="train",
             remedy="choose fewer layers=",
@@ -267,9 +127,12 @@ class StoreWriter:
         rows, sums = [], {}
         for cut in cuts:
             chunk = jax.tree.map(lambda x, cut=cut: x[cut], batch) if len(cuts) > 1 else batch
-            chunk_rows, squares, terms = self._rows(self._params, source.bases, chunk, self._state)
+            chunk_rows, squares, lost, terms = self._rows(
+                self._params, source.bases, chunk, self._state
+            )
             rows.append(np.asarray(chunk_rows))
             new = {f"{i:06d}": x for i, x in enumerate(squares)} | {"terms": terms}
+            new |= {f"{i:06d}.lost": x for i, x in enumerate(lost) if x is not None}
             for name, x in new.items():
                 sums[name] = np.asarray(sums.get(name, 0) + np.asarray(x, np.float64))
         return np.concatenate(rows), sums, np.asarray(source.exists(batch))
@@ -280,17 +143,20 @@ def _rotated_rows(
     params: PyTree,
     batch: Batch,
     state: PyTree,
-    row_parts: tuple[RotatedPart, ...],
+    row_parts: Parts,
     dtype: str,
-) -> tuple[Array, list[Array], Array]:
-    """Rows of the examples, sums of their squares by part, and the number of loss terms."""
+) -> tuple[Array, list[Array], list[Array | None], Array]:
+    """Rows of the examples, sums of squares by part, of losses by part, and number of terms.
+
+    The sums of squares are those of the gradients, not of what a low rank keeps of them.
+    """
     blocks, terms = source.rotated_gradients(params, batch, state)
-    return as_rows(blocks, row_parts).astype(dtype), rotated_squares(blocks, source.bases), terms
+    rows, errors = as_rows(blocks, row_parts)
+    lost = [None if x is None else jnp.square(x).sum() for x in errors]
+    return rows.astype(dtype), rotated_squares(blocks, source.bases), lost, terms
 
 
-def measured(
-    bases: Eigenbases, row_parts: tuple[RotatedPart, ...], stored: Mapping[str, np.ndarray]
-) -> Eigenbases:
+def measured(bases: Eigenbases, stored: Mapping[str, np.ndarray]) -> Eigenbases:
     """The bases with the eigenvalues of the stored sums."""
     terms = stored["terms"]
     sums, bias_sums = {}, {}
@@ -305,11 +171,11 @@ def measured(
         else:
             diagonal = bases.diagonals[layer.name]
             sums[layer.name] = diagonal * terms.astype(diagonal.dtype)
-    for index, row_part in enumerate(row_parts):
-        layer, squares = row_part.layer, stored[f"{index:06d}"]
+    for index, block in enumerate(rotated_parts(bases)):
+        layer, squares = block.layer, stored[f"{index:06d}"]
         dtype = block_dtype(bases, layer)
         new = jnp.asarray(squares.astype(dtype))
-        if row_part.is_bias:
+        if block.is_bias:
             bias_sums[layer.name] = new[..., 0, :]
         elif layer.is_diagonal:
             full_parameter = dataclasses.replace(layer.weight, index=())
@@ -334,3 +200,16 @@ def known_number(train: Any) -> int | None:
     if isinstance(train, list) and all(isinstance(x, tuple) and len(x) > 1 for x in train):
         return sum(len(jax.tree.leaves(x[1])[0]) for x in train)
     return None
+
+
+def errors_of(row_parts: Parts, files: StoreFolder | StoreInMemory) -> dict[str, float]:
+    """For each layer, the root mean square of what low rank loses of an example's gradient."""
+    errors = dict.fromkeys((p.name for p in row_parts), 0.0)
+    if all(p.rank is None for p in row_parts):
+        return errors
+    sums, number = files.sums(), sum(batch.exists.count("1") for batch in files.parts)
+    for index, row_part in enumerate(row_parts):
+        if row_part.rank is not None:
+            lost = float(sums[f"{index:06d}.lost"])
+            errors[row_part.name] = (lost / max(number, 1)) ** 0.5
+    return errors
