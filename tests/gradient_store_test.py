@@ -237,7 +237,7 @@ def test_a_store_of_low_rank_is_gone_on_with_and_refused_by_its_rank(trained, tm
 
 @pytest.mark.parametrize(
     ("rank", "message"),
-    [(0, "rank=0: expected at least 1"), (8, r"rank=8 is above .* 'up', 8 × 6: .* below 6")],
+    [(0, "rank=0: expected at least 1"), (8, r"rank=8 is above .* 'up/kernel', 8 × 6: .* below 6")],
 )
 def test_a_rank_that_no_layer_has_is_refused(trained, rank, message):
     with pytest.raises(ValueError, match=message):

@@ -52,7 +52,8 @@ def write_archive(
             archive.comment = blank
             contents = {name: _write_array(archive, name, array) for name, array in arrays}
             manifest = {"format": form, "version": _VERSION, "arrays": contents, **about}
-            archive.writestr(_MANIFEST, json.dumps(manifest))
+            with archive.open(_MANIFEST, "w") as member:  # writestr would write the time of day
+                member.write(json.dumps(manifest).encode())
         file.seek(-len(blank), 2)
         file.write(_SEAL.format(summed.before).encode())
 

@@ -36,6 +36,12 @@ def test_what_is_read_is_what_was_written(path):
             assert np.array_equal(found, array)
 
 
+def test_the_same_arrays_are_the_same_bytes_at_another_time(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    write_archive(tmp_path / "b", "test", {"step": 3}, ARRAYS.items(), what="a test")
+    assert (tmp_path / "b").read_bytes() == path.read_bytes()
+
+
 def test_numpy_reads_it_and_its_own_checksums_hold(path):
     with np.load(path) as found:
         assert np.array_equal(found["layer/kernel"], ARRAYS["layer/kernel"])

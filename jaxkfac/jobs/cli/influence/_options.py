@@ -86,6 +86,9 @@ class InfluenceArguments:
     """Folder for the training texts' gradients, in bfloat16; the command first prints its size.
     Each text takes as many numbers as the layers have parameters. Where the folder already holds
     them, scoring needs no backward pass over the training texts, whatever the queries are."""
+    store_rank: int | None = None
+    """Rank at which --store stores each layer's gradient of a text, where that is smaller; by
+    default it stores every number."""
     output: Path = Path("runs/influence")
     """Folder for all results."""
     resume: bool = False
@@ -104,7 +107,7 @@ class InfluenceArguments:
             ValueError: names the option.
             OSError: names the path.
         """
-        for name in ("factors_from", "max_dense", "query_rank", "top", "batch_size"):
+        for name in ("factors_from", "max_dense", "query_rank", "store_rank", "top", "batch_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("max_length", "max_target_length"):
@@ -114,6 +117,8 @@ class InfluenceArguments:
             raise ValueError(f"damping must not be negative, not {self.damping}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
+        if self.store_rank is not None and self.store is None:
+            raise ValueError("store_rank goes with --store")
         check_weights(self.model)
         check_file("--train", self.train)
         check_file("--queries", self.queries)
@@ -134,4 +139,5 @@ class InfluenceArguments:
         """Options that decide the scores."""
         of_scores = {"damping": self.damping, "query_rank": self.query_rank}
         of_scores |= {} if self.store is None else {"store": True}  # its scores are rounded
+        of_scores |= {} if self.store_rank is None else {"store_rank": self.store_rank}
         return self.options_of_bases() | of_scores

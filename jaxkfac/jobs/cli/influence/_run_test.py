@@ -28,6 +28,7 @@ from jaxkfac.jobs.models import (
     byte_tokenizer,
     save_encoder_decoder,
 )
+from jaxkfac.uses._store_writer import StoreWriter
 
 WORDS = "iron gold tin lead zinc neon argon radon boron carbon".split()
 TEXTS = [{"text": f"{word} is {'a noble gas' if 'on' in word else 'a metal'}"} for word in WORDS]
@@ -104,7 +105,6 @@ def test_a_run_scores_as_the_library_does_and_shows_the_first_and_the_last(run, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     run, tmp_path, monkeypatch
 ):
@@ -133,6 +133,34 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert (whole / "scores.npy").read_bytes() == (parts / "scores.npy").read_bytes()
     assert found(whole)[0]["queries"] == found(parts)[0]["queries"]
     assert run("--resume", "--damping", "0.5", output=parts) == 2
+
+
+@pytest.mark.exhaustive
+def test_a_store_stopped_while_it_is_written_is_gone_on_with_to_the_same_bytes(
+    run, tmp_path, monkeypatch
+):
+    words = ("--layers", "model/layers/mlp/gate_up_proj/kernel", "--store-rank", "2", "--top", "1")
+    write_batch, written = StoreWriter._of, []
+
+    def stopped(self, some):
+        written.append(some)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write_batch(self, some)
+
+    part, parts = ("--store", str(tmp_path / "part")), tmp_path / "parts"
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "_of", stopped)
+        assert run(*part, *words, output=parts) == 130
+    assert sorted(x.name for x in tmp_path.glob("part*")) == ["part.partial", "parts"]
+    assert run(*part, *words, "--resume", output=parts) == 0
+    assert run("--store", str(tmp_path / "whole"), *words, "--bases", str(parts)) == 0
+    stores = [
+        {x.name: x.read_bytes() for x in (tmp_path / name).iterdir()} for name in ("part", "whole")
+    ]
+    assert stores[0] == stores[1] and len(stores[0]) == 5  # three batches, sums and a journal
+    scores = [(tmp_path / name / "scores.npy").read_bytes() for name in ("parts", "run")]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.exhaustive

@@ -289,7 +289,13 @@ def stored(scoring: Scoring, bases: jk.Eigenbases) -> jk.GradientStore | None:
 
         params = scoring.pretrained.params
         return jk.gradient_store(
-            scoring.objective, params, bases, batches(), arguments.store, num_examples=len(texts)
+            scoring.objective,
+            params,
+            bases,
+            batches(),
+            arguments.store,
+            rank=arguments.store_rank,
+            num_examples=len(texts),
         )
 
 
