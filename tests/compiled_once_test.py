@@ -1,16 +1,20 @@
 """A second call with the same objective, layers and shapes compiles nothing, and changes no bit."""
 
 import gc
+import inspect
 import pickle
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkfac
 import jaxkfac as jk
 from jaxkfac.factors._objective import MOST
+from jaxkfac.uses import load_kronfluence, scores_of_batches
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
@@ -19,7 +23,9 @@ PARAMS = {
     "down": jax.random.normal(KEYS[1], (4, 3)),
 }
 BATCH = (jax.random.normal(KEYS[2], (6, 5)), jax.random.randint(KEYS[3], (6,), 0, 3))
+TWICE = jax.tree.map(lambda x: 2 * x, PARAMS)
 KEY = jax.random.key(7)
+FILES = Path(__file__).parent / "kronfluence"
 
 
 def model(params, x):
@@ -31,12 +37,16 @@ def loss(params, batch):
 
 
 OBJECTIVE = jk.Objective(model, jk.Categorical())
+STATS = jax.jit(jk.value_grad_and_factors(OBJECTIVE, fisher="exact"))
+
+
+def collected():
+    return STATS(PARAMS, BATCH).factors
 
 
 @pytest.fixture(scope="module")
 def bases():
-    stats = jax.jit(jk.value_grad_and_factors(OBJECTIVE, fisher="exact"))
-    return jk.eigendecompose(stats(PARAMS, BATCH).factors)
+    return jk.eigendecompose(collected())
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +75,52 @@ def ggn():
     return jk.operators.ggn(OBJECTIVE, PARAMS, BATCH)
 
 
+def margin(outputs, query):
+    return outputs[query.targets] - outputs.mean()
+
+
+def metrics(bases):
+    return jk.capacity_metrics(bases, num_examples=6)
+
+
+def kronfluences():
+    """The bases of kronfluence's own run, which ``kronfluence_test`` compares."""
+    params = {k: v for k, v in np.load(FILES / "problem.npz").items() if k.startswith("layers")}
+    names = {f"layers.{i}.w": f"layers.{i}" for i in range(3)}
+
+    def network(p, x):
+        for i in range(3):
+            x = (jnp.tanh(x) if i else x) @ p[f"layers.{i}.w"] + p[f"layers.{i}.b"]
+        return x
+
+    batch = jnp.ones((2, len(params["layers.0.w"]))), jnp.zeros(2, int)
+    stats = jk.value_grad_and_factors(jk.Objective(network, jk.Categorical()))
+    like = stats.factor_shapes(params, batch)
+    return load_kronfluence(FILES, like, terms_per_example=1, names=names)
+
+
+def times(data, vector):
+    return jax.tree.map(lambda x: data * x, vector)
+
+
 OPERATORS = jk.operators
 CASES = {
+    "influence, a measurement": lambda b: jk.influence(
+        OBJECTIVE, PARAMS, b, BATCH, BATCH, measurement=margin
+    ),
+    "scores_of_batches": lambda b: list(
+        scores_of_batches(
+            OBJECTIVE, PARAMS, jk.prepare_queries(OBJECTIVE, PARAMS, b, BATCH), [BATCH]
+        )
+    ),
+    "gradient_store, at low rank": lambda b: jk.influence(
+        OBJECTIVE, PARAMS, b, BATCH, jk.gradient_store(OBJECTIVE, PARAMS, b, BATCH, rank=1)
+    ),
+    "quadratic_penalty": lambda b: jk.quadratic_penalty(collected(), PARAMS)(TWICE),
+    "load_kronfluence": lambda b: kronfluences(),
+    "from_function": lambda b: OPERATORS.from_function(times, jnp.ones(()), PARAMS) @ PARAMS,
+    "capacity_interval": lambda b: str(jk.capacity_interval([metrics(b), metrics(b)])),
+    "compare_capacity": lambda b: str(jk.compare_capacity(metrics(b), metrics(b))),
     "prepare_queries": lambda b: jk.prepare_queries(OBJECTIVE, PARAMS, b, BATCH, query_rank=1),
     "influence": lambda b: jk.influence(OBJECTIVE, PARAMS, b, BATCH, BATCH),
     "influence, by layer, a number": lambda b: jk.influence(
@@ -108,8 +162,18 @@ CASES = {
     ),
     "spectral_density": lambda b: OPERATORS.spectral_density(ggn(), key=KEY),
     "solve": lambda b: OPERATORS.solve(ggn(), PARAMS, damping=0.1),
-    "capacity": lambda b: str(jk.capacity_metrics(b, num_examples=6)),
+    "capacity_metrics": lambda b: str(jk.capacity_metrics(b, num_examples=6)),
 }
+
+
+def test_every_function_has_a_case():
+    rooms = jaxkfac.uses, OPERATORS, jaxkfac.curvature.capacity
+    functions = {
+        name for room in rooms for name in room.__all__ if inspect.isfunction(getattr(room, name))
+    }
+    tested = {name.replace(",", " ").split()[0] for name in CASES}
+    plain = {"columns", "legend", "metric", "mean_interval", "diagonal_rows"}  # tables, NumPy
+    assert functions - tested - plain == set()
 
 
 @pytest.mark.sampled(6)
@@ -131,10 +195,9 @@ def test_the_count_sees_what_is_compiled(counted):
 
 def test_an_equal_shape_takes_other_values(bases):
     """What is kept is a program, and not the arrays it first ran with."""
-    twice = jax.tree.map(lambda x: 2 * x, PARAMS)
-    found = [jk.self_influence(OBJECTIVE, params, bases, BATCH) for params in (PARAMS, twice)]
+    found = [jk.self_influence(OBJECTIVE, params, bases, BATCH) for params in (PARAMS, TWICE)]
     again = jk.Objective(lambda p, x: model(p, x), jk.Categorical())
-    np.testing.assert_array_equal(found[1], jk.self_influence(again, twice, bases, BATCH))
+    np.testing.assert_array_equal(found[1], jk.self_influence(again, TWICE, bases, BATCH))
     assert not np.allclose(found[0], found[1])
     smaller = [jk.self_influence(OBJECTIVE, PARAMS, bases, BATCH, damping=d) for d in (0.1, 10.0)]
     assert (smaller[0] > smaller[1]).all()
