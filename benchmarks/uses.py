@@ -66,12 +66,12 @@ def timed(commands: Commands, problem: Problem, peer: str, **settings: Any) -> d
 
 
 def beside_kronfluence(python: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Covariances, lambdas, pairwise and self scores."""
+    """Covariances, lambdas, pairwise and self scores, and scores of another measurement."""
     commands = ours("influence"), theirs(python, "kronfluence_influence")
     kinds, record = arguments.problems, {"equal": {}, "timed": {}}
     for kind in kinds:
         equal = problems.INFLUENCE_EQUAL[kind]
-        record["equal"][kind] = compared(commands, equal, keep=True)
+        record["equal"][kind] = compared(commands, equal, keep=True, margin=True)
     for kind in [] if arguments.equal else kinds:
         problem = sized(problems.INFLUENCE_TIMED[kind], arguments.examples)
         record["timed"][kind] = timed(commands, problem, "kronfluence", keep=False)

@@ -2,13 +2,15 @@
 
 With the setting ``store``, a dtype, eigenvalues are measured while gradients of the training set
 are stored, and all scores are taken from the store; a last stage scores other queries on it.
-``part`` takes the covariances from that part of the batches, drawn without replacement.
+``part`` takes the covariances from that part of the batches, drawn without replacement; ``margin``
+adds scores of the queries' margins.
 """
 
 import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
@@ -58,6 +60,9 @@ def main() -> None:
     targets = given.data["targets"]
     terms = targets.size // len(targets)  # theirs is of sums over an example
     found = {"pairwise": pairwise / terms, "self": own / terms}
+    if settings.get("margin"):
+        args = objective, params, corrected, queries, given.batches()
+        found["margin"] = jk.influence(*args, measurement=margin) / terms
     if settings["keep"]:
         for layer in bases.layers:
             name, factor = layer.weight.path.removesuffix(".w"), factors[layer.name]
@@ -66,6 +71,14 @@ def main() -> None:
             found |= sides(name, factor, places, taps)
             found[f"lambda/{name}"] = terms * corrected[layer.name].raw_values.T  # type: ignore
     given.finish(found)
+
+
+def margin(outputs: Any, query: Any) -> Any:
+    """The logits of the targets less the log of the sum of the others' exponentials."""
+    logits, targets = outputs.reshape(-1, outputs.shape[-1]), query.targets.reshape(-1, 1)
+    others = jnp.where(jnp.arange(logits.shape[1]) == targets, -jnp.inf, logits)
+    chosen = jnp.take_along_axis(logits, targets, 1)[:, 0]
+    return (chosen - jax.nn.logsumexp(others, 1)).sum()
 
 
 def from_store(given: Given, bases: jk.Eigenbases, queries: Any) -> dict[str, Any]:

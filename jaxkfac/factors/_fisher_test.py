@@ -153,6 +153,24 @@ def test_one_type_more_costs_one_backward_pass_and_no_forward_pass():
     assert mc - empirical < 1.2 * forward < 0.7 * gradient
 
 
+def test_the_covariance_of_a_wide_side_takes_two_thirds_of_the_product():
+    """Three panels hold one triangle; a side below 512 takes the full product."""
+
+    def part_of_product(side, number=4000):
+        objective = Objective(lambda p, x: x @ p["kernel"], Categorical())
+        params = {"kernel": jax.ShapeDtypeStruct((side, 2), jnp.float32)}
+        batch = jax.ShapeDtypeStruct((number, side), jnp.float32), jnp.zeros(number, int)
+
+        def flops(fn):
+            return jax.jit(fn).lower(params, batch).compile().cost_analysis()["flops"]
+
+        more = flops(value_grad_and_factors(objective)) - flops(jax.value_and_grad(objective))
+        return more / (2 * number * side**2)
+
+    assert 0.66 < part_of_product(512) < 0.68
+    assert 1.0 <= part_of_product(256) < 1.02
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_memory_of_exact_is_bounded_by_the_chunk(sharing):

@@ -1,7 +1,8 @@
 """Influence with kronfluence: another environment, so no import of ours.
 
 ``python kronfluence_influence.py PROBLEM.npz OUTPUT.npz``: covariance, eigendecomposition, lambda,
-pairwise and self scores; times of each stage go to standard output as one line of JSON.
+pairwise and self scores, and with the setting ``margin`` scores of the queries' margins; times of
+each stage go to standard output as one line of JSON.
 """
 
 import tempfile
@@ -23,6 +24,8 @@ SIDES = ("activation", "gradient")
 class Likelihood(Task):
     """The sum of all terms' cross entropy, as kronfluence's examples have it."""
 
+    has_margin = False  # whether margins are measured, in place of the loss
+
     def compute_train_loss(self, batch, model, sample=False):
         inputs, targets = batch
         logits = model(inputs).flatten(0, -2)
@@ -32,7 +35,11 @@ class Likelihood(Task):
         return cross_entropy(logits, targets.flatten(), reduction="sum")
 
     def compute_measurement(self, batch, model):
-        return self.compute_train_loss(batch, model)
+        if not self.has_margin:
+            return self.compute_train_loss(batch, model)
+        logits, targets = model(batch[0]).flatten(0, -2), batch[1].flatten()[:, None]
+        others = logits.scatter(1, targets, -torch.inf).logsumexp(1)
+        return (logits.gather(1, targets)[:, 0] - others).sum()
 
 
 def main() -> None:
@@ -79,6 +86,13 @@ def main() -> None:
         own = analyzer.load_self_scores("s")["all_modules"]
         stage("self")
         found = {"pairwise": pairwise, "self": own}
+        if settings.get("margin"):
+            task.has_margin = True
+            analyzer.compute_pairwise_scores(
+                "m", "f", queries, train, per_device_query_batch_size=len(queries),
+                per_device_train_batch_size=size, score_args=score_args,
+            )  # fmt: skip
+            found["margin"] = analyzer.load_pairwise_scores("m")["all_modules"]
         if settings["keep"]:
             covariances = analyzer.load_covariance_matrices("f")
             for side in SIDES:

@@ -11,8 +11,9 @@ import pytest
 import jaxkfac as jk
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.cli.influence._score import Scoring, stored
+from jaxkfac.jobs.cli.influence._texts import NumberedText
 
-TEXTS = list(range(11))
+TEXTS = [NumberedText(row, None) for row in range(11)]
 INPUTS = jax.random.normal(jax.random.key(0), (12, 3))
 OBJECTIVE = jk.Objective(lambda params, x: x @ params["head"], jk.Categorical())
 PARAMS = {"head": jnp.ones((3, 2))}
@@ -57,8 +58,9 @@ def test_every_text_is_chosen_as_often_over_the_seeds():
     counts = np.zeros(len(TEXTS))
     for seed in range(seeds):
         chosen = run(factors_from=number, seed=seed).chosen()
-        assert len(set(chosen)) == number and chosen == sorted(chosen)
-        counts[chosen] += 1
+        rows = [text.row for text in chosen]
+        assert len(set(rows)) == number and rows == sorted(rows)
+        counts[rows] += 1
     part = number / len(TEXTS)
     standard_error = (part * (1 - part) / seeds) ** 0.5
     assert np.abs(counts / seeds - part).max() < 4 * standard_error
