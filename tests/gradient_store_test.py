@@ -486,6 +486,14 @@ def test_a_store_that_is_cut_short_or_damaged_is_named(trained, on_disk):
         jk.gradient_store(objective, params, bases, None, on_disk)
 
 
+def test_bases_that_are_unfinite_or_of_zeros_are_refused(trained):
+    objective, params, bases, _, batch = trained
+    for number, error in ((jnp.nan, jk.NonFiniteFactorError), (0.0, ValueError)):
+        bad = jax.tree.map(lambda x, number=number: number * x, bases)
+        with pytest.raises(error, match="not finite|every eigenvalue is zero"):
+            jk.gradient_store(objective, params, bad, batch)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
 def test_other_dtypes_are_refused(trained, dtype):
     with pytest.raises(ValueError, match="expected one of bfloat16, float32, float64"):

@@ -554,6 +554,8 @@ def test_bad_input_is_refused_by_name():
     refused("the iterable is empty", train=iter([]))
     refused("zero or positive", damping=-1.0)
     refused(r"layer 'w' \(A\) are zero", damping=0.0, change=with_zeros)
+    refused("layer 'w' are not finite", jk.NonFiniteFactorError, change=times(jnp.nan))
+    refused("every eigenvalue is zero", change=times(0.0))
     refused("needs one output", per="token")
     refused("top_k ranks examples", per="token", top_k=1)
     refused("top_k=0: expected at least 1", top_k=0)
@@ -561,6 +563,11 @@ def test_bad_input_is_refused_by_name():
     refused("queries: expected one batch, .* got list", TypeError, queries=[QUERIES, QUERIES])
     refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)
     refused("'w': the bases have bias", model=lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"])
+
+
+def times(number):
+    """A change that multiplies every array by a number."""
+    return lambda bases: jax.tree.map(lambda x: number * x, bases)
 
 
 def with_zeros(bases):

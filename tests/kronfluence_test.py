@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
+from benchmarks._uses.influence import margin
 from jaxkfac.uses import load_kronfluence
 
 FILES = Path(__file__).parent / "kronfluence"
@@ -42,6 +43,13 @@ def test_bases_that_were_read_give_the_scores_that_kronfluence_gave():
     own = jk.self_influence(objective, params, bases, train)
     np.testing.assert_allclose(scores, found["pairwise"], rtol=1e-9)
     np.testing.assert_allclose(own, found["own"], rtol=1e-9)
+
+
+def test_a_measurement_gives_the_scores_that_kronfluence_gave_its_own():
+    objective, params, train, queries, found = problem()
+    bases = loaded(objective, params, train)
+    scores = jk.influence(objective, params, bases, queries, train, measurement=margin)
+    np.testing.assert_allclose(scores, found["margin"], rtol=1e-9)
 
 
 @pytest.mark.exhaustive

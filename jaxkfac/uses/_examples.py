@@ -14,7 +14,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, instance_of, nearest
+from jaxkfac._errors import (
+    CoupledExamplesError,
+    NonFiniteFactorError,
+    UnknownLayerError,
+    instance_of,
+    nearest,
+)
 from jaxkfac.curvature import (
     BlockDamping,
     Eigenbases,
@@ -394,6 +400,41 @@ def _check_blocks(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
+
+
+def check_values(bases: Eigenbases) -> None:
+    """Refuse eigenvalues that are not finite, or all zero, if they are concrete.
+
+    Raises:
+        NonFiniteFactorError: naming the layer.
+        ValueError: every eigenvalue is zero.
+    """
+    is_zero = True
+    for layer in bases.layers:
+        if layer.is_diagonal:
+            sides = [bases.diagonals[layer.name]]
+        else:
+            sides = [spectrum.values for spectrum in bases.spectra(layer)]
+        measured = None if bases.corrections is None else bases.corrections.sums.get(layer.name)
+        arrays = sides if measured is None else [*sides, measured]
+        if any(isinstance(x, Tracer) or not _is_local(x) for x in arrays):
+            return
+        if not all(np.isfinite(np.asarray(x)).all() for x in arrays):
+            raise NonFiniteFactorError(
+                f"bases: the eigenvalues of layer {layer.name!r} are not finite: collect its "
+                "factors anew, from batches whose loss is finite"
+            )
+        curved = sides if measured is None else [measured]
+        is_zero = is_zero and not all(np.asarray(x).any() for x in curved)
+    if is_zero:
+        raise ValueError(
+            "bases: every eigenvalue is zero, so they hold no curvature: decompose the factors of "
+            "a batch with jk.eigendecompose"
+        )
+
+
+def _is_local(array: Any) -> bool:
+    return getattr(array, "is_fully_addressable", True)
 
 
 def _leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:

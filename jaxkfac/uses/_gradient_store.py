@@ -29,7 +29,7 @@ from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer, Word, partition
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
 from jaxkfac.uses._example_gradients import Queries
-from jaxkfac.uses._examples import Examples, chosen
+from jaxkfac.uses._examples import Examples, check_values, chosen
 from jaxkfac.uses._store_files import (
     StoreFolder,
     StoreInMemory,
@@ -183,6 +183,7 @@ class GradientStore:
         used = self.bases if bases is None else dataclasses.replace(bases, layers=self.layers)
         names = self._names(chosen(used, layers).layers, by_layer=False)
         check_block_damping(damping, used)
+        check_values(used)
         if isinstance(damping, str):
             weights = heuristic_weights_of(used)
         else:
@@ -308,6 +309,7 @@ def gradient_store(
             (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer, the
             widest of which is named; two layers that own the same elements; otherwise as for
             :func:`influence`.
+        NonFiniteFactorError: as for :func:`influence`.
         DamagedFileError: a file of the store is truncated, or its content has changed.
         OSError: the disk is full. What was written is kept, and nothing is at ``path`` yet.
 
@@ -341,6 +343,7 @@ def gradient_store(
         at_least_one(rank=rank)
     source = Examples(objective, bases, layers, experts, examples)
     bases = source.bases
+    check_values(bases)
     if rank is not None:
         check_rank(bases, rank)
     parts = row_parts(bases, rank)

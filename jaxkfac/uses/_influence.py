@@ -279,10 +279,12 @@ def influence(
             batch statistics outside of evaluation mode.
         UnknownLayerError: ``layers`` matches nothing, or the program lacks a layer of the bases.
         LostRowsError: the rows of a layer cannot be assigned to examples, or to positions.
-        ValueError: bases of another model, of another likelihood (if ``bases.origin`` shows it) or
-            without vectors; a batch that does not fit; an iterable that is empty; zero damping of a
-            singular block; ``layers`` that leave out another reading of the same elements of a
-            parameter; a ``TopK`` of other queries or without ``start``; or a measurement that
+        NonFiniteFactorError: an eigenvalue of the bases is not finite; the layer is named.
+        ValueError: bases of another model, of another likelihood (if ``bases.origin`` shows it),
+            without vectors, or of factors that are all zero; a batch that does not fit; an iterable
+            that is empty; zero damping of a singular block; ``layers`` that leave out another
+            reading of the same elements of a parameter; a ``TopK`` of other queries or without
+            ``start``; or a measurement that
             is not a floating scalar, or is passed with prepared queries.
         TypeError: a scalar loss in place of an ``Objective``, or queries that are no tuple.
 

@@ -20,7 +20,7 @@ from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import in_sequence, map_over_chunks
 from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
 from jaxkfac.uses._example_gradients import Queries
-from jaxkfac.uses._examples import Examples, Measurement
+from jaxkfac.uses._examples import Examples, Measurement, check_values
 
 # ---------------- low-rank matrices
 
@@ -162,6 +162,7 @@ def prepare_queries(
         MemoryBudgetError: they do not fit into ``max_bytes``.
         ValueError: as for :func:`influence`; or the queries have to be handled a few at a time, and
             one of their arrays does not have the examples first.
+        NonFiniteFactorError: as for :func:`influence`.
         TypeError: queries that are no tuple.
 
     Warns:
@@ -186,6 +187,7 @@ def prepare_queries(
         )
     source = Examples(objective, bases, layers, experts, examples)
     check_block_damping(damping, source.bases)
+    check_values(source.bases)
     batch = source.checked(params, queries, state)
 
     if measurement is not None and not in_examples(batch):

@@ -13,7 +13,7 @@ from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._example_gradients import block_dtype
-from jaxkfac.uses._examples import Examples, batches_of
+from jaxkfac.uses._examples import Examples, batches_of, check_values
 from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._queries import fitting, in_examples
 
@@ -82,6 +82,7 @@ def self_influence(
         return train.own_products(bases, damping, layers)
     scorer = Examples(objective, bases, layers, experts, examples)
     check_block_damping(damping, scorer.bases)
+    check_values(scorer.bases)
 
     heuristic, number = (damping, None) if isinstance(damping, str) else (None, damping)
 
