@@ -7,6 +7,8 @@ from benchmarks._numbers._row import Goal, Row, Section
 
 TOLERANCE = 1e-9
 GOALS = {("kronfluence", "transformer"): (0.33, 0.5), ("laplace", "perceptron"): (0.5, None)}
+# Of kronfluence's time, by whether it is the smaller number of examples.
+STORE_GOALS = {(False, "cold"): 0.45, (False, "warm"): 0.33, (True, "warm"): 1.3}
 STAGE = {"kronfluence": "cpu", "laplace": "predictive", "laplax": "cpu"}
 NAMES = {"kronfluence": "kronfluence", "laplace": "laplace-torch", "laplax": "laplax"}
 
@@ -37,6 +39,34 @@ def _uses(record: Any) -> Iterator[Row]:
         yield Row(what, f"{floor['cpu_seconds']:.1f} CPU s", beside)
         what, beside = "transformer: the gradient alone", f"{floor['peak']:.2f} of kronfluence's"
         yield Row(what, f"peak {floor['peak_bytes'] / 2**20:.0f} MiB", beside)
+    yield from _of_stores(record.get("kronfluence", {}))
+
+
+def _of_stores(record: Any) -> Iterator[Row]:
+    """Scores from a store of gradients, on the transformer."""
+    stores = record.get("store", {})
+    for number, found in stores.items():
+        is_small = number != max(stores, key=int)
+        theirs = f"{_seconds(found['kronfluence'], 'cpu'):.1f} CPU s, kronfluence"
+        for cache in ("cold", "warm"):
+            what = f"transformer, {number} examples, from a store, {cache} compile cache"
+            ratios, ours = found[cache]["ratios"], found[cache]["ours"]
+            cpu = _seconds(ours, "cpu") - _seconds(ours, "new queries")
+            most = STORE_GOALS.get((is_small, cache))
+            goal = most and Goal(ratios["cpu"], most, unit=" ×")
+            yield Row(what, f"{cpu:.1f} CPU s", theirs, goal)
+        if is_small:
+            continue
+        new = ratios["new queries"]
+        goal = Goal(new, 0.06, unit=" ×")
+        seconds = _seconds(ours, "new queries")
+        what = f"transformer, {number} examples: as many new queries on the store"
+        yield Row(what, f"{seconds:.1f} CPU s", f"{cpu:.1f} CPU s, the first run", goal)
+        bare = record["floor"]["peak_bytes"]
+        goal = Goal(ours["peak_bytes"] / bare, 1.5, unit=" ×")
+        what, beside = f"{what.split(':')[0]}, from a store: peak, warm", f"{bare / 2**20:.0f} MiB"
+        peak = f"{ours['peak_bytes'] / 2**20:.0f} MiB"
+        yield Row(what, peak, f"{beside}, the gradient alone", goal)
 
 
 def _by_kind(peer: str, record: Any, part: str) -> Iterator[tuple[str, Any]]:
