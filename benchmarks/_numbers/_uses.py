@@ -53,7 +53,7 @@ def _of_stores(record: Any) -> Iterator[Row]:
             ratios, ours = found[cache]["ratios"], found[cache]["ours"]
             cpu = _seconds(ours, "cpu") - _seconds(ours, "new queries")
             most = STORE_GOALS.get((is_small, cache))
-            goal = most and Goal(ratios["cpu"], most, unit=" ×")
+            goal = None if most is None else Goal(ratios["cpu"], most, unit=" ×")
             yield Row(what, f"{cpu:.1f} CPU s", theirs, goal)
         if is_small:
             continue
