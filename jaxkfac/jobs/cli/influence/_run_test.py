@@ -269,6 +269,8 @@ def test_tokens_are_not_shaded_where_the_layers_are_of_an_encoder(folder, tmp_pa
     ("words", "message"),
     [
         (("--top", "0"), "top must be at least 1, not 0"),
+        (("--store-rank", "0"), "store_rank must be at least 1, not 0"),
+        (("--store-rank", "2"), "store_rank goes with --store"),
         (("--damping", "-1"), "damping must not be negative"),
         (("--layers", "nothing"), "matches no layer"),
         (("--max-length", "999"), "longer than the model's context, 128 tokens"),
