@@ -5,6 +5,7 @@ import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
@@ -25,9 +26,16 @@ def documented(page: str) -> Iterator[str]:
 
 
 def first_sentence(name: str) -> str:
-    """The first sentence of the docstring of a function or a class."""
-    text = inspect.getdoc(pydoc.locate(name))
+    """The first sentence of the docstring of a function or a class; an alias is spelled out."""
+    value: Any = pydoc.locate(name)
+    if get_origin(value) is Literal:
+        return "One of " + ", ".join(f"`{choice!r}`" for choice in get_args(value)) + "."
+    if get_origin(value) is not None:
+        return f"`{inspect.formatannotation(value)}`".replace("|", r"\|")
+    text = inspect.getdoc(value)
     sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[0]
+    # Roles as Markdown writes them; the dot finds the name in whichever module it is.
+    sentence = re.sub(r":(\w+):`(\w+)", r"{py:\1}`.\2", sentence)
     return sentence.replace("``", "`").replace("|", r"\|")
 
 
