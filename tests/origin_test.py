@@ -224,7 +224,7 @@ UNFIT = {
     ("forward", "self_influence"): "hold no curvature of the loss",
     ("forward", "prepare_queries"): "hold no curvature of the loss",
     ("forward", "laplace"): "hold no curvature of the loss",
-    ("empirical", "laplace"): "of gradients at the given labels",
+    ("empirical", "laplace"): "from gradients at the given labels",
 }
 
 

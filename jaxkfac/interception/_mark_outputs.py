@@ -54,7 +54,7 @@ def mark_outputs(
     weight: float | Shaped[Array, "..."] = 1.0,
     mask: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    r"""Say, inside a scalar loss, what its outputs are. An identity.
+    r"""Declare, inside a scalar loss, what its outputs are. An identity.
 
     The mark states: *the loss contains* ``weight`` *times the mean, over the* $T$ *unmasked terms
     of* ``x``, *of* $-\log p(\text{target} \mid x)$. The targets remain with the loss. With its

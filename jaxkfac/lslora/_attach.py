@@ -202,7 +202,7 @@ class Adapted:
 
 
 def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False) -> Adapted:
-    r"""The model with the branch added at every layer that has an adapter.
+    r"""Add the branch to the model at every layer that has an adapter.
 
     The program is emitted again with the branch at the product itself, inside its scan, remat or
     jit. Layers are found as by :func:`jaxkfac.find_layers`. A constant that multiplies the kernel

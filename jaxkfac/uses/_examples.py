@@ -71,7 +71,7 @@ def batches_of(train: Any) -> Iterator[Any]:
 Per = Literal["sum", "layer", "token"]
 Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
 _NOT_F = (
-    "they hold no curvature of the loss, and what comes of them is not the Fisher's. Collect "
+    "they hold no curvature of the loss, and results from them are not the Fisher's. Collect "
     "factors with fisher='mc', 'empirical' or 'exact'"
 )
 Source = TypeVar("Source", Eigenbases, Queries)
