@@ -72,7 +72,7 @@ _HELD_BY_TESTS = (
 ACCURACY = (
     "## Accuracy, beside peers",
     "",
-    "Held by tests, so at every commit: the command fails if it is not so.",
+    "CI checks each row; the command fails if one no longer holds.",
     "",
     "| what | beside | how far | command |",
     "|---|---|---|---|",

@@ -107,7 +107,7 @@ CLAIMS = (
         "They are made for every token of every batch.",
         Occurs(),
         "false",
-        "Calls that 400 rows make beyond those of 4.",
+        "Counted are the calls that 400 rows make beyond those of 4 rows.",
         checks_by_rows,
         "does not arise",
     ),
@@ -203,7 +203,8 @@ CLAIMS = (
         "All remedies together make a step 15 to 30 % faster.",
         OnGPU(Saves(0.15)),
         "needs a GPU",
-        "The regulariser alone, against `torch_ref`'s, with adapters on the device.",
+        "Measured for the regulariser alone, in comparison with `torch_ref`'s, with adapters on "
+        "the device.",
         steps(summed, fourier_loss),
         "does not arise",
     ),
