@@ -29,8 +29,8 @@ def serializable(cls: type[T]) -> type[T]:
         for name in optional:
             if name in state and name not in expected:
                 raise ValueError(
-                    f"{cls.__name__}: the bytes hold {name}, and the target has {name}=None: give "
-                    "a target that has them, as what was written had"
+                    f"{cls.__name__}: the bytes hold {name}, and the target has {name}=None: "
+                    f"give a target that has them, like the object that was written"
                 )
             if name in expected and name not in state:
                 raise ValueError(

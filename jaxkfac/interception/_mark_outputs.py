@@ -77,7 +77,7 @@ def mark_outputs(
     Raises:
         TypeError: ``x`` is no array, or ``weight`` no number.
         ValueError: ``x`` has no floating dtype, ``mask`` is no bool array of the terms' shape,
-            ``weight`` is not positive, or ``ignore_index`` is given without the mask that it means.
+            ``weight`` is not positive, or ``ignore_index`` is given without a mask.
         HiddenMarkError: later, when factors are collected: the mark is inside a ``scan``,
             ``cond``, ``while``, ``shard_map`` or ``custom_vjp``, where its terms cannot be read.
 

@@ -163,8 +163,8 @@ def kfac(
         largest number (1.8e19 in float32) is also counted in ``state.watch.outsized``. If an
         average is not finite nevertheless, it restarts with the next factors
         (``state.watch.restarted``). ``value=``, optax's name for the loss of the batch, is
-        watched: ``state.diverged`` counts updates in a row at which it is not finite or has risen
-        far above its first value, ten of them warn outside ``jit``, and
+        watched: ``state.diverged`` counts updates in a row whose loss is not finite or far
+        above the first one. Ten of them cause a warning outside ``jit``, and
         :func:`jaxkfac.check_state` names the remedy.
 
         ``stats.adaptation`` returns ``value``, ``value_fn`` (this batch's loss as a function of

@@ -270,8 +270,8 @@ def influence(
     Returns:
         ``(Q, N)``; with ``per="layer"`` ``(Q, layers, N)``; with ``"token"`` ``(Q, N, S)``, where S
         is the longest of all batches and shorter ones end in zeros. With ``top_k`` a
-        ``TopK(scores, indices)``. With ``query_rank``, ``TruncatedScores(scores, errors)``
-        with such scores.
+        ``TopK(scores, indices)``. With ``query_rank``, ``TruncatedScores(scores, errors)``,
+        where ``scores`` is one of these.
 
     Raises:
         MemoryBudgetError: the queries do not fit into ``max_bytes``.
