@@ -34,8 +34,15 @@ def first_sentence(name: str) -> str:
         return f"`{inspect.formatannotation(value)}`".replace("|", r"\|")
     text = inspect.getdoc(value)
     sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[0]
-    # Roles as Markdown writes them; the dot finds the name in whichever module it is.
-    sentence = re.sub(r":(\w+):`(\w+)", r"{py:\1}`.\2", sentence)
+    room = name.rpartition(".")[0]
+
+    def role(match: re.Match[str]) -> str:
+        """As Markdown writes it; without a module, the name is looked for in all of them."""
+        kind, word = match.groups()
+        target = f"{room}.{word}" if pydoc.locate(f"{room}.{word}") else f".{word}"
+        return f"{{py:{kind}}}`{word} <{target}>`"
+
+    sentence = re.sub(r":(\w+):`([\w.]+)`", role, sentence)
     return sentence.replace("``", "`").replace("|", r"\|")
 
 

@@ -51,7 +51,7 @@ class HostCurvature:
       ``refresh_every`` steps later, and so on. A refresh at step $s$ includes every push of a step
       $\le s$; it begins once the step grows, because until then more pushes may come.
     - Its bases are used from step $s$ + ``lag`` on. A step that requests them then waits if
-    they are not ready; no other step waits.
+      they are not ready; no other step waits.
     - Before the first hand-over, :meth:`bases` waits for the first refresh, of everything pushed
       by then; or it returns identities, with ``initial="identity"``.
 

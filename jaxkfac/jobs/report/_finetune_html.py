@@ -110,7 +110,7 @@ def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
 # ---------------- the page
 
 
-_ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
+_ENDS = "Lines are means over a layer's blocks; faint lines are the smallest and the largest block."
 
 
 def finetune_page(
