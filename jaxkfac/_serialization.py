@@ -50,7 +50,8 @@ def serializable(cls: type[T]) -> type[T]:
         if shapes != wanted:
             other = [pair for pair in zip(shapes, wanted, strict=True) if pair[0] != pair[1]]
             raise ValueError(
-                f"{cls.__name__}: the bytes are of another model: an array of shape {other[0][0]} "
+                f"{cls.__name__}: the bytes belong to another model: an array of "
+                f"shape {other[0][0]} "
                 f"came where {other[0][1]} was expected"
             )
         return out

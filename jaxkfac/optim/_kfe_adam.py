@@ -498,7 +498,8 @@ class _KfeAdam:
         check_state("kfe_adam", state, KfeAdamState)
         if state.stacks != self.collected.stacks:
             raise ValueError(
-                "kfe_adam: the state is of another model than like=: make one with tx.init(params)"
+                "kfe_adam: the state belongs to another model than like=: make one "
+                "with tx.init(params)"
             )
         if state.stacked_average.layers != self.sides.like.layers:
             raise ValueError(

@@ -435,7 +435,8 @@ def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:
     if origin.has_other_likelihoods(objective_origin):
         theirs, ours = (" and ".join(x.likelihoods) for x in (origin, objective_origin))
         raise ValueError(
-            f"the bases are of factors of {theirs}, and the objective's likelihood is {ours}: take "
+            f"the bases come from factors of {theirs}, and the objective's likelihood is "
+            f"{ours}: take "
             "the objective with which the factors were collected; or, if it is meant, "
             "dataclasses.replace(bases, origin=None)"
         )

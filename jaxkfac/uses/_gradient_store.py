@@ -134,7 +134,8 @@ class GradientStore:
             for what, digest in digests.items():
                 if digest != self._about[what]:
                     raise ValueError(
-                        f"the store is of other {what}, with digest {self._about[what]} in place "
+                        f"the store belongs to other {what}, with digest {self._about[what]} in "
+                        f"place "
                         f"of {digest}: make one of these with jk.gradient_store"
                     )
             if all(isinstance(x, jax.Array) for x in leaves):  # NumPy arrays may change in place

@@ -89,7 +89,8 @@ CLAIMS = (
         Removed(),
         "true",
         "Two copies in every forward pass for each of 128 adapters; with the remedy none after the "
-        "first pass. Beside z there is none in either: `.to` returns the tensor itself.",
+        "first pass. If the adapters lie beside z, neither version copies: `.to` returns the "
+        "tensor itself.",
         transfers,
         "does not arise: adapters are arguments of the program",
     ),

@@ -506,7 +506,9 @@ class HostCurvature:
             try:
                 check_same_layers(like, factors_without_arrays(layout.layers, layout.bias))
             except ValueError as error:
-                raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
+                raise CheckpointMismatchError(
+                    f"{path} belongs to another model: {error}"
+                ) from error
 
     def close(self) -> None:
         """End the threads and drop pending decompositions. May be called twice.
