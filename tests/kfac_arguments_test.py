@@ -123,7 +123,7 @@ def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
 def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows):
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x])[:rows], BATCH)
     more = STATS.adaptation(PARAMS, batch, KEY)
-    with pytest.raises(ValueError, match=rf"batch of {rows} loss terms.*gradient is of 8"):
+    with pytest.raises(ValueError, match=rf"batch of {rows} loss terms.*gradient from 8"):
         updated(jk.kfac(like=LIKE), **more)
 
 
