@@ -1,4 +1,4 @@
-# make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, a minute, one figure
+# make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, two minutes, one figure
 # make test  run the test suite
 # Each creates .venv if it is missing and brings it up to date when pyproject.toml or the
 # constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer).
@@ -27,7 +27,7 @@ RUN_ARGS ?=
 .PHONY: help run test test-slow test-exhaustive test-oldest test-newest zoo lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
 
 help:
-	@echo "make run          Poisson's equation, K-FAC beside tuned peers: a minute, one figure"
+	@echo "make run          Poisson's equation, K-FAC beside tuned peers: two minutes, one figure"
 	@echo "make run PRESET=digits  jaxkfac train --preset digits: K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"

@@ -224,7 +224,7 @@ def test_an_adapter_beside_a_part_of_a_product_is_refused():
     apply_fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
     params, (x, _) = tree(0, q=(4, 3), k=(4, 3)), tokens()
     adapters = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="'q': the program puts its parameter beside others"):
+    with pytest.raises(ValueError, match="'q': the program joins its parameter with others"):
         jk.lslora.attach(apply_fn, config)(params, adapters, x)
 
 

@@ -84,7 +84,7 @@ def covariance(factors: Factors, layer: Layer) -> Any:
     if sums.shape != (expected := (*layer.stack, layer.in_features, layer.in_features)):
         raise ValueError(
             f"factors: A of layer {layer.name!r} has shape {sums.shape}, expected {expected}: they "
-            "are of another model"
+            "belong to another model"
         )
     return sums
 

@@ -35,10 +35,10 @@ class PlanArguments:
     """Plan the memory of a training from shapes: nothing is allocated, no device is asked.
 
     The table has rows for parameters, gradients, optimizer, activations, factors, bases and
-    workspace, and a column for the training as it stands and for each option. Below it stands the
-    smallest set of options that fits, with its number of accumulation steps. Exit code 2 means that
-    nothing fits. A T5 and every adapter are planned as `jaxkfac finetune --plan` plans them, with
-    the same bytes; full training of a decoder is planned for a common layout.
+    workspace, and a column for the training as it stands and for each option. The smallest set
+    of options that fits is printed below, with its number of accumulation steps. Exit code 2
+    means that nothing fits. A T5 and every adapter are planned as `jaxkfac finetune --plan`
+    plans them, with the same bytes; full training of a decoder is planned for a common layout.
 
     Example: full training of a 7B decoder with Adam, and curvature, on 80 GB:
     `jaxkfac plan --preset llama-7b --device-bytes 80GB --batch 4 --tokens 2048`

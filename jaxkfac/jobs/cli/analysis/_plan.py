@@ -65,8 +65,8 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
         needed = stage_bytes(rows, stage)
         if needed > room:
             raise ValueError(
-                f"--device-bytes {bytes_text(room)}: the smallest with which the stage "
-                f"{stage!r} of this analysis can do is {bytes_text(needed)}; {remedy}"
+                f"--device-bytes {bytes_text(room)}: the stage {stage!r} of this analysis needs "
+                f"at least {bytes_text(needed)}; {remedy}"
             )
 
 

@@ -40,8 +40,8 @@ def check_room(pass_bytes: PassBytes, room: int, held_bytes: int) -> None:
     """Raise if even the smallest budget does not fit into the room."""
     if pass_bytes.total > room:
         raise ValueError(
-            f"--device-bytes {bytes_text(room + held_bytes)}: the smallest with which this "
-            f"analysis can do is {bytes_text(pass_bytes.total + held_bytes)}: "
+            f"--device-bytes {bytes_text(room + held_bytes)}: this analysis needs at least "
+            f"{bytes_text(pass_bytes.total + held_bytes)}: "
             f"{bytes_text(held_bytes)} for the model and this process, "
             f"{bytes_text(pass_bytes.temporaries)} for activations and temporaries, "
             f"{bytes_text(pass_bytes.factors + pass_bytes.sums)} for factors; a smaller "
