@@ -67,7 +67,7 @@ def train(config, apply_fn, params, batch, likelihood, *, num_steps, learning_ra
         return adapters, values
 
     keys = jax.random.split(jax.random.key(1), SEEDS)
-    each = [jk.lslora.init(config, apply_fn, params, batch[0], key=key) for key in keys]
+    each = [jk.lslora.init(apply_fn, config, params, batch[0], key=key) for key in keys]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
     return adapted, *jax.jit(jax.vmap(run))(stacked)
 

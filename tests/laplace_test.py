@@ -498,7 +498,7 @@ def test_parameters_outside_the_layers_are_fixed_and_named():
 @pytest.mark.exhaustive
 def test_bayes_over_adapters_leaves_the_model_as_it_is():
     config = jk.lslora.Config(rank=2, alpha=1.0, target="w|u")
-    adapters = jk.lslora.init(config, perceptron, PARAMS, BATCH[0], key=jax.random.key(0))
+    adapters = jk.lslora.init(perceptron, config, PARAMS, BATCH[0], key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = jk.lslora.attach(perceptron, config)
     objective = jk.Objective(lambda a, x: adapted(PARAMS, a, x), jk.Categorical())

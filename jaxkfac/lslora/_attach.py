@@ -245,7 +245,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         ...     return x @ params["kernel"]
         >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
         >>> config = lslora.Config(rank=1, target="kernel")
-        >>> adapters = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> adapters = lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
         >>> adapted = lslora.attach(apply_fn, config)
         >>> bool((adapted(params, adapters, x) == apply_fn(params, x)).all())
         True

@@ -304,7 +304,7 @@ class Adapters(Option):
         if type(inputs) is tuple:  # the objective unpacks it
             apply_fn = _of_one_tuple(apply_fn)
         adapted = lslora.attach(apply_fn, program.config)
-        fresh = functools.partial(lslora.init, program.config, apply_fn)
+        fresh = functools.partial(lslora.init, apply_fn, program.config)
         try:
             adapters = jax.eval_shape(
                 lambda params, inputs, key: fresh(params, inputs, key=key),

@@ -248,7 +248,7 @@ def test_a_pass_under_a_budget_stays_within_its_rows():
 def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
     estimate, config = case.plan.alone["adapters"], lslora.Config(rank=RANK)
     params, batch = case.filled
-    adapters = lslora.init(config, case.objective.apply_fn, params, batch[0], key=jax.random.key(0))
+    adapters = lslora.init(case.objective.apply_fn, config, params, batch[0], key=jax.random.key(0))
     assert estimate.device["gradients"] == size(adapters)
     assert estimate.device["parameters"] == size(adapters) + size(params)
     assert estimate.device["optimizer"] == size(optax.adam(1e-3).init(adapters))

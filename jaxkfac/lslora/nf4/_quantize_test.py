@@ -218,7 +218,7 @@ def test_curvature_of_adapters_is_that_on_the_decoded_base(x64):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["s"])[0] @ p["w"]
 
     config = Config(rank=2, target="s", fourier_placement="none")
-    adapters = init(config, apply_fn, params4, batch[0], key=jax.random.key(0))
+    adapters = init(apply_fn, config, params4, batch[0], key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = attach(apply_fn, config)
 

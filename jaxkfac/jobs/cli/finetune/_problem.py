@@ -231,8 +231,8 @@ def _adapters(
 
     def fresh(config: Config, inputs: Any) -> Adapters:
         adapters = jk.lslora.init(
-            config,
             apply_fn,
+            config,
             pretrained.params,
             inputs,
             key=jax.random.key(experiment.seed),
