@@ -64,6 +64,46 @@ CONV2D = Problem(
 )
 
 
+# ---------------------------------------------------------------- patches of 576 features
+
+CHANNELS, WIDE_OUTPUTS = 64, 3  # a window of 3 by 3 on 64 channels, as in the body of a ResNet
+
+
+class _WidePatches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(CHANNELS, WIDE_OUTPUTS, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        return self.body(x).tanh().mean((2, 3))
+
+
+def _wide_patches() -> Any:
+    def apply(p: Any, x: Any) -> Any:
+        y = lax.conv_general_dilated(
+            x, p["body"]["kernel"], (2, 2), ((1, 1), (1, 1)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        return jnp.tanh(y + p["body"]["bias"]).mean((1, 2))
+
+    return apply
+
+
+def _many_channels(seed: int) -> Data:
+    rng = np.random.default_rng([13, seed])
+    x = rng.normal(size=(4, CHANNELS, 6, 6))
+    return Data(x, x.transpose(0, 2, 3, 1), rng.integers(0, WIDE_OUTPUTS, size=len(x)))
+
+
+WIDE_PATCHES = Problem(
+    _WidePatches,
+    _wide_patches,
+    (_conv("body", (WIDE_OUTPUTS, CHANNELS, 3, 3), bias=True),),
+    _many_channels,
+    options=(("expand", "joint"),),
+)
+
+
 # ---------------------------------------------------------------- sequences, a term each
 
 

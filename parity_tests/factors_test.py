@@ -101,6 +101,14 @@ CASES = [
             tolerances=exact(),
         )
     ),
+    *cases(
+        "factors",
+        "patches computed by panels",
+        "wide patches",
+        in_mode(EVERY[0]),
+        covers=COLLECT,
+        tolerances=exact(),
+    ),
     *cases("factors", "bfloat16 rows", "wide", in_mode(EVERY[0]), tolerances=BFLOAT16),
     *cases(
         "objective",
