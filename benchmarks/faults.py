@@ -34,100 +34,78 @@ OTHER_TESTS = {
 
 
 class Fault(NamedTuple):
-    """A fault that somebody has named: one line, and what replaces a part of it."""
+    """A fault that somebody has named: a part of one line, and what replaces it."""
 
     name: str
     room: str
     file: str
     line: str
+    old: str
     new: str
 
 
+_MEAN = "    return total / count.reshape((*count.shape, *[1] * matrix_axes))"
+_SLOPE = (
+    "        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)"
+)
+_OFFSET = "        offset = np.float32(scales.mean(dtype=np.float64))"
+_PATCHES = "    x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)"
 _BLOCKS = "jobs/models/encoder_decoder/_blocks"
+_FACTORS, _TENSOR, _PHI = "factors/_factors", "lslora/nf4/_tensor", "lslora/_nonlinearity"
 NAMED = (
-    Fault(
-        "a mean over N - 1",
-        "factors",
-        "factors/_factors",
-        "    return total / count.reshape((*count.shape, *[1] * matrix_axes))",
-        "    return total / (count - 1).reshape((*count.shape, *[1] * matrix_axes))",
-    ),
-    Fault(
-        "a sum in place of a mean",
-        "factors",
-        "factors/_factors",
-        "    return total / count.reshape((*count.shape, *[1] * matrix_axes))",
-        "    return total",
-    ),
-    Fault(
-        "a level of NF4",
-        "NF4",
-        "lslora/nf4/_tensor",
-        "        0.16093020141124725,",
-        "        0.17093020141124725,",
-    ),
-    Fault(
-        "the second level's offset is 0",
-        "NF4",
-        "lslora/nf4/_tensor",
-        "        offset = np.float32(scales.mean(dtype=np.float64))",
-        "        offset = np.float32(0)",
-    ),
-    Fault(
-        "the sign of a term of phi'",
-        "adapters",
-        "lslora/_nonlinearity",
-        "        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)",
-        "        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine + c[3] * by_sine)) * (1 - x * x)",
-    ),
-    Fault(
-        "phi' with 1 - x",
-        "adapters",
-        "lslora/_nonlinearity",
-        "        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)",
-        "        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x)",
-    ),
+    Fault("a mean over N - 1", "factors", _FACTORS, _MEAN, "count.re", "(count - 1).re"),
+    Fault("a sum in place of a mean", "factors", _FACTORS, _MEAN, _MEAN[16:], ""),
+    Fault("a level of NF4", "NF4", _TENSOR, "        0.16093020141124725,", "0.16", "0.17"),
+    Fault("the second level's offset is 0", "NF4", _TENSOR, _OFFSET, _OFFSET[28:-1], "0"),
+    Fault("the sign of a term of phi'", "adapters", _PHI, _SLOPE, "- c[3]", "+ c[3]"),
+    Fault("phi' with 1 - x", "adapters", _PHI, _SLOPE, "1 - x * x", "1 - x"),
     Fault(
         "micro-batches of equal weight",
         "optim",
         "optim/_multi_steps",
         "        return jax.tree.map(lambda g: count * g.astype(dtype), grads)",
-        "        return jax.tree.map(lambda g: g.astype(dtype), grads)",
+        "count * ",
+        "",
     ),
     Fault(
         "reduce counts all positions for each example",
         "factors",
         "factors/_taps",
         "        return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)",
-        "        return jnp.full(like.shape, side.number, like.dtype)",
+        " // like.shape[-1]",
+        "",
     ),
     Fault(
         "a bucket of T5",
         "encoder-decoder",
         _BLOCKS,
         "    far = single + (far * np.float32(num - single)).astype(np.int32)",
-        "    far = single + (far * np.float32(num - single - 1)).astype(np.int32)",
+        "single))",
+        "single - 1))",
     ),
     Fault(
         "an episode's variance without Bessel's correction",
         "few-shot",
         "jobs/models/few_shot/_backbones",
         "            self._average(self.var, var * (count / max(count - 1, 1)))",
-        "            self._average(self.var, var)",
+        " * (count / max(count - 1, 1))",
+        "",
     ),
     Fault(
         "the axes of a wide convolution's patches in another order",
         "kinds",
         "kinds/_moments",
-        "    x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)",
-        "    x = side.x.transpose(*side.rows, *side.feature_axes[::-1]).reshape(-1, size)",
+        _PATCHES,
+        "feature_axes",
+        "feature_axes[::-1]",
     ),
     Fault(
         "an average whose G does not decay",
         "factors",
         "factors/_average",
         "        g_sums=dict.fromkeys(new.g_sums, terms),",
-        "        g_sums=dict.fromkeys(new.g_sums, jnp.ones(())),",
+        "terms",
+        "jnp.ones(())",
     ),
 )
 
@@ -139,7 +117,8 @@ def drawn_faults(tree: Path) -> list[dict[str, Any]]:
         file = f"jaxkfac/{fault.file}.py"
         line = (tree / file).read_text().split("\n").index(fault.line) + 1
         row = {"room": fault.room, "file": file, "line": line, "what": fault.name}
-        named.append({**row, "before": fault.line, "after": fault.new})
+        after = fault.line.replace(fault.old, fault.new, 1)
+        named.append({**row, "before": fault.line, "after": after})
     return [*named, *drawn(tree, DRAWN, SEED, ROOMS)]
 
 
