@@ -128,7 +128,7 @@ CASES = [
     *cases(
         "factors",
         "one triangle of each matrix",
-        ["blocks", "scanned", "wide patches"],
+        ["blocks", "wide patches"],
         collected_packed,
         covers=COLLECT,
         tolerances=exact(),
