@@ -47,7 +47,7 @@ def run(tmp_path_factory):
         # Gathering is then the stage that needs most, and its passes follow the budget.
         fixed += ["--lanczos", "0", "--decompose", r"model/layers/mlp/down_proj/kernel\[0\]"]
         command = [sys.executable, "-m", "jaxkfac", "analyze", str(model), *fixed]
-        command += ["--output", str(output), "--device-bytes", str(budget)]
+        command += ["--output", str(output), "--device-bytes", str(budget), "--overwrite"]
         with (folder / "log").open("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
             _, status, usage = os.wait4(process.pid, 0)

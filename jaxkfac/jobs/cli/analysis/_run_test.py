@@ -187,7 +187,7 @@ def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
     assert analyze("--lanczos", "0", "--resume", "--device-bytes", "10MB") == 2
     said = capsys.readouterr().err
     assert "--device-bytes 9.54 MiB: the smallest with which the stage 'gather'" in said
-    assert "begin with --overwrite" in said
+    assert "has begun change with --overwrite" in said
 
 
 @pytest.mark.exhaustive
