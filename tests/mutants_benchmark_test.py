@@ -41,3 +41,4 @@ def test_every_named_fault_is_killed_and_every_drawn_one_killed_or_explained():
     named, drawn_ones = record["mutants"][: len(faults.NAMED)], record["mutants"][-faults.DRAWN :]
     assert all(killed_by(fault) for fault in named)
     assert all(killed_by(fault) or fault["why"] for fault in drawn_ones)
+    assert len(record["mutants"]) == len(named) + len(drawn_ones)
