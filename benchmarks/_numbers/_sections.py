@@ -397,8 +397,8 @@ SECTIONS = (
         "Named faults",
         "faults",
         "make faults",
-        "Twelve faults that somebody has named, and twenty drawn from four rooms with seed 40, against "
-        "the tests beside the code and parity.",
+        "Twelve faults that somebody has named, and twenty drawn from four rooms with seed 40, "
+        "against the tests beside the code and parity.",
         "",
         _mutants,
     ),
