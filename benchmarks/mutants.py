@@ -192,7 +192,8 @@ def run(
         draw: Seed and mutants of a new record.
         tests_of: The tests of a mutant, after the ones of its own file.
     """
-    record, passing = {"commit": commit}, set()
+    record: dict[str, Any] = {"commit": commit}
+    passing: set[tuple[str, ...]] = set()
     record |= json.loads(file.read_text()) if file.exists() else draw()
     for mutant in record["mutants"]:
         path, tests = Path(mutant["file"]), tuple(tests_of(mutant))
