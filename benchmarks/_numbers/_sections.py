@@ -394,4 +394,13 @@ SECTIONS = (
         "",
         _mutants,
     ),
+    Section(
+        "Named faults",
+        "faults",
+        "make faults",
+        "Twelve faults that somebody has named, and twenty drawn from four rooms with seed 40, "
+        "against the tests beside the code and parity.",
+        "",
+        _mutants,
+    ),
 )

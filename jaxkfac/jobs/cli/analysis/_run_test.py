@@ -26,7 +26,7 @@ DOWN = "model/layers/mlp/down_proj/kernel"
 def small_passes(monkeypatch):
     """As many passes as there can be, with the sums of each saved after every batch."""
 
-    def fit(self, room, *, held_bytes, every=True):
+    def fit(self, room, *, held_bytes, other_stages=0, every=True):
         params, batch, _ = self._shapes
         return self.use(self.collector.budgets(params, batch).least)
 
@@ -122,7 +122,7 @@ def whole(model, texts, tmp_path_factory):
     words = ("--lanczos", "1", "--lanczos-steps", "3", "--output", str(output))
     with pytest.MonkeyPatch.context() as patch:
 
-        def fit(self, room, *, held_bytes, every=True):
+        def fit(self, room, *, held_bytes, other_stages=0, every=True):
             params, batch, _ = self._shapes
             return self.use(self.collector.budgets(params, batch).least)
 
