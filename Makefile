@@ -1,4 +1,4 @@
-# make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, a minute, one figure
+# make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, two minutes, one figure
 # make test  run the test suite
 # Each creates .venv if it is missing and brings it up to date when pyproject.toml or the
 # constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer).
@@ -24,10 +24,10 @@ PRESET ?= poisson
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest zoo lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest zoo lint format wheels docs-check site bench bench-quick mutants faults parity accelerators plan-record gpu-check clean
 
 help:
-	@echo "make run          Poisson's equation, K-FAC beside tuned peers: a minute, one figure"
+	@echo "make run          Poisson's equation, K-FAC beside tuned peers: two minutes, one figure"
 	@echo "make run PRESET=digits  jaxkfac train --preset digits: K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make bench-quick  cost of factors, steps, decomposition and adapters against the record, two minutes"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
+	@echo "make faults       twelve named faults and twenty drawn ones against the tests beside them and parity"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
 	@echo "make accelerators  every step compiled for an H100, eight of them and a TPU v5e; none is needed"
 	@echo "make plan-record  the plan's totals against compiled ones, for a CPU and an H100; none is needed"
@@ -181,10 +182,16 @@ bench-quick: $(VENV)/.stamp-run
 # In a copy of the last commit. Delete the record to draw new ones from it; what survives meets the
 # tests of every later commit in which this runs. MUTANTS=FILE takes another record.
 MUTANTS ?= benchmarks/results/mutants.json
+FAULTS ?= benchmarks/results/faults.json
+# A copy of the last commit, in which lines are changed: $(call injected,module,record)
+injected = rm -rf build/mutants && mkdir -p build/mutants && git archive HEAD | tar -x -C build/mutants && \
+  cd build/mutants && CI=true "$(CURDIR)/$(BIN)/python" -m benchmarks.$(1) "$(abspath $(2))" $$(git rev-parse HEAD)
 
 mutants: $(VENV)/.stamp-test
-	rm -rf build/mutants && mkdir -p build/mutants && git archive HEAD | tar -x -C build/mutants
-	cd build/mutants && CI=true "$(CURDIR)/$(BIN)/python" -m benchmarks.mutants "$(abspath $(MUTANTS))" $$(git rev-parse HEAD)
+	$(call injected,mutants,$(MUTANTS))
+
+faults: $(VENV)/.stamp-test
+	$(call injected,faults,$(FAULTS))
 
 NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip install -c constraints.txt -e .[test]
 

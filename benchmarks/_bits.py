@@ -86,7 +86,7 @@ def digests() -> dict[str, str]:
         results["host"] = service.bases(2)
     results["influence"] = jk.influence(objective, params, bases, batch, batch, damping=0.1)
     config = jk.lslora.Config(rank=2, target=r"head|body/kernel")
-    adapters = jk.lslora.init(config, network, params, batch[0], key=KEY)
+    adapters = jk.lslora.init(network, config, params, batch[0], key=KEY)
     adapted = jk.lslora.attach(network, config)
     loss = lambda adapters: jnp.square(adapted(params, adapters, batch[0])).sum()
     results["adapters"] = jax.jit(jax.value_and_grad(loss))(adapters)

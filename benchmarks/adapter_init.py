@@ -96,7 +96,7 @@ def run(seed: int) -> dict[str, list[float]]:
     found = {}
     for kind in INITS:
         adapters = jk.lslora.init(
-            CONFIG, apply_fn, params, train[0], key=key, init=kind, **sources[kind]
+            apply_fn, CONFIG, params, train[0], key=key, init=kind, **sources[kind]
         )
         found[kind] = [float(tuned(adapters, params, train, test, rate)) for rate in RATES]
     return found

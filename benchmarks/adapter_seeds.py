@@ -109,7 +109,7 @@ class Study:
             self.examples, batch_size=BATCH, pad_id=tokenizer.pad_id, seed=seed
         )
         inputs = model_batch(batches.at(0))[0]
-        adapters = jk.lslora.init(config, apply_fn, params, inputs, key=jax.random.key(seed))
+        adapters = jk.lslora.init(apply_fn, config, params, inputs, key=jax.random.key(seed))
         state, losses = self.tx.init(adapters), []
         for number in range(self.updates):
             batch = model_batch(batches.at(number))

@@ -94,7 +94,7 @@ def ready(fn: Callable[..., Any], *args: Any) -> Step:
 
 def adapters_of(config: jk.lslora.Config, apply_fn: Any, params: Any, x: Any, seed: int) -> Any:
     """Fresh adapters with B other than zero, so that every gradient is."""
-    fresh = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(seed))
+    fresh = jk.lslora.init(apply_fn, config, params, x, key=jax.random.key(seed))
     keys = dict(zip(fresh, jax.random.split(jax.random.key(seed + 1), len(fresh)), strict=True))
     return {
         name: one._replace(b=0.05 * jax.random.normal(keys[name], one.b.shape))

@@ -15,7 +15,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,10 +141,12 @@ def _replacements(node: Any) -> Iterator[tuple[Any, str]]:
             yield OTHER[type(node).__name__].lower(), "break, continue"
 
 
-def drawn(tree: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def drawn(
+    tree: Path, count: int, seed: int, rooms: Mapping[str, tuple[str, str]] = ROOMS
+) -> list[dict[str, Any]]:
     """``count`` lines without replacement, one mutant of each: first what is changed, then how."""
     lines, generator, record = [], random.Random(seed), []
-    for room, (sources, _) in ROOMS.items():
+    for room, (sources, _) in rooms.items():
         for path in (p for x in sources.split() for p in sorted(tree.glob(f"jaxkfac/{x}.py"))):
             if not path.name.endswith(("_test.py", "__init__.py")):
                 by_line = itertools.groupby(mutants(path.read_text()), lambda x: x.line)
@@ -159,7 +161,7 @@ def drawn(tree: Path, count: int, seed: int) -> list[dict[str, Any]]:
 def failing(*tests: str) -> str | None:
     """The first test that fails, if one does; they have an hour."""
     command = ["timeout", "1h", sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *tests, *ORACLES], capture_output=True, text=True)
+    done = subprocess.run([*command, *tests], capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
     return found[1] if found else f"pytest ends with {done.returncode}" if done.returncode else None
 
@@ -170,20 +172,38 @@ def killed_by(mutant: dict[str, Any]) -> str | None:
     return next((x["killed_by"] for x in verdicts if x.get("killed_by")), None)
 
 
-def run(file: Path, commit: str) -> None:
-    """Every mutant that is neither killed nor explained, in the current folder."""
-    record, passing = {"commit": commit, "seed": 0}, set()
-    record |= json.loads(file.read_text()) if file.exists() else {"mutants": drawn(Path(), 200, 0)}
+def room_tests(mutant: dict[str, Any]) -> list[str]:
+    """The tests of the room that a mutant is in, and the oracles."""
+    return [*(f"jaxkfac/{folder}" for folder in ROOMS[mutant["room"]][1].split()), *ORACLES]
+
+
+def run(
+    file: Path,
+    commit: str,
+    *,
+    draw: Callable[[], dict[str, Any]] = lambda: {"seed": 0, "mutants": drawn(Path(), 200, 0)},
+    tests_of: Callable[[dict[str, Any]], list[str]] = room_tests,
+) -> None:
+    """Every mutant that is neither killed nor explained, in the current folder.
+
+    Args:
+        file: The record; a new one is made from ``draw`` and ``commit``.
+        commit: The commit of the current folder.
+        draw: Seed and mutants of a new record.
+        tests_of: The tests of a mutant, after the ones of its own file.
+    """
+    record: dict[str, Any] = {"commit": commit}
+    passing: set[tuple[str, ...]] = set()
+    record |= json.loads(file.read_text()) if file.exists() else draw()
     for mutant in record["mutants"]:
-        path, room = Path(mutant["file"]), mutant["room"]
-        tests = [f"jaxkfac/{folder}" for folder in ROOMS[room][1].split()]
+        path, tests = Path(mutant["file"]), tuple(tests_of(mutant))
         rows = path.read_text().split("\n") if path.exists() else []
         at = [i for i, row in enumerate(rows) if row == mutant["before"]]
         if killed_by(mutant) or "why" in mutant or not at:
             continue
-        if room not in passing and (failed := failing(*tests)):
+        if tests not in passing and (failed := failing(*tests)):
             sys.exit(f"without a mutant: {failed}")
-        passing.add(room)
+        passing.add(tests)
         beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
         line = min(at, key=lambda i: abs(i + 1 - mutant["line"]))
         path.write_text("\n".join([*rows[:line], mutant["after"], *rows[line + 1 :]]))

@@ -283,7 +283,7 @@ def _adapters(problem: Any, *, quantised: bool) -> Training:
     config = jk.lslora.Config(rank=8)
     key = jax.eval_shape(lambda: jax.random.key(0))
     adapters = jax.eval_shape(
-        lambda p, x, key: jk.lslora.init(config, objective.apply_fn, p, x, key=key),
+        lambda p, x, key: jk.lslora.init(objective.apply_fn, config, p, x, key=key),
         *(params, batch[0], key),
     )
     table, base = jk.find_layers(objective.apply_fn, params, batch[0]), params

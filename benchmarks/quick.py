@@ -136,7 +136,7 @@ def _adamw_step(params: Any, batch: Any) -> tuple[Any, ...]:
 def _adapters(name: str, params: Any, batch: Any) -> tuple[Any, ...]:
     placement = "output" if name == "adapters" else "none"
     config = jk.lslora.Config(rank=8, target=".*", fourier_placement=placement)
-    adapters = jk.lslora.init(config, network, params, batch[0], key=jax.random.key(2))
+    adapters = jk.lslora.init(network, config, params, batch[0], key=jax.random.key(2))
     adapted = jk.lslora.attach(network, config)
 
     def loss(adapters: Any, params: Any, batch: Any) -> jax.Array:

@@ -3,8 +3,8 @@
 Run: python examples/fewshot.py
 
 Episodes of embedded glyphs train the few-shot cosine transformer with Adam; novel classes in novel
-typefaces measure it. A run that was killed goes on with --resume, bit for bit. With
---optimizer kfac curvature takes Adam's place. --plan prints the memory that a training needs
+typefaces measure it. A run that was killed continues with --resume, bit for bit.
+--optimizer kfac trains with K-FAC instead of Adam. --plan prints the memory that a training needs
 before anything is loaded, and --bytes what accumulation and fewer queries save. At full scale:
 
     python examples/fewshot.py --data miniImagenet --image-size 84 --backbone resnet34 --plan
@@ -43,24 +43,29 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--n-way", type=int, default=5, help="classes of an episode")
     add("--k-shot", type=int, default=5, help="images of each class to learn from")
-    add("--n-query", type=int, default=16, help="images of each class to be asked about")
-    add("--n-episode", type=int, default=100, help="episodes of an epoch")
-    add("--gradient-accumulation-steps", type=int, default=1, help="episodes of an update")
+    add("--n-query", type=int, default=16, help="images of each class to classify")
+    add("--n-episode", type=int, default=100, help="episodes in an epoch")
+    add("--gradient-accumulation-steps", type=int, default=1, help="episodes in an update")
     add("--epochs", type=int, default=6, help="a checkpoint is written after each")
-    add("--n-test", type=int, default=600, help="novel episodes to be measured with")
+    add("--n-test", type=int, default=600, help="novel episodes of the test")
     add("--method", choices=("cosine", "prototypes"), default="cosine")
     add("--backbone", choices=("conv4", "resnet10", "resnet18", "resnet34"), default="conv4")
-    add("--width", type=int, help="features of the backbone's first layer; 32 of glyphs, else 64")
+    add("--width", type=int, help="features of the backbone's first layer; 32 for glyphs, else 64")
     add("--optimizer", choices=("adam", "kfac"), default="adam")
     add("--rate", type=float, help="learning rate; 1e-3 for Adam, 1e-2 for K-FAC")
-    add("--data", type=Path, help="folder of a folder for each class, or of such folders train, "
-        "validation and novel; glyphs if left out")  # fmt: skip
-    add("--image-size", type=int, default=84, help="of --data, pixels")
+    add("--data", type=Path, help="folder with a folder for each class, or with such folders "
+        "train, validation and novel; glyphs if left out")  # fmt: skip
+    add(
+        "--image-size",
+        type=int,
+        default=84,
+        help="height and width of the images of --data, pixels",
+    )
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/fewshot"))
-    add("--resume", action="store_true", help="go on from the checkpoint in --output")
+    add("--resume", action="store_true", help="continue from the checkpoint in --output")
     add("--plan", action="store_true", help="print the memory needed, and stop")
-    add("--device-bytes", default="16GB", help="of the device that is planned for")
+    add("--device-bytes", default="16GB", help="memory of the device, for --plan")
     add("--bytes", action="store_true", help="measure what accumulation saves, and stop")
     options = parser.parse_args()
     for name in ("n_episode", "gradient_accumulation_steps", "epochs", "n_test"):

@@ -64,7 +64,7 @@ print(encoded)
 
 config = jk.lslora.Config(rank=8, alpha=16.0, target=r".*_proj/kernel", reg_weight=0.01)
 adapters = jk.lslora.init(
-    config, apply_fn, params, jnp.asarray(batches.at(0).ids), key=jax.random.key(0),
+    apply_fn, config, params, jnp.asarray(batches.at(0).ids), key=jax.random.key(0),
     dtype=jnp.float32,
 )  # fmt: skip
 adapted = jk.lslora.attach(apply_fn, config)

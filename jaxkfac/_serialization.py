@@ -29,8 +29,8 @@ def serializable(cls: type[T]) -> type[T]:
         for name in optional:
             if name in state and name not in expected:
                 raise ValueError(
-                    f"{cls.__name__}: the bytes hold {name}, and the target has {name}=None: give "
-                    "a target that has them, as what was written had"
+                    f"{cls.__name__}: the bytes hold {name}, and the target has {name}=None: "
+                    f"give a target that has them, like the object that was written"
                 )
             if name in expected and name not in state:
                 raise ValueError(
@@ -50,7 +50,8 @@ def serializable(cls: type[T]) -> type[T]:
         if shapes != wanted:
             other = [pair for pair in zip(shapes, wanted, strict=True) if pair[0] != pair[1]]
             raise ValueError(
-                f"{cls.__name__}: the bytes are of another model: an array of shape {other[0][0]} "
+                f"{cls.__name__}: the bytes belong to another model: an array of "
+                f"shape {other[0][0]} "
                 f"came where {other[0][1]} was expected"
             )
         return out

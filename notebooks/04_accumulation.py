@@ -190,11 +190,11 @@ jk.plan_memory(
 # %% [markdown]
 # ## The answer
 #
-# With sums and counts the step is the same, to rounding: on the left, `jk.multi_steps` stays within
-# one or two millionths of the whole batch's path. The mean of means is off by a quarter from the
-# first update on. It trains here too, but nothing warns that the training is a different one. On
-# the right is the use of accumulation: temporaries shrink with the micro-batch, and the price does
-# not depend on the number of micro-batches.
+# With sums and counts the step is the same, to rounding: on the left, `jk.multi_steps` ends within
+# a millionth of the whole batch's path. The mean of means ends a quarter off. It trains here too,
+# but nothing warns that the training is a different one. On the right is the use of accumulation:
+# temporaries shrink with the micro-batch, and the price does not depend on the number of
+# micro-batches.
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.2), layout="constrained")

@@ -136,12 +136,13 @@ assert traces[output][:3].sum() > 0.5 * traces[output].sum()
 # %% [markdown]
 # ## The answer
 #
-# With random weights every kernel has about ten to several hundred times as many directions:
-# training has put the curvature into few. In `o_proj` the first block has the fewest, and the first
-# three blocks have 70 % of the trace: a change of the weights there moves the outputs most, and in
-# few ways. In `qkv_proj` the blocks with the fewest are in the middle, in blocks 12 to 19, and its
-# trace falls only at the end. A factor of 504 tokens has a rank of at most 504, so the ranks are
-# those of this text; more would raise them.
+# Training has put the curvature into few directions. In a block, `qkv_proj` has an entropy rank of
+# 89 to 1,000, and of 13,897 to 74,951 with random weights; `o_proj` has 321 to 11,471, and 56,530
+# to 86,618 with random weights. In `o_proj` the first block has the fewest, and the first three
+# blocks have 70 % of the trace: a change of the weights there moves the outputs most, and in few
+# ways. In `qkv_proj` the block with the fewest is in the middle, block 13, and the first three
+# blocks have only 17 % of the trace. A factor of 504 tokens has a rank of at most 504, so these
+# ranks belong to this text; more text would raise them.
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.2), layout="constrained")

@@ -159,10 +159,10 @@ assert same > 0.8 and share[1] > 0.5 > share[0]
 # ## The answer
 #
 # Each row is a query, the images that help it most, and those that harm it most, with the labels
-# that they were given; red labels are the wrong ones. Helpful images carry the label of the query,
-# and nearly all look like it. Harmful images look like it too, and most have a wrong label. The
-# order by self-influence finds the wrong labels about as early as possible. On this network the
-# order by the loss, which needs no curvature, is as good. It cannot give the left half of the
+# that they were given; red labels are the wrong ones. Nearly all helpful images (96 %) carry the
+# label of the query, and most harmful images (83 %) have a wrong label. In the order by
+# self-influence, all wrong labels are in the first fifth. On this network the order by the loss,
+# which needs no curvature, is nearly as good, with 99 %. It cannot give the left half of the
 # figure.
 
 # %%

@@ -108,9 +108,9 @@ assert accuracies["Kronecker penalty"][-1].mean() > accuracies["no penalty"][-1]
 # %% [markdown]
 # ## The answer
 #
-# Without a penalty the first task is lost while the others are learned. With it the network keeps
-# it and learns the others all the same. Six tasks, five seeds, EWC and L2 are in
-# [the record](../benchmarks/results/forgetting.md).
+# Without a penalty, accuracy on earlier tasks falls while later tasks are learned, and the mean
+# accuracy over all tasks ends at 0.690. With the Kronecker penalty the mean ends at 0.939. Six
+# tasks, five seeds, EWC and L2 are in [the record](../benchmarks/results/forgetting.md).
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharey=True)

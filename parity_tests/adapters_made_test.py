@@ -24,7 +24,7 @@ def fresh(sides: Sides) -> Iterable[Pair]:
     setting = Setting(by_layer=True)
     pair, config = linked(sides, setting), setting.config(sides.problem)
     apply, batch = sides.problem.apply(), sides.our_batch()
-    ours = lslora.init(config, apply, sides.params, batch[0], key=jax.random.key(0))
+    ours = lslora.init(apply, config, sides.params, batch[0], key=jax.random.key(0))
     for layer in reference.adapted_layers(pair.model).values():
         layer.add_adapter("default", setting.reference(sides.problem))
     pair.model.to(sides.tensor_dtype).eval()
@@ -81,7 +81,7 @@ def calibrated(placement: Any, *, at_first: bool) -> Callable[[Sides], Iterable[
         pair, apply, inputs = linked(sides, setting), sides.problem.apply(), sides.our_batch()[0]
         if at_first:
             config = dataclasses.replace(pair.config, init_sigma=lslora.RmsSigma(WIDTH))
-            ours = lslora.init(config, apply, sides.params, inputs, key=jax.random.key(0))
+            ours = lslora.init(apply, config, sides.params, inputs, key=jax.random.key(0))
             numbers = _numbers(sides, ours)
             pair = linked(sides, setting, numbers)
         else:

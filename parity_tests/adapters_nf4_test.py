@@ -118,6 +118,23 @@ def same_bits(sides: Sides) -> Iterable[Pair]:
                 yield Pair(module, f"{key} written", written[key], theirs[key])
 
 
+def second_level(sides: Sides) -> Iterable[Pair]:
+    """What jaxkfac quantised itself, scales and weights decoded, against bitsandbytes'."""
+    base = base_of(sides)
+    for twin in packed(sides):
+        kernels = [sides.model.get_submodule(m).weight.detach().cpu().numpy() for m in twin.modules]
+        stacked = jnp.stack([jnp.asarray(kernel.T.astype(np.float32)) for kernel in kernels])
+        own = nf4.quantize({"kernel": stacked}, stack=1)["kernel"]
+        theirs, decoded = read(twin, base.tensors), nf4.dequantize(own)
+        assert own.nested is not None and theirs.nested is not None
+        yield Pair(twin.name, "offset", own.nested.offset, theirs.nested.offset)
+        yield Pair(twin.name, "nested scales", own.nested.absmax, theirs.nested.absmax)
+        yield Pair(twin.name, "scales", own.scales(), theirs.scales())
+        for i, module in enumerate(twin.modules):
+            weight: Any = base.model.get_submodule(module).weight
+            yield Pair(module, "decoded from own codes", decoded[i].T, _decoded(weight))
+
+
 def _decoded(weight: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -216,6 +233,14 @@ CASES = [
             "to_bitsandbytes",
         ),
         tolerances={"float32": BITS},
+    ),
+    *cases(
+        "NF4 base",
+        "second level of scales",
+        "recomputed blocks",
+        second_level,
+        covers=("NF4", "Nested", "nf4", "dequantize", "quantize"),
+        tolerances={"float32": Tolerance(1e-5, "PyTorch adds the mean of the scales in float32")},
     ),
     *(
         case

@@ -68,8 +68,8 @@ def plain(sides: Sides) -> Iterable[Pair]:
     torch.manual_seed(3)
     model = peft.get_peft_model(base(sides).float(), settings)
     like = lslora.init(
-        lslora.Config(rank=4, target=r".*(q|o)_proj/kernel", rank_pattern={".*o_proj.*": 2}),
         sides.problem.apply(),
+        lslora.Config(rank=4, target=r".*(q|o)_proj/kernel", rank_pattern={".*o_proj.*": 2}),
         sides.params,
         sides.our_batch()[0],
         key=jax.random.key(0),
@@ -101,7 +101,7 @@ def saved_whole(sides: Sides) -> Iterable[Pair]:
                 parameter.add_(0.5)
     apply, inputs = sides.problem.apply(), sides.our_batch()[0]
     config = lslora.Config(rank=2, target=("up",), modules_to_save="down/.*")
-    like = lslora.init(config, apply, sides.params, inputs, key=jax.random.key(0))
+    like = lslora.init(apply, config, sides.params, inputs, key=jax.random.key(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder / "theirs")

@@ -70,7 +70,7 @@ CASES = [
     *cases(
         "averages",
         "three steps",
-        ["classifier", "conv1d", "scanned"],
+        ["classifier", "conv1d", "scanned", "wide patches"],
         averaged,
         covers="update_average",
         tolerances=exact(),

@@ -64,6 +64,62 @@ CONV2D = Problem(
 )
 
 
+# ---------------------------------------------------------------- 576 features, beyond 512
+
+CHANNELS, WIDE_OUTPUTS = 64, 3  # a window of 3 by 3 on 64 channels, as in the body of a ResNet
+CORNER = 9 * CHANNELS
+
+
+class _WidePatches(nn.Module):
+    """A convolution, and beside it a dense layer that reads one corner of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(CHANNELS, WIDE_OUTPUTS, 3, stride=2, padding=1)
+        self.corner = nn.Linear(CORNER, WIDE_OUTPUTS)
+
+    def forward(self, x):
+        corner = x[:, :, :3, :3].permute(0, 2, 3, 1).flatten(1)
+        return self.body(x).tanh().mean((2, 3)) + self.corner(corner)
+
+
+def _wide_patches() -> Any:
+    def apply(p: Any, x: Any) -> Any:
+        y = lax.conv_general_dilated(
+            x, p["body"]["kernel"], (2, 2), ((1, 1), (1, 1)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        corner = x[:, :3, :3].reshape(len(x), -1) @ p["corner"]["kernel"] + p["corner"]["bias"]
+        return jnp.tanh(y + p["body"]["bias"]).mean((1, 2)) + corner
+
+    return apply
+
+
+def _many_channels(seed: int) -> Data:
+    rng = np.random.default_rng([13, seed])
+    x = rng.normal(size=(4, CHANNELS, 6, 6))
+    return Data(x, x.transpose(0, 2, 3, 1), rng.integers(0, WIDE_OUTPUTS, size=len(x)))
+
+
+WIDE_PATCHES = Problem(
+    _WidePatches,
+    _wide_patches,
+    (
+        _conv("body", (WIDE_OUTPUTS, CHANNELS, 3, 3), bias=True),
+        Twin(
+            "corner/kernel",
+            ("corner",),
+            "dense",
+            (WIDE_OUTPUTS, CORNER),
+            "corner/kernel",
+            "corner/bias",
+        ),
+    ),
+    _many_channels,
+    options=(("expand", "joint"),),
+)
+
+
 # ---------------------------------------------------------------- sequences, a term each
 
 

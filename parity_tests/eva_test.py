@@ -64,7 +64,7 @@ def test_eva_spans_the_subspace_of_peft():
     factors = stats(params, (jnp.asarray(X), jnp.zeros((64, 4)))).factors
     config = jk.lslora.Config(rank=RANK, target=".*kernel", fourier_placement="none")
     ours = jk.lslora.init(
-        config, model, params, X, key=jax.random.key(0), init="eva", factors=factors
+        model, config, params, X, key=jax.random.key(0), init="eva", factors=factors
     )
     layers = theirs.base_model.model
     for name, layer in (("up/kernel", layers.up), ("down/kernel", layers.down)):

@@ -41,6 +41,22 @@ def in_mode(option: Option) -> Callable[[Sides], Iterable[Pair]]:
     return pairs
 
 
+def collected_packed(sides: Sides) -> Iterable[Pair]:
+    """One triangle of each matrix of 64 and more, as it comes from the program."""
+    collect = jax.jit(jk.value_grad_and_factors(sides.objective, packed=True))
+    ours = collect(sides.params, sides.our_batch(), positions=sides.our_positions()).factors
+    return factor_pairs(sides, ours.unpacked(), sides.sum_factors())
+
+
+def one_example(sides: Sides) -> Iterable[Pair]:
+    """A batch of a single row, whose products are no calls of a library."""
+    ours = jax.tree.map(lambda x: x[:1], sides.our_batch())
+    theirs = tuple(x[:1] for x in sides.batch())
+    found = jax.jit(jk.value_grad_and_factors(sides.objective))(sides.params, ours).factors
+    factors = ref.to_sum_scale(sides.collect(theirs, EVERY[0]), loss_terms=1)
+    return factor_pairs(sides, found, factors)
+
+
 def documented(sides: Sides) -> Iterable[Pair]:
     """The documents' own G, of the mean loss, is ours over rows and terms; A is A."""
     terms, theirs = sides.data().loss_terms, sides.factors()
@@ -100,6 +116,30 @@ CASES = [
             covers=(*COLLECT, *PROBLEMS[name].covers),
             tolerances=exact(),
         )
+    ),
+    *cases(
+        "factors",
+        "patches computed by panels",
+        "wide patches",
+        in_mode(EVERY[0]),
+        covers=COLLECT,
+        tolerances=exact(),
+    ),
+    *cases(
+        "factors",
+        "one triangle of each matrix",
+        ["blocks", "wide patches"],
+        collected_packed,
+        covers=COLLECT,
+        tolerances=exact(),
+    ),
+    *cases(
+        "factors",
+        "one example",
+        ["classifier", "wide patches"],
+        one_example,
+        covers=COLLECT,
+        tolerances=exact(),
     ),
     *cases("factors", "bfloat16 rows", "wide", in_mode(EVERY[0]), tolerances=BFLOAT16),
     *cases(

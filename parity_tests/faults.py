@@ -148,6 +148,17 @@ def reordered_patches(patch: Patch) -> None:
     _wrap(patch, _moments, "sum_over_patches", moments)
 
 
+def reordered_wide_patches(patch: Patch) -> None:
+    """The axes of a patch are flattened in another order, where A is computed by panels."""
+
+    def product(original: Any, x: Any, axis: int, **options: Any) -> Any:
+        channels = x.shape[axis] // 9
+        order = jnp.arange(x.shape[axis]).reshape(9, channels).T.reshape(-1)
+        return original(jnp.take(x, order, axis), axis, **options)
+
+    _wrap(patch, _moments, "symmetric_gram", product)
+
+
 def equal_weights(patch: Patch) -> None:
     """Micro-batches weigh alike, however many terms they have."""
 
@@ -260,6 +271,11 @@ FAULTS = [
     ),
     Fault("swapped dampings", swapped_dampings, (("powers", "-1, expand, joint", "shared"),)),
     Fault("patches in another order", reordered_patches, (("factors", JOINT, "conv1d"),)),
+    Fault(
+        "wide patches in another order",
+        reordered_wide_patches,
+        (("factors", "patches computed by panels", "wide patches"),),
+    ),
     Fault(
         "micro-batches of equal weight",
         equal_weights,

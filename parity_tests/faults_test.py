@@ -53,6 +53,7 @@ def inject(monkeypatch: pytest.MonkeyPatch):
 # One of each part of the library; the others are for the exhaustive run.
 QUICK = {
     "transposed kernel",
+    "wide patches in another order",
     "wrong count in a mask",
     "clipped vectors",
     "micro-batches of equal weight",

@@ -127,7 +127,7 @@ def bases():
 
 
 def adapters(config=CONFIG):
-    init = functools.partial(lslora.init, config, apply, PARAMS, BATCH[0])
+    init = functools.partial(lslora.init, apply, config, PARAMS, BATCH[0])
     return jax.eval_shape(lambda key: init(key=key), KEY)
 
 
@@ -373,7 +373,7 @@ estimates("log_determinant", eigh=1, damping=0.1)
 
 @entry("lslora.init")
 def _():
-    init = functools.partial(lslora.init, CONFIG, apply, PARAMS, BATCH[0])
+    init = functools.partial(lslora.init, apply, CONFIG, PARAMS, BATCH[0])
     return lambda key: init(key=key), (KEY,)
 
 

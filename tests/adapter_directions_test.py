@@ -29,7 +29,7 @@ CONFIG = Config(rank=2, target=".*kernel", fourier_placement="none")
 
 
 def made(kind, config=CONFIG, **source):
-    return init(config, fn, PARAMS, X, key=KEYS[3], init=kind, **source)
+    return init(fn, config, PARAMS, X, key=KEYS[3], init=kind, **source)
 
 
 def projector(a):
@@ -76,7 +76,7 @@ def test_each_slice_of_a_stack_has_its_own_directions():
     stats = jk.value_grad_and_factors(jk.Objective(scanned, jk.Gaussian()))
     factors = stats(params, batch).factors
     config = Config(rank=2, target="kernel", fourier_placement="none")
-    found = init(config, scanned, params, X, key=KEYS[0], init="eva", factors=factors)["kernel"].a
+    found = init(scanned, config, params, X, key=KEYS[0], init="eva", factors=factors)["kernel"].a
     for k, rows in enumerate((X, jnp.tanh(X @ params["kernel"][0]))):
         vectors = np.linalg.svd(np.asarray(rows, np.float64))[2][:2]
         np.testing.assert_allclose(projector(found[k]), vectors.T @ vectors, atol=1e-5)

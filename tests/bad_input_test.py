@@ -350,5 +350,5 @@ def test_a_state_of_another_model_is_refused(x64):
     *_, factors = jk.value_grad_and_factors(objective_of(mlp))(mlp_params(), BATCH())
     _, grads, other = jk.value_grad_and_factors(objective_of(scanned))(scanned_params(), BATCH())
     state = jk.kfac(0.1, like=factors).init(mlp_params())
-    with pytest.raises(ValueError, match="the state is of another model"):
+    with pytest.raises(ValueError, match="the state belongs to another model"):
         jk.kfac(0.1, like=other).update(grads, state, scanned_params(), factors=other)

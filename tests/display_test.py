@@ -33,7 +33,7 @@ def shown():
     bases = jk.eigendecompose(factors)
     metrics = jk.capacity_metrics(bases, num_examples=6)
     config = jk.lslora.Config(rank=2, target=r".*kernel")
-    adapters = jk.lslora.init(config, apply_fn, params, batch[0], key=keys[0])
+    adapters = jk.lslora.init(apply_fn, config, params, batch[0], key=keys[0])
     plan = {"device_bytes": 1e9, "compiled": "none"}
     return {
         "layers": jk.find_layers(apply_fn, params, batch[0]),

@@ -59,6 +59,17 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, optimizer):
     assert one == other and 0 <= one["novel"] <= 1
 
 
+@pytest.mark.slow
+def test_the_time_left_is_said_within_the_first_epoch(tmp_path):
+    done = run("--output", tmp_path, "--epochs", "2", "--n-test", "2")
+    assert done.returncode == 0, done.stderr
+    left, first, *_ = [x for x in done.stdout.splitlines() if " left " in x or x[:5] == "epoch"]
+    assert "of training left" in left and "6 episodes)" in left and first.startswith("epoch   1")
+    records = json.loads((tmp_path / "records.json").read_text())
+    assert len(records["losses"]) == len(records["validation"]) == 2
+    assert f"{records['novel']:.2%}" in done.stdout and records["episodes"] == 2
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):

@@ -107,13 +107,15 @@ def elsewhere():
 def test_adaptation_of_other_parameters_is_refused(params):
     more = STATS.adaptation(PARAMS, BATCH, KEY)
     more["curvature"] = more["curvature"]._replace(params=params)
-    with pytest.raises(ValueError, match=r"stats\.adaptation.*of other parameters than the update"):
+    with pytest.raises(
+        ValueError, match=r"stats\.adaptation.*computed at other parameters than the update"
+    ):
         updated(jk.kfac(like=LIKE), **more)
 
 
 def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
     more = STATS.adaptation(elsewhere(), BATCH, KEY)
-    with pytest.raises(ValueError, match=r"of other parameters than the update"):
+    with pytest.raises(ValueError, match=r"at other parameters than the update"):
         updated(jk.kfac(like=LIKE), **more)
 
 
@@ -121,7 +123,7 @@ def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
 def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows):
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x])[:rows], BATCH)
     more = STATS.adaptation(PARAMS, batch, KEY)
-    with pytest.raises(ValueError, match=rf"batch of {rows} loss terms.*gradient is of 8"):
+    with pytest.raises(ValueError, match=rf"batch of {rows} loss terms.*gradient from 8"):
         updated(jk.kfac(like=LIKE), **more)
 
 

@@ -498,7 +498,7 @@ def test_parameters_outside_the_layers_are_fixed_and_named():
 @pytest.mark.exhaustive
 def test_bayes_over_adapters_leaves_the_model_as_it_is():
     config = jk.lslora.Config(rank=2, alpha=1.0, target="w|u")
-    adapters = jk.lslora.init(config, perceptron, PARAMS, BATCH[0], key=jax.random.key(0))
+    adapters = jk.lslora.init(perceptron, config, PARAMS, BATCH[0], key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = jk.lslora.attach(perceptron, config)
     objective = jk.Objective(lambda a, x: adapted(PARAMS, a, x), jk.Categorical())
@@ -569,7 +569,7 @@ def test_bad_input_is_refused_by_name():
     refused("one for each of 'w', 'u'", prior_precision=jnp.ones(3))
     refused("noise=2.0: only a Gaussian", noise=2.0)
     refused("matches no layer of the bases", jk.UnknownLayerError, layers="v")
-    refused("of one likelihood", likelihood={"a": jk.Categorical(), "b": jk.Gaussian()})
+    refused("needs one likelihood", likelihood={"a": jk.Categorical(), "b": jk.Gaussian()})
     refused(
         "'w', 'u': .* evaluation mode", jk.CoupledExamplesError, model=coupled,
         use=lambda posterior: posterior.variance(x),
@@ -582,7 +582,11 @@ def test_bad_input_is_refused_by_name():
         "method='bridge': Bernoulli has 'probit', 'mc'", likelihood=jk.Bernoulli(),
         use=lambda p: p.predict(x, "bridge"),
     )  # fmt: skip
-    refused("exact, leave it out", likelihood=jk.Gaussian(), use=lambda p: p.predict(x, "probit"))
+    refused(
+        "the predictive of a Gaussian is exact",
+        likelihood=jk.Gaussian(),
+        use=lambda p: p.predict(x, "probit"),
+    )
     refused("pass key=", use=lambda p: p.predict(x, "mc"))
     refused("the iterable is empty", use=lambda p: p.log_likelihood(iter([])))
     refused("6 loss terms, .* is 7", num_examples=7, use=lambda p: p.log_likelihood(BATCH))

@@ -257,7 +257,7 @@ def test_bytes_of_another_model_are_refused():
     wide = PARAMS | {"down": {"w": jnp.ones((5, 7))}}
     tx = jk.kfac(0.1, like=STATS.factor_shapes(wide, (X, Y)))
     written = flax.serialization.to_bytes(jk.kfac(0.1, **OPTIONS).init(PARAMS))
-    with pytest.raises(ValueError, match=r"of another model.*\(4, 4\).*\(7, 7\)"):
+    with pytest.raises(ValueError, match=r"belong to another model.*\(4, 4\).*\(7, 7\)"):
         flax.serialization.from_bytes(tx.init(wide), written)
 
 

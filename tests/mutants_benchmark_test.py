@@ -1,4 +1,4 @@
-"""The record of the mutants is the draw of its commit, and what survives in it is explained."""
+"""The records of mutants and faults are the draws of their commits, and survivors are explained."""
 
 import json
 import subprocess
@@ -6,22 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import faults
 from benchmarks.mutants import RECORD, drawn, killed_by
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = ("room", "file", "line", "what", "before", "after")
 
 
-def test_the_recorded_mutants_are_those_drawn_from_their_commit(tmp_path):
-    record = json.loads(RECORD.read_text())
-    commit = record["commit"]
+@pytest.mark.parametrize("record", [RECORD, faults.RECORD], ids=lambda record: record.stem)
+def test_the_recorded_mutants_are_those_drawn_from_their_commit(tmp_path, record):
+    found = json.loads(record.read_text())
+    commit = found["commit"]
     known = subprocess.run(["git", "cat-file", "-e", commit], cwd=ROOT, check=False)
     if known.returncode:
         pytest.skip("the commit of the record is not in this copy of the repository")
     tree = subprocess.check_output(["git", "archive", commit, "jaxkfac"], cwd=ROOT)
     subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=tree, check=True)
-    expected = [{name: mutant[name] for name in COLUMNS} for mutant in record["mutants"]]
-    assert drawn(tmp_path, len(expected), record["seed"]) == expected
+    expected = [{name: mutant[name] for name in COLUMNS} for mutant in found["mutants"]]
+    if record == faults.RECORD:
+        assert faults.drawn_faults(tmp_path) == expected and found["seed"] == faults.SEED
+    else:
+        assert drawn(tmp_path, len(expected), found["seed"]) == expected
 
 
 def test_nine_of_ten_are_killed_and_every_other_one_is_explained():
@@ -29,3 +34,11 @@ def test_nine_of_ten_are_killed_and_every_other_one_is_explained():
     alive = [mutant for mutant in record["mutants"] if not killed_by(mutant)]
     assert len(alive) <= len(record["mutants"]) / 10
     assert all(mutant["why"] for mutant in alive)
+
+
+def test_every_named_fault_is_killed_and_every_drawn_one_killed_or_explained():
+    record = json.loads(faults.RECORD.read_text())
+    named, drawn_ones = record["mutants"][: len(faults.NAMED)], record["mutants"][-faults.DRAWN :]
+    assert all(killed_by(fault) for fault in named)
+    assert all(killed_by(fault) or fault["why"] for fault in drawn_ones)
+    assert len(record["mutants"]) == len(named) + len(drawn_ones)

@@ -198,7 +198,7 @@ def test_bases_of_another_likelihood_are_refused_with_both_names(call):
 def test_queries_know_of_which_likelihood_their_bases_were():
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases_of("exact"), BATCH)
     assert held.origin == EXACT
-    with pytest.raises(ValueError, match="of factors of Categorical, .* is Gaussian"):
+    with pytest.raises(ValueError, match="come from factors of Categorical, .* is Gaussian"):
         jk.influence(GAUSSIAN, PARAMS, None, held, NUMBERS)
 
 
@@ -213,7 +213,7 @@ def test_a_loss_that_marks_its_outputs_fits_the_objective_of_the_same_likelihood
     expected, found = (jk.influence(OBJECTIVE, PARAMS, b, BATCH, BATCH)
                        for b in (bases_of("exact"), bases))  # fmt: skip
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    with pytest.raises(ValueError, match="of factors of Categorical, .* is Gaussian"):
+    with pytest.raises(ValueError, match="come from factors of Categorical, .* is Gaussian"):
         jk.influence(GAUSSIAN, PARAMS, bases, NUMBERS, NUMBERS)
 
 
@@ -224,7 +224,7 @@ UNFIT = {
     ("forward", "self_influence"): "hold no curvature of the loss",
     ("forward", "prepare_queries"): "hold no curvature of the loss",
     ("forward", "laplace"): "hold no curvature of the loss",
-    ("empirical", "laplace"): "of gradients at the given labels",
+    ("empirical", "laplace"): "from gradients at the given labels",
 }
 
 

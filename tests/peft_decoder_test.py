@@ -77,7 +77,7 @@ def test_adapters_trained_here_run_in_stock_peft_with_the_plug_in(kind, placemen
     decoder = load_decoder(tmp_path / "base", dtype=jnp.float32)
     config = lslora.Config(rank=2, alpha=3.0, fourier_placement=placement, init_sigma=0.5)
     fresh = lslora.init(
-        config, decoder.apply_fn, decoder.params, jnp.asarray(IDS), key=jax.random.key(0)
+        decoder.apply_fn, config, decoder.params, jnp.asarray(IDS), key=jax.random.key(0)
     )
     adapters = jax.tree.map(lambda x: x + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape), fresh)
     adapters = jax.tree.map(lambda x, y: x.astype(y.dtype), adapters, fresh)
@@ -97,7 +97,7 @@ def test_adapters_trained_here_run_in_stock_peft_with_the_plug_in(kind, placemen
 def moved(decoder, config):
     """Adapters as after training, and the logits with them."""
     fresh = lslora.init(
-        config, decoder.apply_fn, decoder.params, jnp.asarray(IDS), key=jax.random.key(0)
+        decoder.apply_fn, config, decoder.params, jnp.asarray(IDS), key=jax.random.key(0)
     )
     adapters = jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), fresh)
     adapted = lslora.attach(decoder.apply_fn, config)

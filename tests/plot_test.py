@@ -34,7 +34,7 @@ def things():
         "coverage": jk.find_layers(apply_fn, params, batch[0]),
         "capacity": jk.capacity_metrics(bases, num_examples=6),
         "plan": jk.plan_memory(objective, params, batch, device_bytes=1e6, compiled="none"),
-        "nonlinearities": jk.lslora.init(config, apply_fn, params, batch[0], key=keys[2]),
+        "nonlinearities": jk.lslora.init(apply_fn, config, params, batch[0], key=keys[2]),
     }
 
 

@@ -47,7 +47,7 @@ def save_train(folder):
 
 def save_finetune(folder):
     config = jk.lslora.Config(rank=2, target=".*kernel")
-    adapters = jk.lslora.init(config, apply_fn, PARAMS, BATCH[0], key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, config, PARAMS, BATCH[0], key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adapters)
     leaves = flatten_state(adapters, optax.sgd(0.1, momentum=0.9).init(adapters))
     save_checkpoint(folder, Checkpoint(leaves, {"seed": 0}, "adamw", {"losses": []}, 7))
@@ -55,7 +55,7 @@ def save_finetune(folder):
 
 def save_adapter(folder):
     config = jk.lslora.Config(rank=2, target=".*kernel")
-    adapters = jk.lslora.init(config, apply_fn, PARAMS, BATCH[0], key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, config, PARAMS, BATCH[0], key=jax.random.key(0))
     jk.lslora.save(folder, adapters, config)
 
 

@@ -223,8 +223,8 @@ def test_an_adapter_beside_a_part_of_a_product_is_refused():
     config = jk.lslora.Config(rank=2, target="q")
     apply_fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
     params, (x, _) = tree(0, q=(4, 3), k=(4, 3)), tokens()
-    adapters = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="'q': the program puts its parameter beside others"):
+    adapters = jk.lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="'q': the program joins its parameter with others"):
         jk.lslora.attach(apply_fn, config)(params, adapters, x)
 
 
@@ -233,7 +233,7 @@ def test_an_adapter_of_a_range_of_a_kernel():
     config = jk.lslora.Config(rank=2, target=r"w\[:,3:6\]")
     apply_fn = lambda p, x: (x @ p["w"][:, :3], x @ p["w"][:, 3:])
     params, (x, _) = tree(0, w=(4, 6)), tokens()
-    adapters = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
     adapters = jax.tree.map(lambda v: v + 0.1, adapters)
     up, gate = jk.lslora.attach(apply_fn, config)(params, adapters, x)
     np.testing.assert_allclose(up, x @ params["w"][:, :3], rtol=1e-12)

@@ -124,7 +124,7 @@ ENTRIES = {
                      "batch": (batch, set())}),
     "from_nnx": (jk.from_nnx, {"model": (model, set())}),
     "as_state": (jk.as_state, {"grads": (grads, ARRAYS), "model": (model, set())}),
-    "lslora.init": (lambda fn, params: jk.lslora.init(config, fn, params, x, key=key),
+    "lslora.init": (lambda fn, params: jk.lslora.init(fn, config, params, x, key=key),
                     {"apply_fn": (apply_fn, FUNCTIONS), "params": (params, ARRAYS)}),
     "lslora.attach": (lambda fn: jk.lslora.attach(fn, config), {"apply_fn": (apply_fn, FUNCTIONS)}),
 }

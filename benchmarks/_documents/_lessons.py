@@ -107,8 +107,8 @@ def kept_graphs(device: str) -> Measured:
 
 LESSONS = (
     Lesson(
-        "Every layer's input and gradient kept to the end of the pass, against factors formed "
-        "inside the hook; with tanh.",
+        "Keeping every layer's input and gradient to the end of the pass is compared with "
+        "forming factors inside the hook; with tanh.",
         formed_in_the_hook,
         lambda: jax_retained(gelu=False),
     ),
@@ -116,12 +116,13 @@ LESSONS = (
         f"One batch whole, against the same batch cut in {PARTS}.", one_batch_cut, jax_one_batch_cut
     ),
     Lesson(
-        "A deep copy of a model that needs neither cast nor move, against a cast that asks.",
+        "A deep copy of a model that needs neither cast nor move is compared with a cast that "
+        "checks first.",
         copied,
         "`cast_once` returns what it was given",
     ),
     Lesson(
-        "Every tensor cloned before it is written, against none.",
+        "Cloning every tensor before it is written is compared with cloning none.",
         cloned,
         "one leaf at a time is read back",
     ),

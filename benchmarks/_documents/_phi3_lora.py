@@ -55,7 +55,7 @@ def jax_synchronisations(context: Context) -> Measured:
 def jax_adapters() -> Any:
     apply_fn = lambda params, x: forward(params, x)
     x = jnp.zeros((2, WIDTH))
-    return jk.lslora.init(JAX_CONFIG, apply_fn, parameters(), x, key=jax.random.key(0))
+    return jk.lslora.init(apply_fn, JAX_CONFIG, parameters(), x, key=jax.random.key(0))
 
 
 def python_floats(context: Context) -> Measured:

@@ -88,7 +88,7 @@ def _host(record: Any) -> Iterator[Row]:
         "1, a step without one",
     )
     busy = _times(here["busy_step_ratio"])
-    yield Row("a step that shares the CPU with one", busy, "1, a step without one")
+    yield Row("a step while a decomposition shares the CPU", busy, "1, a step without one")
     peak, bound = record["memory"]["peak_mib"], record["memory"]["bound_mib"]
     yield Row("peak of main memory", f"{peak:.0f} MiB", f"{bound:.0f} MiB, the stated bound")
 
@@ -271,8 +271,9 @@ SECTIONS = (
         "benchmarks/results/optimizer_steps-cpu.json",
         "The autoencoder of the K-FAC papers on the embedded digits. kfac-jax 0.0.8 runs in an "
         "environment of its own with jax 0.8.1, the newest that it works with, without XNNPACK, "
-        "which there reads donated weights. The goals of a step are from before ours "
-        "adapted, so fixed settings are held against its adaptive ones. Steps are medians; "
+        "which there reads donated weights. The goals of a step were set before our "
+        "optimizer adapted its settings, so our fixed settings are compared with kfac-jax's "
+        "adaptive ones. Steps are medians; "
         "a goal is judged by the median of the ratios of neighbouring blocks of steps. Most of "
         "the first step compiles the update: `python -m benchmarks.first_step --part update` says "
         "in how many CPU seconds of both cores, and `--part bare` what its sixteen inverses and "
@@ -313,7 +314,7 @@ SECTIONS = (
         "decomposition-cpu",
         _threads("decomposition --blocks 12 --pairs 1 --json decomposition.json"),
         "The 120 distinct factors of a 12-block transformer of width 768, and two of each size. "
-        "From before the host decomposed in float64, which takes longer.",
+        "Measured before the host decomposed in float64, which takes longer.",
         "`ssyevd` alone",
         _decomposition,
     ),
@@ -389,7 +390,16 @@ SECTIONS = (
         "Tests",
         "mutants",
         "make mutants",
-        "Each fault is put in by itself; the tests of its room run.",
+        "Each fault is tried alone, with the tests of its package.",
+        "",
+        _mutants,
+    ),
+    Section(
+        "Named faults",
+        "faults",
+        "make faults",
+        "Twelve faults that somebody has named, and twenty drawn from four rooms with seed 40, "
+        "against the tests beside the code and parity.",
         "",
         _mutants,
     ),

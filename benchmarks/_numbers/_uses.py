@@ -88,7 +88,8 @@ USES = Section(
     "uses",
     "python -m benchmarks.uses --kronfluence ENV/bin/python --laplace ENV/bin/python --laplax "
     "ENV/bin/python --json benchmarks/results/uses.json",
-    "Each in a process of its own, with the same weights and data; kronfluence 1.0.1 with its "
+    "Each library runs in a process of its own, with the same weights and data; kronfluence "
+    "1.0.1 with its "
     "covariances, eigenvectors, lambdas, pairwise and self scores, laplace-torch 0.3 with "
     "Kronecker factors, laplax 0.0.2 with the full matrix.",
     "the peer",

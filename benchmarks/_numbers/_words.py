@@ -4,8 +4,9 @@ HEAD = """# Numbers
 
 This page is made from the records by `python -m benchmarks.numbers --write docs/numbers.md`, and a
 test holds it to them. Each section says what made its record, when, and where. On a GPU only
-[parity](repository.md#how-far-to-trust-it) and one timeline have run: there are times of two CPU
-cores, shared with other work, and bytes from the compilers of [other devices](accelerators.md).
+[parity](repository.md#how-far-to-trust-it) and one timeline have run. The other times are from two
+CPU cores, shared with other work, and bytes for [other devices](accelerators.md) come from their
+compilers.
 Times vary from run to run. Measure them again on your own machine before you rely on one.
 """
 MISSED = """## What was not reached
@@ -72,7 +73,7 @@ _HELD_BY_TESTS = (
 ACCURACY = (
     "## Accuracy, beside peers",
     "",
-    "Held by tests, so at every commit: the command fails if it is not so.",
+    "CI checks each row; the command fails if one no longer holds.",
     "",
     "| what | beside | how far | command |",
     "|---|---|---|---|",

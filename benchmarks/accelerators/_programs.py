@@ -161,7 +161,7 @@ class Steps:
         ids, base = self.batch[0], self.params
         if quantised:
             base = jk.nf4.quantize(base, r"blocks/.*", stack=1)
-        init = functools.partial(jk.lslora.init, config, self._apply, base, ids)
+        init = functools.partial(jk.lslora.init, self._apply, config, base, ids)
         trained = jax.eval_shape(lambda key: init(key=key), self.key)
 
         def step(trained: Any, base: Any, batch: Any) -> Any:

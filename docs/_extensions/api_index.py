@@ -5,6 +5,7 @@ import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
@@ -25,9 +26,23 @@ def documented(page: str) -> Iterator[str]:
 
 
 def first_sentence(name: str) -> str:
-    """The first sentence of the docstring of a function or a class."""
-    text = inspect.getdoc(pydoc.locate(name))
+    """The first sentence of the docstring of a function or a class; an alias is spelled out."""
+    value: Any = pydoc.locate(name)
+    if get_origin(value) is Literal:
+        return "One of " + ", ".join(f"`{choice!r}`" for choice in get_args(value)) + "."
+    if get_origin(value) is not None:
+        return f"`{inspect.formatannotation(value)}`".replace("|", r"\|")
+    text = inspect.getdoc(value)
     sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[0]
+    room = name.rpartition(".")[0]
+
+    def role(match: re.Match[str]) -> str:
+        """As Markdown writes it; without a module, the name is looked for in all of them."""
+        kind, word = match.groups()
+        target = f"{room}.{word}" if pydoc.locate(f"{room}.{word}") else f".{word}"
+        return f"{{py:{kind}}}`{word} <{target}>`"
+
+    sentence = re.sub(r":(\w+):`([\w.]+)`", role, sentence)
     return sentence.replace("``", "`").replace("|", r"\|")
 
 

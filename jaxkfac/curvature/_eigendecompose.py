@@ -83,7 +83,8 @@ def eigendecompose(
             processes always divide the work.
 
     Returns:
-        The bases, in the factors' dtype. Raw values are stored; clipping is on read.
+        The bases, in the factors' dtype. Raw values are stored; they are clipped when they are
+        read.
 
     Raises:
         ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,

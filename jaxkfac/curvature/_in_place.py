@@ -66,7 +66,7 @@ def refresh_bases(
             spectra[place], more = _solved(
                 solve, sums, divisor, old, (), numbers, after, at_once=at_once
             )
-            after = spectra[place].values.reshape(-1)[0]
+            after = _one_of(spectra[place].values, after)
         else:
             new = over(sums, divisor)
             is_spectrum = isinstance(old, Spectrum)
@@ -111,7 +111,7 @@ def refresh_inverses(
         tables[table][name], more = _solved(
             _inverse, sums, divisor, old, (shift,), (), after, at_once=at_once
         )
-        after, failed = tables[table][name].reshape(-1)[0], failed + more
+        after, failed = _one_of(tables[table][name], after), failed + more
     return dataclasses.replace(new, **tables), failed
 
 
@@ -122,6 +122,11 @@ def _nothing() -> Failed:
 def _first(factors: Factors) -> Array:
     """A number to begin a sequence with; see ``in_sequence``."""
     return jnp.zeros((), factors.terms.dtype)
+
+
+def _one_of(solved: Array, otherwise: Array) -> Array:
+    """A number of a solved stack, for the next to wait for; an empty stack has none."""
+    return solved.reshape(-1)[0] if solved.size else otherwise
 
 
 def _scratch(factors: Factors) -> int:
@@ -173,6 +178,8 @@ def _solved(
         at_once: How many matrices an accelerator solves in one call.
     """
     stack = sums.shape[:-2]
+    if not sums.size:
+        return old, _nothing()
     flat = lambda x: x.reshape(-1, *x.shape[len(stack) :])
     per_matrix = (jnp.broadcast_to(divisor, stack), *by_matrix)
     sums, per_matrix, old = jax.tree.map(flat, (sums, per_matrix, old))

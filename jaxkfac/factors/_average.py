@@ -74,7 +74,7 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         average: The average so far. Start from :func:`zeros_like`, or from eigenbases that are not
             corrected yet. Its dtypes are kept.
         factors: This step's factors, or corrected eigenbases. The result keeps the ``origin`` of
-            ``average`` even if these are of another Fisher type; eigenbases that are not corrected
+            ``average`` even if these belong to another Fisher type; eigenbases not corrected
             yet get the origin of the first measured ones.
         decay: $\beta \in [0, 1)$; may be traced.
 

@@ -156,8 +156,8 @@ def value_grad_and_factors(
             sharded over devices are gathered.
         every: Collect factors at steps that are multiples of this. The call needs ``step=``. At the
             other steps it costs a gradient, and sums and counts are zero. ``update_average``,
-            ``kfac``, ``HostCurvature`` and ``multi_steps`` (which then needs ``terms=`` too) take
-            such factors as no new data.
+            ``kfac``, ``HostCurvature`` and ``multi_steps`` (which then needs ``terms=`` too)
+            treat such factors as no new data.
         precision: For Gram products of float32 rows: ``"highest"``, or ``"auto"`` for the
             precision in which the layer's own product runs (TF32, bfloat16 passes). Products of
             bfloat16 rows take one pass, summed in float32. ``python -m benchmarks.precision``
@@ -177,7 +177,7 @@ def value_grad_and_factors(
         which is called in the same way.
 
     Raises:
-        ValueError: an unknown option, or one that a scalar loss cannot serve.
+        ValueError: an unknown option, or one that a scalar loss does not support.
         MemoryBudgetError: when called: one side of one layer, at one iteration, is larger
             than ``max_factor_bytes``.
 

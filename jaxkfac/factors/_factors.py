@@ -81,9 +81,9 @@ def check_same_origin(what: str, one: Origin | None, other: Origin | None) -> No
         return
     if one.fisher != other.fisher or one.has_other_likelihoods(other):
         raise ValueError(
-            f"{what} of {other} are added to those of {one}, and the sum would be of neither: "
-            "collect both alike; or, if it is meant, say that it is not known of what one of them "
-            "is, with dataclasses.replace(..., origin=None)"
+            f"{what} of {other} cannot be added to those of {one}: collect both in the same "
+            f"way; or, if the difference is intended, drop the record of one of them with "
+            f"dataclasses.replace(..., origin=None)"
         )
 
 

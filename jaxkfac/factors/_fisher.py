@@ -291,7 +291,7 @@ class Exact(Estimator):
         meeting = next(filter(None, (head.meeting() for head in heads)), "")
         if meeting and self.prints:
             number = sum(columns * rows for columns, rows, _ in every)
-            remedy = ' (examples="apart" is your word that they do not)' * ("not known" in meeting)
+            remedy = ' (examples="apart" asserts that they do not)' * ("not known" in meeting)
             print(
                 f"jaxkfac: {meeting}, so that fisher={self.name!r} takes {number} backward "
                 f'passes; "mc" takes one{remedy}',

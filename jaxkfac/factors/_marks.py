@@ -73,9 +73,9 @@ def refuse_chained(traced: Traced) -> None:
         before = [k for k in range(len(traced.marks)) if last + k in inputs]
         if before:
             raise ValueError(
-                f"jk.mark_outputs: mark {mark} is computed from mark {before[0]}, whose own "
-                "cotangent holds that of both, and the two have unlike shares of the loss: take "
-                'fisher="mc" or "exact"'
+                f"jk.mark_outputs: mark {mark} is computed from mark {before[0]}. The cotangent "
+                f"of mark {before[0]} then holds that of both, and the two have different "
+                'shares of the loss: take fisher="mc" or "exact"'
             )
 
 

@@ -165,8 +165,8 @@ def returned(
     new = leaves_by_path(changed).keys() - leaves_by_path(state).keys()
     if new:
         raise ValueError(
-            f"{what}: the changed state has {min(new)!r}, which state= has not: return it in the "
-            "form in which it comes, and what is new beside the outputs, with has_aux"
+            f"{what}: the changed state has {min(new)!r}, which state= has not: return it in "
+            f"the form in which it was passed, and new values beside the outputs, with has_aux"
         )
     if not has_aux:
         return out, changed
@@ -181,7 +181,8 @@ def _check_stateless(what: str, fn: Callable[..., Any]) -> None:
     if needed or getattr(fn, "state", None) is not None:
         raise ValueError(
             f"{what} changes a state, and none is given: pass state=, at first apply_fn.state or "
-            "the model's own, and carry on what comes back, as in (value, state), grads, factors "
+            "the model's own, and then the state that each call returns, as in (value, state), "
+            "grads, factors "
             "= stats(params, batch, key, state=state)"
         )
 
@@ -530,8 +531,8 @@ def _remedy(x: object) -> str:
     """What to do if a container came instead of an array."""
     if isinstance(x, tuple | list):
         return (
-            ": what comes beside the outputs goes with has_aux=True, a state that the call changes "
-            "with a state= argument, several outputs with a tuple of likelihoods"
+            ": for values beside the outputs use has_aux=True, for a state that the call "
+            "changes a state= argument, for several outputs a tuple of likelihoods"
         )
     if isinstance(x, Mapping):
         return ": several outputs have a dictionary of likelihoods of their form"

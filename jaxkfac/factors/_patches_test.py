@@ -198,6 +198,11 @@ def check_factors(case, *, sharing, bias):
         np.testing.assert_allclose(grads[name], expected[name], rtol=1e-10, atol=1e-12)
 
 
+def test_patches_that_are_computed_by_panels_keep_their_order(x64):
+    """576 features, as in the body of a ResNet; panels begin at 512."""
+    check_factors(Case((4, 3), (3, 3), 64, 2), sharing="expand", bias="joint")
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_convolution_over_no_space_is_a_dense_layer(x64, sharing):
     def convolution(k, x):

@@ -114,8 +114,8 @@ class Linearised(NamedTuple):
             return self.terms
         if varying_axes(self.terms):
             raise ValueError(
-                "a mask inside jax.shard_map may keep another number of loss terms on each device, "
-                "and the squares of their means' gradients have no common scale: split the batch "
+                "a mask inside jax.shard_map may keep different numbers of loss terms on the "
+                "devices, so their statistics have no common scale: split the batch "
                 "under jax.jit in place of jax.shard_map (docs/devices.md), or leave the mask out"
             )
         return self.terms * math.prod(map(jax.lax.axis_size, axes))

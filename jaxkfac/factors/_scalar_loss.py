@@ -49,7 +49,8 @@ class BatchCurvature(NamedTuple):
         equal = shapes[0] == shapes[1] and all(map(_may_be_equal, ours.values(), theirs.values()))
         if not equal:
             raise ValueError(
-                "stats.adaptation(params, batch, key) is of other parameters than the update: call "
+                "stats.adaptation(params, batch, key) was computed at other parameters than the "
+                "update: call "
                 "it with the params that tx.update(grads, state, params, ...) gets"
             )
 

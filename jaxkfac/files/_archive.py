@@ -169,7 +169,7 @@ class Archive:
         for name in self.names:
             self.read(name)
         raise DamagedFileError(
-            f"{self._path} is damaged: its arrays are sound, and what says where they lie is not"
+            f"{self._path} is damaged: its arrays are intact, but its manifest is not"
         )
 
     def __enter__(self) -> "Archive":

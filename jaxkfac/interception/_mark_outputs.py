@@ -54,7 +54,7 @@ def mark_outputs(
     weight: float | Shaped[Array, "..."] = 1.0,
     mask: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    r"""Say, inside a scalar loss, what its outputs are. An identity.
+    r"""Declare, inside a scalar loss, what its outputs are. An identity.
 
     The mark states: *the loss contains* ``weight`` *times the mean, over the* $T$ *unmasked terms
     of* ``x``, *of* $-\log p(\text{target} \mid x)$. The targets remain with the loss. With its
@@ -77,7 +77,7 @@ def mark_outputs(
     Raises:
         TypeError: ``x`` is no array, or ``weight`` no number.
         ValueError: ``x`` has no floating dtype, ``mask`` is no bool array of the terms' shape,
-            ``weight`` is not positive, or ``ignore_index`` is given without the mask that it means.
+            ``weight`` is not positive, or ``ignore_index`` is given without a mask.
         HiddenMarkError: later, when factors are collected: the mark is inside a ``scan``,
             ``cond``, ``while``, ``shard_map`` or ``custom_vjp``, where its terms cannot be read.
 

@@ -166,8 +166,8 @@ class NnxApply:
                 f"state=: mutable={_names(self._mutable)} names parameters alone; what a call "
                 "writes into them is dropped, so leave state= out"
                 if self._written
-                else "state=: this model was taken apart without any; name what its call changes, "
-                "as in jk.from_nnx(model, mutable=nnx.BatchStat)"
+                else "state=: jk.from_nnx split this model without one; name what its call "
+                "changes, as in jk.from_nnx(model, mutable=nnx.BatchStat)"
             )
         state = {} if self.state is None else self.state if state is None else state
         states = self._params.filled(params), self._state.filled(state), self._other_state
@@ -310,7 +310,7 @@ class _Form(NamedTuple):
 
 
 def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTree]:
-    """Take an NNX model apart into an apply function and its parameters.
+    """Split an NNX model into an apply function and its parameters.
 
     Args:
         model: Any ``nnx.Module`` that is called as ``model(*inputs)``.
@@ -350,7 +350,7 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTre
 
 
 def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
-    """Gradients in the form that ``nnx.Optimizer.update`` takes.
+    """Convert gradients to the form that ``nnx.Optimizer.update`` takes.
 
     Args:
         grads: A tree like the parameters that :func:`from_nnx` returned.

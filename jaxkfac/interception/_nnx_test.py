@@ -212,7 +212,7 @@ def test_parameters_written_in_a_call_are_named():
         ),
         (
             lambda: from_nnx(Net())[0](from_nnx(Net())[1], X, state={}),
-            "state=: this model was taken apart without any",
+            "state=: jk.from_nnx split this model without one",
         ),
         (
             lambda: from_nnx(Net(), mutable=nnx.BatchStat)[0](from_nnx(Net())[1], X, state={}),

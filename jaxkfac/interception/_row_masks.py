@@ -70,7 +70,7 @@ def is_mask(eqn: Eqn, ins: Sequence[Value]) -> bool:
 
 
 def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
-    """Say, inside a model, which rows of ``x`` exist. An identity.
+    """Declare, inside a model, which rows of ``x`` exist. An identity.
 
     Where the engine cannot follow the axes of a mask to a layer (an encoder stream whose
     positions never reach the output, a shifted slice), name the rows in the model itself.

@@ -197,8 +197,9 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
     for number, mark in enumerate(marks):
         if traced_again.output_axes(number) is None:
             raise ValueError(
-                f"jk.mark_outputs: mark {number} (of shape {mark.shape.shape}) is of a value that "
-                "does not depend on the batch, expected outputs of examples; mark what is computed "
+                f"jk.mark_outputs: mark {number} (of shape {mark.shape.shape}) marks a value "
+                f"that does not depend on the batch, expected outputs of examples; mark what is "
+                f"computed "
                 "from them"
             )
     return dataclasses.replace(traced_again, marks=marks)

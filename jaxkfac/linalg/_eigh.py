@@ -192,9 +192,10 @@ def in_sequence(matrix: Array, after: Array | None) -> Array:
 
     Args:
         matrix: The matrix to decompose next.
-        after: Values of the decomposition before it; ``None`` for the first.
+        after: Values of the decomposition before it; ``None`` for the first. There is nothing to
+            wait for if they are those of an empty stack.
     """
-    if after is None:
+    if after is None or not after.size:
         return matrix
     return matrix + (after.reshape(-1)[0] > jnp.inf).astype(matrix.dtype)  # adds zero
 

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.linalg import above_rcond, check_rcond, kronecker_above_rcond
+from jaxkfac.linalg import above_rcond, check_rcond, diagonal_power, kronecker_above_rcond
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -38,6 +38,12 @@ def test_the_scale_of_a_factor_does_not_matter_even_where_products_underflow():
     tiny = jnp.float32(1e-30)
     expected = kronecker_above_rcond(a, g, 1e-5)
     assert jnp.array_equal(kronecker_above_rcond(tiny * a, tiny * g, 1e-5), expected)
+
+
+def test_a_diagonal_counts_as_zero_where_it_is_cut():
+    values, kept = jnp.array([1.0, 2.0, 4.0]), jnp.array([True, False, True])
+    found = diagonal_power(values, power=-1.0, damping=1.0, kept=kept)
+    assert found.tolist() == [0.5, 0.0, 0.2]
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1.0, float("nan")])

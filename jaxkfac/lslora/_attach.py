@@ -173,8 +173,8 @@ class Adapted:
         config = self.config
         if any(u.view.joins or u.view.members for u in traced.uses_of(layer)):
             raise ValueError(
-                f"layer {layer.name!r}: the program puts its parameter beside others in one array, "
-                "and a branch goes beside a whole product: leave it out of target="
+                f"layer {layer.name!r}: the program joins its parameter with others in one "
+                f"array, and a branch can only be added to a whole product: leave it out of target="
             )
         if (config.phi is None) != adapter.is_linear:
             have = "no coefficients" if adapter.is_linear else "coefficients"
@@ -202,7 +202,7 @@ class Adapted:
 
 
 def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False) -> Adapted:
-    r"""The model with the branch added at every layer that has an adapter.
+    r"""Add the branch to the model at every layer that has an adapter.
 
     The program is emitted again with the branch at the product itself, inside its scan, remat or
     jit. Layers are found as by :func:`jaxkfac.find_layers`. A constant that multiplies the kernel
@@ -245,7 +245,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         ...     return x @ params["kernel"]
         >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
         >>> config = lslora.Config(rank=1, target="kernel")
-        >>> adapters = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> adapters = lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
         >>> adapted = lslora.attach(apply_fn, config)
         >>> bool((adapted(params, adapters, x) == apply_fn(params, x)).all())
         True

@@ -61,7 +61,7 @@ def linen(dtype=jnp.float32):
     model = ProjectionNet(dtype)
     params = model.init(jax.random.key(0), X)
     config = Config(rank=2, alpha=3, target=r".*(q|o)_proj/kernel", dropout=0.25)
-    adapters = init(config, model.apply, params, X, key=jax.random.key(2))
+    adapters = init(model.apply, config, params, X, key=jax.random.key(2))
     return model.apply, params, config, moved(adapters)
 
 
@@ -79,7 +79,7 @@ def test_a_layer_computes_the_formula_and_a_fresh_one_the_base(placement, x64):
     params = {"kernel": jnp.linspace(-1, 1, 12).reshape(4, 3), "bias": jnp.arange(3.0)}
     x = jnp.linspace(-1, 2, 20).reshape(5, 4)
     config = Config(rank=2, alpha=3, target="kernel", fourier_placement=placement, init_sigma=0.7)
-    fresh = init(config, fn, params, x, key=jax.random.key(0))
+    fresh = init(fn, config, params, x, key=jax.random.key(0))
     adapted = attach(fn, config)
     np.testing.assert_array_equal(adapted(params, fresh, x), fn(params, x))
     adapters = moved(fresh)
@@ -165,7 +165,7 @@ def test_forward_mode_lets_jvp_through_and_leaves_nothing_uncovered(x64):
 
     params, x = {"kernel": jnp.eye(4, 3)}, jnp.linspace(-1, 1, 20).reshape(5, 4)
     config = Config(rank=2, target="kernel")
-    adapters = moved(init(config, fn, params, x, key=jax.random.key(0)))
+    adapters = moved(init(fn, config, params, x, key=jax.random.key(0)))
     adapted = attach(fn, config, forward_mode=True)
     table = find_layers(lambda a, x: adapted(params, a, x), adapters, x)
     assert not table.problems
@@ -242,13 +242,13 @@ def test_scanned_rematted_nnx_models_and_their_own_dropout_key():
 
     apply, params = from_nnx(Model(nnx.Rngs(0)))
     config = Config(rank=2, target=("up", "blocks", "down"))
-    adapters = moved(init(config, apply, params, X, key=jax.random.key(0)))
+    adapters = moved(init(apply, config, params, X, key=jax.random.key(0)))
     assert set(adapters) == {"up/kernel", "blocks/kernel", "down/kernel"}
     assert adapters["blocks/kernel"].a.shape == (2, 6, 2)
     adapted = jax.jit(attach(apply, config))
     one, two = (adapted(params, adapters, X, key=jax.random.key(i)) for i in (1, 2))
     assert not np.array_equal(one, two)
-    fresh = init(config, apply, params, X, key=jax.random.key(0))
+    fresh = init(apply, config, params, X, key=jax.random.key(0))
     np.testing.assert_allclose(
         adapted(params, fresh, X, key=jax.random.key(1)),
         jax.jit(apply)(params, X, key=jax.random.key(1)),
@@ -268,7 +268,7 @@ def test_shards_of_a_batch_give_the_gradients_of_the_whole():
     )
     params, x = {"s": jnp.linspace(-1, 1, 32).reshape(2, 4, 4)}, X.reshape(-1, 4)[:6]
     config = Config(rank=2, target="s")
-    adapters = moved(init(config, inside, params, x, key=jax.random.key(0)))
+    adapters = moved(init(inside, config, params, x, key=jax.random.key(0)))
     got, want = (
         jax.jit(jax.grad(lambda a, fn=fn: jnp.sin(attach(fn, config)(params, a, x)).sum()))(
             adapters
@@ -284,7 +284,7 @@ def test_a_tied_kernel_is_adapted_in_the_orientation_of_its_layer():
 
     params, ids = {"table": jnp.linspace(-1, 1, 20).reshape(5, 4)}, jnp.arange(3)
     config = Config(rank=1, target="table", alpha=1, fourier_placement="none")
-    adapters = moved(init(config, fn, params, ids, key=jax.random.key(0)))
+    adapters = moved(init(fn, config, params, ids, key=jax.random.key(0)))
     adapter = adapters["table"]
     rows = params["table"][ids]
     want = rows @ params["table"].T + rows @ adapter.a @ adapter.b
@@ -294,7 +294,7 @@ def test_a_tied_kernel_is_adapted_in_the_orientation_of_its_layer():
 def test_modules_to_save_replace_the_base_parameters_and_are_trained():
     apply, params, _, _ = linen()
     config = Config(rank=2, target=r".*q_proj/kernel", modules_to_save="params/head/.*")
-    adapters = init(config, apply, params, X, key=jax.random.key(0))
+    adapters = init(apply, config, params, X, key=jax.random.key(0))
     assert {n for n in adapters if "head" in n} == {"params/head/kernel", "params/head/bias"}
     adapted = attach(apply, config)
     shifted = adapters | {"params/head/bias": adapters["params/head/bias"] + 2}
@@ -308,7 +308,7 @@ def test_modules_to_save_replace_the_base_parameters_and_are_trained():
 def test_a_kernel_has_an_adapter_or_is_trained_itself():
     apply, params, _, _ = linen()
     saved = {"rank": 2, "modules_to_save": "params/head/.*"}
-    fresh = lambda config: init(config, apply, params, X, key=jax.random.key(0))
+    fresh = lambda config: init(apply, config, params, X, key=jax.random.key(0))
     with pytest.raises(
         ValueError, match="both match 'params/head/kernel': a kernel has an adapter"
     ):
@@ -320,7 +320,7 @@ def test_a_kernel_has_an_adapter_or_is_trained_itself():
 def test_adapters_on_the_host_are_read_outside_jit():
     params = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
     config, fn = Config(rank=2, target="w"), lambda p, x: x @ p["w"]
-    adapters = moved(init(config, fn, params, X, key=jax.random.key(0)))
+    adapters = moved(init(fn, config, params, X, key=jax.random.key(0)))
     adapted = attach(fn, config)
     np.testing.assert_array_equal(
         adapted(params, jax.device_get(adapters), X), adapted(params, adapters, X)
@@ -366,7 +366,7 @@ def test_arguments_in_the_other_order_are_refused_with_the_right_call():
     key = jax.random.key(0)
     for call, right in (
         (lambda: untyped_attach(config, fn), "Config; write jk.lslora.attach(apply_fn, config)"),
-        (lambda: untyped_init(fn, config, {}, X, key=key), "write jk.lslora.init(config, apply_fn"),
+        (lambda: untyped_init(config, fn, {}, X, key=key), "write jk.lslora.init(apply_fn"),
         (lambda: untyped_attach(fn, fn), "config: expected Config, as in jk.lslora.attach"),
     ):
         with pytest.raises(TypeError, match=re.escape(right)):

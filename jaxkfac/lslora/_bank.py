@@ -364,7 +364,7 @@ def stack(
         ...     return x @ params["kernel"]
         >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
         >>> config = lslora.Config(rank=1, target="kernel")
-        >>> first = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> first = lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
         >>> bank = lslora.stack({"a": first, "b": first}, config)
         >>> adapted = lslora.attach(apply_fn, config)
         >>> adapted(params, bank, x, adapter=jnp.array([0, 1, -1, 0, 1])).shape

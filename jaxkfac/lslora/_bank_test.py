@@ -30,7 +30,7 @@ def moved(tree, seed):
 
 
 ADAPTERS = {
-    name: moved(init(config, fn, PARAMS, X, key=KEY), seed)
+    name: moved(init(fn, config, PARAMS, X, key=KEY), seed)
     for seed, (name, config) in enumerate(CONFIGS.items())
 }
 
@@ -143,7 +143,7 @@ def test_what_a_bank_cannot_hold_is_refused(bank):
     with pytest.raises(ValueError, match="slots=1: there are 3 adapters"):
         stack(ADAPTERS, CONFIGS, slots=1)
     wide = Config(rank=3, rank_pattern={"s": 4})
-    given = init(wide, fn, PARAMS, X, key=KEY)
+    given = init(fn, wide, PARAMS, X, key=KEY)
     with pytest.raises(ValueError, match="rank 4 at 's'.*ranks up to 3"):
         bank.set("wide", given, wide)
     with pytest.raises(ValueError, match="with settings: give this adapter's"):

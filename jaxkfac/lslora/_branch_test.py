@@ -18,7 +18,7 @@ def linear(params, x):
 
 def made(placement):
     config = Config(rank=RANK, alpha=7.0, fourier_placement=placement, init_sigma=0.7)
-    adapters = init(config, linear, PARAMS, X, key=jax.random.key(2))
+    adapters = init(linear, config, PARAMS, X, key=jax.random.key(2))
     b = jax.random.normal(jax.random.key(3), (RANK, OUT))
     return attach(linear, config), {"kernel": adapters["kernel"]._replace(b=b)}
 

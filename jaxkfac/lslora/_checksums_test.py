@@ -28,7 +28,7 @@ def fn(p, x):
 
 
 def written(folder, config=CONFIG, scale=1.0, **options):
-    adapters = init(config, fn, PARAMS, X, key=jax.random.key(0))
+    adapters = init(fn, config, PARAMS, X, key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: scale * (x + 0.1), adapters)
     save(folder, adapters, config, **options)
     return adapters

@@ -106,7 +106,7 @@ def fourier_loss(adapters: Adapters | Bank) -> Float[Array, ""]:
         A scalar on the device, in the coefficients' dtype.
 
     Raises:
-        ValueError: no adapter has coefficients, or they are of another nonlinearity.
+        ValueError: no adapter has coefficients, or they belong to another nonlinearity.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -132,7 +132,7 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
         A scalar on the device, in the coefficients' dtype.
 
     Raises:
-        ValueError: no adapter has coefficients, or they are of another nonlinearity.
+        ValueError: no adapter has coefficients, or they belong to another nonlinearity.
     """
     phi = find_nonlinearity(nonlinearity)
     if isinstance(adapters, Bank):
@@ -201,7 +201,7 @@ def diagnose(
         ``{layer: Diagnosis}``.
 
     Raises:
-        ValueError: the batch is empty, or the coefficients are of another nonlinearity.
+        ValueError: the batch is empty, or the coefficients belong to another nonlinearity.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora

@@ -114,9 +114,9 @@ def load(
         scanned: For such files: the component after which numbers count the slices of one
             stack. With ``"layers"``, ``model.layers.{i}.q_proj`` are slices of
             ``model/layers/q_proj/kernel``.
-        assume: Settings by their names in ``adapter_config.json``, which replace those of another
-            library's file or add to them: ``{"init_sigma": 1.0}``. Files of the original LS-LoRA
-            do not state ``fourier_placement``, which is ``"output"``.
+        assume: Settings by their names in ``adapter_config.json``, for a file of another
+            library; they replace its settings or add to them: ``{"init_sigma": 1.0}``. Files
+            of the original LS-LoRA do not state ``fourier_placement``, which is ``"output"``.
         verify: Whether to check the checksums of files that this library wrote.
 
     Returns:

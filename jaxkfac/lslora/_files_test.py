@@ -63,7 +63,7 @@ def fn(p, x):
 
 
 def adapters_of(config=CONFIG, **options):
-    fresh = init(config, fn, PARAMS, X, key=KEY, **options)
+    fresh = init(fn, config, PARAMS, X, key=KEY, **options)
     leaves, structure = jax.tree.flatten(fresh)
     moved = [x + 0.1 * (i + 1) for i, x in enumerate(leaves)]
     return jax.tree.unflatten(structure, moved)
@@ -96,7 +96,7 @@ def test_an_adapter_comes_back_bit_for_bit_with_every_setting(tmp_path, name, di
 
 def test_the_same_adapter_is_the_same_bytes(tmp_path):
     """The package that writes the tensors has a hash table with a new seed for each file."""
-    adapters = init(CONFIG, fn, PARAMS, X, key=KEY)
+    adapters = init(fn, CONFIG, PARAMS, X, key=KEY)
     contents = set()
     for number in range(8):
         save(tmp_path / str(number), adapters, CONFIG)

@@ -61,7 +61,7 @@ def test_a_split_adapter_computes_the_same_on_a_split_model_and_fuses_back(place
     config = Config(
         rank=2, alpha=3, fourier_placement=placement, rank_pattern={".*qkv.*": 1}, rslora=True
     )
-    adapters = moved(init(config, fused_fn, together, X, key=KEY))
+    adapters = moved(init(fused_fn, config, together, X, key=KEY))
     pieces, named = split(adapters, config, PARTS)
     assert len(pieces) == 6 and named.rank_of("layers/k/kernel") == 1
     assert named.targets("head/kernel") and not named.targets("layers/qkv/kernel")
@@ -86,7 +86,7 @@ def test_plain_lora_of_some_parts_with_unlike_ranks_and_scalings_fuses_exactly()
         rank_pattern={".*/v/.*": 1},
         alpha_pattern={".*/v/.*": 5},
     )
-    pieces = moved(init(config, apart_fn, apart, X, key=KEY))
+    pieces = moved(init(apart_fn, config, apart, X, key=KEY))
     adapters, named = fuse(pieces, config, PARTS)
     assert adapters["layers/qkv/kernel"].a.shape == (2, 3, 3)
     assert not adapters["layers/qkv/kernel"].b[..., 4:6].any()

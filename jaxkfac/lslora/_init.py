@@ -84,7 +84,7 @@ def covariance(factors: Factors, layer: Layer) -> Any:
     if sums.shape != (expected := (*layer.stack, layer.in_features, layer.in_features)):
         raise ValueError(
             f"factors: A of layer {layer.name!r} has shape {sums.shape}, expected {expected}: they "
-            "are of another model"
+            "belong to another model"
         )
     return sums
 
@@ -202,8 +202,8 @@ def measured_sigmas(
 
 
 def init(
-    config: Config,
     apply_fn: Callable[..., Any],
+    config: Config,
     params: PyTree,
     inputs: Any,
     *,
@@ -224,8 +224,8 @@ def init(
     $\varphi(0) = c_0 + c_3$.
 
     Args:
+        apply_fn: As for :func:`attach`.
         config: Settings of the adapters.
-        apply_fn: As for :func:`attach`, which takes it before ``config``.
         params: The base model, with any kernels in NF4; shapes suffice unless $\sigma$ is measured.
         inputs: A batch; shapes suffice unless $\sigma$ is measured.
         key: Key for A.
@@ -252,7 +252,7 @@ def init(
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
         >>> adapters = lslora.init(
-        ...     lslora.Config(rank=2, target=".*kernel"), lambda p, x: x @ p["kernel"],
+        ...     lambda p, x: x @ p["kernel"], lslora.Config(rank=2, target=".*kernel"),
         ...     {"kernel": jnp.ones((3, 4))}, jnp.ones((5, 3)), key=jax.random.key(0))
         >>> jax.tree.map(jnp.shape, adapters["kernel"])
         Adapter(a=(3, 2), b=(2, 4), coefficients=(4,), sigma=())
@@ -262,7 +262,7 @@ def init(
         Variance Adaptation", 2024. Shaowen Wang et al., "LoRA-GA: Low-Rank Adaptation with
         Gradient Approximation", 2024.
     """
-    check_order("init(config, apply_fn, params, inputs, key=key)", apply_fn, config)
+    check_order("init(apply_fn, config, params, inputs, key=key)", apply_fn, config)
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)

@@ -31,7 +31,7 @@ X, KEY = jnp.linspace(0, 1, 20).reshape(5, 4), jax.random.key(0)
 
 
 def adapters_of(config, **options):
-    return init(config, fn, PARAMS, X, key=KEY, **options)
+    return init(fn, config, PARAMS, X, key=KEY, **options)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_parameter_that_no_rule_covers_is_refused_with_the_reason():
     params = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3))}
     with pytest.raises(ValueError, match="v .*`atan2`"):
         init(
-            Config(rank=1, target="w|v"),
             lambda p, x: jnp.arctan2(x @ p["w"], p["v"].sum(0)),
+            Config(rank=1, target="w|v"),
             params,
             jnp.ones((2, 3)),
             key=KEY,
@@ -106,7 +106,7 @@ def test_first_values_are_those_of_peft_in_the_dtype_of_the_kernel():
     def dense(p, x):
         return x.astype(jnp.bfloat16) @ p["kernel"]
 
-    adapter = init(Config(rank=3, init_sigma=-0.5), dense, params, X, key=KEY)["kernel"]
+    adapter = init(dense, Config(rank=3, init_sigma=-0.5), params, X, key=KEY)["kernel"]
     assert adapter.a.dtype == adapter.b.dtype == jnp.bfloat16
     assert adapter.sigma.dtype == adapter.coefficients.dtype == jnp.float32
     assert not np.any(adapter.b) and 0.2 < np.abs(adapter.a).max() <= 0.5  # 1 / sqrt(4)
@@ -116,7 +116,7 @@ def test_first_values_are_those_of_peft_in_the_dtype_of_the_kernel():
 
 def test_shapes_suffice():
     shapes = jax.eval_shape(lambda: (PARAMS, X))
-    made = jax.eval_shape(lambda: init(Config(rank=2, target=("q_proj",)), fn, *shapes, key=KEY))
+    made = jax.eval_shape(lambda: init(fn, Config(rank=2, target=("q_proj",)), *shapes, key=KEY))
     assert made["block/q_proj/kernel"].a.shape == (4, 2)
 
 
@@ -128,12 +128,12 @@ def test_measured_sigma_is_the_root_mean_square_of_z():
     config = Config(
         rank=2, alpha=6, fourier_placement="bottleneck", init_sigma=RmsSigma(0.5), target="kernel"
     )
-    adapter = init(config, scanned, params, X, key=KEY)["kernel"]
+    adapter = init(scanned, config, params, X, key=KEY)["kernel"]
     second = jnp.tanh(X @ params["kernel"][0])
     want = [jnp.sqrt(jnp.square(h @ adapter.a[i]).mean()) for i, h in enumerate((X, second))]
     np.testing.assert_allclose(adapter.sigma, 0.5 * np.array(want), rtol=1e-5)
     outside = Config(rank=2, alpha=6, init_sigma=RmsSigma(), target="kernel")
-    adapters = init(outside, scanned, params, X, key=KEY)
+    adapters = init(scanned, outside, params, X, key=KEY)
     # With B = 0 there is no z: s x A stands in for it.
     np.testing.assert_allclose(adapters["kernel"].sigma, 3 * np.array(want), rtol=1e-5)
     with pytest.raises(ValueError, match="'kernel': z is zero on this batch"):

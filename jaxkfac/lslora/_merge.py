@@ -56,7 +56,7 @@ def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> 
         ...     return x @ params["kernel"]
         >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
         >>> config = lslora.Config(rank=1, target="kernel", fourier_placement="none")
-        >>> adapters = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> adapters = lslora.init(apply_fn, config, params, x, key=jax.random.key(0))
         >>> merged = lslora.merge(lslora.attach(apply_fn, config), params, adapters, x)
         >>> bool((merged["kernel"] == params["kernel"]).all())
         True

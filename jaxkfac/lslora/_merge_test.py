@@ -22,7 +22,7 @@ def fn(p, x):
 
 
 def adapters_of(config, scale=0.3):
-    fresh = init(config, fn, PARAMS, X, key=KEY)
+    fresh = init(fn, config, PARAMS, X, key=KEY)
     return {
         n: x._replace(b=scale * jax.random.normal(KEY, x.b.shape, x.b.dtype))
         for n, x in fresh.items()
@@ -54,7 +54,7 @@ def test_a_quantised_base_is_not_merged_into():
         return x @ p["layers"]["kernel"]
 
     config, x = Config(rank=2, fourier_placement="none"), jnp.ones((3, 64))
-    adapters = init(config, dense, params, x, key=KEY)
+    adapters = init(dense, config, params, x, key=KEY)
     with pytest.raises(ValueError, match=r"layers/kernel are quantised.*dequantize"):
         merge(attach(dense, config), nf4.quantize(params), adapters, x)
 
@@ -67,7 +67,7 @@ def test_the_approximate_merge_is_the_least_squares_fit_and_reports_its_error(x6
     def last(p, x):
         return jnp.einsum("nd,dhk->nhk", x, p["w"]) + p["b"]
 
-    adapters = init(config, last, params, x, key=KEY)
+    adapters = init(last, config, params, x, key=KEY)
     adapters["w"] = adapters["w"]._replace(
         b=jax.random.normal(KEY, (2, 6)), coefficients=jnp.array([0.5, 1.0, -0.3, 0.2])
     )
@@ -102,7 +102,7 @@ def test_experts_that_read_the_same_rows_are_fitted_apart():
 
     params = {"e": jax.random.normal(KEY, (3, 4, 5))}
     config = Config(rank=2, fourier_placement="none", target="e", experts="e")
-    adapters = init(config, outputs, params, X, key=KEY)
+    adapters = init(outputs, config, params, X, key=KEY)
     adapters["e"] = adapters["e"]._replace(b=jax.random.normal(KEY, (3, 2, 5)))
     adapted = attach(outputs, config)
     fitted = approximate_merge(adapted, params, adapters, X).params
@@ -119,7 +119,7 @@ def test_a_kernel_that_something_else_reads_is_not_merged():
 
     params, ids = {"table": jnp.ones((5, 4))}, jnp.arange(3)
     config = Config(rank=1, target="table", fourier_placement="none")
-    adapters = init(config, tied, params, ids, key=KEY)
+    adapters = init(tied, config, params, ids, key=KEY)
     with pytest.raises(ValueError, match=r"also read as 'table@embedding'"):
         merge(attach(tied, config), params, adapters, ids)
     config = Config(rank=1, fourier_placement="none")
@@ -128,7 +128,7 @@ def test_a_kernel_that_something_else_reads_is_not_merged():
         return x @ (p["w"] / 2)
 
     params = {"w": jnp.ones((4, 3))}
-    adapters = init(config, scaled, params, X, key=KEY)
+    adapters = init(scaled, config, params, X, key=KEY)
     with pytest.raises(ValueError, match="multiplies its parameter by a constant"):
         merge(attach(scaled, config), params, adapters, X)
 
@@ -142,7 +142,7 @@ def test_a_warm_start_is_plain_lora_up_to_a_third_of_the_squared_ratio(placement
         return jnp.einsum("nd,dhk->nhk", x, p["w"])
 
     params, x = jax.tree.map(lambda v: v.astype(jnp.float64), (PARAMS, X))
-    adapters = init(config, last, params, x, key=KEY)
+    adapters = init(last, config, params, x, key=KEY)
     adapters["w"] = adapters["w"]._replace(b=jax.random.normal(KEY, (2, 6)))
     want = attach(last, config)(params, adapters, x) - last(params, x)
     for sigma in (30.0, 300.0):

@@ -103,7 +103,7 @@ def moved(tree, seed=0):
 
 def made(config=CONFIG, dtype=jnp.float32, seed=0):
     params, x = model(dtype)
-    return params, moved(init(config, scanned, params, x, key=KEY), seed), x
+    return params, moved(init(scanned, config, params, x, key=KEY), seed), x
 
 
 def close(got, want, tolerance=1e-10):
@@ -115,14 +115,14 @@ def close(got, want, tolerance=1e-10):
 @pytest.mark.exhaustive
 def test_a_fresh_adapter_starts_at_its_own_coefficients_and_changes_nothing(x64):
     params, x = model(jnp.float64)
-    fresh = init(CONFIG, scanned, params, x, key=KEY)
+    fresh = init(scanned, CONFIG, params, x, key=KEY)
     np.testing.assert_array_equal(fresh["layers/kernel"].coefficients, [[1, 0, 0]] * 2)
     np.testing.assert_array_equal(fresh["head/kernel"].coefficients, [1, 0, 0])
     assert fresh["layers/kernel"].sigma.shape == (2,)
     found = attach(scanned, CONFIG)(params, fresh, x)
     close(found, scanned(params, x), 1e-14)
     measured = dataclasses.replace(CONFIG, init_sigma=RmsSigma(2.0))
-    assert (init(measured, scanned, params, x, key=KEY)["head/kernel"].sigma > 0).all()
+    assert (init(scanned, measured, params, x, key=KEY)["head/kernel"].sigma > 0).all()
 
 
 @pytest.mark.sampled(1)

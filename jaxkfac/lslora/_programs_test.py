@@ -107,8 +107,8 @@ def test_plain_lora_is_the_merged_kernel_and_rows_may_mix_adapters(name, experts
     fn, target = PROGRAMS[name]
     plain = Config(rank=2, alpha=3, target=target, fourier_placement="none", experts=experts)
     inside = Config(rank=2, alpha=3, target=target, fourier_placement="bottleneck", experts=experts)
-    linear = moved(init(plain, fn, PARAMS, X, key=jax.random.key(0)), 1)
-    first, second = (moved(init(inside, fn, PARAMS, X, key=jax.random.key(0)), i) for i in (2, 3))
+    linear = moved(init(fn, plain, PARAMS, X, key=jax.random.key(0)), 1)
+    first, second = (moved(init(fn, inside, PARAMS, X, key=jax.random.key(0)), i) for i in (2, 3))
     adapted, curved = attach(fn, plain), attach(fn, inside)
 
     @jax.jit
@@ -135,6 +135,6 @@ def test_rows_that_do_not_run_along_the_examples_are_refused():
         return jnp.einsum("nsi,eio->enso", x, p["e"])
 
     config = Config(rank=2, target="e")
-    bank = stack({"only": init(config, fn, PARAMS, X, key=jax.random.key(0))})
+    bank = stack({"only": init(fn, config, PARAMS, X, key=jax.random.key(0))})
     with pytest.raises(LostRowsError, match=r"layer 'e': example axis lost at `dot_general`"):
         attach(fn, config)(PARAMS, bank, X, adapter=jnp.zeros(3, int))

@@ -76,7 +76,7 @@ def by_slices(tensors, placement, *, rslora=False):
 
 def like(rank=3):
     config = Config(rank=rank, target=".*kernel", fourier_placement="none")
-    return init(config, fn, PARAMS, X, key=jax.random.key(0))
+    return init(fn, config, PARAMS, X, key=jax.random.key(0))
 
 
 @pytest.mark.sampled(3)

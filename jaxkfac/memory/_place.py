@@ -111,8 +111,8 @@ def put_leaf(leaf: Any, sharding: Sharding | None, *, gives_up: bool = False) ->
 
     With ``gives_up`` the result may share it: the caller drops the source, the only reference.
 
-    Onto devices of several processes, each process puts its own shards. Nothing is exchanged, so
-    all processes must hold the same values.
+    If the devices belong to several processes, each process puts its own shards. Nothing is
+    exchanged, so all processes must hold the same values.
     """
     if not (sharding is None or sharding.is_fully_addressable) and _is_here(leaf):
         full_array = np.asarray(leaf)

@@ -32,8 +32,8 @@ def join_processes(
     This is ``jax.distributed.initialize`` with three differences. A process that fails waits 30
     seconds for the others, instead of JAX's 300. A killed process is noticed after 60 seconds,
     instead of JAX's 100. JAX's preemption notifier, which takes SIGTERM away from Python, is off: a
-    scheduler's SIGTERM then runs the script's own handler, or ends the script without one. Call
-    this function before anything else of JAX's.
+    scheduler's SIGTERM then runs the script's own handler, or ends the script without one.
+    Call this function before any other function of JAX.
 
     Args:
         coordinator_address: ``HOST:PORT`` of process 0; without it JAX asks the cluster.

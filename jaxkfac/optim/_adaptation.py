@@ -499,9 +499,10 @@ def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
     theirs, terms = float(theirs), float(terms)
     if terms > 0 and (theirs < terms or (theirs > terms and not left_out)):
         raise ValueError(
-            f"curvature: the operator is of a batch of {theirs:g} loss terms, and the gradient is "
-            f"of {terms:g}: build it of the same batch; under jk.multi_steps, as value= and "
-            "value_fn=, of the whole group's"
+            f"curvature: the operator comes from a batch of {theirs:g} loss terms, and the "
+            f"gradient from {terms:g}: build it from the same batch; under jk.multi_steps from "
+            f"the whole "
+            f"group, like value= and value_fn="
         )
 
 

@@ -75,6 +75,12 @@ def with_ones(x):
     return np.concatenate([x, np.ones((len(x), 1))], 1)
 
 
+def test_the_defaults_are_those_of_the_paper():
+    """Sections 6.5 and 6.6: T1 = 5 and T2 = 20 updates, the damping times 19/20 to the power T1."""
+    default = LevenbergMarquardt()
+    assert (default.every, default.factor, default.factor_every) == (5, 19 / 20, 20)
+
+
 class Paper:
     """Martens and Grosse (2015), sections 6 and 7, for one tanh layer, in NumPy."""
 

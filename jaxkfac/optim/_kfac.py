@@ -73,7 +73,7 @@ def kfac(
     eigenvectors (EKFAC). Their average since the last refresh then replaces
     $\lambda_A \lambda_G$, from the step after it on. This needs eigenvectors, which
     ``inverse="auto"`` stores if ``like`` was made with ``bases=`` too. Inside ``lax.scan``, where
-    the structure of the state may not change, ``like`` must be made so.
+    the structure of the state may not change, ``like`` must be made this way.
 
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
@@ -160,11 +160,11 @@ def kfac(
         those of gradient descent; ``state.missed`` above 1 shows that they come too late
         (``every=``) or never. A call with a non-finite gradient or factor returns zeros and changes
         only ``state.skipped``; one whose factors have a sum above the square root of the
-        largest number (1.8e19 in float32) is also counted in ``state.watch.outsized``. An average
-        that is not finite all the same restarts with the next factors
+        largest number (1.8e19 in float32) is also counted in ``state.watch.outsized``. If an
+        average is not finite nevertheless, it restarts with the next factors
         (``state.watch.restarted``). ``value=``, optax's name for the loss of the batch, is
-        watched: ``state.diverged`` counts updates in a row at which it is not finite or has risen
-        far above its first value, ten of them warn outside ``jit``, and
+        watched: ``state.diverged`` counts updates in a row whose loss is not finite or far
+        above the first one. Ten of them cause a warning outside ``jit``, and
         :func:`jaxkfac.check_state` names the remedy.
 
         ``stats.adaptation`` returns ``value``, ``value_fn`` (this batch's loss as a function of

@@ -139,7 +139,7 @@ def check_same_model(
         )
     if state.stacks != stacks:
         raise ValueError(
-            "kfac: the state is of another model than like=: make one with tx.init(params)"
+            "kfac: the state belongs to another model than like=: make one with tx.init(params)"
         )
     if not isinstance(state.stacked_bases, bases_type):
         raise ValueError(

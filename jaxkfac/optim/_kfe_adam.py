@@ -223,7 +223,9 @@ def kfe_adam(
     one_of("covariance", covariance, ("factors", "gradient"))
     at_least_one(refresh_every=refresh_every)
     if max_side < 0:
-        raise ValueError(f"max_side={max_side}: expected a size, 0 for no gradient's covariance")
+        raise ValueError(
+            f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"
+        )
     shapes = dataclasses.replace(shapes_of(like).unpacked(), corrections=None)
     stacks = Stacks.of(shapes)
     method = preconditioner_of(refresh, 0.0, "exact", measures=False)
@@ -496,7 +498,8 @@ class _KfeAdam:
         check_state("kfe_adam", state, KfeAdamState)
         if state.stacks != self.collected.stacks:
             raise ValueError(
-                "kfe_adam: the state is of another model than like=: make one with tx.init(params)"
+                "kfe_adam: the state belongs to another model than like=: make one "
+                "with tx.init(params)"
             )
         if state.stacked_average.layers != self.sides.like.layers:
             raise ValueError(

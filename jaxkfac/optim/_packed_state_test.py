@@ -1,5 +1,6 @@
 """A K-FAC whose average and inverses are packed trains like a dense one."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.optim import kfac, multi_steps
@@ -86,6 +89,126 @@ def test_a_packed_state_trains_like_a_dense_one(problem, options, tolerance):
     assert nbytes(packed_state.stacked_average) < 0.56 * nbytes(state.stacked_average)
     if options.get("damping_mode") == "pi":
         assert nbytes(packed_state.stacked_bases) < 0.56 * nbytes(state.stacked_bases)
+
+
+# ---------------- under other transformations
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    keys = jax.random.split(jax.random.key(2), 4)
+    params = {
+        "in": jax.random.normal(keys[0], (WIDE, 80)) / 8,
+        "out": jax.random.normal(keys[1], (80, 6)) / 8,
+    }
+    batch = jax.random.normal(keys[2], (N, WIDE)), jax.random.randint(keys[3], (N,), 0, 6)
+    objective = Objective(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], Categorical())
+    return value_grad_and_factors(objective), params, batch
+
+
+def stepped(problem, make=kfac, *, packed, jit=True, mesh=None, place=None, **options):
+    """Parameters after three steps."""
+    stats, params, batch = problem
+    tx = make(
+        learning_rate=0.1,
+        like=stats.factor_shapes(params, batch),
+        packed=packed,
+        refresh_every=2,
+        **options,
+    )
+
+    def step(params, state, batch):
+        _, grads, factors = stats(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1)) if jit else step
+    params = jax.tree.map(jnp.copy, params)  # which are donated
+    if place is not None:
+        params, batch = place(params), place(batch)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(params, state, batch)
+    return jax.tree.map(np.asarray, params)
+
+
+def assert_close(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"inverse": "host", "jit": False}, marks=pytest.mark.slow),
+        {"jit": False},
+        {"make": optax.inject_hyperparams(kfac, static_args=("like", "packed"))},
+    ],
+    ids=["host", "eager", "injected"],
+)
+def test_steps_of_a_packed_state_are_those_of_a_dense_one(two_layers, options):
+    results = [stepped(two_layers, packed=packed, **options) for packed in (True, False)]
+    assert_close(*results)
+
+
+@pytest.mark.exhaustive
+def test_vmap_steps_each_packed_state_by_itself(two_layers):
+    stats, params, batch = two_layers
+    tx = kfac(0.1, like=stats.factor_shapes(params, batch), packed=True, damping_mode="pi")
+
+    def steps(params):
+        state = tx.init(params)
+        for _ in range(2):
+            _, grads, factors = stats(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    together = jax.vmap(steps)(jax.tree.map(lambda *x: jnp.stack(x), params, doubled))
+    for i, one in enumerate((params, doubled)):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], together), steps(one))
+
+
+@pytest.mark.parametrize(
+    "axis_type",
+    [
+        pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+)
+def test_a_packed_state_on_two_devices_is_that_of_one(two_layers, axis_type):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    options: dict = {"packed": True, "damping_mode": "pi"}
+    expected = stepped(two_layers, **options)
+    if axis_type is AxisType.Auto:  # the decompositions are divided
+        found = stepped(two_layers, mesh=mesh, distribute="data", **options)
+    else:  # rows of parameters and examples are divided
+        place = lambda tree: jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))), tree
+        )
+        found = stepped(two_layers, mesh=mesh, place=place, **options)
+    assert_close(found, expected)
+
+
+def test_a_stack_of_no_matrices_changes_nothing():
+    params = {"w": jnp.zeros((0, WIDE, WIDE)), "out": jnp.ones((WIDE, 3)) / WIDE}
+    batch = jnp.ones((N, WIDE)), jnp.zeros(N, int)
+
+    def empty(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return x @ params["out"]
+
+    stats = value_grad_and_factors(Objective(empty, Categorical()))
+    _, grads, factors = stats(params, batch)
+    results = []
+    for mode, packed in (("pi", True), ("pi", False), ("exact", True)):
+        tx = kfac(0.1, like=factors, packed=packed, damping_mode=mode)
+        updates, state = tx.update(grads, tx.init(params), params, factors=factors)
+        assert int(state.skipped) == int(state.kept) == 0 and jnp.any(updates["out"])
+        results.append(updates)
+    assert_close(*results[:2])
 
 
 def test_accumulated_factors_are_packed_like_the_state(problem):

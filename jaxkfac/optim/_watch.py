@@ -326,7 +326,7 @@ def _complaints(state: Any) -> list[str]:
         (
             counters["restarted"] > 0,
             "averages of factors were not finite and began anew (state.watch.restarted): their "
-            "curvature is of fewer steps than that of the other layers",
+            "curvature is from fewer steps than in the other layers",
         ),
         (
             counters["missed"] > 1,

@@ -217,6 +217,8 @@ def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: b
 Layout = DecoderLayout | EncoderDecoderLayout
 
 PRESETS: dict[str, Layout] = {
+    # TinyLlama's sizes, with as many heads of keys as of queries.
+    "llama-1b": DecoderLayout(22, 2048, 32, 5632, 32000, fused=False),
     "llama-7b": DecoderLayout(32, 4096, 32, 11008, 32000, fused=False),
     "phi-3-mini": DecoderLayout(32, 3072, 32, 8192, 32064, fused=True),
     "t5-xl": EncoderDecoderLayout(24, 2048, 32, 5120, 32128),

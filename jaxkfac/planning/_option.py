@@ -115,7 +115,7 @@ class LowRank(Option):
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return (
             f"HostCurvature(rank={of.basis_rank}): other directions have their mean eigenvalue; "
-            "rank_errors of the service says what that is off by"
+            "rank_errors of the service gives the error"
         )
 
 

@@ -182,7 +182,7 @@ class Host(Option):
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         host_text = bytes_text(sum(self._on_host(of, choice).values()))
-        return f"{host_text} of main memory; bases are those of some steps before"
+        return f"{host_text} of main memory; bases are some steps old"
 
     def _on_host(self, of: ProgramBytes, choice: Choice) -> dict[str, int]:
         steps = choice.steps * of.micro_batches.steps
@@ -304,7 +304,7 @@ class Adapters(Option):
         if type(inputs) is tuple:  # the objective unpacks it
             apply_fn = _of_one_tuple(apply_fn)
         adapted = lslora.attach(apply_fn, program.config)
-        fresh = functools.partial(lslora.init, program.config, apply_fn)
+        fresh = functools.partial(lslora.init, apply_fn, program.config)
         try:
             adapters = jax.eval_shape(
                 lambda params, inputs, key: fresh(params, inputs, key=key),
@@ -368,7 +368,7 @@ class Nf4(Option):
         rows.device["activations"] += max(decoded, default=0)  # one decoded kernel at a time
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is dequantised where read"
+        return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is decoded when it is read"
 
 
 def _in_four_bits(program: TrainingProgram) -> Any:

@@ -43,7 +43,7 @@ def planned(**how):
 
 
 def test_what_cannot_be_sharded_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match="of 1 device; say devices="):
+    with pytest.raises(ValueError, match="more than 1 device; pass devices="):
         planned()
     with pytest.raises(ValueError, match="the compiler's choice; take compiled="):
         planned(devices=2, compiled="none")

@@ -71,11 +71,11 @@ def plan_memory(
     Parameters, optimizer, factors and bases are exact. Three rows are never in memory at the same
     time, so only the largest counts in the total: *activations*, the temporaries of the program of
     value, gradient and factors; *workspace*, the matrix that a decomposition overwrites; and
-    *update*, the temporaries of preconditioning and of the optimizer. If nothing happens
-    between gradient and update (no curvature, or :func:`jaxkfac.kfac`, which decomposes inside
-    its update), they form one program, whose temporaries are gradients, factors, and either
-    activations or, where its peak comes later, the update. Only activations become fewer with
-    recomputation.
+    *update*, the temporaries of preconditioning and of the optimizer. Gradient and update form
+    one program if nothing happens between them: without curvature, or with
+    :func:`jaxkfac.kfac`, which decomposes inside its update. The temporaries of this program
+    are gradients, factors, and the larger of activations and update. Only activations become
+    fewer with recomputation.
 
     For the training as it stands and for the chosen set, temporaries are those that the compiler
     allocates. For other sets they are estimates: counted from the equations and scaled by the ratio

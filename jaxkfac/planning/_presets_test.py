@@ -12,7 +12,13 @@ from jaxkfac.planning import DecoderLayout, EncoderDecoderLayout, preset, shaped
 
 @pytest.mark.parametrize(
     ("name", "total"),
-    [("llama-7b", 6.74e9), ("phi-3-mini", 3.82e9), ("t5-xl", 2.85e9), ("flan-t5-xl", 2.85e9)],
+    [
+        ("llama-1b", 1.26e9),
+        ("llama-7b", 6.74e9),
+        ("phi-3-mini", 3.82e9),
+        ("t5-xl", 2.85e9),
+        ("flan-t5-xl", 2.85e9),
+    ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, total):
     training = preset(name, examples=1, tokens=8, dtype=jnp.bfloat16)

@@ -126,7 +126,7 @@ class ProgramBytes:
         except ValueError as error:
             if not program.adapted:
                 raise
-            reason = f"the optimizer is one of the base's parameters: {first_line(error)}"
+            reason = f"the optimizer was made for the parameters of the base: {first_line(error)}"
             raise UnavailableError(reason) from None
         self._tx, self._donate = tx, donate
         self._updates = updates

@@ -160,7 +160,9 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
     if not sharded:
         return WHOLE
     if devices == 1:
-        raise ValueError("fully_sharded=True: of 1 device; say devices=, or set a mesh")
+        raise ValueError(
+            "fully_sharded=True needs more than 1 device; pass devices=, or set a mesh"
+        )
     if mesh.empty:
         return Placement(AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,)))
     if len(mesh.axis_names) != 1:

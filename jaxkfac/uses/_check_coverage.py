@@ -103,8 +103,9 @@ class CoverageCheck:
         if self.pulled:
             one, second, by = max(self.pulled, key=lambda pair: pair[2])
             return (
-                f"examples: they meet in derivatives. The output of example {one} has one in the "
-                f"inputs of example {second}, {by:.1e} of the size of that in its own"
+                f"examples: they meet in derivatives. The output of example {one} has a "
+                f"derivative in the inputs of example {second}, {by:.1e} of the size of its "
+                f"derivative in its own inputs"
             )
         if not self.tried:
             return "examples: not tried"

@@ -77,7 +77,7 @@ def batches_of(train: Any) -> Iterator[Any]:
 Per = Literal["sum", "layer", "token"]
 Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
 _NOT_F = (
-    "they hold no curvature of the loss, and what comes of them is not the Fisher's. Collect "
+    "they hold no curvature of the loss, and results from them are not the Fisher's. Collect "
     "factors with fisher='mc', 'empirical' or 'exact'"
 )
 Source = TypeVar("Source", Eigenbases, Queries)
@@ -476,7 +476,8 @@ def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:
     if origin.has_other_likelihoods(objective_origin):
         theirs, ours = (" and ".join(x.likelihoods) for x in (origin, objective_origin))
         raise ValueError(
-            f"the bases are of factors of {theirs}, and the objective's likelihood is {ours}: take "
+            f"the bases come from factors of {theirs}, and the objective's likelihood is "
+            f"{ours}: take "
             "the objective with which the factors were collected; or, if it is meant, "
             "dataclasses.replace(bases, origin=None)"
         )

@@ -127,7 +127,8 @@ class GradientStore:
         """
         if objective != self._objective:
             raise ValueError(
-                "the store is of another objective: pass the one that it was made with, or open it "
+                "the store belongs to another objective: pass the one that it was made with, or "
+                "open it "
                 "with this one, jk.gradient_store(objective, params, bases, None, path=...)"
             )
         leaves = jax.tree.leaves((params, state))
@@ -141,7 +142,8 @@ class GradientStore:
             for what, digest in digests.items():
                 if digest != self._about[what]:
                     raise ValueError(
-                        f"the store is of other {what}, with digest {self._about[what]} in place "
+                        f"the store belongs to other {what}, with digest {self._about[what]} in "
+                        f"place "
                         f"of {digest}: make one of these with jk.gradient_store"
                     )
             if all(isinstance(x, jax.Array) for x in leaves):  # NumPy arrays may change in place
@@ -154,8 +156,8 @@ class GradientStore:
             )
             if some.layers != self.layers or _vectors_digest(some) != self._about["eigenvectors"]:
                 raise ValueError(
-                    "the store is of gradients in other eigenbases: pass store.bases, or make a "
-                    "store in these"
+                    "the store has gradients in other eigenbases: pass store.bases, or make a "
+                    "store with these"
                 )
 
     def scores(

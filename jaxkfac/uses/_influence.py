@@ -270,8 +270,8 @@ def influence(
     Returns:
         ``(Q, N)``; with ``per="layer"`` ``(Q, layers, N)``; with ``"token"`` ``(Q, N, S)``, where S
         is the longest of all batches and shorter ones end in zeros. With ``top_k`` a
-        ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores, errors)`` of
-        either.
+        ``TopK(scores, indices)``. With ``query_rank``, ``TruncatedScores(scores, errors)``,
+        where ``scores`` is one of these.
 
     Raises:
         MemoryBudgetError: the queries do not fit into ``max_bytes``.
@@ -328,7 +328,9 @@ def influence(
         raise ValueError("measurement: the queries are prepared: pass it to jk.prepare_queries")
     if not prepared:
         if bases is None:
-            raise TypeError("bases: None goes with queries of jk.prepare_queries only")
+            raise TypeError(
+                "bases: expected Eigenbases; only queries of jk.prepare_queries need none"
+            )
         prepared_queries = prepare_queries(
             objective,
             params,

@@ -28,7 +28,7 @@ def laplace(
     experts: str | None = None,
     examples: Word | None = None,
 ) -> LaplacePosterior:
-    r"""The Gaussian with its mode at the parameters and the curvature there as its precision.
+    r"""Build the Gaussian posterior around the parameters, with the curvature there as precision.
 
     With the prior $\mathcal N(0, \operatorname{diag}(\delta)^{-1})$, $N$ examples with $R$ loss
     terms each, and the curvature $F$ of the mean loss that the bases represent, the precision is
@@ -95,8 +95,8 @@ def laplace(
         check_positive("terms_per_example", terms_per_example)
     if isinstance(objective, Objective) and objective.num_outputs > 1:
         raise ValueError(
-            f"a Laplace posterior is of one likelihood, and this objective has "
-            f"{objective.num_outputs}: give an Objective of the output that is wanted"
+            f"a Laplace posterior needs one likelihood, and this objective has "
+            f"{objective.num_outputs}: give an Objective of the output that you want"
         )
     selected = Examples(objective, bases, layers, experts, examples)
     warn_of_empirical(selected.bases)

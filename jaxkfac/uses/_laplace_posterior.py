@@ -109,7 +109,7 @@ class LaplacePosterior:
             raise ValueError(
                 f"train has {float(total.terms):g} loss terms, and num_examples="
                 f"{self.num_examples:g} times terms_per_example={self.terms_per_example or 1:g} is "
-                f"{expected:g}: the evidence is of the data that the precision counts"
+                f"{expected:g}: the evidence needs the same data as the precision"
             )
         return total
 
@@ -275,7 +275,9 @@ class LaplacePosterior:
         if not isinstance(likelihood, Gaussian):
             rule = rule_of(likelihood, method or "probit")
         elif method is not None:
-            raise ValueError(f"method={method!r}: a Gaussian's predictive is exact, leave it out")
+            raise ValueError(
+                f"method={method!r}: leave it out, the predictive of a Gaussian is exact"
+            )
         if method == "mc":
             if key is None:
                 raise ValueError('method="mc" draws samples: pass key=')

@@ -37,9 +37,10 @@ def warn_of_empirical(bases: Eigenbases) -> None:
     """Warn if the curvature consists of gradients at the given labels."""
     if bases.origin is not None and bases.origin.fisher == "empirical":
         warnings.warn(
-            "the bases are of fisher='empirical', of gradients at the given labels: these shrink "
-            "where a label is fitted and grow where it is not, which no Hessian does, so that the "
-            "posterior is not that of the model. Collect factors with fisher='mc' or 'exact'",
+            "the bases are of fisher='empirical', from gradients at the given labels. These "
+            "gradients shrink where a label is fitted and grow where it is not, and no Hessian "
+            "does that, so the posterior is not the model's. Collect factors with fisher='mc' "
+            "or 'exact'",
             stacklevel=3,
         )
 

@@ -148,8 +148,8 @@ def prepare_queries(
         query_rank: Store each layer's part, a matrix, as the nearest matrix of this rank, where
             that is smaller.
         max_bytes: Most bytes of queries, a number or ``"4GB"``: those stored, and those in work, as
-            many at once as fit. By default there is no limit, and as many are in work as fit into
-            16 MiB, at least one.
+            many at once as fit. By default there is no limit, and the queries in work take at
+            most 16 MiB, or one query at a time.
         state: As for :func:`influence`.
         experts: As for :func:`influence`.
         examples: As for :func:`influence`.

@@ -179,7 +179,7 @@ class StoreFolder:
         if index not in self._compared:
             if zlib.crc32(rows.view(np.uint8).data) != self.parts[index].crc32:
                 raise DamagedFileError(
-                    f"{self._rows(index)} is damaged, its checksum is another one: remove "
+                    f"{self._rows(index)} is damaged, its checksum differs: remove "
                     f"{self._folder}, and make the store anew"
                 )
             self._compared.add(index)

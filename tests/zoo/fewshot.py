@@ -150,7 +150,7 @@ def _with(tree, leaves):
 
 
 @program(
-    "prototypes on Conv-4, each episode its own batch statistics", family=FAMILY, checked=BRUTE
+    "prototypes on Conv-4, with batch statistics for each episode", family=FAMILY, checked=BRUTE
 )
 def _prototypes():
     build = lambda rngs: PrototypicalNetwork(Conv4(16, width=WIDTH, rngs=rngs))

@@ -19,7 +19,7 @@ def _adapted():
     source, target = (labels(seed, 2, n, classes=11) for seed, n in ((1, 5), (2, 4)))
     pairs = Pairs(source, jnp.arange(5) < LENGTHS, target)
     config = jk.lslora.Config(rank=2, target=r".*Attention/[qv]/kernel")
-    adapters = jk.lslora.init(config, apply_fn, params, pairs, key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, config, params, pairs, key=jax.random.key(0))
     draw = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: jnp.asarray(x + 0.3 * draw.normal(size=x.shape)), adapters)
     adapted = jk.lslora.attach(apply_fn, config)

@@ -109,7 +109,8 @@ CLAIMS = (
         "The host costs 5 to 10 ms more than the GPU's 5 ms for each large layer.",
         Lies(5, 10),
         "not decidable",
-        "The row above, less the 5 ms. The vectors' way to the host and the matrix's way back, "
+        "This is the row above minus the 5 ms. The vectors' way to the host and the matrix's "
+        "way back, "
         "64 MiB each, are not in it.",
         more_milliseconds,
         "the row above",
@@ -131,7 +132,7 @@ CLAIMS = (
         "Every layer is clipped; none is left out.",
         Lies(0, 0),
         "true",
-        "Factors of the network whose eigenvalues are still below the bound.",
+        "Counted are factors of the network whose eigenvalues are still below the bound.",
         layers_left_out,
         "every layer of the table has bases; what has none is an error",
     ),
@@ -140,7 +141,7 @@ CLAIMS = (
         "The result is the same in every run.",
         Lies(0, 0),
         "true",
-        "Entries that differ: none, on one machine with one number of threads.",
+        "No entries differ, on one machine with one number of threads.",
         repeated,
         jax_repeated,
     ),

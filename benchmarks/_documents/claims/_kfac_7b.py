@@ -165,7 +165,7 @@ CLAIMS = (
         "The parameters take 14 GB in bfloat16.",
         Lies(14, 14),
         "true",
-        "6.74 billion of two bytes.",
+        "6.74 billion parameters take two bytes each.",
         Figure(lambda: layouts.parameter_gb(LAYOUT)),
         "the plan's row “parameters”",
     ),

@@ -89,7 +89,8 @@ CLAIMS = (
         Removed(),
         "true",
         "Two copies in every forward pass for each of 128 adapters; with the remedy none after the "
-        "first pass. Beside z there is none in either: `.to` returns the tensor itself.",
+        "first pass. If the adapters lie beside z, neither version copies: `.to` returns the "
+        "tensor itself.",
         transfers,
         "does not arise: adapters are arguments of the program",
     ),
@@ -107,7 +108,7 @@ CLAIMS = (
         "They are made for every token of every batch.",
         Occurs(),
         "false",
-        "Calls that 400 rows make beyond those of 4.",
+        "Counted are the calls that 400 rows make beyond those of 4 rows.",
         checks_by_rows,
         "does not arise",
     ),
@@ -203,7 +204,8 @@ CLAIMS = (
         "All remedies together make a step 15 to 30 % faster.",
         OnGPU(Saves(0.15)),
         "needs a GPU",
-        "The regulariser alone, against `torch_ref`'s, with adapters on the device.",
+        "Measured for the regulariser alone, in comparison with `torch_ref`'s, with adapters on "
+        "the device.",
         steps(summed, fourier_loss),
         "does not arise",
     ),

@@ -270,8 +270,8 @@ class Averages:
             left_out = self.left_out.get(entry.name, 0)
             if left_out and not current.count.any():
                 raise ValueError(
-                    f"average: nothing is in that of {entry.name}; {left_out} contributions were "
-                    "left out, because they were not finite or made it overflow"
+                    f"average: {entry.name} has no contribution; {left_out} were left out, "
+                    f"because they were not finite or made it overflow"
                 )
             tables[place.table][place.key] = current.full_array()
             if place.table == "a":

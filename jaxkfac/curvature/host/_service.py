@@ -50,8 +50,8 @@ class HostCurvature:
     - The first step pushed is a *refresh*. The next refresh is the first step pushed at least
       ``refresh_every`` steps later, and so on. A refresh at step $s$ includes every push of a step
       $\le s$; it begins once the step grows, because until then more pushes may come.
-    - Its bases are used from step $s$ + ``lag`` on. Only a step that requests them then
-      waits, if they are not ready.
+    - Its bases are used from step $s$ + ``lag`` on. A step that requests them then waits if
+      they are not ready; no other step waits.
     - Before the first hand-over, :meth:`bases` waits for the first refresh, of everything pushed
       by then; or it returns identities, with ``initial="identity"``.
 
@@ -506,7 +506,9 @@ class HostCurvature:
             try:
                 check_same_layers(like, factors_without_arrays(layout.layers, layout.bias))
             except ValueError as error:
-                raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
+                raise CheckpointMismatchError(
+                    f"{path} belongs to another model: {error}"
+                ) from error
 
     def close(self) -> None:
         """End the threads and drop pending decompositions. May be called twice.

@@ -151,7 +151,9 @@ def test_a_foreign_file_is_refused(saved, tmp_path):
 
 def test_a_service_of_another_model_is_refused(saved):
     other = jax.eval_shape(lambda: random_factors((layer("w", (3, 2)),), jax.random.key(0)))
-    with pytest.raises(CheckpointMismatchError, match="of another model: factors lack.*'q'"):
+    with pytest.raises(
+        CheckpointMismatchError, match="belongs to another model: factors lack.*'q'"
+    ):
         HostCurvature.load(saved, like=other)
     with HostCurvature.load(saved) as running:
         wider = dataclasses.replace(LIKE, bias="separate")

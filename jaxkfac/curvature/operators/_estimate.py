@@ -85,10 +85,10 @@ def trace(
 ) -> Estimate:
     r"""Estimate the trace from products with random vectors.
 
-    XTrace splits the trace into that on the range of the products, which is exact, and a
-    stochastic remainder, and averages over which vector plays which role. If eigenvalues
-    decay, its error falls much faster than the $1/\sqrt{m}$ of Hutchinson's estimator, and faster
-    than that of Hutch++, of which it is a symmetric version.
+    XTrace computes the trace on the range of all products but one exactly, and estimates the
+    remainder with the vector left out. It averages over the choice of that vector. If
+    eigenvalues decay, its error falls much faster than the $1/\sqrt{m}$ of Hutchinson's
+    estimator, and faster than that of Hutch++, of which it is a symmetric version.
 
     Args:
         operator: A symmetric operator.

@@ -71,7 +71,8 @@ def restore(checkpoint: Checkpoint) -> Restored:
     """
     if checkpoint.optimizer != "kfac":
         raise ValueError(
-            f"this checkpoint is of {checkpoint.optimizer}, which keeps no factors; analyze the "
+            f"this checkpoint was written by {checkpoint.optimizer}, which keeps no factors; "
+            f"analyze the "
             "kfac folder beside it"
         )
     if checkpoint.step == 0:

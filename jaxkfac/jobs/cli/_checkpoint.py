@@ -298,8 +298,8 @@ def restore_state(
         config: Options of the run.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model or configuration; the message
-            lists every path and option that differs.
+        CheckpointMismatchError: the checkpoint belongs to another model or configuration; the
+            message lists every path and option that differs.
     """
     tree = {"params": params, "optimizer": optimizer_state}
     expected = leaves_by_path(tree)

@@ -340,8 +340,9 @@ class AnalyzeArguments:
     """For a model: print the memory the analysis needs, computed from shapes, and stop."""
     device_bytes: str | None = None
     """For a model: bytes of device memory, such as 6GB, for arrays and the temporaries of programs.
-    On a CPU: main memory; the plan counts what the process has when it begins, and allows 320 MiB
-    for it to grow. By default what is free, less a margin."""
+    On a CPU: resident memory of the process; the plan counts what it has when it begins, and allows
+    320 MiB for it to grow. A budget that is too small is refused with the smallest that suffices.
+    By default what is free, less a margin."""
     output: Path = Path("runs/analysis")
     """For a model: folder for all results."""
     resume: bool = False

@@ -188,7 +188,7 @@ EXIT_CODE = 3
 _OF_A_DEVICE, _OF_MAIN_MEMORY = 0.9, 0.5
 
 GENERAL = (
-    "In general: smaller micro-batches with more of them an update (--batch-size, "
+    "In general: smaller micro-batches with more of them per update (--batch-size, "
     "--gradient-accumulation-steps), shorter rows, a smaller model, or nothing else on the device."
 )
 
@@ -231,7 +231,7 @@ def _advice(arguments: Any) -> str:
     if isinstance(arguments, AnalyzeArguments) and arguments.is_pretrained:
         return (
             "A smaller --device-bytes asks for more passes; --batch-size, --max-length and "
-            "--max-dense make each smaller. What is done is kept: --resume goes on."
+            "--max-dense make each smaller. Finished work is kept: --resume continues."
         )
     return "Look for other processes with `jaxkfac doctor`."
 

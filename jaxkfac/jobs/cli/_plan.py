@@ -35,10 +35,10 @@ class PlanArguments:
     """Plan the memory of a training from shapes: nothing is allocated, no device is asked.
 
     The table has rows for parameters, gradients, optimizer, activations, factors, bases and
-    workspace, and a column for the training as it stands and for each option. Below it stands the
-    smallest set of options that fits, with its number of accumulation steps. Exit code 2 means that
-    nothing fits. A T5 and every adapter are planned as `jaxkfac finetune --plan` plans them, with
-    the same bytes; full training of a decoder is planned for a common layout.
+    workspace, and a column for the training as it stands and for each option. The smallest set
+    of options that fits is printed below, with its number of accumulation steps. Exit code 2
+    means that nothing fits. A T5 and every adapter are planned as `jaxkfac finetune --plan`
+    plans them, with the same bytes; full training of a decoder is planned for a common layout.
 
     Example: full training of a 7B decoder with Adam, and curvature, on 80 GB:
     `jaxkfac plan --preset llama-7b --device-bytes 80GB --batch 4 --tokens 2048`
@@ -47,7 +47,7 @@ class PlanArguments:
     device_bytes: str | float
     """Bytes that the device's allocator can hand out: a number, or 80GB, or 74.5GiB."""
     preset: str = "llama-7b"
-    """Layout: llama-7b, phi-3-mini, t5-xl or flan-t5-xl."""
+    """Layout: llama-1b, llama-7b, phi-3-mini, t5-xl or flan-t5-xl."""
     host_bytes: str | float | None = None
     """Bytes of main memory for curvature, in the same forms; no limit by default."""
     headroom: float = 0.1
@@ -78,6 +78,10 @@ class PlanArguments:
     device, adamw and adafactor are those of `jaxkfac finetune`."""
     curvature: Literal["precondition", "analyze", "none"] = "precondition"
     """Factors with eigenvectors on the device, with eigenvalues only, or no factors."""
+    damping_mode: Literal["exact", "pi", "factored"] = "exact"
+    """How kfac damps: exact keeps eigenvectors, the others keep inverses."""
+    packed: bool = False
+    """Whether factors are one triangle of each matrix, and what kfac keeps of them too."""
     max_dense: int = 16384
     """Largest side of a layer with a full factor; a larger side has a diagonal."""
     max_factor_bytes: str | float | None = None
@@ -165,6 +169,11 @@ def run_plan(arguments: PlanArguments) -> None:
             "max_dense": arguments.max_dense,
         }
         if is_run:
+            if arguments.packed or arguments.damping_mode != "exact":
+                raise ValueError(
+                    "--packed and --damping-mode: `jaxkfac finetune` has no such options, and this "
+                    "is its training; plan all parameters of a decoder with them"
+                )
             experiment = _experiment(arguments)
             if arguments.optimizer in _OF_RUNS:  # the run's own, and its kind of labels
                 plan = plan_run(experiment, run_shapes(experiment), **choices)
@@ -174,7 +183,7 @@ def run_plan(arguments: PlanArguments) -> None:
                 plan = plan_run(experiment, run_shapes(experiment), **choices)
         else:
             optimizer = _optimizer(arguments, *training)
-            plan = plan_memory(*training, optimizer=optimizer, **choices)
+            plan = plan_memory(*training, optimizer=optimizer, packed=arguments.packed, **choices)
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
 
@@ -284,5 +293,8 @@ def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any
             return one_step_optimizer(experiment, experiment.steps, like=lambda: None)
     if arguments.curvature != "precondition":
         raise ValueError(f'curvature={arguments.curvature!r}: kfac needs "precondition"')
-    stats = value_grad_and_factors(objective, max_dense=arguments.max_dense)
-    return kfac(1e-3, like=stats.factor_shapes(params, batch))
+    stats = value_grad_and_factors(
+        objective, max_dense=arguments.max_dense, packed=arguments.packed
+    )
+    like = stats.factor_shapes(params, batch)
+    return kfac(1e-3, like=like, damping_mode=arguments.damping_mode, packed=arguments.packed)

@@ -112,11 +112,24 @@ def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
         ({"device_bytes": "80XB"}, "device_bytes='80XB': expected .*\"80GB\""),
         ({"host_bytes": "many"}, "host_bytes='many': expected .*\"74.5GiB\""),
         ({"optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
+        ({"preset": "t5-xl", "packed": True}, "--packed.*no such options"),
     ],
 )
 def test_what_cannot_be_planned_is_explained(changes, message):
     with pytest.raises(ValueError, match=message):
         run_plan(PlanArguments(**{"device_bytes": 1e9, **TINY, **changes}))
+
+
+def test_packed_kfac_takes_half_the_factors_and_inverses(capsys, monkeypatch):
+    wide = DecoderLayout(2, 128, 2, 256, 128, fused=True)  # smaller matrices are not packed
+    monkeypatch.setitem(PRESETS, "tiny", wide)
+    rows = []
+    for packed in (False, True):
+        arguments = {"optimizer": "kfac", "damping_mode": "pi", "packed": packed, "json": True}
+        run_plan(PlanArguments(device_bytes="1GB", options=(), **TINY, **arguments))
+        rows.append(json.loads(capsys.readouterr().out)["now"]["device"])
+    for name in ("factors", "bases"):
+        assert 0.5 < rows[1][name] / rows[0][name] < 0.56
 
 
 def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch):

@@ -197,7 +197,7 @@ def _join(address: str, count: int | None, number: int | None) -> None:
             raise
         raise ValueError(
             f"--coordinator auto: jax.distributed knows no cluster here ({error}): start the "
-            "command by srun, mpirun of Open MPI or on each host of a TPU pod, or give "
+            f"command with srun, with Open MPI's mpirun or on each host of a TPU pod, or give "
             "--coordinator HOST:PORT, --processes and --process"
         ) from error
 

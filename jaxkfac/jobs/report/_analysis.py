@@ -391,7 +391,7 @@ def _memory(record: AnalysisRecord) -> str:
     sentence = "" if peak is None else f" The process held at most {bytes_text(peak)}."
     first, *compared = (_of_model(x) for x in record.plans)
     comparisons = "".join(
-        f"<p>Of {escape(x.model)}, with which it is compared:</p>{text}"
+        f"<p>The model that it is compared with, {escape(x.model)}:</p>{text}"
         for x, text in zip(record.plans[1:], compared, strict=True)
     )
     return (

@@ -150,7 +150,12 @@ def test_plan_and_peaks_of_both_models_are_kept(stacked):
     other = ModelMemory("models/<other>", PLAN[:3], {"gather": 5 << 20}, passes=1, disk=1 << 20)
     both = stacked._replace(plans=[*stacked.plans, other])
     page = analysis_page(both)
-    for word in ("Of models/&lt;other&gt;, with", "2 backward passes", "a backward pass", "5 MiB"):
+    for word in (
+        "The model that it is compared with, models/&lt;other&gt;",
+        "2 backward passes",
+        "a backward pass",
+        "5 MiB",
+    ):
         assert word in page
     plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert plain["peaks"] == {"gather": 6 << 20}

@@ -43,7 +43,9 @@ def loss_panels_html(records: FinetuneRecords) -> str:
         steps, losses = zip(*validation)
         lines.append(Line("validation", steps, losses, "adamw"))
         legend.append(("adamw", "validation"))
-    panel = panel_html("Loss, by updates", lines, Axis("updates"), Axis("nats per learnt token"))
+    panel = panel_html(
+        "Loss, by updates", lines, Axis("updates"), Axis("nats per token in the loss")
+    )
     return panels_html([panel, *driven_panels({"finetune": records})], legend=legend)
 
 
@@ -108,7 +110,7 @@ def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:
 # ---------------- the page
 
 
-_ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
+_ENDS = "Lines are means over a layer's blocks; faint lines are the smallest and the largest block."
 
 
 def finetune_page(
@@ -187,20 +189,18 @@ def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str
     if len(exams) > 1:
         before, after = exams[0].loss, exams[-1].loss
         sentences.append(
-            f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}."
+            f"Loss on held-out text went from {before:.3g} to {after:.3g} nats in {spent}."
         )
     else:
         ends = [mean_loss(records.losses, last=last) for last in (False, True)]
-        sentences.append(
-            f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}."
-        )
+        sentences.append(f"Training loss went from {ends[0]:.3g} to {ends[1]:.3g} nats in {spent}.")
     for variant, change in list(comparison.items())[-1:]:
         before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
         p = change["p_value"]
-        verdict = "more than chance" if p < 0.05 else "no more than chance would do"
+        verdict = f"chance {'does not' if p < 0.05 else 'may'} explain the change"
         sentences.append(
-            f"Questions answered rightly ({variant}): {before[0]:.1%} before, {after[0]:.1%} after "
-            f"(95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
+            f"Questions answered correctly ({variant}): {before[0]:.1%} before, {after[0]:.1%} "
+            f"after (95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
         )
     return sentences
 
@@ -220,11 +220,12 @@ def _training(records: FinetuneRecords) -> str:
             str(records.skipped),
         ]
     ]
-    head = ["updates", "tokens", "learnt", "first loss", "last loss", "samples/s",
+    head = ["updates", "tokens", "in the loss", "first loss", "last loss", "samples/s",
             "tokens/s", "training", "compiling, programs", "skipped"]  # fmt: skip
     note = (
-        "<p>Faint: each update's own tokens, before it; the line is their running mean. First and "
-        "last loss are means over a tenth of the updates.</p>"
+        "<p>The faint line is the loss of each update on its own tokens, before the update. The "
+        "strong line is its running mean. First and last loss are means over a tenth of the "
+        "updates.</p>"
     )
     return f"<h2>Training</h2>{loss_panels_html(records)}{note}{table_html(head, rows, text=0)}"
 
@@ -232,10 +233,11 @@ def _training(records: FinetuneRecords) -> str:
 def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:
     count = len(next(iter(records.exams[-1].correct.values())))
     note = (
-        f"<p>{count} questions; the likeliest choice is the answer: by the sum of its tokens' "
-        "log-likelihoods, that per token, per byte, or less its likelihood without the question "
-        "(pmi). Brackets are Wilson's 95 % intervals; p is McNemar's exact test on the questions "
-        "whose answer changed.</p>"
+        f"<p>{count} questions. The model's answer is the choice with the largest score. The four "
+        "scores are the sum of the choice's token log-likelihoods, the sum per token, the sum per "
+        "byte, and the sum minus the choice's log-likelihood without the question (pmi). Brackets "
+        "are Wilson's 95 % intervals; p is McNemar's exact test on the questions whose answer "
+        "changed.</p>"
     )
     head = ["likelihood", "before", "after", "gained", "lost", "p"]
     return f"<h2>Questions</h2>{note}{table_html(head, exam_rows(records, comparison), text=1)}"

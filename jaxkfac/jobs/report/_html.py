@@ -87,8 +87,8 @@ def _held_out(runs: Mapping[str, RunRecords], best: str, second: str, num_test: 
     )
     if low <= 0:
         return (
-            f"On held-out examples neither has won: {names[0]} {first_accuracy:.1%}, {names[1]} "
-            f"{second_accuracy:.1%} ({points}, which contains zero)."
+            f"On held-out examples neither has won: {names[0]} is right on {first_accuracy:.1%}, "
+            f"{names[1]} on {second_accuracy:.1%} ({points}, which contains zero)."
         )
     return f"{names[0]} has won on held-out examples: {accuracies} for {names[1]} ({points})."
 
@@ -185,9 +185,9 @@ def _cards(runs: Mapping[str, RunRecords]) -> str:
 def _curves(runs: Mapping[str, RunRecords]) -> str:
     return (
         f"{curve_panels_html(runs)}<p>All optimizers see the same examples in the same order, with "
-        "the same shifts. Time is that of the training steps on the machine at hand, without "
-        "compilation and evaluation. Faint: each update's own examples. The gradient's norm is "
-        "that before clipping.</p>"
+        "the same shifts. Time is the time of the training steps on this machine, without "
+        "compilation and evaluation. Faint lines show the loss of each update on its own examples. "
+        "Gradient norms are taken before clipping.</p>"
     )
 
 

@@ -69,10 +69,10 @@ _SHOWN = 160  # characters of a text to show in a terminal
 _QUOTED = 60  # characters of a text to quote in the answer
 _ANSWERED = 3  # queries with a sentence in the answer
 _NOTE = (
-    "<p>A score is to first order what training on a text does to the loss of the query: positive "
-    "lowers it. Tokens are shaded by their part of the text's score, blue where it is positive "
-    "and orange where it is negative; a part is that of the position at which the token is "
-    "read.</p>"
+    "<p>A score estimates, to first order, how much training on a text lowers the loss of the "
+    "query; if it is negative, the loss rises. Shades show what each token contributes to the "
+    "score of its text: blue is positive, orange is negative. The contribution is measured at the "
+    "position where the model reads the token.</p>"
 )
 
 
@@ -178,8 +178,8 @@ def _list(name: str, otherwise: str, texts: Sequence[ScoredText], sign: int) -> 
 
 def _texts(texts: Sequence[ScoredText]) -> str:
     rows = "".join(
-        f'<tr><td class="n">{number(x.score)}</td><td class="n">{x.row}</td><td>{_shaded(x)}</td>'
-        "</tr>"
+        f'<tr><td class="n">{number(x.score)}</td><td class="n">{x.row}</td>'
+        f"<td>{_shaded(x)}</td></tr>"
         for x in texts
     )
     head = '<th class="n">score</th><th class="n">row</th><th>text</th>'

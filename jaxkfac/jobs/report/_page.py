@@ -25,7 +25,8 @@ _FEW = 8  # largest number of layers without a filter
 def page_html(title: str, lead: str, sections: Sequence[str], *, answer: Sequence[str] = ()) -> str:
     """A self-contained page: it loads no font, image, script or data from elsewhere.
 
-    If the sections show many layers (``data-layer``), the page has a field to filter them by name.
+    If the sections show many layers (``data-layer``), the page has a field to filter them by name,
+    above the first of these sections.
 
     Args:
         title: Heading.
@@ -34,19 +35,20 @@ def page_html(title: str, lead: str, sections: Sequence[str], *, answer: Sequenc
         answer: Sentences on the result, placed first.
     """
     look, script = (_packaged_text(name) for name in ("_page.css", "_page.js"))
-    body = "\n".join(sections)
     answer_html = f'<p class="answer">{escape(" ".join(answer))}</p>' if answer else ""
     field = (
         '<div class="filter"><input type="search" aria-label="layers to show" '
         'placeholder="show layers with … in their name"></div>'
-        if body.count(" data-layer=") > _FEW
+        if sum(section.count(" data-layer=") for section in sections) > _FEW
         else ""
     )
+    first = next((i for i, section in enumerate(sections) if " data-layer=" in section), 0)
+    body = "\n".join([*sections[:first], field, *sections[first:]])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{look}</style></head>\n<body><main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{answer_html}{field}\n'
+        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{answer_html}\n'
         f'{body}\n</main><div id="tip"></div><script>{script}</script></body></html>\n'
     )
 

@@ -140,6 +140,9 @@ def race_sentence(runs: Runs) -> str:
         means = f" (geometric means of {len(runs_of_one)} seeds, 95% intervals)"
         several = means if len(runs_of_one) > 1 else ""
         clauses.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
+    if len(finished) == 2 and not any(any(_times(x)["updates"]) for x in finished.values()):
+        labels = [OPTIMIZERS[name][0] for name in finished]
+        return f"Neither {labels[0]} nor {labels[1]} reaches {goal}."
     sentence = "; ".join(clauses) + "."
     verdicts = _verdicts(finished)
     return f"{sentence} {verdicts}" if verdicts else sentence
@@ -252,13 +255,14 @@ def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
         for axis, what in (("step", "updates"), ("seconds", "training time, s")):
             lines = [line for name, run in runs.items() for line in _lines(name, run, title, axis)]
             if title == _TARGETED:
-                lines.insert(0, _target_line(runs, axis))
+                lines.append(_target_line(runs, axis))
             unit = "nats" if title == "Training loss" else "%"
             panels.append(
                 panel_html(f"{title}, by {what}", lines, Axis(what), Axis(unit, log=True))
             )
     panels += driven_panels(runs)
     legend = [(name, OPTIMIZERS[name][0]) for name in runs]
+    legend.append(("muted", f"target of {100 * TARGET_ERROR:g} % validation error"))
     return panels_html(panels, legend=legend)
 
 
@@ -301,7 +305,7 @@ def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
         x = list(range(1, len(values) + 1))
         color = name if name in OPTIMIZERS else "a"
         lines.append(Line(OPTIMIZERS.get(name, (name,))[0], x, values, color))
-    return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis("", log=log))
+    return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis(title.lower(), log=log))
 
 
 def driven_panels(runs: Mapping[str, Any]) -> list[str]:

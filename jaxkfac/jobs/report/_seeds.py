@@ -46,9 +46,9 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
     ]
     return report_page(
         title=_title(runs),
-        lead="Means over the seeds (geometric ones of times to the target) and, in brackets, 95 % "
-        "intervals of Student's t: what initial parameters, order, shifts and sampled labels make "
-        "of it, all on the same images.",
+        lead="Means over the seeds (geometric means of times to the target) with 95 % intervals "
+        "of Student's t in brackets. The seeds differ in initial parameters, order, shifts and "
+        "sampled labels, and share the images.",
         runs={},
         spectra=[],
         coverage=[],

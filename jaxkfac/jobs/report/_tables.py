@@ -14,6 +14,7 @@ from jaxkfac.jobs.report._spectra import SIDE_TEXT, CoverageRow, SpectrumRecord,
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
     """Updates and seconds to 3 % error, and the last epoch of each run."""
     head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
+    head = [name.replace(" ", "\n", 1) for name in head]  # 80 columns hold all of them
     rows = []
     for name, run in runs.items():
         last = run.epochs[-1]

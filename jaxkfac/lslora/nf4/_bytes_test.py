@@ -36,7 +36,7 @@ def temporaries(remat, gradient, base="nf4"):
     apply_fn, config = model(remat), Config(rank=2, target="a|b|c")
     params4 = nf4.quantize(STACK, "a|b|c", stack=1)
     adapters = jax.eval_shape(
-        lambda key: init(config, apply_fn, STACK, INPUTS, key=key), jax.random.key(0)
+        lambda key: init(apply_fn, config, STACK, INPUTS, key=key), jax.random.key(0)
     )
     adapted = attach(apply_fn, config)
 

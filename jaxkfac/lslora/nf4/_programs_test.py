@@ -149,7 +149,7 @@ def case(name):
     table = find_layers(fn, PARAMS, X)
     params4 = nf4.quantize(PARAMS, pattern, table=table, block=2)
     config = Config(rank=2, alpha=3, target=pattern)
-    adapters = init(config, fn, params4, X, key=jax.random.key(0))
+    adapters = init(fn, config, params4, X, key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     return fn, params4, attach(fn, config), adapters
 
@@ -246,7 +246,7 @@ def test_a_flax_model_with_every_kernel_quantised(framework):
     leaves = jax.tree.leaves(params4, is_leaf=lambda x: isinstance(x, nf4.NF4))
     assert sum(isinstance(x, nf4.NF4) for x in leaves) == (3 if framework == "linen" else 2)
     config = Config(rank=2, target=".*kernel")
-    adapters = init(config, fn, params4, X, key=jax.random.key(0))
+    adapters = init(fn, config, params4, X, key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = attach(fn, config)
     both = jax.jit(lambda *bases: [adapted(base, adapters, X) for base in bases])
@@ -315,7 +315,7 @@ def test_a_policy_of_the_program_still_sees_the_products():
 
     config = Config(rank=2, target="s")
     params4 = nf4.quantize(PARAMS, "s", stack=1, block=2)
-    adapters = init(config, policied, params4, X, key=jax.random.key(0))
+    adapters = init(policied, config, params4, X, key=jax.random.key(0))
     adapted = attach(policied, config)
 
     def products(params):

@@ -85,6 +85,20 @@ def test_the_second_level_has_256_levels_with_zero_and_one():
     assert (np.diff(levels) > 0).all() and (np.diff(nested_codes().astype(int)) >= 0).all()
 
 
+def test_scales_lie_around_their_mean_and_are_half_a_level_off_at_most():
+    kernel = weights(2, 128, 200, seed=3) * jnp.asarray([1.0, 5.0])[:, None, None]
+    own = nf4.quantize({"kernel": kernel}, stack=1)["kernel"]
+    scales = np.abs(np.asarray(kernel).reshape(2, 2, 64, 200)).max(2).transpose(0, 2, 1)
+    assert own.nested is not None
+    offset = scales.mean((1, 2), dtype=np.float64)
+    np.testing.assert_allclose(own.nested.offset, offset, rtol=1e-6)
+    deviation = (scales - offset[:, None, None]).reshape(2, -1)
+    largest = [np.abs(np.pad(x, (0, 112)).reshape(2, 256)).max(1) for x in deviation]
+    np.testing.assert_allclose(own.nested.absmax, largest, rtol=1e-5)
+    half = np.repeat(largest, 256, 1)[:, :400] * np.diff(nested_levels()).max() / 2
+    assert (np.abs(np.asarray(own.scales()) - scales).reshape(2, -1) <= 1.01 * half).all()
+
+
 def test_an_outlier_costs_precision_in_its_own_256_scales_only():
     scales, offset = np.linspace(1, 2, 1000, dtype=np.float32), np.float32(1.5)
     before, *_ = encode_scales(scales, offset)
@@ -218,7 +232,7 @@ def test_curvature_of_adapters_is_that_on_the_decoded_base(x64):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["s"])[0] @ p["w"]
 
     config = Config(rank=2, target="s", fourier_placement="none")
-    adapters = init(config, apply_fn, params4, batch[0], key=jax.random.key(0))
+    adapters = init(apply_fn, config, params4, batch[0], key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = attach(apply_fn, config)
 

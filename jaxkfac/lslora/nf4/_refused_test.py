@@ -82,6 +82,6 @@ def test_a_quantised_parameter_cannot_be_trained_whole():
     params4 = nf4.quantize(PARAMS, "s", stack=1, block=2)
     config = Config(rank=2, target="v", modules_to_save="s")
     with pytest.raises(ValueError, match="s, which are quantised and cannot be trained"):
-        init(config, fn, params4, X, key=jax.random.key(0))
+        init(fn, config, params4, X, key=jax.random.key(0))
     with pytest.raises(ValueError, match="'s', which is quantised"):
         attach(fn, config)(params4, {"s": PARAMS["s"]}, X)

@@ -65,7 +65,7 @@ def test_texts_that_are_empty_or_no_texts(analyze, tmp_path, capsys, line, said)
 
 def test_a_budget_too_small_says_the_smallest(analyze, capsys):
     code = analyze("--device-bytes", "10MB")
-    refused(capsys, code, "--device-bytes 9.54 MiB: the smallest with which this analysis can do")
+    refused(capsys, code, "--device-bytes 9.54 MiB: this analysis needs at least")
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_loaded(analyze, monkeypatch, capsys):

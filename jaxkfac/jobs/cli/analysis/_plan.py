@@ -7,7 +7,7 @@ import jax
 
 from jaxkfac.jobs.cli._out_of_memory import free_room
 from jaxkfac.jobs.cli.analysis._decompose import Chosen
-from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, sums_dtype
+from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, enough_text, sums_dtype
 from jaxkfac.jobs.report import MemoryRow
 from jaxkfac.memory import bytes_text, resident_bytes
 
@@ -37,7 +37,11 @@ def fit(
     rows: list[MemoryRow] = []
     for _ in range(_FITS):
         held_bytes = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
-        pass_bytes = analysis.fit(room - held_bytes, held_bytes=held_bytes, every=every)
+        without_passes = plan_rows(analysis, chosen, PassBytes(0, 0, 0))
+        other_stages = max(stage_bytes(without_passes, stage) for stage in ("Lanczos", "decompose"))
+        pass_bytes = analysis.fit(
+            room - held_bytes, held_bytes=held_bytes, other_stages=other_stages, every=every
+        )
         rows = plan_rows(analysis, chosen, pass_bytes)
         if stage_bytes(rows, "gather") <= room:
             break
@@ -65,8 +69,8 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
         needed = stage_bytes(rows, stage)
         if needed > room:
             raise ValueError(
-                f"--device-bytes {bytes_text(room)}: the smallest with which the stage "
-                f"{stage!r} of this analysis can do is {bytes_text(needed)}; {remedy}"
+                f"--device-bytes {bytes_text(room)}: the stage {stage!r} of this analysis needs "
+                f"at least {enough_text(needed)}; {remedy}"
             )
 
 

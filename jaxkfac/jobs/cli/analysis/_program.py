@@ -1,6 +1,7 @@
 """Programs of an analysis, compiled from shapes, and passes that fit into a budget."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,12 +37,28 @@ class PassBytes(NamedTuple):
         return sum(self)
 
 
-def check_room(pass_bytes: PassBytes, room: int, held_bytes: int) -> None:
-    """Raise if even the smallest budget does not fit into the room."""
+_BETWEEN_PROCESSES = 8 << 20  # what a process takes before it plans differs from run to run
+
+
+def enough_text(nbytes: int) -> str:
+    """A size in whole MiB that suffices for ``nbytes`` in another process too."""
+    return f"{math.ceil((nbytes + _BETWEEN_PROCESSES) / 2**20)} MiB"
+
+
+def check_room(pass_bytes: PassBytes, room: int, held_bytes: int, other_stages: int = 0) -> None:
+    """Raise if even the smallest budget does not fit into the room.
+
+    Args:
+        pass_bytes: Bytes of a pass under the smallest budget.
+        room: Bytes for a pass.
+        held_bytes: Other bytes in use.
+        other_stages: Bytes that the other stages need, those in use included.
+    """
     if pass_bytes.total > room:
+        smallest = max(pass_bytes.total + held_bytes, other_stages)
         raise ValueError(
-            f"--device-bytes {bytes_text(room + held_bytes)}: the smallest with which this "
-            f"analysis can do is {bytes_text(pass_bytes.total + held_bytes)}: "
+            f"--device-bytes {bytes_text(room + held_bytes)}: this analysis needs at least "
+            f"{enough_text(smallest)}; gathering takes "
             f"{bytes_text(held_bytes)} for the model and this process, "
             f"{bytes_text(pass_bytes.temporaries)} for activations and temporaries, "
             f"{bytes_text(pass_bytes.factors + pass_bytes.sums)} for factors; a smaller "
@@ -167,7 +184,9 @@ class AnalyzedModel:
         out = memory.output_size_in_bytes
         return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out, self.batches))
 
-    def fit(self, room: int, *, held_bytes: int, every: bool = True) -> PassBytes:
+    def fit(
+        self, room: int, *, held_bytes: int, other_stages: int = 0, every: bool = True
+    ) -> PassBytes:
         """Find the largest budget of factors with which a pass needs at most ``room`` bytes.
 
         Compiling takes most of the time. What a pass needs without its factors hardly depends on
@@ -176,6 +195,7 @@ class AnalyzedModel:
         Args:
             room: Bytes for a pass.
             held_bytes: Other bytes in use, for the error message.
+            other_stages: Bytes that the other stages need, for the error message.
             every: Whether to compile every pass, for running; for planning only the largest is
                 compiled, and the others where they decide whether the budget fits.
 
@@ -185,7 +205,8 @@ class AnalyzedModel:
         params, batch, _ = self._shapes
         least, largest = self.collector.budgets(params, batch, self._key_shape)
         pass_bytes = self.use(least, every=False)
-        check_room(pass_bytes, room, held_bytes)
+        if pass_bytes.total > room:  # another pass may need more than the one with most factors
+            check_room(self.use(least), room, held_bytes, other_stages)
         room_for_factors = room - (pass_bytes.total - self._most(least))
         for _ in range(_TRIES):
             budget = self._largest(least, largest, room_for_factors)
@@ -196,7 +217,7 @@ class AnalyzedModel:
                 break
             room_for_factors -= pass_bytes.total - room + budget // 64
         pass_bytes = self._used(least, room, every=every)
-        check_room(pass_bytes, room, held_bytes)
+        check_room(pass_bytes, room, held_bytes, other_stages)
         return pass_bytes
 
     def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:

@@ -103,11 +103,11 @@ def test_passes_that_take_more_than_the_largest_are_made_smaller(analysis):
     found = analysis.fit(room, held_bytes=0)
     assert found.total <= room and analysis.max_factor_bytes < budget
     analysis.more, analysis._compiled = 100, {}
-    with pytest.raises(ValueError, match="the smallest with which this analysis can do is"):
+    with pytest.raises(ValueError, match="this analysis needs at least"):
         analysis.fit(room, held_bytes=0)
 
 
 def test_a_room_too_small_says_what_would_do(analysis):
     smallest, _ = ends(analysis)
-    with pytest.raises(ValueError, match="the smallest with which this analysis can do is"):
+    with pytest.raises(ValueError, match="this analysis needs at least"):
         analysis.fit(smallest - 1, held_bytes=10)

@@ -26,7 +26,7 @@ DOWN = "model/layers/mlp/down_proj/kernel"
 def small_passes(monkeypatch):
     """As many passes as there can be, with the sums of each saved after every batch."""
 
-    def fit(self, room, *, held_bytes, every=True):
+    def fit(self, room, *, held_bytes, other_stages=0, every=True):
         params, batch, _ = self._shapes
         return self.use(self.collector.budgets(params, batch).least)
 
@@ -122,7 +122,7 @@ def whole(model, texts, tmp_path_factory):
     words = ("--lanczos", "1", "--lanczos-steps", "3", "--output", str(output))
     with pytest.MonkeyPatch.context() as patch:
 
-        def fit(self, room, *, held_bytes, every=True):
+        def fit(self, room, *, held_bytes, other_stages=0, every=True):
             params, batch, _ = self._shapes
             return self.use(self.collector.budgets(params, batch).least)
 
@@ -187,7 +187,7 @@ def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
             analyze("--lanczos", "0")
     assert analyze("--lanczos", "0", "--resume", "--device-bytes", "10MB") == 2
     said = capsys.readouterr().err
-    assert "--device-bytes 9.54 MiB: the smallest with which the stage 'gather'" in said
+    assert "--device-bytes 9.54 MiB: the stage 'gather' of this analysis needs at least" in said
     assert "begin with --overwrite" in said
 
 

@@ -96,8 +96,8 @@ def test_the_best_of_the_evaluations_is_saved_and_named(run, monkeypatch, tmp_pa
     output = tmp_path / "run"
     assert run(*EVERY) == 0
     assert metrics(output)["best"] == {"step": 2, "loss": 2.0}
-    assert "saved: update 2, of validation loss 2.0000, of 6" in capsys.readouterr().out
-    assert "Saved is the adapter of update 2" in (output / "report.html").read_text()
+    assert "saved: update 2, with validation loss 2.0000, of 6" in capsys.readouterr().out
+    assert "What is saved is the adapter of update 2" in (output / "report.html").read_text()
     assert [path.name for path in (output / "checkpoints" / "best").iterdir()] == ["2"]
     assert run(*EVERY, "--steps", "2", "--schedule", "constant", output=tmp_path / "x") == 0
     short = ("--steps", "6", "--schedule", "constant")

@@ -99,8 +99,8 @@ class DecoderFamily(Family):
                 raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
         if experiment.dropout:
             raise ValueError(
-                f"--dropout is of encoder-decoders, and {experiment.model} is a decoder, which was "
-                "trained without; --adapter.dropout is of the adapter's inputs"
+                f"--dropout is for encoder-decoders, and {experiment.model} is a decoder, which "
+                f"was trained without dropout; --adapter.dropout drops inputs of the adapter"
             )
         embedded = experiment.data == "elements"
         system = experiment.system

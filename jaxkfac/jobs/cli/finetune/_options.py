@@ -54,7 +54,8 @@ class AdapterOptions:
     """Set the initial width to this many times the root mean square of the branch over the first
     batch, instead of init_sigma."""
     start: str | None = None
-    """Folder of a saved adapter to start from. Its layers, rank, alpha and modules_to_save count.
+    """Folder of a saved adapter to start from. The run uses its layers, rank, alpha and
+    modules_to_save.
     Plain LoRA receives a nonlinearity of width init_sigma, which is close to linear where the width
     is several times the branch's output."""
     split: bool = False
@@ -130,7 +131,8 @@ class Finetuning:
     epochs: int | None = None
     """Passes over the records, instead of steps. The last update may have fewer micro-batches;
     records that do not fill a micro-batch of batch_size rows are left out of their pass. Records of
-    files are counted, and the first --shuffle-window of them tell how many rows they make."""
+    files are counted, and the number of their rows is estimated from the first
+    --shuffle-window of them."""
     batch_size: int = 8
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1

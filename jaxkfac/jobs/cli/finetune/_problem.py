@@ -231,8 +231,8 @@ def _adapters(
 
     def fresh(config: Config, inputs: Any) -> Adapters:
         adapters = jk.lslora.init(
-            config,
             apply_fn,
+            config,
             pretrained.params,
             inputs,
             key=jax.random.key(experiment.seed),
@@ -303,7 +303,7 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
     """The saved adapter that a run starts from, in float32, and its settings.
 
     Raises:
-        CheckpointMismatchError: the adapter is of another model.
+        CheckpointMismatchError: the adapter belongs to another model.
         ValueError: its nonlinearity, or the place of it, differs from the options; or the options
             ask to measure its width.
     """

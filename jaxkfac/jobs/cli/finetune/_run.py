@@ -223,7 +223,7 @@ def _print(
     console = Console()
     console.print(finetune_table(records, summary["comparison"], problem.reference))
     if best := summary["best"]:
-        saved_text = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
+        saved_text = f"saved: update {best['step']}, with validation loss {best['loss']:.4f}"
         console.print(f"{saved_text}, of {len(records.losses)}", highlight=False)
     if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
@@ -354,4 +354,6 @@ def best_words(best: ExamRecord | None, trained: str) -> str:
     """The evaluation whose state was saved, as a sentence of the report."""
     if best is None:
         return ""
-    return f" Saved is {trained} of update {best.step}, of the least validation loss."
+    return (
+        f" What is saved is {trained} of update {best.step}, which has the lowest validation loss."
+    )

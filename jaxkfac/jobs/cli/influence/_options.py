@@ -16,10 +16,10 @@ class InfluenceArguments:
 
     The command collects factors of the model's curvature from training texts, decomposes them,
     preconditions the queries' gradients with them, and scores each training text in one backward
-    pass for all queries. The output folder receives report.html (the most helpful and the most
-    harmful texts for each query, with tokens shaded by their share), influence.json, scores.npy,
-    and intermediate results. --resume continues a run that was stopped or killed and gives the
-    result of an uninterrupted one.
+    pass for all queries. The output folder receives report.html (the most and the least
+    helpful texts for each query, with tokens shaded by their share), influence.json,
+    scores.npy, and intermediate results. --resume continues a run that was stopped or killed
+    and gives the result of an uninterrupted one.
 
     Examples: factors from 100 of the texts:
     `jaxkfac influence --train texts.jsonl --queries questions.jsonl --factors-from 100`
@@ -31,8 +31,8 @@ class InfluenceArguments:
     """Training texts: a file of rows that `jaxkfac finetune --data` takes. For an
     encoder-decoder, pairs."""
     queries: Path
-    """Queries: a file of such rows. The tokens of a row that training would learn are the
-    query."""
+    """Queries: a file of such rows. The query is the part of a row that training would include
+    in the loss."""
     model: tyro.conf.Positional[str] = "smollm2"
     """smollm2 (135 million parameters, downloaded once); or a folder in Hugging Face's layout with
     a decoder or an encoder-decoder of T5's layout."""
@@ -54,7 +54,7 @@ class InfluenceArguments:
     """Rank of the approximation of each layer's block of a query; None keeps the block exact. The
     report shows the error."""
     top: int = 5
-    """Number of helpful, and of harmful, texts to show for each query."""
+    """Number of most helpful, and of least helpful, texts to show for each query."""
     batch_size: int = 8
     """Texts per batch."""
     max_length: int = 512

@@ -192,7 +192,7 @@ def _write(
     sizes = [int(x.size) for x in jax.tree.leaves(scoring.pretrained.params)]
     page = influence_page(
         title=f"Influence on {arguments.model}",
-        lead=f"{sum(sizes):,} parameters; {train} for {len(queries)} queries.",
+        lead=f"{sum(sizes):,} parameters; training texts: {train}; queries: {len(queries)}.",
         queries=queries,
         config=config,
         versions=software,

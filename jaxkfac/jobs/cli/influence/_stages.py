@@ -58,7 +58,7 @@ class Stages:
         """Read the arrays of a stage.
 
         Raises:
-            CheckpointMismatchError: the file is of another run; lists the differences.
+            CheckpointMismatchError: the file belongs to another run; lists the differences.
             DamagedFileError: the file is damaged.
         """
         path = self._folder / stage

@@ -324,7 +324,7 @@ def _batches(path: Path, *, values: bool = True) -> Iterator[Any]:
                     read += len(batch)
     except _FirstFeatherError:
         raise ValueError(
-            f"{path} is of the first version of Feather, which has no record batches: "
+            f"{path} has the first version of Feather, which has no record batches: "
             "write it again with pyarrow.feather.write_feather(table, path)"
         ) from None
     except Exception as error:  # for example UnicodeDecodeError or SystemError

@@ -198,7 +198,7 @@ def test_a_file_of_another_format_is_named(suffix, tmp_path):
 
 def test_the_first_feather_is_named(tmp_path):
     (tmp_path / "x.feather").write_bytes(b"FEA1" + bytes(60) + b"FEA1")
-    with pytest.raises(ValueError, match=r"x.feather is of the first version .*write_feather"):
+    with pytest.raises(ValueError, match=r"x.feather has the first version .*write_feather"):
         list(rows_of(tmp_path / "x.feather").read())
 
 

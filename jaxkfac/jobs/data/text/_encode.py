@@ -305,7 +305,7 @@ def _start(
     conversation = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
     if ids[: len(conversation)] != conversation:
         raise ValueError(
-            f"the chat template writes what comes before turn {number} differently when it is "
+            f"the chat template writes the text before turn {number} differently when it is "
             'there: its tokens cannot be told apart; train on them with loss_on="all"'
         )
     return next(i for i, (a, b) in enumerate(zip(before, [*ids, None])) if a != b)

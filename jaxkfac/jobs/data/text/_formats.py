@@ -106,7 +106,7 @@ def chat_of(messages: list[Message], row: Row) -> Chat:
     """
     learnt = [(n, t) for n, t in enumerate(messages) if t.role == "assistant" and t.learnt]
     if not learnt:
-        raise ValueError("no turn is the assistant's and learnt: there is nothing to learn")
+        raise ValueError("no turn of the assistant is learnt: there is nothing to learn")
     for number, turn in learnt:
         if not (turn.content.strip() or turn.more):
             raise ValueError(f"turn {number}: the assistant's answer is empty")

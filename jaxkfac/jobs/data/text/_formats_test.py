@@ -105,7 +105,7 @@ def test_calls_of_tools_are_kept_in_either_form(tools):
         ({"conversations": []}, "not empty"),
         ({"conversations": [{"from": "gpt"}]}, "turn 0: expected"),
         ({"conversations": [{"from": "cat", "value": "b"}]}, "turn 0: from 'cat'"),
-        ({"conversations": [{"from": "human", "value": "b"}]}, "no turn is the assistant's"),
+        ({"conversations": [{"from": "human", "value": "b"}]}, "no turn of the assistant"),
         ({"conversations": [{"from": "function_call", "value": "b"}]}, "turn 0: expected a call"),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}, "no JSON"),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "list, got int"),
@@ -115,7 +115,7 @@ def test_calls_of_tools_are_kept_in_either_form(tools):
         ({"conversations": [{"from": "gpt", "value": ""}]}, "turn 0: .* answer is empty"),
         (
             {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
-            "no turn is the assistant's and learnt",
+            "no turn of the assistant is learnt",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},

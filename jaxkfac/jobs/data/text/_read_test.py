@@ -30,7 +30,7 @@ def test_the_three_forms_are_read_and_empty_lines_passed_over(tmp_path):
         ('{"prompt": "a", "completion": ""}', "completion is empty"),
         ('{"prompt": 1, "completion": "b"}', "prompt to be a string, got int"),
         ('{"messages": []}', "not empty"),
-        ('{"messages": [{"role": "user", "content": "?"}]}', "no turn is the assistant's"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "no turn of the assistant"),
         ('{"messages": [{"role": "robot", "content": "?"}]}', "turn 0: role 'robot'"),
         ('{"messages": [{"role": "user"}]}', "turn 0: expected"),
     ],

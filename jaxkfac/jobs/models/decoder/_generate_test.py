@@ -59,7 +59,7 @@ def test_greedy_answers_are_the_argmax_of_the_full_forward():
 def adapters_of(pretrained, config, seed):
     ids = jax.ShapeDtypeStruct((2, 4), jnp.int32)
     found = jk.lslora.init(
-        config, pretrained.apply_fn, pretrained.params, ids, key=jax.random.key(seed)
+        pretrained.apply_fn, config, pretrained.params, ids, key=jax.random.key(seed)
     )
     noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(seed), x.shape, x.dtype)
     return jax.tree.map(noise, found)

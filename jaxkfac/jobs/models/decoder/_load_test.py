@@ -204,7 +204,7 @@ def test_every_family_takes_adapters_and_nf4(tmp_path, kind):
     config = jk.lslora.Config(rank=2, target=pattern)
     adapted = jk.lslora.attach(decoder.apply_fn, config)
     ids = jnp.arange(8).reshape(2, 4)
-    adapters = jk.lslora.init(config, decoder.apply_fn, decoder.params, ids, key=jax.random.key(0))
+    adapters = jk.lslora.init(decoder.apply_fn, config, decoder.params, ids, key=jax.random.key(0))
     assert len(adapters) == 4
     fresh = jax.jit(adapted)(decoder.params, adapters, ids)
     base = jax.jit(decoder.apply_fn)(nf4.dequantize(decoder.params), ids)

@@ -53,7 +53,7 @@ def test_targets_are_the_argmax_of_the_full_forward():
 def test_adapted_targets_are_those_of_the_adapted_forward():
     apply_fn, params = model()[1:3]
     pairs = Pairs(jnp.zeros((1, 3), int), None, jnp.zeros((1, 2), int))
-    adapters = jk.lslora.init(ADAPTERS, apply_fn, params, pairs, key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, ADAPTERS, params, pairs, key=jax.random.key(0))
     noise = lambda x: x + 0.5 * jax.random.normal(jax.random.key(1), x.shape, x.dtype)
     adapters = jax.tree.map(noise, adapters)
     adapted = jk.lslora.attach(apply_fn, ADAPTERS)
@@ -68,7 +68,7 @@ def test_adapted_targets_are_those_of_the_adapted_forward():
 def test_saved_adapters_load_onto_the_model(tmp_path):
     apply_fn, params = model()[1:3]
     pairs = Pairs(jnp.zeros((1, 3), int), None, jnp.zeros((1, 2), int))
-    adapters = jk.lslora.init(ADAPTERS, apply_fn, params, pairs, key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, ADAPTERS, params, pairs, key=jax.random.key(0))
     adapters = jax.tree.map(lambda x: x + 0.5, adapters)
     jk.lslora.save(tmp_path, adapters, ADAPTERS)
     for found, config in (jk.lslora.load(tmp_path), jk.lslora.load(tmp_path, model=model())):

@@ -130,7 +130,7 @@ def test_factors_leave_padding_of_the_source_out():
 def test_adapters_leave_padding_of_the_source_out_of_their_factors_too():
     apply_fn, params = built()
     config = jk.lslora.Config(rank=2, target=r".*Attention/[qv]/kernel")
-    adapters = jk.lslora.init(config, apply_fn, params, pairs_of(), key=jax.random.key(0))
+    adapters = jk.lslora.init(apply_fn, config, params, pairs_of(), key=jax.random.key(0))
     assert len(adapters) == 6
     adapters = jax.tree.map(lambda x: x + 0.1, adapters)
     adapted = jk.lslora.attach(apply_fn, config)

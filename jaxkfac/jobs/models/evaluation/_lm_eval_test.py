@@ -120,7 +120,7 @@ def test_requests_that_cannot_be_answered_are_refused(pretrained, options):
 def test_an_adapted_model_is_evaluated_with_its_adapters(pretrained):
     config = Config(rank=2, target=".*_proj/kernel")
     ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    fresh = init(config, pretrained.apply_fn, pretrained.params, ids, key=jax.random.key(0))
+    fresh = init(pretrained.apply_fn, config, pretrained.params, ids, key=jax.random.key(0))
     noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(1), x.shape, x.dtype)
     adapters, adapted = jax.tree.map(noise, fresh), attach(pretrained.apply_fn, config)
     model = Requests(pretrained, adapted, adapters, 2)

@@ -1,0 +1,28 @@
+"""The page's table of large K-FAC trainings is the record, and the record what is planned now."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kfac_bytes import LAYOUTS, OPTIONS, planned
+
+ROOT = Path(__file__).parent.parent
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "kfac_bytes.json").read_text())
+SIZES = {"llama-1b": "1B", "llama-7b": "7B"}
+
+
+def test_the_page_shows_the_record():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for layout in LAYOUTS:
+        assert RECORD[layout].keys() == OPTIONS.keys()
+        for name, row in RECORD[layout].items():
+            cells = [f"{SIZES[layout]}, {name}", *(f"{value:.1f}" for value in row.values())]
+            assert f"| {' | '.join(cells)} |" in page, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_record_is_what_is_planned_today(layout, name):
+    assert planned(layout, **OPTIONS[name]) == pytest.approx(RECORD[layout][name], rel=1e-6)
