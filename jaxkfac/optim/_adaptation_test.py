@@ -551,7 +551,7 @@ def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_group():
     updates, state = group(state, batch, 1)
     assert all(x.any() for x in jax.tree.leaves(updates))
     assert (state.skipped, state.inner.step, state.inner.average.terms) == (1, 1, 2 * N // 3)
-    with pytest.raises(ValueError, match="8 loss terms, and the gradient is of 24"):
+    with pytest.raises(ValueError, match="8 loss terms, and the gradient from 24"):
         group(state, micro_batches[2], None)
 
 
@@ -591,7 +591,7 @@ class TestRefused:
             "curvature": operators.ggn(OBJECTIVE, params, half),
         }
         _, state = tx.update(grads, tx.init(params), params, factors=factors, **loss)
-        with pytest.raises(ValueError, match="12 loss terms, and the gradient is of 24"):
+        with pytest.raises(ValueError, match="12 loss terms, and the gradient from 24"):
             tx.update(grads, state, params, factors=factors, **loss)
 
     def test_a_loss_that_is_no_number(self):
@@ -634,7 +634,7 @@ class TestRefused:
         tx, state, _ = training(params, batch, objective, damping=0.1)
         value, grads, factors = value_grad_and_factors(objective)(params, batch)
         half = jax.tree.map(lambda x: x[: N // 2], batch)
-        with pytest.raises(ValueError, match="12 loss terms, and the gradient is of 24"):
+        with pytest.raises(ValueError, match="12 loss terms, and the gradient from 24"):
             tx.update(
                 grads,
                 state,

@@ -70,7 +70,7 @@ def test_one_bad_layer_leaves_the_average_of_all_readable(factors):
         sums = decay * first.g_sums["k"] + third.g_sums["k"]
         assert_close(found["k"].g, sums / (decay * first.terms + third.terms))
         empty.push(with_nan(factors[0], "k"), 0)
-        with pytest.raises(ValueError, match="nothing is in that of G of layer 'k'; 1 contrib"):
+        with pytest.raises(ValueError, match="G of layer 'k' has no contribution; 1 were left out"):
             empty.average()
 
 

@@ -120,6 +120,7 @@ def test_what_cannot_be_planned_is_explained(changes, message):
         run_plan(PlanArguments(**{"device_bytes": 1e9, **TINY, **changes}))
 
 
+@pytest.mark.exhaustive
 def test_packed_kfac_takes_half_the_factors_and_inverses(capsys, monkeypatch):
     wide = DecoderLayout(2, 128, 2, 256, 128, fused=True)  # smaller matrices are not packed
     monkeypatch.setitem(PRESETS, "tiny", wide)

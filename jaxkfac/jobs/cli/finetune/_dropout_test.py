@@ -42,7 +42,7 @@ def test_adapters_may_drop_where_the_model_does_not():
 
 
 def test_a_decoder_has_none():
-    with pytest.raises(ValueError, match="--dropout is of encoder-decoders, and smollm2 is a"):
+    with pytest.raises(ValueError, match="--dropout is for encoder-decoders, and smollm2 is a"):
         load_text(Finetuning(dropout=0.1))
     with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\), not 1"):
         Finetuning(dropout=1.0)
