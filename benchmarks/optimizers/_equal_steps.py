@@ -63,6 +63,11 @@ def runs_of(
     return [found[key] for key in keys if key in found]
 
 
+def all_raise(lines: Lines) -> bool:
+    """Whether there are runs, and each ended with an error, which is not a divergence."""
+    return bool(lines) and all(line["error"] for line in lines)
+
+
 def ends_above_its_start(line: Mapping[str, Any]) -> bool:
     """Whether a batch's loss is greater at the end than at the first step, or not finite."""
     if line["error"]:

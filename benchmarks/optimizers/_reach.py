@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.optimizers._equal_steps import Lines, best_choice, ends_above_its_start, runs_of
+from benchmarks.optimizers._equal_steps import (
+    Lines,
+    all_raise,
+    best_choice,
+    ends_above_its_start,
+    runs_of,
+)
 from benchmarks.optimizers._method import Method, Setting
 from benchmarks.optimizers._problem import Problem
 from benchmarks.optimizers._record import SEEDS, final, seed_runs
@@ -50,6 +56,8 @@ def defaults_table(records: Mapping[str, Lines]) -> str:
 def _cell(lines: Lines, method: Method, setting: Setting | None, problem: Problem) -> str:
     if not method.is_for(problem):
         return "–"
+    if setting is not None and all_raise(runs_of(lines, method, setting, problem)):
+        return "does not run"
     x = None if setting is None else at_equal_steps(lines, method, setting, problem)
     return _shown(x)
 
@@ -211,6 +219,16 @@ def _against(records: Mapping[str, Lines]) -> Iterable[tuple[str, str, str]]:
         (("schedule_free",), "schedule-free AdamW's best", ""),
     ):
         yield f"{both} against {title}, equal steps", pairs(better, tuned(*names)), goal
+    peer = METHODS["kfac_jax_adaptive"]
+
+    def of_peer(lines: Lines, problem: Problem) -> float | None:
+        if all_raise(runs_of(lines, peer, peer.documented[0], problem)):
+            return None
+        return at_equal_steps(lines, peer, peer.documented[0], problem)
+
+    title = "against kfac-jax as documented, equal steps"
+    yield f"`kfac(like=like)` {title}", pairs(alone, of_peer), ""
+    yield f"{both} {title}", pairs(better, of_peer), ""
 
 
 def _in_time(records: Mapping[str, Lines]) -> Iterable[tuple[str, str, str]]:

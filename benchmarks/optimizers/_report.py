@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.optimizers._equal_steps import best_choice, ends_above_its_start, runs_of
+from benchmarks.optimizers._equal_steps import (
+    all_raise,
+    best_choice,
+    ends_above_its_start,
+    runs_of,
+)
 from benchmarks.optimizers._figure import curves
 from benchmarks.optimizers._goals import GOALS
 from benchmarks.optimizers._problem import Problem
@@ -144,9 +149,11 @@ def _run_cells(
         title,
         _setting(setting),
         how,
-        _interval(middle([at(line, "steps", problem.steps) for line in runs])),
+        "does not run"
+        if all_raise(runs)
+        else _interval(middle([at(line, "steps", problem.steps) for line in runs])),
         *map(_number, counted),
-        f"{sum(map(ends_above_its_start, runs))} of {len(runs)}",
+        "" if all_raise(runs) else f"{sum(map(ends_above_its_start, runs))} of {len(runs)}",
     ]
     return "| " + " | ".join(cells) + " |"
 

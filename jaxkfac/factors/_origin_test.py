@@ -112,9 +112,9 @@ def test_inside_shard_map_it_is_the_same():
 
 def test_a_sum_of_unlike_fisher_types_is_refused_by_name():
     one, other = factors("exact"), factors("mc")
-    with pytest.raises(ValueError, match="'mc' of Categorical cannot be added to .*'exact' of Categ"):
+    with pytest.raises(ValueError, match="'mc' of Categorical cannot be added to .*'exact' of"):
         one + other
-    with pytest.raises(ValueError, match="'mc' of Categorical cannot be added to .*'exact' of Categ"):
+    with pytest.raises(ValueError, match="'mc' of Categorical cannot be added to .*'exact' of"):
         jax.jit(lambda a, b: 0.5 * a + b)(one, other)
     total = LongSum.zeros(one) + one
     with pytest.raises(ValueError, match="'mc' of Categorical cannot be added"):
@@ -125,7 +125,7 @@ def test_a_sum_of_unlike_fisher_types_is_refused_by_name():
 
 def test_a_sum_of_unlike_likelihoods_is_refused_by_name():
     other = factors("exact", Objective(net, Gaussian()), (BATCH[0], jnp.zeros((6, 2))))
-    with pytest.raises(ValueError, match="'exact' of Gaussian cannot be added to .* of Categorical"):
+    with pytest.raises(ValueError, match="'exact' of Gaussian cannot be added to .* of Cat"):
         factors("exact") + other
 
 
