@@ -209,6 +209,16 @@ ADAPTATION = (
         "by the runs of the optimizers page",
     ),
     Exempt(PAGE, "it runs convolutions inside branches 28 times slower", ONCE),
+    Exempt(
+        PAGE,
+        "reaches 3 % validation error after 462 updates",
+        "benchmarks/results/digits.md has it; tests/digits_benchmark_test.py makes that page",
+    ),
+    Exempt(
+        PAGE,
+        "It takes 3.2 times the CPU seconds",
+        "benchmarks/results/digits.md has 3.21; tests/digits_benchmark_test.py makes that page",
+    ),
 )
 OTHERS = (
     Exempt("docs/adapters.md", "with a 95% interval of -10 to +7 points", CONFIDENCE),
