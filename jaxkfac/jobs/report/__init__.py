@@ -47,15 +47,16 @@ from jaxkfac.jobs.report._race import (
     interval,
     race_record,
     race_sentence,
+    runs_table,
 )
 from jaxkfac.jobs.report._seeds import seeds_page, seeds_record, seeds_table
 from jaxkfac.jobs.report._spectra import (
     CoverageRow,
     SpectrumRecord,
     coverage_rows,
+    spectra_table,
     spectrum_records,
 )
-from jaxkfac.jobs.report._tables import runs_table, spectra_table
 
 __all__ = [
     "FIGURE_STYLE",

@@ -4,8 +4,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.table import Table
+
 from jaxkfac.curvature.capacity import Interval, mean_interval
-from jaxkfac.jobs.report._page import OPTIMIZERS, Axis, Line, panel_html, panels_html
+from jaxkfac.jobs.report._page import (
+    OPTIMIZERS,
+    Axis,
+    Line,
+    panel_html,
+    panels_html,
+    terminal_table,
+)
 
 # ---------------- records, as plain values that survive JSON
 
@@ -311,3 +320,29 @@ def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
 def driven_panels(runs: Mapping[str, Any]) -> list[str]:
     """Panels of learning rate and gradient norm, for the runs that recorded them."""
     return [_driven(runs, *drawn) for drawn in _DRIVEN if _has(runs, drawn[1])]
+
+
+# ---------------- the table for a terminal
+
+
+def runs_table(runs: Mapping[str, RunRecords]) -> Table:
+    """Updates and seconds to 3 % error, and the last epoch of each run."""
+    head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
+    head = [name.replace(" ", "\n", 1) for name in head]  # 80 columns hold all of them
+    rows = []
+    for name, run in runs.items():
+        last = run.epochs[-1]
+        rows.append(
+            [
+                OPTIMIZERS[name][0],
+                *at_target([run]),
+                str(last.step),
+                f"{last.train_loss:.4f}",
+                f"{last.test_accuracy:.2%}",
+                f"{last.seconds:.1f}",
+                f"{run.compile_seconds:.1f}",
+            ]
+        )
+        if run.skipped:
+            rows.append([f"  {run.skipped} skipped: not finite"])
+    return terminal_table("Result", head, rows, no_wrap=True)

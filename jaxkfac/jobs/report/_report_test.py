@@ -27,8 +27,7 @@ from jaxkfac.jobs.report import (
     versions,
 )
 from jaxkfac.jobs.report._factor_figures import WORDS
-from jaxkfac.jobs.report._spectra import _of_side
-from jaxkfac.jobs.report._tables import coverage_table
+from jaxkfac.jobs.report._spectra import _of_side, coverage_table
 
 
 @pytest.fixture(scope="module")
