@@ -10,8 +10,16 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Half a minute and more: their programs run in slow tests too, as examples or blocks of the docs.
-LONG = ("06_capacity_through_depth", "08_any_loss", "09_influence", "11_forgetting")
+# Half a minute and more. What they call runs in slow tests too, in examples or blocks of the docs.
+LONG = (
+    "04_accumulation",
+    "05_what_the_nonlinearity_learns",
+    "06_capacity_through_depth",
+    "07_the_documents_measured",
+    "08_any_loss",
+    "09_influence",
+    "11_forgetting",
+)
 
 
 def _by_length(path: Path) -> Any:

@@ -14,7 +14,7 @@ TESTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("users_kernels")
 def test_invariants_factors_programs_and_four_bits():
     words = ["-q", "-m", "slow and not exhaustive", "-p", "no:cacheprovider", *TESTS]

@@ -57,7 +57,8 @@ def one_device(tmp_path_factory):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--mesh", "data=4,model=2"),
+        # tests/eight_devices_test.py compares the same steps without the command.
+        pytest.param(("--mesh", "data=4,model=2"), marks=pytest.mark.exhaustive),
         pytest.param(("--devices", "all"), marks=pytest.mark.exhaustive),
     ],
 )

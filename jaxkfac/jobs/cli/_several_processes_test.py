@@ -283,7 +283,7 @@ def test_processes_with_other_options_or_programs_end_at_once(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_with_another_program_ends_all_before_a_step(tmp_path):
     words = ["adamw" if word == "kfac" else word for word in TRAIN]
     words += ["--devices", "all", "--output", str(tmp_path / "run")]
