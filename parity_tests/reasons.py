@@ -328,6 +328,7 @@ NAMES = {
     "panel_shapes": _PART,
     "statistics_dtype": _PART,
     "symmetric_gram": _PART,
+    "sum_over_axis": _PART,
     "sum_over_chunks": _PART,
     "unpack_panels": _PART,
     "fold_triangle": _PART,

@@ -35,7 +35,7 @@ from jaxkfac.curvature._layer_power import (
 )
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import in_unit, rotate_gradients
-from jaxkfac.linalg import ScaledPower
+from jaxkfac.linalg import ScaledPower, sum_over_axis
 
 # ---------------- quadratic forms of gradients
 
@@ -256,5 +256,5 @@ def rotated_squares(
         layer, many = about.layer, len(about.layer.stack)
         in_range = layer.is_diagonal or about.is_bias  # their squares need no unit
         unit = None if in_range else bases.block_root(layer)
-        squares.append(jnp.square(in_unit(gradient, unit)).sum(many))
+        squares.append(sum_over_axis(jnp.square(in_unit(gradient, unit)), many))
     return squares

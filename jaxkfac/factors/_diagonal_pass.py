@@ -24,7 +24,7 @@ from jaxkfac.interception import (
     varying_axes,
     with_leaves,
 )
-from jaxkfac.linalg import map_over_chunks, statistics_dtype
+from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis
 
 # ---------------- examples run one by one
 
@@ -136,7 +136,7 @@ def per_example_diagonals(
         rows = map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
     except NotImplementedError:  # an operation that JAX cannot batch, such as a grouped product
         rows = jax.lax.map(fast_convolutions(squares), examples)
-    sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
+    sums = {layer.name: sum_over_axis(rows[layer.weight.path], 0) for layer in layers}
     return jax.lax.psum(sums, axes) if axes else sums
 
 

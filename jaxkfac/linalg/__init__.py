@@ -62,6 +62,7 @@ from jaxkfac.linalg._sums import (
     inner_product,
     is_all_finite,
     map_over_chunks,
+    sum_over_axis,
     sum_over_chunks,
 )
 
@@ -116,6 +117,7 @@ __all__ = [
     "row_sums",
     "scale_in_eigenbasis",
     "statistics_dtype",
+    "sum_over_axis",
     "sum_over_chunks",
     "symmetric_gram",
     "unfold_triangle",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 # ---------------- sums over chunks of a leading axis
 
@@ -77,6 +77,16 @@ def map_over_chunks(
         return mapped
     last = per_chunk(tail, indices[-1] + 1)
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), mapped, last)
+
+
+def sum_over_axis(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """The sum over an axis that is not the last, as a product with ones.
+
+    XLA's CPU compiler walks such a sum column by column: 25 matrices of 128 by 512 take 25 ms, and
+    0.6 ms as a product.
+    """
+    ones = jnp.ones(x.shape[axis], x.dtype)
+    return jnp.tensordot(ones, x, ((0,), (axis,)), precision=jax.lax.Precision.HIGHEST)
 
 
 def _cut(examples: PyTree, chunk: int | None) -> tuple[PyTree, Any, PyTree] | None:

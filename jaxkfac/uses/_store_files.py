@@ -241,7 +241,7 @@ class StoreInMemory:
         """Store one batch, and the sums of all so far."""
         bits = "".join("01"[bool(x)] for x in exists)
         self.parts.append(StoredPart(len(rows), 0, data, bits))
-        self._rows.append(np.array(rows))
+        self._rows.append(rows)
         self._sums = dict(sums)
 
     def finish(self) -> None:

@@ -323,6 +323,6 @@ def own_products(
     for columns, row_part, (values, root) in zip(_columns(parts), parts, weights, strict=True):
         if row_part.name in names:
             gradients = _gradients(rows[:, columns].astype(values.dtype), row_part)
-            by_part.append((jnp.square(gradients * root) * values).sum(1))
+            by_part.append(jnp.matmul(jnp.square(gradients * root), values, precision=_EXACT))
     dtype = jnp.result_type(*[x.dtype for x in by_part])
     return jnp.stack([x.astype(dtype) for x in by_part]).sum(0)
