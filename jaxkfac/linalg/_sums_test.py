@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.linalg import alike, inner_product, is_all_finite
+from jaxkfac.linalg import alike, inner_product, is_all_finite, sum_over_axis
 
 CHECK = jax.jit(is_all_finite)
 
@@ -98,3 +98,10 @@ def test_arrays_that_one_program_cannot_join_stay_by_themselves():
 
     jax.jit(rows)(one, half)
     assert found[-1] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5,), 0), ((5, 3), 0), ((2, 5, 3, 4), 1)])
+def test_a_sum_over_one_axis_is_numpys(shape, axis):
+    x = np.random.default_rng(0).normal(size=shape)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(sum_over_axis(jnp.asarray(x), axis), x.sum(axis), rtol=1e-14)

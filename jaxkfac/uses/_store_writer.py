@@ -135,7 +135,8 @@ class StoreWriter:
             new |= {f"{i:06d}.lost": x for i, x in enumerate(lost) if x is not None}
             for name, x in new.items():
                 sums[name] = np.asarray(sums.get(name, 0) + np.asarray(x, np.float64))
-        return rows[0] if len(rows) == 1 else np.concatenate(rows), sums, np.asarray(source.exists(batch))
+        joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return joined, sums, np.asarray(source.exists(batch))
 
 
 def _rotated_rows(
