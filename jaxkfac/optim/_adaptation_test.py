@@ -167,6 +167,8 @@ class Paper:
                 self.damping *= self.factor**self.every
             elif self.ratio < 1 / 4:
                 self.damping /= self.factor**self.every
+        if self.factor_every:
+            self.factor_damping *= (self.damping + self.weight_decay) / both
         self.w = moved
 
 

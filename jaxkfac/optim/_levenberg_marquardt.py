@@ -147,10 +147,10 @@ class LevenbergMarquardt:
         minimum: $\lambda$ never falls below it.
         maximum: $\lambda$ never rises above it.
         factor_every: Updates between two trials of the factors' own damping $\gamma^2$, rounded to
-            refreshes. It begins at $\lambda + w$. A trial compares the steps with $\gamma^2$,
-            $\omega^{T'} \gamma^2$ and $\omega^{-T'} \gamma^2$ ($T'$ is ``factor_every``), and keeps
-            the damping whose step has the least model value. 0: the factors are damped by
-            $\lambda + w$.
+            refreshes. It begins at $\lambda + w$, and between trials it keeps its ratio to it. A
+            trial compares the steps with $\gamma^2$, $\omega^{T'} \gamma^2$ and
+            $\omega^{-T'} \gamma^2$ ($T'$ is ``factor_every``), and keeps the damping whose step has
+            the least model value. 0: the factors are damped by $\lambda + w$.
         burn_in: Updates at the beginning that average the factors and move nothing.
 
     Raises:
