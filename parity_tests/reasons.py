@@ -130,6 +130,7 @@ NAMES = {
     "Entries": _TYPE,
     "Eqn": _TYPE,
     "Kind": _PART,
+    "LayerVjp": _PART,
     "RowMask": _PART,
     "SlotEntry": _PART,
     "Use": _PART,

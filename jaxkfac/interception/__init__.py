@@ -88,7 +88,7 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup, entries_picked, kept_axis, lookup_of
 from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
-from jaxkfac.interception._kind import Data, Kind, Site, Use, kind_named, register_kind
+from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
@@ -129,6 +129,7 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "LayerVjp",
     "Lookup",
     "Marked",
     "NnxApply",

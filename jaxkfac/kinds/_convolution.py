@@ -11,7 +11,7 @@ from jaxkfac.interception import (
     Axes,
     AxisTable,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
     matrix_problem,
     order_problem,
@@ -94,12 +94,13 @@ class Convolution(TwoSided):
         sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
         return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
         """All patches; pass only a few examples at a time."""
-        return patches_of(site.eqn, use, operands)
+        return patches_of(vjp)
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        examples, channels, *spatial = site.eqn.params["dimension_numbers"].out_spec
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        use, cotangent = vjp.use, vjp.cotangent
+        examples, channels, *spatial = vjp.site.eqn.params["dimension_numbers"].out_spec
         groups, shape = len(use.groups), cotangent.shape
         x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
         rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
@@ -107,51 +108,33 @@ class Convolution(TwoSided):
         return Rows(x, rows, batch, ((channels + groups, use.out_axes[0]),))
 
     def over_input_rows(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        weights: ArrayOrShape | None,
-        statistic: Callable[[Rows, ArrayOrShape | None], Any],
+        self, vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]
     ) -> Any:
-        def of_part(side: Rows, exists: ArrayOrShape | None) -> Any:
-            return statistic(part_of_rows(site, use, side), exists)
+        return over_patches(vjp, lambda side, exists: statistic(part_of_rows(vjp, side), exists))
 
-        return over_patches(site.eqn, use, operands, weights, of_part)
-
-    def summed_input_rows(
-        self, site: Site, use: Use, operands: Any, weights: ArrayOrShape | None
-    ) -> Rows:
-        return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
+    def summed_input_rows(self, vjp: LayerVjp) -> Rows:
+        return part_of_rows(vjp, summed_patches(vjp))
 
     def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
         return _moments.sum_over_patches(side, precision)
 
     def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
+        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
     ) -> BothSides:
         """The two sides; patches are formed from the signal for one chunk of examples at a time."""
-        numbers = site.eqn.params["dimension_numbers"]
+        numbers = vjp.site.eqn.params["dimension_numbers"]
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
-        kernel, number = operands[1], use.rows[0]
+        kernel, lead = vjp.operands[1], len(vjp.use.rows)
+        example_rows = dataclasses.replace(vjp.use, rows=vjp.use.rows[:1])
+        alone = dataclasses.replace(vjp, use=example_rows)
 
         def examples_first(x: ArrayOrShape, axis: int) -> ArrayOrShape:
             """Move the batch axis first and split it into examples and the rest of its entries."""
-            x = jnp.moveaxis(x, axis, 0)
-            alone = dataclasses.replace(use, rows=(number,))
-            return split_examples(site, alone, x, num_rows=1, examples=examples)
+            return split_examples(alone, jnp.moveaxis(x, axis, 0), num_rows=1, examples=examples)
 
-        operands_by_example = (operands[0], cotangent, weights)
         arrays = tuple(
             None if x is None else examples_first(x, axis)
-            for x, axis in zip(operands_by_example, first, strict=True)
+            for x, axis in zip((vjp.data, vjp.cotangent, vjp.weights), first, strict=True)
         )
 
         def rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
@@ -160,9 +143,8 @@ class Convolution(TwoSided):
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
                 for x, axis in zip(chunk, first, strict=True)
             )
-            x = aligned(site, use, self.input_rows(site, use, [signal, kernel], exists))
-            g = aligned(site, use, self.output_rows(site, use, outputs, exists))
-            lead = len(use.rows)
-            return tuple(y.reshape(size, -1, *y.shape[lead:]) for y in (x, g))
+            part = LayerVjp(vjp.site, vjp.use, [signal, kernel], outputs, exists)
+            x, g = aligned(part, self.input_rows(part)), aligned(part, self.output_rows(part))
+            return x.reshape(size, -1, *x.shape[lead:]), g.reshape(size, -1, *g.shape[lead:])
 
         return BothSides(arrays, examples is not None, rows)

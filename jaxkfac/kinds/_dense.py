@@ -10,14 +10,14 @@ from jaxkfac.interception import (
     Axes,
     AxisTable,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
     broadcast_axes,
     matrix_problem,
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import ArrayOrShape, Rows
+from jaxkfac.kinds._rows import Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -91,20 +91,18 @@ class Dense(TwoSided):
         )
         return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.row_batch)))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
-        contract, shared = site.eqn.params["dimension_numbers"]
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        contract, shared = vjp.site.eqn.params["dimension_numbers"]
+        x, use = vjp.data, vjp.use
         data_operand = 1 - use.operand
-        x, features = (
-            operands[data_operand],
-            sorted(zip(contract[data_operand], use.in_axes, strict=True)),
-        )
+        features = sorted(zip(contract[data_operand], use.in_axes, strict=True))
         batch = _stacked(shared[data_operand], use.row_batch)
         not_rows = {*contract[data_operand], *batch}
         rows = tuple(d for d in range(x.ndim) if d not in not_rows)
         return Rows(x, rows, batch, tuple(features))
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        contract, shared = site.eqn.params["dimension_numbers"]
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        use, (contract, shared) = vjp.use, vjp.site.eqn.params["dimension_numbers"]
         data_operand, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
         num_rows = len(use.rows) - len(use.row_batch)
         first_free = num_batch + (num_rows if use.operand == 1 else 0)
@@ -119,7 +117,7 @@ class Dense(TwoSided):
         not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.row_batch)}
         axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
-        return Rows(cotangent, rows, tuple(batch), tuple(free))
+        return Rows(vjp.cotangent, rows, tuple(batch), tuple(free))
 
 
 def _stacked(axes: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:

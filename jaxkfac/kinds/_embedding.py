@@ -10,8 +10,8 @@ from jaxkfac.interception import (
     Atoms,
     AxisTable,
     Eqn,
+    LayerVjp,
     Lookup,
-    Site,
     Use,
     cast_varying,
     entries_picked,
@@ -23,7 +23,7 @@ from jaxkfac.interception import (
     register_kind,
 )
 from jaxkfac.kinds._moments import Products
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, split_examples
+from jaxkfac.kinds._rows import Rows, aligned, split_examples
 from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
 
 
@@ -67,49 +67,36 @@ class Embedding(TwoSided):
         shapes = tuple(v.aval.shape for v in use.eqn.invars if is_var(v))
         return repr((shapes[-1:], _lookup(use.eqn).column))
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        numbers = site.eqn.params["dimension_numbers"]
-        offset = list(numbers.offset_dims)
-        unit_axis = kept_axis(site.eqn, _lookup(site.eqn))
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        eqn, cotangent = vjp.site.eqn, vjp.cotangent
+        offset = list(eqn.params["dimension_numbers"].offset_dims)
+        unit_axis = kept_axis(eqn, _lookup(eqn))
         if unit_axis is not None:
             offset.remove(unit_axis)
             cotangent = cotangent.squeeze(unit_axis)
             offset = [d - (d > unit_axis) for d in offset]
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
-        return Rows(cotangent, rows, (), tuple(zip(offset, use.out_axes, strict=True)))
+        return Rows(cotangent, rows, (), tuple(zip(offset, vjp.use.out_axes, strict=True)))
 
     def input_moments(
-        self,
-        site: Site,
-        use: Use,
-        like: Mapping[str, Any],
-        operands: Any,
-        weights: ArrayOrShape | None,
-        products: Products,
+        self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
     ) -> dict[str, Any]:
-        table, indices = operands[0], entries_picked(use.eqn, operands)
+        eqn, weights = vjp.use.eqn, vjp.weights
+        table, indices = vjp.operands[0], entries_picked(eqn, vjp.operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         ones = cast_varying(ones, indices)
-        zeros = cast_varying(jnp.zeros(table.shape[_lookup(use.eqn).axis], dtype), indices)
+        zeros = cast_varying(jnp.zeros(table.shape[_lookup(eqn).axis], dtype), indices)
         # An index out of range stands for a row that picks nothing (``entries_picked``).
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
+        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
     ) -> TokenRows:
-        split = functools.partial(
-            split_examples, site, use, num_rows=len(use.rows), examples=examples
-        )
-        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack_of_slot(like))
-        return TokenRows(split(entries_picked(use.eqn, operands)), split(g))
+        num_rows = len(vjp.use.rows)
+        split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
+        g = aligned(vjp, self.output_rows(vjp), stack_of_slot(like))
+        return TokenRows(split(entries_picked(vjp.use.eqn, vjp.operands)), split(g))
 
 
 def _lookup(eqn: Eqn) -> Lookup:

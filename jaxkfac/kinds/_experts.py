@@ -11,7 +11,7 @@ from jaxkfac.interception import (
     AxisTable,
     Data,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
     matrix_problem,
     order_problem,
@@ -101,24 +101,18 @@ class Gathered(TwoSided):
         rows = axes.rows_of_data(use.row_axes)
         return repr((theirs, rows, len(use.rows), picked.indices))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        use, x = vjp.use, vjp.data
         axes = _Axes.of(use.eqn, use.operand)
-        x = operands[1 - use.operand]
         rows = axes.rows_of_data(use.row_axes)
         more = range(x.ndim, x.ndim + len(use.rows) - len(rows))  # rows that only the kernels have
         stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.row_axes)
         features = sorted(zip(axes.inputs(use.row_axes), use.in_axes, strict=True))
         x = jnp.expand_dims(x, tuple(more))
-        return _by_expert(site, use, operands, Rows(x, (*rows, *more), stacked, tuple(features)))
+        return _by_expert(vjp, Rows(x, (*rows, *more), stacked, tuple(features)))
 
-    def outputs_of(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-    ) -> Rows:
+    def output_rows(self, vjp: LayerVjp) -> Rows:
+        use, cotangent = vjp.use, vjp.cotangent
         axes = _Axes.of(use.eqn, use.operand)
         mine, theirs = axes.in_result(use.operand)
         theirs |= {d: k for k, d in enumerate(axes.shared.values())}
@@ -131,20 +125,20 @@ class Gathered(TwoSided):
         features = [mine[d] for d in axes.free if d not in use.row_axes]
         features = tuple(zip(features, use.out_axes, strict=True))
         side = Rows(cotangent, tuple(rows), tuple(stacked), features)
-        return _by_expert(site, use, operands, side).masked(weights)
+        return _by_expert(vjp, side).masked(vjp.weights)
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
-        table, picked = site.table, use.view.picked
+    def reached(self, vjp: LayerVjp) -> ArrayOrShape:
+        table, rows, picked = vjp.table, vjp.use.rows, vjp.use.view.picked
         assert picked is not None
-        flat = [a for axis in use.rows for a in table.atoms(axis)]
+        flat = [a for axis in rows for a in table.atoms(axis)]
         mine = [a for axis in picked.rows for a in table.atoms(axis)]
         order = sorted(range(len(mine)), key=lambda i: flat.index(mine[i]))
-        index = operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
+        index = vjp.operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
         index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
         number = _size(table, picked.axis)
         every = (number, *map(table.size, flat))
         reaches = index == jnp.arange(number, dtype=index.dtype).reshape(-1, *[1] * len(flat))
-        shape = [_size(table, axis) for axis in use.rows]
+        shape = [_size(table, axis) for axis in rows]
         return jnp.broadcast_to(reaches, every).reshape(number, *shape)
 
 
@@ -196,9 +190,9 @@ class _Axes(NamedTuple):
         return (at[1], at[0]) if operand == 1 else (at[0], at[1])
 
 
-def _by_expert(site: Site, use: Use, operands: Sequence[Any], side: Rows) -> Rows:
+def _by_expert(vjp: LayerVjp, side: Rows) -> Rows:
     """One copy of the rows for each expert, zero where the rows pick another."""
-    reaches = use.kind.reached(site, use, operands)
+    reaches = vjp.use.kind.reached(vjp)
     assert reaches is not None
     order = sorted(range(len(side.rows)), key=side.rows.__getitem__)
     shape = [1] * side.x.ndim
@@ -274,24 +268,17 @@ class Ragged(TwoSided):
         # Experts with other group sizes read other rows.
         return repr((use.eqn.invars[2], use.eqn.params["ragged_dot_dimension_numbers"]))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        use = vjp.use
         contract = use.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-        x = jnp.moveaxis(operands[0], contract[0][0], 1)
-        return _ragged_by_expert(x, operands, use.in_axes[0])
+        x = jnp.moveaxis(vjp.operands[0], contract[0][0], 1)
+        return _ragged_by_expert(x, vjp.operands, use.in_axes[0])
 
-    def outputs_of(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-    ) -> Rows:
-        side = _ragged_by_expert(cotangent, operands, use.out_axes[0])
-        return part_of_rows(site, use, side.masked(weights))
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        return _ragged_by_expert(vjp.cotangent, vjp.operands, vjp.use.out_axes[0])
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
-        return part_of_rows(site, use, Rows(_reached(operands), (1,), (0,), ())).x
+    def reached(self, vjp: LayerVjp) -> ArrayOrShape:
+        return part_of_rows(vjp, Rows(_reached(vjp.operands), (1,), (0,), ())).x
 
 
 def _reached(operands: Sequence[Any]) -> ArrayOrShape:

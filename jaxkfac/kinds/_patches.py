@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxkfac.interception import Eqn, Use
+from jaxkfac.interception import LayerVjp, Use
 from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.linalg import statistics_dtype
 
@@ -54,56 +54,40 @@ def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape 
 AT_ONCE = 2**20  # elements of patches that may always be formed at once: 4 MiB of float32
 
 
-def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
+def patches_of(vjp: LayerVjp) -> Rows:
     """Every patch as a row: ``(groups..., examples, positions..., kernel..., channels)``.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel; the signal may hold only a few examples.
+        vjp: The convolution; its signal may hold only a few examples.
     """
-    return _patches(_signal(eqn, use, operands), use)
+    return _patches(_signal(vjp), vjp.use)
 
 
-def summed_patches(
-    eqn: Eqn, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None
-) -> Rows:
+def summed_patches(vjp: LayerVjp) -> Rows:
     """The patches of ``patches_of`` summed over positions, whose axes keep length one.
 
     Without a mask the sum over positions is taken axis by axis, and no patch is formed.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel.
-        weights: Which rows exist, ``(examples, positions...)``.
+        vjp: The convolution, with weights ``(examples, positions...)``.
     """
-    signal = _signal(eqn, use, operands)
-    if weights is None:
+    signal, use = _signal(vjp), vjp.use
+    if vjp.weights is None:
         return _patches(signal, use, summed=True)
 
     def total(side: Rows, exists: ArrayOrShape | None) -> ArrayOrShape:
         dtype = statistics_dtype(side.x.dtype)
         return side.masked(exists).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
 
-    summed = _over_runs(signal, use, weights, total)
+    summed = _over_runs(signal, use, vjp.weights, total)
     return _rows(signal, use, summed)
 
 
-def over_patches(
-    eqn: Eqn,
-    use: Use,
-    operands: Sequence[Any],
-    weights: ArrayOrShape | None,
-    statistic: Callable[[Rows, ArrayOrShape | None], Any],
-) -> Any:
+def over_patches(vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]) -> Any:
     """The sum of a statistic of patches over runs of positions.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel.
-        weights: Which rows exist, ``(examples, positions...)``.
+        vjp: The convolution, with weights ``(examples, positions...)``.
         statistic: A function from some of the rows, and which of them exist, to a tree of arrays
             that are sums over rows.
 
@@ -112,7 +96,7 @@ def over_patches(
         the signal, the input factor and ``AT_ONCE`` elements, but at least the patches of one
         position of the longest axis.
     """
-    signal = _signal(eqn, use, operands)
+    signal, use, weights = _signal(vjp), vjp.use, vjp.weights
 
     def total(x: ArrayOrShape, exists: ArrayOrShape | None) -> Any:
         of_run = lambda side, exists: statistic(side.masked(exists), exists)
@@ -148,8 +132,9 @@ class _Signal(NamedTuple):
     axes: tuple[_Axis, ...]
 
 
-def _signal(eqn: Eqn, use: Use, operands: Sequence[Any]) -> _Signal:
-    p, x, kernel = eqn.params, operands[0], operands[1].shape
+def _signal(vjp: LayerVjp) -> _Signal:
+    eqn, groups = vjp.site.eqn, vjp.use.groups
+    p, x, kernel = eqn.params, vjp.operands[0], vjp.operands[1].shape
     numbers = p["dimension_numbers"]
     examples, channels, *spatial = numbers.lhs_spec
     config = [(0, 0, 0)] * x.ndim
@@ -158,10 +143,10 @@ def _signal(eqn: Eqn, use: Use, operands: Sequence[Any]) -> _Signal:
     if any(c != (0, 0, 0) for c in config):
         x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
     x = x.transpose(examples, *spatial, channels)
-    if use.groups:
-        x = x.reshape(*x.shape[:-1], *use.groups, -1)
-        first = range(x.ndim - 1 - len(use.groups), x.ndim - 1)
-        x = jnp.moveaxis(x, list(first), list(range(len(use.groups))))
+    if groups:
+        x = x.reshape(*x.shape[:-1], *groups, -1)
+        first = range(x.ndim - 1 - len(groups), x.ndim - 1)
+        x = jnp.moveaxis(x, list(first), list(range(len(groups))))
     axes = [
         _Axis(eqn.outvars[0].aval.shape[d], kernel[k], stride, dilation)
         for d, k, stride, dilation in zip(

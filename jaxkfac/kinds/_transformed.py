@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, AxisTable, Eqn, Site, Slot, Use, register_kind
+from jaxkfac.interception import Atoms, AxisTable, Eqn, LayerVjp, Slot, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
@@ -52,28 +52,22 @@ class Transformed(Elementwise):
 
     def elements(
         self,
-        site: Site,
-        use: Use,
+        vjp: LayerVjp,
         like: Mapping[str, Any],
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
         examples: Atoms,
         derivative: ArrayOrShape | None,
     ) -> Slot:
-        x, g = _sides(use, operands[1 - use.operand].astype(cotangent.dtype), cotangent)
-        x, g = x.masked(weights), g.masked(weights)
-        ones = (x._replace(x=jnp.ones_like(x.x)), g._replace(x=jnp.ones_like(g.x)).masked(weights))
+        use, dtype = vjp.use, vjp.cotangent.dtype
+        x, g = (side.masked(vjp.weights) for side in _sides(vjp))
+        ones = [side._replace(x=jnp.ones_like(side.x)) for side in (x, g)]
+        ones[1] = ones[1].masked(vjp.weights)
         by_row = "diagonal" in like
 
         def gradients(x: Rows, g: Rows) -> ArrayOrShape:
             """Gradients of the weight by example; the examples are the last axis."""
             if by_row:
                 return _product(use, _flat(x), _flat(g))[..., 0]
-            rows, path = use.rows, use.view.path
-            return _product(
-                use, *(by_example(site, side, rows, examples, path=path) for side in (x, g))
-            )
+            return _product(use, *(by_example(vjp, side, use.rows, examples) for side in (x, g)))
 
         if by_row:
             squared = (side._replace(x=jnp.square(side.x)) for side in (x, g))
@@ -81,7 +75,7 @@ class Transformed(Elementwise):
         else:
             statistics = {"gradient": gradients(x, g), "counts": gradients(*ones)}
         if derivative is not None:
-            d = derivative.astype(cotangent.dtype)
+            d = derivative.astype(dtype)
             if by_row:
                 statistics["diagonal"] *= jnp.square(d)
             else:
@@ -89,8 +83,10 @@ class Transformed(Elementwise):
         return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
 
 
-def _sides(use: Use, x: ArrayOrShape, cotangent: ArrayOrShape) -> tuple[Rows, Rows]:
+def _sides(vjp: LayerVjp) -> tuple[Rows, Rows]:
     """Input rows and output rows, with features in the order of the equation."""
+    use, cotangent = vjp.use, vjp.cotangent
+    x = vjp.data.astype(cotangent.dtype)
     contract, shared = use.eqn.params["dimension_numbers"]
     data_operand, batch = 1 - use.operand, len(shared[0])
     not_rows = {*contract[data_operand], *shared[data_operand]}
