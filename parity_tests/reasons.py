@@ -219,6 +219,7 @@ NAMES = {
     "CorrectedDiagonal": _TYPE,
     "CorrectedFactor": _TYPE,
     "Measurable": _TYPE,
+    "ModelCall": _PART,
     "MeasuredValues": _PART,
     "over_count": _PART,
     "plan_passes": _PART,

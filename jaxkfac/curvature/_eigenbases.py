@@ -21,6 +21,7 @@ from jaxkfac.factors import (
     Estimator,
     Factors,
     MeasuredValues,
+    ModelCall,
     Origin,
     Program,
     check_same_layers,
@@ -249,16 +250,13 @@ class Eigenbases(_Named):
         self,
         program: Program,
         estimator: Estimator,
-        params: Any,
-        batch: Any,
-        key: Any,
-        positions: Any,
-        state: Any,
+        call: ModelCall,
+        positions: Bool[Array, "..."] | None,
     ) -> Corrections:
         """See :class:`jaxkfac.factors.Measurable`."""
         from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
-        return corrections_of(program, self, estimator, params, batch, key, positions, state)
+        return corrections_of(program, self, estimator, call, positions)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""

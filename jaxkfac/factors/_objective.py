@@ -76,6 +76,22 @@ class Batch(NamedTuple):
         return jax.tree.leaves(self.targets)[0].shape[0]
 
 
+class ModelCall(NamedTuple):
+    """The arguments of one call of a model or a loss: the point at which it is linearized.
+
+    Attributes:
+        params: The parameters, a tree of arrays.
+        batch: A ``Batch``, or whatever a scalar loss takes.
+        key: The model's own key, for dropout; ``None`` if it takes none.
+        state: What a call changes (batch statistics); ``None`` if nothing.
+    """
+
+    params: PyTree
+    batch: Any
+    key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None
+    state: PyTree | None = None
+
+
 def as_batch(batch: PyTree) -> Batch:
     """Check a batch's form.
 

@@ -24,7 +24,7 @@ from jaxkfac.factors._marks import (
     row_weights,
     weighed,
 )
-from jaxkfac.factors._objective import Batch, Objective, check_array, returned
+from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array, returned
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
@@ -154,19 +154,14 @@ class Program:
         self.examples: Word | None = examples
         self._traces: TraceCache[Traced] = TraceCache()
 
-    def traced(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
-        state: PyTree | None = None,
-    ) -> Traced:
+    def traced(self, call: ModelCall) -> Traced:
         """The trace for these shapes.
 
         Raises:
             UncoveredParameterError: no layer covers a parameter, and ``cover`` is set.
             ValueError: there are no parameters.
         """
+        params, batch, key, state = call
         check_arrays("params", params)
         check_params(leaves_by_path(params))
         if not jax.tree.leaves(params):
@@ -226,16 +221,15 @@ class Program:
         answer = traced.examples_meet(question, alone=alone)
         return "" if answer.lets_pass(self.examples) else str(answer)
 
-    def row_weights(
-        self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
-    ) -> dict[str, Any]:
+    def row_weights(self, traced: Traced, call: ModelCall) -> dict[str, Any]:
         """See ``_marks.row_weights``; runs the forward pass only if masks or weights need it."""
         if not weighed(traced):
             return {}
         shifts = [mark.zeros() for mark in traced.marks]
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
-            out = traced.emit(_no_handler, params, {}, batch, key, state, shifts)
+            params, *args = call
+            out = traced.emit(_no_handler, params, {}, *args, shifts)
             weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
         return row_weights(traced, MarkedTerms(traced.marks, weights, masks).heads(shifts))
 
@@ -294,9 +288,9 @@ class Program:
         """Shapes of the outputs that have a likelihood, in its form."""
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
 
-    def value(self, params: PyTree, data: PyTree, key: Any, state: PyTree) -> Float[Array, ""]:
+    def value(self, call: ModelCall) -> Float[Array, ""]:
         """The value of a scalar loss, without taps."""
-        return self._forward(params, data, key, state)[0]
+        return self._forward(*call)[0]
 
     def _forward(
         self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
@@ -317,10 +311,7 @@ class Program:
         self,
         traced: Traced,
         emitter: Emitter,
-        params: PyTree,
-        batch: PyTree,
-        key: Key[Array, ""] | None,
-        state: PyTree | None = None,
+        call: ModelCall,
         *,
         positions: Shaped[Array, "..."] | None = None,
         loss_terms: int | None = None,
@@ -333,10 +324,7 @@ class Program:
         Args:
             traced: From ``traced``.
             emitter: What the taps emit into which slots.
-            params: The parameters.
-            batch: A ``Batch``, or whatever the scalar loss takes.
-            key: The model's own key.
-            state: What a call of the model changes, if anything.
+            call: Where the program is linearized.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots cover.
@@ -347,6 +335,7 @@ class Program:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
         objective, slots = self.objective, emitter.slots()
+        params, batch, key, state = call
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
         zero_slots = {

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.factors import Batch, Gaussian, ModelCall
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._examples import batches_of
@@ -219,7 +219,8 @@ def _number(loss: Float[Array, ""]) -> float:
 @jax.jit
 def _loss(posterior: Any, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
     objective = posterior.examples.objective
-    traced = posterior.examples.traced(posterior.params, batch, posterior.state)
+    call = ModelCall(posterior.params, batch, state=posterior.state)
+    traced = posterior.examples.traced(call)
     mean = outputs.mean.reshape(traced.out_shapes[0].shape)
     (head,) = objective.heads(objective.tree([mean]), batch.targets, batch.mask)
     return negative_log_predictive(head, outputs, posterior.noise)

@@ -24,6 +24,7 @@ from jaxkfac.factors import (
     Corrections,
     Estimator,
     Linearised,
+    ModelCall,
     Objective,
     Origin,
     Program,
@@ -89,7 +90,8 @@ class EigenvalueCorrector:
         has_outputs = isinstance(objective, Objective)
         batch = objective.batch(batch) if has_outputs else batch
         estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
-        traced = self._program.traced(params, batch, key, state)
+        call = ModelCall(params, batch, key, state)
+        traced = self._program.traced(call)
         if not has_outputs and not traced.marks:
             raise TypeError(
                 "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
@@ -110,9 +112,8 @@ class EigenvalueCorrector:
         def linearised(traced: Traced) -> tuple[Linearised, Callable[..., Squares]]:
             squared = SquaredGradients(traced, bases, self._per)
             at = self._program.linearise(
-                traced, squared, params, batch, key, state,
-                positions=positions, differentiate=False,
-            )  # fmt: skip
+                traced, squared, call, positions=positions, differentiate=False
+            )
             return at, lambda emitted: squared.outputs(emitted, bases)
 
         try:
@@ -129,9 +130,7 @@ class EigenvalueCorrector:
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
-            more = per_example_diagonals(
-                objective, params, batch, extra, estimator, key=key, state=state
-            )
+            more = per_example_diagonals(objective, call, extra, estimator)
             sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]
@@ -266,11 +265,8 @@ def corrections_of(
     program: Program,
     bases: Eigenbases,
     estimator: Estimator,
-    params: PyTree,
-    batch: Any,
-    key: Any,
-    positions: Any,
-    state: PyTree | None,
+    call: ModelCall,
+    positions: Bool[Array, "..."] | None,
 ) -> Corrections:
     """Measure like ``correct_eigenvalues``, with a program that exists already.
 
@@ -284,7 +280,10 @@ def corrections_of(
         )
     _check_vectors(bases)
     corrector = EigenvalueCorrector(program, bases, estimator, "example")
-    measured = corrector(params, batch, key, positions, estimator.labels, state)
+    labels = estimator.labels
+    measured = corrector(
+        call.params, call.batch, call.key, positions, labels=labels, state=call.state
+    )
     assert measured.corrections is not None
     return measured.corrections
 

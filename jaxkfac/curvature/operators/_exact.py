@@ -23,6 +23,7 @@ from jaxkfac.factors import (
     Batch,
     Head,
     MarkedTerms,
+    ModelCall,
     Objective,
     check_label_values,
     number_kept,
@@ -176,13 +177,7 @@ def _forms(
 
 
 def checked_batch(
-    objective: Objective,
-    params: PyTree,
-    batch: Any,
-    key: Any,
-    chunk: int | None,
-    labels: Any = None,
-    state: PyTree | None = None,
+    objective: Objective, call: ModelCall, chunk: int | None, labels: Any = None
 ) -> Batch:
     """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
@@ -190,6 +185,7 @@ def checked_batch(
         ValueError: targets, labels or a mask that do not fit the outputs, or arrays whose first
             axis is not the examples.
     """
+    params, batch, key, state = call
     check_arrays("params", params)
     check_params(leaves_by_path(params))
     out = objective.batch(batch)
@@ -245,12 +241,9 @@ def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
 def marked_gauss_newton(
     name: str,
     function: Callable[..., Any],
-    params: PyTree,
-    batch: PyTree,
-    key: Any,
+    call: ModelCall,
     chunk: int | None,
     only: str | None,
-    state: PyTree = None,
 ) -> "MarkedGaussNewton":
     """Build the operator of a loss that marks its outputs.
 
@@ -258,6 +251,7 @@ def marked_gauss_newton(
         TypeError: the loss marks no outputs.
         ValueError: ``chunk`` is given, but the loss runs on the full batch; or a state is given.
     """
+    params, batch, key, state = call
     if state is not None:
         raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
     check_function("objective", function, "loss(params, batch), or a jk.Objective")
