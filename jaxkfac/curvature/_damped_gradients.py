@@ -136,7 +136,9 @@ def _solved(
 ) -> Solved:
     """``apply`` to ``(stack..., many, in, out)``, one entry of the stack at a time."""
 
-    def apply_to_each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
+    def apply_to_each(
+        form: Form, kernel: Array | None, row: Array | None, basis: Any, damping: Any
+    ) -> Any:
         power = Power(exponent, damping, "exact", 0.0)
         return jax.vmap(lambda w, b: apply(form, Operands(w, b, basis), power))(kernel, row)
 
@@ -190,7 +192,7 @@ def diagonal_power_of(
     return diagonal_power(rows, power=power, damping=delta)
 
 
-def diagonal_rows(layer: Layer, values: Any) -> Float[Array, "*stack n"]:
+def diagonal_rows(layer: Layer, values: Array | np.ndarray) -> Float[Array, "*stack n"]:
     """The diagonal of a parameter or of the layer's slice as rows; negative values become 0."""
     full_parameter = dataclasses.replace(layer.weight, index=())
     matrix = (full_parameter if values.size == full_parameter.size else layer.weight).read(values)
@@ -223,7 +225,7 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
             _check_regular(layer, side, values)
 
 
-def _check_regular(layer: Layer, side: str, values: Any) -> None:
+def _check_regular(layer: Layer, side: str, values: Array | np.ndarray) -> None:
     if isinstance(values, Tracer):
         return
     eigenvalues = np.asarray(values, np.float64)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
@@ -288,7 +289,7 @@ class Eigenbases(_Named):
             check_same_origin("measured eigenvalues", self.origin, other.origin)
         return self.decayed_sum(other, 1)
 
-    def decayed_sum(self, new: "Eigenbases", decay: Any) -> "Eigenbases":
+    def decayed_sum(self, new: "Eigenbases", decay: ArrayLike) -> "Eigenbases":
         """These bases with corrections ``decay * own + new``; missing ones count as zero.
 
         Raises:
@@ -334,7 +335,7 @@ def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:
             )
 
 
-def check_bases(bases: Any) -> None:
+def check_bases(bases: object) -> None:
     """Refuse what is not eigenbases, for example factors.
 
     Raises:
@@ -396,7 +397,7 @@ def identity_bases(
     return Eigenbases.of_blocks(layout, spectra, **clipping, origin=like.origin)
 
 
-def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:
+def _extremes(clipped: Any, raw: object) -> tuple[str, str, str]:
     """Largest, smallest, and smallest clipped value of a stack; empty for shapes and tracers."""
     if isinstance(raw, Tracer) or not isinstance(raw, jax.Array | np.ndarray):
         return "", "", ""

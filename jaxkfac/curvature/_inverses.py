@@ -292,7 +292,7 @@ def _solved(problems: list[tuple[Array, Array, Array]], axis: MeshAxis | None) -
     return out
 
 
-def check_separable(damping: Any, mode: str) -> None:
+def check_separable(damping: object, mode: str) -> None:
     """Refuse a damping under which a block's inverse is not a product of two.
 
     Raises:
@@ -318,7 +318,7 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
     shapes = jax.eval_shape(functools.partial(invert, damping=damping, **options), like)
     layers = {layer.name: layer for layer in like.layers}
 
-    def filled(x: Any, dense: bool, shift: Array) -> Array:
+    def filled(x: jax.ShapeDtypeStruct, dense: bool, shift: Array) -> Array:
         one = jnp.eye(x.shape[-1], dtype=x.dtype) if dense else jnp.ones((), x.dtype)
         return jnp.broadcast_to(one / (1 + shift.astype(x.dtype)), x.shape)
 

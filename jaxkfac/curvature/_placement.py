@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError, nearest
@@ -47,7 +48,7 @@ def solver_scratch(n: int, number: int, itemsize: int) -> int:
     return at_once * (1 + 6 * n + 2 * n**2) * itemsize
 
 
-def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
+def matrices_that_fit(n: int, dtype: DTypeLike, like: Any) -> int | None:
     """How many ``(n, n)`` matrices fit on an array's device while they are decomposed.
 
     This uses half of the free memory that ``memory_stats`` reports; the other half is for results
@@ -76,7 +77,7 @@ def device_of(sharding: Sharding) -> Any:
     return next(iter(sharding.addressable_devices), next(iter(sharding.device_set)))
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: Array) -> bool:
     """Whether ``x`` belongs to an accelerator but is stored in host memory."""
     return "host" in (x.sharding.memory_kind or "") and device_of(x.sharding).platform != "cpu"
 
@@ -112,7 +113,7 @@ class ResultSharding(NamedTuple):
 UNCOMMITTED = ResultSharding(None, False)
 
 
-def result_sharding(factor: Any) -> ResultSharding:
+def result_sharding(factor: object) -> ResultSharding:
     """Results of a sharded factor are replicated; those of an uncommitted one are uncommitted."""
     if not isinstance(factor, jax.Array):
         return UNCOMMITTED
@@ -147,7 +148,7 @@ class MeshAxis(NamedTuple):
         return self.mesh.shape[self.name]
 
     @staticmethod
-    def check(distribute: Any) -> None:
+    def check(distribute: object) -> None:
         """Refuse a value that names no single axis, when a transformation is built.
 
         Raises:
@@ -194,7 +195,7 @@ class MeshAxis(NamedTuple):
         return cls(mesh, name)
 
 
-def _mesh_of(x: Any) -> Mesh | AbstractMesh | None:
+def _mesh_of(x: object) -> Mesh | AbstractMesh | None:
     if isinstance(x, jax.Array):
         typed = jax.typeof(x).sharding.mesh
         if not typed.empty:

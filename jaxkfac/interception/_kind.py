@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import jax
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
@@ -326,7 +327,7 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
-    def second_moment(self, side: Any, precision: Any) -> Any:
+    def second_moment(self, side: Any, precision: jax.lax.PrecisionLike) -> Any:
         """The sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
         raise NotImplementedError(f"{self.name!r} has no rows")
 

@@ -177,7 +177,9 @@ class NnxApply:
             return call.out
         return call.out, _nested(self.state, call.after)
 
-    def _run(self, states: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
+    def _run(
+        self, states: tuple[nnx.State, ...], inputs: tuple[Any, ...], key: Key[Array, ""] | None
+    ) -> "_Call":
         model = nnx.merge(self._graph, *states, copy=True)
         before, _ = _values(model)
         named_arguments = {}
@@ -190,7 +192,13 @@ class NnxApply:
         out = model(*inputs, **named_arguments)  # pyright: ignore[reportCallIssue]
         return _Call(out, before, *_values(model))
 
-    def _check(self, call: "_Call", states: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
+    def _check(
+        self,
+        call: "_Call",
+        states: tuple[nnx.State, ...],
+        inputs: tuple[Any, ...],
+        key: Key[Array, ""] | None,
+    ) -> None:
         """Refuse calls whose changes a pure function would lose silently."""
         suspects = [path for path in call.after if self._is_suspect(call, path, key)]
         if not suspects:
@@ -229,8 +237,8 @@ class NnxApply:
         self,
         paths: list[Path],
         states: tuple[nnx.State, ...],
-        inputs: Any,
-        key: Any,
+        inputs: tuple[Any, ...],
+        key: Key[Array, ""] | None,
     ) -> tuple[set[Path], bool]:
         """The variables that a loop returned unchanged, and whether random numbers are used."""
 
@@ -247,7 +255,7 @@ class NnxApply:
         random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
         return unwritten, any(reading(closed, random)[2 * len(paths) :])
 
-    def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
+    def _is_suspect(self, call: "_Call", path: Path, key: Key[Array, ""] | None) -> bool:
         """Whether a variable that no state carries may have a new value."""
         if path in self._state.paths or path in self._written:
             return False
@@ -395,7 +403,7 @@ def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
     return values, {p: type(v) for p, v in variables.items()}
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: object) -> bool:
     return isinstance(value, nnx.Variable)  # beside them a model may hold bare arrays
 
 

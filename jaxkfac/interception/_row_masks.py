@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
@@ -51,7 +52,7 @@ def holds_mask(constant: Any) -> bool:
     return _zeros_and_ones(constant)
 
 
-def _zeros_and_ones(constant: Any) -> bool:
+def _zeros_and_ones(constant: ArrayLike) -> bool:
     values = np.asarray(constant)
     return bool(((values == 0) | (values == 1)).all())
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import (
@@ -19,7 +20,7 @@ from jaxkfac.interception import (
     reversal,
 )
 from jaxkfac.kinds import _moments
-from jaxkfac.kinds._both_sides import BothSides
+from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._two_sided import TwoSided
@@ -115,7 +116,7 @@ class Convolution(TwoSided):
     def summed_input_rows(self, vjp: LayerVjp) -> Rows:
         return part_of_rows(vjp, summed_patches(vjp))
 
-    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
+    def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
         return _moments.sum_over_patches(side, precision)
 
     def both_sides(
@@ -137,7 +138,7 @@ class Convolution(TwoSided):
             for x, axis in zip((vjp.data, vjp.cotangent, vjp.weights), first, strict=True)
         )
 
-        def rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
+        def rows(chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
             size = len(chunk[0])
             signal, outputs, exists = (
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)

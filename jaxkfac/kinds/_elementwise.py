@@ -82,7 +82,7 @@ class Elementwise(Kind):
 
 
 def gradients_by_example(
-    vjp: LayerVjp, gradient: ArrayOrShape, examples: Atoms, like: Any
+    vjp: LayerVjp, gradient: ArrayOrShape, examples: Atoms, like: ArrayOrShape
 ) -> ArrayOrShape:
     """Elementwise gradients summed over the positions of each example.
 

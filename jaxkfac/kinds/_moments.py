@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac.interception import Eqn, LayerVjp, Slot, Use, cast_varying
@@ -125,8 +126,12 @@ def draw_rows(
 # ---------------- moments
 
 
+# A slot's entry: a matrix, which may be folded, a vector for a diagonal, or the panels of a matrix.
+Entry = ArrayOrShape | tuple[ArrayOrShape, ...]
+
+
 def output_moments(
-    vjp: LayerVjp, side: Rows, like: Any, products: Products, *, panels: bool = False
+    vjp: LayerVjp, side: Rows, like: Entry, products: Products, *, panels: bool = False
 ) -> Any:
     """The entry ``g``: the sum of outer products of rows, for a dense entry of a sample of them."""
     times = None
@@ -137,7 +142,14 @@ def output_moments(
     return _multiplied(moments(vjp, side, like, precision=precision, panels=panels), times)
 
 
-def moments(vjp: LayerVjp, side: Rows, like: Any, *, precision: Any, panels: bool = False) -> Any:
+def moments(
+    vjp: LayerVjp,
+    side: Rows,
+    like: Entry,
+    *,
+    precision: jax.lax.PrecisionLike,
+    panels: bool = False,
+) -> Any:
     """The sum of outer products of rows, in the form of a slot's entry.
 
     ``like`` is a matrix, which may be folded, a vector for a diagonal, or a tuple for panels (see
@@ -159,21 +171,21 @@ def moments(vjp: LayerVjp, side: Rows, like: Any, *, precision: Any, panels: boo
     return jnp.broadcast_to(sums, like.shape) if lost else sums
 
 
-def _is_dense(like: Any, lead: int) -> bool:
+def _is_dense(like: Entry, lead: int) -> bool:
     """Whether a slot's entry is a matrix behind its leading axes, or the panels of one."""
     return isinstance(like, tuple) or like.ndim - lead == 2
 
 
-def _multiplied(sums: Any, times: ArrayOrShape | None) -> Any:
+def _multiplied(sums: Entry, times: ArrayOrShape | None) -> Any:
     return sums if times is None else jax.tree.map(lambda x: x * times.astype(x.dtype), sums)
 
 
-def sum_of_outer_products(side: Rows, precision: Any) -> ArrayOrShape:
+def sum_of_outer_products(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
     """The sum over rows, for each entry of the stack."""
     return gram(side.x, side.rows, side.batch, precision=precision)
 
 
-def sum_over_patches(side: Rows, precision: Any) -> ArrayOrShape:
+def sum_over_patches(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
     """Moments of wide patches by panels; mirroring costs little beside a run of many rows."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
     if side.batch or size < PANELS_FROM:
@@ -217,7 +229,9 @@ def input_moments(
     return out
 
 
-def _summed(vjp: LayerVjp, side: Rows, x: ArrayOrShape, dtype: Any = None) -> ArrayOrShape:
+def _summed(
+    vjp: LayerVjp, side: Rows, x: ArrayOrShape, dtype: DTypeLike | None = None
+) -> ArrayOrShape:
     """``x`` summed over rows: ``(stack..., features)``."""
     total = x.sum(side.rows, dtype=dtype)
     remaining = [d for d in range(side.x.ndim) if d not in side.rows]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
 
 from jaxkfac.interception import LayerVjp, Use
 from jaxkfac.kinds._rows import ArrayOrShape, Rows
@@ -198,7 +200,7 @@ def _over_runs(
     along, outputs = _longest(axes)
     length = _run_length(signal, lead)
 
-    def statistic_of_run(start: Any, number: int) -> Any:
+    def statistic_of_run(start: ArrayLike, number: int) -> Any:
         axis = axes[along]._replace(outputs=number)
         x = jax.lax.dynamic_slice_in_dim(
             signal.x, start * axis.stride, axis.points(number), lead + along
@@ -209,7 +211,7 @@ def _over_runs(
         run = _Signal(x, (*axes[:along], axis, *axes[along + 1 :]))
         return statistic(_patches(run, use), exists)
 
-    def add(total: Any, start: Any) -> tuple[Any, None]:
+    def add(total: Any, start: Int[Array, ""]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, statistic_of_run(start, length)), None
 
     if length == outputs:

@@ -2,15 +2,27 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Piece, own_atoms, pieces_of
 
-ArrayOrShape = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, a shape
+if TYPE_CHECKING:
+    ArrayOrShape = Array
+else:
+
+    @runtime_checkable
+    class ArrayOrShape(Protocol):
+        """A tracer, a NumPy constant or, for a slot in a backward rule, a shape."""
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> Any: ...
 
 
 class Rows(NamedTuple):

@@ -141,7 +141,7 @@ class TwoSided(Kind):
             out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *trailing), stack)
         return out
 
-    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
+    def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
         return sum_of_outer_products(side, precision)
 
     def both_sides(

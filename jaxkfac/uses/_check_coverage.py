@@ -382,7 +382,11 @@ class _Trial:
 
 
 def _outputs(
-    objective: Objective, params: PyTree, inputs: PyTree, key: Any, state: Any
+    objective: Objective,
+    params: PyTree,
+    inputs: PyTree,
+    key: Key[Array, ""] | None,
+    state: PyTree | None,
 ) -> list[Array]:
     return jax.tree.leaves(objective.outputs(params, inputs, key, state)[0])
 
@@ -406,9 +410,14 @@ def _example_gradients(objective: Objective, call: ModelCall) -> dict[str, Array
 
 
 def _derivative_sizes(
-    objective: Objective, free: tuple[int, ...], params: PyTree, inputs: PyTree, key: Any,
-    state: Any, i: Array,
-) -> Array:  # fmt: skip
+    objective: Objective,
+    free: tuple[int, ...],
+    params: PyTree,
+    inputs: PyTree,
+    key: Key[Array, ""] | None,
+    state: PyTree | None,
+    i: Array | int,
+) -> Array:
     """By example, the largest derivative of example ``i``'s outputs in that example's inputs.
 
     The outputs are weighted by normal numbers; the inputs are the leaves at ``free``.
@@ -518,5 +527,5 @@ def _rank(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

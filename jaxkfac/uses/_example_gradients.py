@@ -21,6 +21,7 @@ from jaxkfac.interception import (
     Entries,
     Layer,
     LayerVjp,
+    ParameterMatrix,
     Site,
     Slot,
     SlotEntry,
@@ -244,7 +245,9 @@ class ExampleGradients:
                 self._add(leaves, layer, layer.bias, slot["bias_gradients"])
         return leaves
 
-    def _add(self, leaves: dict[str, Array], layer: Layer, matrix: Any, gradient: Array) -> None:
+    def _add(
+        self, leaves: dict[str, Array], layer: Layer, matrix: ParameterMatrix, gradient: Array
+    ) -> None:
         gradient = gradient.reshape(*layer.stack, self._number, -1, layer.out_features)
         shape = self._number, *self._traced.shapes[matrix.path]
         leaf = leaves.get(matrix.path, jnp.zeros(shape, gradient.dtype))

@@ -268,7 +268,7 @@ class Examples:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
         return self._of(shapes)
 
-    def _of(self, source: Any) -> "Examples":
+    def _of(self, source: Eigenbases | Queries) -> "Examples":
         clone = copy.copy(self)
         clone._source, clone.layers = source, source.layers
         return clone
@@ -426,7 +426,7 @@ def check_values(bases: Eigenbases) -> None:
         )
 
 
-def _is_local(array: Any) -> bool:
+def _is_local(array: object) -> bool:
     return getattr(array, "is_fully_addressable", True)
 
 

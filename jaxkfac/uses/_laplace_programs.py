@@ -1,7 +1,7 @@
 """The compiled programs of a Laplace posterior; all posteriors of one model share them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -160,7 +160,9 @@ def _checked(grid: Sequence[float | int] | None) -> np.ndarray:
     return numbers
 
 
-def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.floating:
+def _one(
+    posterior: Posterior, batches: Iterable[Batch], grid: np.ndarray, max_bytes: int
+) -> np.floating:
     losses = np.zeros(len(grid))
     for batch in batches:
         for k, number in enumerate(grid):
@@ -170,7 +172,9 @@ def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.f
     return grid[int(losses.argmin())]
 
 
-def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.ndarray:
+def _by_layer(
+    posterior: Posterior, batches: Iterable[Batch], grid: np.ndarray, max_bytes: int
+) -> np.ndarray:
     """Layers take turns; each takes the number with the least loss while all others stay fixed."""
     predictions: list[tuple[Batch, Array, list[Array]]] = []
     for batch in batches:
@@ -217,7 +221,7 @@ def _number(loss: Float[Array, ""]) -> float:
 
 
 @jax.jit
-def _loss(posterior: Any, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
+def _loss(posterior: Posterior, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
     objective = posterior.examples.objective
     call = ModelCall(posterior.params, batch, state=posterior.state)
     traced = posterior.examples.traced(call)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
@@ -263,7 +264,7 @@ class LinearisedVariance:
         covariance = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
         return outputs.reshape(1, terms, columns), covariance[None]
 
-    def _outputs_and_vjp(self, traced: Any, taps: OutputGradients, batch: Batch) -> Any:
+    def _outputs_and_vjp(self, traced: Traced, taps: OutputGradients, batch: Batch) -> Any:
         outputs, vjp = self.examples.outputs_and_vjp(traced, taps, self._call(batch))
         (single,), form = jax.tree.flatten(outputs)
         return single, lambda cotangent: vjp(jax.tree.unflatten(form, [cotangent]))
@@ -285,7 +286,7 @@ def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
     return cast_varying(one, outputs)  # inside shard_map the outputs differ between devices
 
 
-def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
+def _products(whitened: Float[Array, "C N n"], dtype: DTypeLike) -> Float[Array, "N C C"]:
     covariance = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
     return covariance.astype(dtype)
 
@@ -376,7 +377,7 @@ PREDICTIVES: Mapping[type, Mapping[str, Rule]] = {
 }
 
 
-def rule_of(likelihood: Any, method: str) -> Rule:
+def rule_of(likelihood: object, method: str) -> Rule:
     """The function from an output distribution to class probabilities.
 
     Raises:

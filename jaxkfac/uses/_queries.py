@@ -230,7 +230,7 @@ def _run(
 ) -> Any:
     """The stored form of all queries, ``at_once`` in work; ``heuristic`` replaces a number."""
 
-    def of_some(some: Batch, _: Any) -> Any:
+    def of_some(some: Batch, _: Array | None) -> Any:
         gradients = source.gradients(call._replace(batch=some), measurement)
         solved = precondition_many(
             gradients, source.bases, damping if heuristic is None else heuristic

@@ -127,7 +127,7 @@ def _products(
 ) -> Float[Array, " N"]:
     """The scores of one batch, ``at_once`` examples at a time; see ``_queries._run``."""
 
-    def of_some(some: Batch, _: Any) -> Array:
+    def of_some(some: Batch, _: Array | None) -> Array:
         delta = damping if heuristic is None else heuristic
         return scorer.own_products(scorer.bases, call._replace(batch=some), delta)
 

@@ -187,7 +187,7 @@ def measured(bases: Eigenbases, stored: Mapping[str, np.ndarray]) -> Eigenbases:
     return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
 
-def known_number(train: Any) -> int | None:
+def known_number(train: object) -> int | None:
     """Number of examples, if it is known without reading them."""
     if isinstance(train, tuple):
         return len(jax.tree.leaves(train[1])[0]) if len(train) > 1 else None

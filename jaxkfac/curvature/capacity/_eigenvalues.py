@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
@@ -138,14 +139,16 @@ def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
     return [_block(raw_a[i], raw_g[i], (clipped_a[i], clipped_g[i]), rounding) for i in indices]
 
 
-def _listed(raw: Any, clipped: Any, layer: Layer, *, rounding: float) -> list[CapacityBlock]:
+def _listed(
+    raw: Array | np.ndarray, clipped: Array | np.ndarray, layer: Layer, *, rounding: float
+) -> list[CapacityBlock]:
     """One block for each slice of eigenvalues ``(stack..., n)`` that are not products."""
     raw, clipped = _on_host(raw, layer), _on_host(clipped, layer)
     indices = np.ndindex(raw.shape[:-1])
     return [_block(_ONE, raw[i], (_ONE, clipped[i]), (0.0, rounding)) for i in indices]
 
 
-def _rounding(values: Any, dense: bool) -> float:
+def _rounding(values: Array | np.ndarray, dense: bool) -> float:
     r"""$n \varepsilon$ for a decomposed matrix, $\varepsilon$ of its own dtype; 0 for a diagonal.
 
     The factor was rounded in its dtype when it was summed, so a zero eigenvalue may read as up to
@@ -169,7 +172,7 @@ def _block(
     return CapacityBlock(rows, columns, (low, high), errors)
 
 
-def diagonal_rows(layer: Layer, diagonal: Any) -> Any:
+def diagonal_rows(layer: Layer, diagonal: Array | np.ndarray) -> Any:
     """``(stack..., elements)`` from a diagonal shaped like the parameter or like its slice."""
     weight = dataclasses.replace(layer.weight, index=())
     if diagonal.size != weight.size:
@@ -178,7 +181,7 @@ def diagonal_rows(layer: Layer, diagonal: Any) -> Any:
     return matrix.reshape(*matrix.shape[:-2], -1)
 
 
-def _on_host(values: Any, layer: Layer) -> np.ndarray:
+def _on_host(values: Array | np.ndarray, layer: Layer) -> np.ndarray:
     if isinstance(values, Tracer):
         raise ValueError(
             "capacity_metrics measures on the host and these bases are traced; return the bases "

@@ -62,7 +62,7 @@ class EigenvalueCorrector:
         batch: Any,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Any = None,
+        labels: PyTree | None = None,
         state: PyTree | None = None,
     ) -> Eigenbases:
         """Measure the eigenvalues of one batch, and return the bases with them.
@@ -158,7 +158,7 @@ def _isolated(
     assert at.terms_of is not None
 
     def contribution(cotangent: PyTree) -> Squares:
-        def one(examples: Int[Array, " 1"], _: Any) -> Squares:
+        def one(examples: Int[Array, " 1"], _: Array | None) -> Squares:
             def alone(x: Array) -> Array:
                 mine = jnp.arange(number) == examples
                 return jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))

@@ -55,7 +55,7 @@ def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry,
     return arrays_by_entry
 
 
-def _check(entry: Entry, value: Any, first: int) -> None:
+def _check(entry: Entry, value: object, first: int) -> None:
     if isinstance(value, Tracer):
         raise ValueError(
             f"push: {entry.name} is traced; push outside of jit, scan and grad, with the factors "

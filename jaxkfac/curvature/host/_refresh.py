@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
@@ -259,7 +260,7 @@ class ActiveBases:
         """
         eyes: dict[tuple[int, Any], np.ndarray] = {}
 
-        def eye(size: int, dtype: Any) -> Any:
+        def eye(size: int, dtype: DTypeLike) -> Any:
             columns = min(self._rank or size, size)
             kept_dtype = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
             if not self._in_host:

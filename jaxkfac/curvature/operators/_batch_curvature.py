@@ -64,7 +64,7 @@ def fisher(
     *,
     fisher: FisherType | Estimator = "exact",
     key: Key[Array, ""] | None = None,
-    labels: PyTree = None,
+    labels: PyTree | None = None,
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
@@ -162,7 +162,7 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
     number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
 
-    def sample(key: Any, outputs: PyTree) -> PyTree:
+    def sample(key: Key[Array, ""], outputs: PyTree) -> PyTree:
         """Labels of one example; its outputs have no example axis."""
         batch_of_one = jax.tree.map(lambda y: y[None], outputs)
         return jax.tree.map(lambda y: y[0], operator.objective.sample(key, batch_of_one))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._operator import Operator
@@ -31,6 +31,7 @@ from jaxkfac.factors import (
 )
 from jaxkfac.interception import (
     Marked,
+    OutputMark,
     check_arrays,
     check_function,
     check_params,
@@ -120,7 +121,7 @@ class ExactOperator(Operator):
         by_path, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
         chosen = {path: by_path[path] for path in self.leaves}
 
-        def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
+        def per_chunk(examples: tuple[Batch, Any], index: Array | None) -> Any:
             key = self.key
             if key is not None and index is not None:
                 # Each chunk draws its own noise, the same in every product: the map stays linear.
@@ -177,7 +178,7 @@ def _forms(
 
 
 def checked_batch(
-    objective: Objective, call: ModelCall, chunk: int | None, labels: Any = None
+    objective: Objective, call: ModelCall, chunk: int | None, labels: PyTree | None = None
 ) -> Batch:
     """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
@@ -297,7 +298,9 @@ class MarkedGaussNewton(Operator):
         return _marked_forms(self, list(vectors))
 
 
-def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> Any:
+def _call(
+    function: Callable[..., Any], params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
 
 
@@ -351,11 +354,13 @@ def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:
     return [{path: v[path].astype(x.dtype) for path, x in chosen.items()} for v in vectors]
 
 
-def _heads(marks: Any, out: Marked, at: list[Array]) -> list[Head]:
+def _heads(marks: Sequence[OutputMark], out: Marked, at: list[Array]) -> list[Head]:
     return MarkedTerms(marks, out.weights, out.masks).heads(at)
 
 
-def _curved(marks: Any, out: Marked, at: list[Array], pushed: list[Array]) -> list[Array]:
+def _curved(
+    marks: Sequence[OutputMark], out: Marked, at: list[Array], pushed: list[Array]
+) -> list[Array]:
     return [
         fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
         for head, y in zip(_heads(marks, out, at), pushed, strict=True)

@@ -88,17 +88,17 @@ def length(vector: Array) -> Array:
     return largest * jnp.linalg.norm(vector / divisor)
 
 
-def wide_dtype(operator: Any) -> Any:
+def wide_dtype(operator: "Operator") -> Any:
     """The dtype in which an operator's vectors are combined: at least float32."""
     return statistics_dtype(*(leaf.dtype for leaf in operator.leaves.values()))
 
 
-def coarsest_rounding(operator: Any) -> float:
+def coarsest_rounding(operator: "Operator") -> float:
     """The rounding unit of the operator's coarsest dtype."""
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in operator.leaves.values())
 
 
-def flatten(operator: Any) -> Flat:
+def flatten(operator: "Operator") -> Flat:
     """View an operator as a map of one long vector."""
     structs, dtype = operator.leaves, wide_dtype(operator)
     ends = np.cumsum([leaf.size for leaf in structs.values()]).tolist()
@@ -250,7 +250,7 @@ class Operator(abc.ABC):
     def __matmul__(self, vector: PyTree) -> PyTree:
         return self(vector)
 
-    def __add__(self, other: Any) -> "Operator":
+    def __add__(self, other: object) -> "Operator":
         if not isinstance(other, Operator):
             return NotImplemented
         if self.like is not None and other.like is not None:

@@ -25,6 +25,7 @@ from jaxkfac.interception._compat import (
     Jaxpr,
     Literal,
     Var,
+    VarOrLiteral,
     body_of,
     branches_of,
     call_kind,
@@ -216,7 +217,7 @@ class Follower(Follows):
         return outs
 
     def _without_derivative(
-        self, eqn: Eqn, var: Any, out: LabeledValue, parameters: bool
+        self, eqn: Eqn, var: VarOrLiteral, out: LabeledValue, parameters: bool
     ) -> LabeledValue:
         """The value without its derivative if it has none, or with one if it is a new row."""
         if not is_inexact(var) or eqn.primitive.name == "stop_gradient":
@@ -225,7 +226,7 @@ class Follower(Follows):
             return out._replace(derivative=_filled(out.derivative, out.value.labels))
         return out
 
-    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
+    def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
         """The result of a layer, with labels for the rows that have none."""
         if not is_inexact(var) or (
             out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
@@ -269,7 +270,7 @@ class Follower(Follows):
         return [unknown(v, value, derivative=has_derivative) for v in eqn.outvars]
 
 
-def _constant(var: Any, value: Any) -> LabeledValue:
+def _constant(var: VarOrLiteral, value: Any) -> LabeledValue:
     if not can_be_known(var):
         return LabeledValue()
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, open_jaxpr, scan_counts
+from jaxkfac.interception._compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,
@@ -62,7 +62,7 @@ class Follows(abc.ABC):
         """The values of the results of a jaxpr."""
 
     @abc.abstractmethod
-    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
+    def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
         """A value as rows of a layer."""
 
 
