@@ -86,6 +86,8 @@ def joined_examples(*dependences: Dependence, reason: Reason | None = None) -> D
     """The dependence of a result of all of these; ``reason`` is where unlike labels meet."""
     labels = joined(*[x.labels for x in dependences])
     out = Dependence(labels, first_reason(dependences))
+    # A reason from an operand stays: the message should name the first equation where examples met,
+    # not the last one that passed on what was mixed.
     return out._replace(reason=reason) if out.reason is None and out.mixed else out
 
 
@@ -120,4 +122,5 @@ def rank_of(var: VarOrLiteral) -> int:
 def unknown(var: VarOrLiteral, reason: Reason, *, derivative: bool = True) -> LabeledValue:
     """A value about which nothing is known."""
     every = Dependence(mixed(rank_of(var)), reason)
+    # Integers and booleans carry no derivative, whatever they depend on.
     return LabeledValue(every, every if derivative and is_inexact(var) else Dependence())
