@@ -167,6 +167,7 @@ class Program:
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
+        # Targets and mask are no arguments of the model, so another mask needs no other trace.
         args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
@@ -182,6 +183,8 @@ class Program:
             if traced.table.second_pass and (reason := self._only_together(traced)):
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
+            # The remedy that the message offers, a second pass over single examples, must be one
+            # that works.
             if self._cover and traced.table.problems:
                 alone = self._second_pass and lead and not self.meeting(traced, "value", alone=True)
                 traced.table.raise_uncovered(second_pass=alone)
@@ -251,6 +254,8 @@ class Program:
         (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
             forward, free, zero_slots, shifts, has_aux=True
         )
+        # The value alone is differentiated; the marked outputs are results only so that later
+        # passes can start from them.
         none = jax.tree.map(jnp.zeros_like, outputs)
         # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
@@ -336,8 +341,12 @@ class Program:
         """
         objective, slots = self.objective, emitter.slots()
         params, batch, key, state = call
+        # Without it the backward pass stops at the lowest layer's slot and forms no gradient of a
+        # parameter, which is half of a layer's backward products.
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
+        # Constants of a slot (eigenvectors, queries) go around the differentiation: a cotangent of
+        # theirs would be as large as they are.
         zero_slots = {
             name: {k: v for k, v in slot.items() if k != "constants"}
             for name, slot in slots.items()
@@ -347,6 +356,8 @@ class Program:
         handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
+            # Put back inside the differentiated function, where they are closed over and get no
+            # cotangent.
             slots_with_constants = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()
@@ -370,6 +381,8 @@ class Program:
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                 free, zero_slots
             )
+            # The loss does not show its number of terms; the caller gave it, and it may be too
+            # large for 16 bits.
             terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
             return Linearised(value, aux, grads, emitted, terms)
 
@@ -378,9 +391,13 @@ class Program:
         def loss(outputs: PyTree) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
 
+        # The loss is differentiated apart from the model, so that other cotangents can be sent
+        # through the same linearized model afterwards.
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
         cotangents = loss_vjp(jnp.ones_like(value))[0]
         grads, emitted = vjp(cotangents)
+        # Cotangents are computed from the outputs; a caller that differentiates the gradient must
+        # not differentiate them too.
         fixed = jax.lax.stop_gradient(outputs)
 
         def fisher_cotangents() -> PyTree:
@@ -388,6 +405,8 @@ class Program:
 
         scale = None
         if objective.num_outputs > 1:
+            # With one output the loss's cotangents are those of the Fisher already, and no scale is
+            # needed.
             scale = common_scale(objective.heads(fixed, None, batch.mask))
         return Linearised(
             value,
@@ -418,6 +437,7 @@ def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMa
     number = positions.ndim
     for index, shape in enumerate(shapes):
         axes = traced.output_axes(index)
+        # Fewer axes than the outputs have: the last one are the classes, which are no positions.
         if number < len(shape) and positions.shape == shape[:number] and axes is not None:
             return [RowMask(positions, axes[:number], complete=True)]
     leading = " or ".join(str(shape[:-1]) for shape in shapes)
