@@ -223,6 +223,8 @@ class Eigenbases(_Named):
         a, g = self.spectra(layer)
         root = self.block_root(layer)
         measured = corrections.where_any(
+            # Divided by the root of the block's unit until they are read: eigenvalues of a block
+            # are products of two, and leave float32's range long before the factors do.
             corrections.measured(layer.name, root, self.max_condition, self.floor),
             MeasuredValues(
                 _products(self._clipped(a.values), self._clipped(g.values), root),
@@ -243,6 +245,8 @@ class Eigenbases(_Named):
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
             measured = self.corrections.mean(self.corrections.sums[layer.name])
+            # A measurement without terms (a step at which nothing was collected) says nothing, and
+            # 0 would be read as no curvature.
             raw = self.corrections.where_any(measured, raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
@@ -261,6 +265,8 @@ class Eigenbases(_Named):
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""
+        # The eigenvectors of A with its column of ones are not those of A without it, so a layer
+        # without a bias needs its own.
         bare = layer.input in self.a_without_ones and not self.wants_ones(layer)
         return (self.a_without_ones if bare else self.a)[layer.input], self.g[layer.name]
 
@@ -306,6 +312,8 @@ class Eigenbases(_Named):
 
 
 def _products(a_values: Array, g_values: Array, root: Array) -> Array:
+    # An eigenvalue that is zero may be decomposed as slightly negative; the product of two such
+    # would be positive.
     a, g = (jnp.maximum(x, 0) for x in (a_values, g_values))
     # Divided first, because the product of both may be out of range.
     return (a[..., :, None] / root) * (g[..., None, :] / root)

@@ -229,6 +229,7 @@ class Program:
         if not weighed(traced):
             return {}
         shifts = [mark.zeros() for mark in traced.marks]
+        # Weights and masks of constants are known without a run of the model.
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
             params, *args = call

@@ -297,7 +297,8 @@ class LayerTable(Mapping[str, Layer]):
         return sum(
             # Slices of one parameter may overlap, as a parameter that one use reads in full and
             # another in part does; their sum is then more than the parameter has.
-            min(self.sizes[p], sum(sizes_by_index.values())) for p, sizes_by_index in slices.items()
+            min(self.sizes[p], sum(sizes_by_index.values()))
+            for p, sizes_by_index in slices.items()
         )
 
     def raise_uncovered(self, *, second_pass: bool = True) -> None:

@@ -50,6 +50,8 @@ def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Arrays, size: int)
     steps = number // size
     if steps == 1 and size == number:
         return fn(arrays)
+    # The remainder is taken from the end and summed first, outside the loop, whose chunks must be
+    # of one size.
     divisible = size * steps
     body = jax.tree.map(lambda x: x[:divisible].reshape(size, steps, *x.shape[1:]), arrays)
 
@@ -136,6 +138,7 @@ class BothSides:
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         gradients = self.by_example and not over_pairs(x.shape[1])
+        # Squares of rows need no gradients and no patches, so there is nothing to cut into chunks.
         if self.rows is None and not gradients:
             return sums_of_chunk(self.arrays)
         chunked = functools.partial(sum_over_strided_chunks, sums_of_chunk)
@@ -149,9 +152,12 @@ class BothSides:
 
         The gradient of a bias that is not joint is in its own coordinates in both cases.
         """
+        # An empty basis leaves the rows as they are.
         eigenbasis = Basis() if basis is None else basis
 
         def gradients_of_example(example: Arrays) -> dict[str, Any]:
+            # With its axis of examples, which `lax.map` has removed: the functions of rows expect
+            # one.
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
             out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
             if "bias_gradients" in like:
@@ -189,6 +195,7 @@ class BothSides:
         Memory:
             ``CHUNK_BYTES``, or what one example takes.
         """
+        # Only shapes: forming the rows of a convolution would make all patches of the batch.
         x, g = jax.eval_shape(self._rows, self.arrays)
         positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
         first = queries.left if isinstance(queries, LowRankMatrices) else queries
@@ -217,8 +224,12 @@ class BothSides:
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
         if isinstance(queries, LowRankMatrices):
+            # `size` is what one example adds to the intermediate results, in elements; it decides
+            # how many examples a chunk has.
             product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
         elif positions == 1 or number == 1:
+            # With one position or one query, multiplying the rows by the queries takes no more
+            # operations than forming the gradient, and writes none.
             product, size = by_rows, positions * (number * n_out + n_in)
         else:
             product, size = by_gradients, n_in * n_out
@@ -302,6 +313,7 @@ class BothSides:
             bias_scale: The scale of a bias with its own block, ``(stack..., out)``; it adds to $w$.
         """
         x, g = self._rows(self.arrays)
+        # The axis of positions has length one here, and is dropped.
         x, g = rotate_inputs(x, basis, 2)[..., 0, :], rotate(g, basis.g, 2)[..., 0, :]
         weights = jnp.matmul(jnp.square(x), scale.astype(x.dtype), precision=_EXACT)
         if bias_scale is not None:

@@ -51,6 +51,7 @@ class Convolution(TwoSided):
         view, p = ins[position], eqn.params
         if position != 1:
             return "is the signal, not the kernel, of `conv_general_dilated`"
+        # Its outputs come from different examples for different channels.
         if p["batch_group_count"] != 1:
             return "is the kernel of a `conv_general_dilated` whose examples are grouped"
         if problem := matrix_problem(table, view, "conv_general_dilated"):
@@ -59,6 +60,8 @@ class Convolution(TwoSided):
         out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
         # A kernel that is reversed along a full spatial axis reads its patches in that order.
         order = [reversal(table, view, axis) for axis in spatial]
+        # A reversal along a full axis only renumbers the kernel's points, and `reversed` keeps it;
+        # along part of an axis it is left to the check of the order.
         straight = [out, channels, *(a for a, o in zip(spatial, order, strict=True) if o == "part")]
         if problem := order_problem(table, view, straight, "conv_general_dilated"):
             return problem
@@ -71,6 +74,7 @@ class Convolution(TwoSided):
             )
         use = Use(self, eqn, position, view, scope, data=ins[0])
         use.in_axes = (channels, *spatial)
+        # Groups are blocks of their own: no patch of one group meets a kernel of another.
         use.batch_axes = tuple((a,) for a in table.atoms(group_axes[0]))
         use.groups = tuple(table.size(a) for a in table.atoms(group_axes[0]))
         use.out_axes = (group_axes[1],)
@@ -92,6 +96,8 @@ class Convolution(TwoSided):
         keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
         inputs = [place(a) for a in use.in_axes]
         kernel = use.eqn.invars[1].aval.shape
+        # The kernel's size is part of how the signal is read: convolutions of 1 and 3 points with
+        # the same strides read other patches.
         sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
         return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
 
@@ -104,6 +110,7 @@ class Convolution(TwoSided):
         examples, channels, *spatial = vjp.site.eqn.params["dimension_numbers"].out_spec
         groups, shape = len(use.groups), cotangent.shape
         x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
+        # The split of the channels into groups moves the axes behind them.
         rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
         batch = tuple(range(channels, channels + groups))
         return Rows(x, rows, batch, ((channels + groups, use.out_axes[0]),))
@@ -126,6 +133,8 @@ class Convolution(TwoSided):
         numbers = vjp.site.eqn.params["dimension_numbers"]
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
         kernel, lead = vjp.operands[1], len(vjp.use.rows)
+        # Only examples are rows while chunks are cut: the positions of signal and outputs differ in
+        # number.
         example_rows = dataclasses.replace(vjp.use, rows=vjp.use.rows[:1])
         alone = dataclasses.replace(vjp, use=example_rows)
 

@@ -61,6 +61,7 @@ class Dense(TwoSided):
         problem = matrix_problem(table, matrix, "dot_general")
         if problem := problem or order_problem(table, matrix, matrix_axes or (), "dot_general"):
             return problem
+        # The free axes of the parameter are its outputs, and those of the data its rows.
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
         use = Use(self, eqn, position, view, scope, data=data, row_batch=rows)
@@ -79,6 +80,7 @@ class Dense(TwoSided):
         shared = use.eqn.params["dimension_numbers"][1][0]
         stack = iter(use.batch_axes)
         batch = [None if k in use.row_batch else next(stack) for k in range(len(shared))]
+        # Rows that are shared axes come first in the result, among the stack.
         rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.row_batch))
         free: list[Atoms | None] = list(use.out_axes)
         return (*batch, *(rows + free if use.operand == 1 else free + rows))
@@ -87,7 +89,10 @@ class Dense(TwoSided):
         contract, batch = use.eqn.params["dimension_numbers"]
         data_operand = 1 - use.operand
         theirs = sorted(
-            (place(axis), d) for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
+            # Sorted by the place in the parameter: `x @ w` and a transposed product that contracts
+            # the same axes in another order read the same rows.
+            (place(axis), d)
+            for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
         )
         return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.row_batch)))
 
@@ -110,6 +115,8 @@ class Dense(TwoSided):
         free = [(first_free + i, axis) for i, axis in enumerate(use.out_axes)]
         batch = list(_stacked(range(num_batch), use.row_batch))
         if use.free_stack:
+            # The experts are the parameter's first free axis: they read one input, and have a G
+            # each.
             batch.append(free.pop(0)[0])
         # Rows are in the order of the data operand, and some of them may be shared axes.
         at = {shared[data_operand][k]: k for k in use.row_batch}

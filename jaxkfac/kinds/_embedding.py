@@ -55,11 +55,13 @@ class Embedding(TwoSided):
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
+        # An index into joined tables does not say which of them it reads.
         if any(view.axes[axis] == j.array_axis for j in view.joins):
             return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
         use.in_axes = (view.axes[axis],)
         use.out_axes = (*view.axes[:axis], *view.axes[axis + 1 :])
+        # The last axis of the indices is the index itself.
         use.rows = tuple(ins[1].axes[:-1])
         return [use]
 
@@ -71,6 +73,8 @@ class Embedding(TwoSided):
         eqn, cotangent = vjp.site.eqn, vjp.cotangent
         offset = list(eqn.params["dimension_numbers"].offset_dims)
         unit_axis = kept_axis(eqn, _lookup(eqn))
+        # A lookup with `collapsed_slice_dims` left out keeps an axis of one in the result, which is
+        # no feature.
         if unit_axis is not None:
             offset.remove(unit_axis)
             cotangent = cotangent.squeeze(unit_axis)
@@ -85,6 +89,8 @@ class Embedding(TwoSided):
         table, indices = vjp.operands[0], entries_picked(eqn, vjp.operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
+        # Constants do not vary over devices inside `shard_map`, and a scatter needs operands of one
+        # type.
         ones = cast_varying(ones, indices)
         zeros = cast_varying(jnp.zeros(table.shape[_lookup(eqn).axis], dtype), indices)
         # An index out of range stands for a row that picks nothing (``entries_picked``).

@@ -51,11 +51,15 @@ class Gathered(TwoSided):
             return "is picked row by row and meets no rows of data"
         if problem := order_problem(table, view, view.axes, "dot_general"):
             return problem
+        # Atoms and not axes: the rows that pick may be split (examples, tokens) in the data and
+        # joined in the kernels.
         picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
         axes = _Axes.of(eqn, position)
         is_row: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
         for d, axis in enumerate(view.axes):
             atoms = set(table.atoms(axis))
+            # A shared axis of size one has no atoms, and is a row to which the kernel was
+            # broadcast.
             of_rows = not atoms and d in axes.shared
             is_row[d] = of_rows or bool(atoms & picked)
             if atoms & picked != (atoms if is_row[d] else set()):
@@ -64,6 +68,8 @@ class Gathered(TwoSided):
                 return "is picked row by row and was broadcast"
         for d, theirs in (axes.contracted | axes.shared).items():
             if is_row[d]:
+                # The kernels' rows were made by the indices; where they meet the data's rows, both
+                # are the same rows.
                 table.unify(view.axes[d], data.axes[theirs])
         inputs = [d for d in axes.contracted if not is_row[d]]
         outputs = [d for d in axes.free if not is_row[d]]
@@ -72,13 +78,17 @@ class Gathered(TwoSided):
         use = Use(self, eqn, position, view, scope, data=data)
         use.row_axes = tuple(d for d in is_row if is_row[d])
         rows = [data.axes[d] for d in axes.rows_of_data(use.row_axes)]
+        # Rows that only the kernels have: several picks for one row of data, as in top-k routing.
         rows += [view.axes[d] for d in axes.free if is_row[d]]
         every = [a for axis in rows for a in table.atoms(axis)]
+        # Otherwise it is not known which row of data a picked kernel multiplies.
         if any(every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)):
             return "is picked row by row, by indices that do not run along the rows of data"
         use.rows = tuple(rows)
         use.in_axes = tuple(view.axes[d] for d in inputs)
         use.out_axes = tuple(view.axes[d] for d in outputs)
+        # The axis that was picked from comes first: the factors have an entry for each expert,
+        # although the equation itself has none.
         use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d]))
         return [use]
 
@@ -99,6 +109,8 @@ class Gathered(TwoSided):
         features = zip(use.in_axes, axes.inputs(use.row_axes), strict=True)
         theirs = [d for _, d in sorted((place(axis), d) for axis, d in features)]
         rows = axes.rows_of_data(use.row_axes)
+        # The indices are part of it: the same data picked by other indices gives other sums for
+        # each expert.
         return repr((theirs, rows, len(use.rows), picked.indices))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
@@ -115,7 +127,11 @@ class Gathered(TwoSided):
         use, cotangent = vjp.use, vjp.cotangent
         axes = _Axes.of(use.eqn, use.operand)
         mine, theirs = axes.in_result(use.operand)
+        # In the result of `dot_general` shared axes come first, then the free ones of the left
+        # operand, then those of the right.
         theirs |= {d: k for k, d in enumerate(axes.shared.values())}
+        # A row axis that the product sums over (a weighted sum of experts) is not in the cotangent;
+        # it gets an axis of one, because each of its rows has the same cotangent.
         summed = [d for d in axes.rows_of_data(use.row_axes) if d not in theirs]
         theirs |= {d: cotangent.ndim + k for k, d in enumerate(summed)}
         cotangent = jnp.expand_dims(cotangent, [theirs[d] for d in summed])
@@ -133,6 +149,7 @@ class Gathered(TwoSided):
         flat = [a for axis in rows for a in table.atoms(axis)]
         mine = [a for axis in picked.rows for a in table.atoms(axis)]
         order = sorted(range(len(mine)), key=lambda i: flat.index(mine[i]))
+        # A handler of a kind that `picks` gets the indices as the last operand.
         index = vjp.operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
         index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
         number = _size(table, picked.axis)
@@ -164,6 +181,7 @@ class _Axes(NamedTuple):
         contract, batch = eqn.params["dimension_numbers"]
         shapes = [v.aval.shape for v in eqn.invars]
         mine, data = operand, 1 - operand
+        # `dimension_numbers` list pairs of axes in any order, so they are kept as pairs.
         contracted = dict(zip(contract[mine], contract[data], strict=True))
         shared = dict(zip(batch[mine], batch[data], strict=True))
         used = {*contracted.values(), *shared.values()}
@@ -200,6 +218,7 @@ def _by_expert(vjp: LayerVjp, side: Rows) -> Rows:
         shape[side.rows[i]] = reaches.shape[1 + i]
     reaches = reaches.transpose(0, *(1 + i for i in order)).reshape(-1, *shape)
     return Rows(
+        # `where` and not a product: a row of padding may hold NaN, which would reach every expert.
         jnp.where(reaches, side.x[None], jnp.zeros((), side.x.dtype)),
         tuple(1 + d for d in side.rows),
         (0, *(1 + d for d in side.batch)),
@@ -241,6 +260,8 @@ class Ragged(TwoSided):
     ) -> list[Use] | str:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contract, batch = numbers.dot_dimension_numbers
+        # With ragged contracted axes, as in this product's own gradient, no operand is a stack of
+        # experts.
         plain = tuple(map(tuple, batch)) == ((), ()) and len(contract[0]) == 1
         of_rows = tuple(numbers.lhs_ragged_dimensions) == (1 - contract[0][0],)
         if list(positions) != [1] or not (
@@ -286,6 +307,7 @@ def _reached(operands: Sequence[Any]) -> ArrayOrShape:
     sizes = operands[2][:, None]
     ends = jnp.cumsum(sizes, 0, sizes.dtype)
     rows = jnp.arange(operands[0].shape[0], dtype=sizes.dtype)
+    # Rows are sorted by expert, so each expert reads one run of them.
     return (rows < ends) & (rows >= ends - sizes)
 
 

@@ -156,6 +156,7 @@ def moments(
     ``packs``). Its leading axes beyond the stack of ``side`` are filled with copies. With
     ``panels`` a wide matrix is computed by panels and mirrored (``symmetric_gram``).
     """
+    # Panels only exist for one feature axis without a stack (see `packs`).
     if isinstance(like, tuple) or panels:
         product = gram_panels if isinstance(like, tuple) else symmetric_gram
         return product(side.x, side.features[0][0], precision=precision)
@@ -166,6 +167,7 @@ def moments(
         sums = in_own_order(vjp, side, sums, lead=lead, copies=2)
         sums = fold_triangle(sums) if is_folded(like) else sums
     else:
+        # Widened before the square, which in 16 bits would underflow for small gradients.
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(vjp, side, squares)
     return jnp.broadcast_to(sums, like.shape) if lost else sums

@@ -142,8 +142,10 @@ def _signal(vjp: LayerVjp) -> _Signal:
     config = [(0, 0, 0)] * x.ndim
     for d, (low, high), spread in zip(spatial, p["padding"], p["lhs_dilation"], strict=True):
         config[d] = (low, high, spread - 1)
+    # No copy of the signal where there is nothing to pad.
     if any(c != (0, 0, 0) for c in config):
         x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    # Channels last, so that a window's channels are contiguous however the model stores its signal.
     x = x.transpose(examples, *spatial, channels)
     if groups:
         x = x.reshape(*x.shape[:-1], *groups, -1)
@@ -167,6 +169,8 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
     x, lead = signal.x, len(use.groups) + 1
     for d, axis in enumerate(signal.axes, start=lead):
         windows = []
+        # A kernel that is reversed in the program meets the windows back to front; A belongs to the
+        # parameter's own order.
         for k in range(axis.size)[:: -1 if use.reversed[d - lead] else 1]:
             first = k * axis.dilation
             last = first + (axis.outputs - 1) * axis.stride
@@ -175,6 +179,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
                 # Sums over many positions would lose digits in 16 bits.
                 window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
             windows.append(window)
+        # Before the channels: the kernel's points stack up in the order of its spatial axes.
         x = jnp.stack(windows, -2)
     return _rows(signal, use, x)
 

@@ -127,6 +127,8 @@ def in_own_order(
     parameter_atoms = [a for axis in vjp.use.view.remaining_axes for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
+    # An equation may contract axes in any order; factors of all uses of a parameter have its own
+    # order, or they could not be added.
     order = sorted(range(len(atoms)), key=lambda i: parameter_atoms.index(atoms[i]))
     before, n = x.shape[:lead], math.prod(sizes)
     if order != sorted(order):
@@ -157,7 +159,10 @@ def by_example(vjp: LayerVjp, side: Rows, axes: Sequence[Atoms], examples: Atoms
         if d not in side.rows or math.prod(sizes) != size:
             atoms, sizes = (), [size]  # a feature, an axis of one row, or a shard
         for i, atom_size in enumerate(sizes):
+            # The axis of examples may be one factor of a row axis that the model has merged
+            # (examples times tokens).
             if atoms and atoms[i] in example_atoms:
+                # The same examples twice: rows are pairs, as in a product of all examples with all.
                 if atoms[i] in first:
                     raise _lost(vjp, "its rows run over pairs of examples")
                 first[atoms[i]] = len(shape)

@@ -40,6 +40,7 @@ class Transformed(Elementwise):
     ) -> list[Use] | str:
         (position,) = positions
         contract, batch = eqn.params["dimension_numbers"]
+        # The other axes of the data are rows: each has a gradient of its own.
         theirs = {*contract[1 - position], *batch[1 - position]}
         data = ins[1 - position]
         rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
@@ -60,6 +61,7 @@ class Transformed(Elementwise):
         use, dtype = vjp.use, vjp.cotangent.dtype
         x, g = (side.masked(vjp.weights) for side in _sides(vjp))
         ones = [side._replace(x=jnp.ones_like(side.x)) for side in (x, g)]
+        # The count of an element is the number of rows that exist, from the same product with ones.
         ones[1] = ones[1].masked(vjp.weights)
         by_row = "diagonal" in like
 
@@ -77,6 +79,7 @@ class Transformed(Elementwise):
         if derivative is not None:
             d = derivative.astype(dtype)
             if by_row:
+                # The derivative does not depend on the row, so it is applied once, to the sum.
                 statistics["diagonal"] *= jnp.square(d)
             else:
                 statistics["gradient"] *= d[..., None]
@@ -120,5 +123,7 @@ def _product(use: Use, x: ArrayOrShape, g: ArrayOrShape) -> ArrayOrShape:
     out = jax.lax.dot_general(x, g, numbers, precision=jax.lax.Precision.HIGHEST)
     mine = (*shared[use.operand], *contract[use.operand])
     ndim = len(use.eqn.invars[use.operand].aval.shape)
+    # `dot_general` returns shared axes first, then inputs, then outputs; the weight has its own
+    # order.
     order = [*mine, *(d for d in range(ndim) if d not in mine)]  # the weight's axis for each of out
     return out.transpose(*(1 + order.index(d) for d in range(ndim)), 0)

@@ -98,9 +98,12 @@ class EigenvalueCorrector:
                 "a jk.Objective, or name the outputs inside the loss with jk.mark_outputs, not "
                 f"{objective!r}"
             )
+        # Parameters that no rule covers have no taps; their squares come from a second pass.
         extra = [layer for layer in bases.layers if not layer.is_covered]
         check_program_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         if has_outputs:
+            # Values are checked here, where they are concrete, because a target out of range makes
+            # all measured values NaN inside `jit`.
             estimator.check_values(objective, self._program.output_shapes(traced), batch)
         elif extra:
             raise ValueError(
@@ -117,9 +120,13 @@ class EigenvalueCorrector:
             return at, lambda emitted: squared.outputs(emitted, bases)
 
         try:
+            # Tried first with one pass for all examples. Only the trace of the taps shows whether
+            # every layer's rows belong to examples.
             at, outputs = linearised(traced)
             squares = estimator.gathered(objective, at, batch, outputs)
         except LostRowsError as error:
+            # With a scalar loss no example can be run alone, and one example needs no separation,
+            # so that the error is about something else.
             if not has_outputs or traced.num_examples == 1:
                 raise
             number = traced.num_examples
@@ -163,6 +170,7 @@ def _isolated(
                 mine = jnp.arange(number) == examples
                 return jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
+            # The same linearization for all examples: only the backward pass is repeated.
             return outputs(at.vjp(jax.tree.map(alone, cotangent)))
 
         return sum_over_chunks(one, jnp.arange(number), 1, in_loop=fast_convolutions)
@@ -254,6 +262,8 @@ def correct_eigenvalues(
     at_least_one(samples=samples, chunk=chunk)
     check_bases(bases)
     _check_vectors(bases)
+    # Only the layers of the bases are found and tapped; the others cost nothing, and may be ones
+    # that no rule covers.
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     check_word(examples)
@@ -298,6 +308,7 @@ def _check_vectors(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
+        # With a truncated basis the squares outside it are lost, and their trace with them.
         check_all_vectors(bases, layer, "measured eigenvalues")
 
 
@@ -307,6 +318,7 @@ def _check_examples(
     """Refuse gradients of single examples if an example's output depends on others."""
     if extra:
         check_alone(program, traced, extra)
+    # A full block of a scale has gradients of whole examples, whatever `per` says.
     by_example = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
     if by_example and (met := program.meeting(traced, "derivative")):
         names = ", ".join(repr(layer.name) for layer in by_example)

@@ -118,6 +118,8 @@ class ExactOperator(Operator):
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as a function of the chunk's ``(batch, labels)`` and index."""
+        # Counts are those of the full batch: a chunk's mask keeps another number of terms, and the
+        # chunks' shares have to add up to the mean over all of them.
         by_path, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
         chosen = {path: by_path[path] for path in self.leaves}
 
@@ -133,6 +135,7 @@ class ExactOperator(Operator):
 
     def _heads(self) -> list[Head]:
         """The outputs for the full batch, as shapes, with likelihood and mask."""
+        # Shapes suffice: the number of kept terms depends on the mask alone.
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
@@ -146,10 +149,13 @@ class ExactOperator(Operator):
 @jax.jit
 def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
     structs = operator.leaves
+    # A tangent must have the dtype of its primal; solvers pass vectors in the widest dtype of all
+    # leaves.
     vector = {path: x.astype(structs[path].dtype) for path, x in leaves.items()}
 
     def widened(chunk: Chunk) -> Leaves:
         out = operator.rule(chunk, vector)
+        # Widened before the chunks are added: a sum of many chunks in 16 bits stops growing.
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
     return sum_over_chunks(
