@@ -180,6 +180,8 @@ class NnxApply:
     def _run(
         self, states: tuple[nnx.State, ...], inputs: tuple[Any, ...], key: Key[Array, ""] | None
     ) -> "_Call":
+        # A copy, because a call writes into its variables, and a pure function must leave its
+        # arguments alone.
         model = nnx.merge(self._graph, *states, copy=True)
         before, _ = _values(model)
         named_arguments = {}
@@ -204,6 +206,8 @@ class NnxApply:
         if not suspects:
             return
         existing = [path for path in suspects if path in call.before]
+        # `nnx.scan` and the like write every variable back, changed or not; only the program shows
+        # which changed.
         unwritten, draws = self._traced(existing, states, inputs, key)
         changed = [path for path in suspects if path not in unwritten]
         drawn = [path for path in changed if issubclass(call.kinds[path], nnx.RngState)]
@@ -295,6 +299,7 @@ class _Form(NamedTuple):
     def filled(self, values: PyTree) -> nnx.State:
         """The part of the model with other values."""
         if isinstance(values, nnx.State):
+            # NNX's optimizers and checkpoints hold a `State`.
             values = nnx.to_pure_dict(values)
         if jax.tree.structure(values) != self.plain:
             raise ValueError(f"{self.what}: {self._difference(values)}")
