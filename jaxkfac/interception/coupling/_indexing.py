@@ -7,6 +7,7 @@ axis may be picked, so labels that differ along it are joined.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkfac.interception._compat import Eqn
@@ -107,6 +108,9 @@ def scatter(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -
             if start is None:
                 index.append(None)
                 continue
+            # An update out of bounds goes to the border under this mode; others drop it (`_put`).
+            if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+                start = np.clip(start, 0, shape[d] - size)
             along_axis = along_axis + placed(start, rows, rank)
         index.append(along_axis)
     return [joined(operand, _put(shape, index, updates, update_shape))]
@@ -126,7 +130,7 @@ def _put(
     low = np.full(out_shape, MIXED, np.int32)
     at = [np.broadcast_to(np.zeros(1, int) if x is None else x, full).ravel() for x in index]
     sizes = zip(at, out_shape, strict=True)
-    # Updates out of bounds are dropped, as in JAX.
+    # What is still out of bounds here is dropped, as JAX does it.
     in_bounds = np.logical_and.reduce([(i >= 0) & (i < s) for i, s in sizes]) if at else slice(None)
     values = np.broadcast_to(updates, full).ravel()
     where = tuple(i[in_bounds] for i in at)
