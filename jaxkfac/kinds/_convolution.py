@@ -14,15 +14,21 @@ from jaxkfac.interception import (
     Eqn,
     LayerVjp,
     Use,
-    matrix_problem,
-    order_problem,
     register_kind,
     reversal,
 )
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
+from jaxkfac.kinds._rows import (
+    ArrayOrShape,
+    Rows,
+    aligned,
+    matrix_problem,
+    order_problem,
+    part_of_rows,
+    split_examples,
+)
 from jaxkfac.kinds._two_sided import TwoSided
 
 

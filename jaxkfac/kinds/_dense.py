@@ -13,11 +13,9 @@ from jaxkfac.interception import (
     LayerVjp,
     Use,
     broadcast_axes,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import Rows
+from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 
 

@@ -14,16 +14,11 @@ from jaxkfac.interception import (
     Lookup,
     Use,
     cast_varying,
-    entries_picked,
     is_var,
-    kept_axis,
-    lookup_of,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
 from jaxkfac.kinds._moments import Products
-from jaxkfac.kinds._rows import Rows, aligned, split_examples
+from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
 from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
 
 
@@ -48,7 +43,7 @@ class Embedding(TwoSided):
     ) -> list[Use] | str:
         (position,) = positions
         view = ins[position]
-        lookup = lookup_of(eqn)
+        lookup = Lookup.of(eqn)
         if position != 0 or lookup is None:
             return "is read by a `gather` that does not pick whole rows"
         axis = lookup.axis
@@ -72,7 +67,7 @@ class Embedding(TwoSided):
     def outputs(self, vjp: LayerVjp) -> Rows:
         eqn, cotangent = vjp.site.eqn, vjp.cotangent
         offset = list(eqn.params["dimension_numbers"].offset_dims)
-        unit_axis = kept_axis(eqn, _lookup(eqn))
+        unit_axis = _lookup(eqn).axis_in_result(eqn)
         # A lookup with `collapsed_slice_dims` left out keeps an axis of one in the result, which is
         # no feature.
         if unit_axis is not None:
@@ -86,14 +81,14 @@ class Embedding(TwoSided):
         self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
     ) -> dict[str, Any]:
         eqn, weights = vjp.use.eqn, vjp.weights
-        table, indices = vjp.operands[0], entries_picked(eqn, vjp.operands)
+        table, indices = vjp.operands[0], _lookup(eqn).entries(eqn, vjp.operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         # Constants do not vary over devices inside `shard_map`, and a scatter needs operands of one
         # type.
         ones = cast_varying(ones, indices)
         zeros = cast_varying(jnp.zeros(table.shape[_lookup(eqn).axis], dtype), indices)
-        # An index out of range stands for a row that picks nothing (``entries_picked``).
+        # An index out of range stands for a row that picks nothing (``Lookup.entries``).
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(
@@ -102,10 +97,11 @@ class Embedding(TwoSided):
         num_rows = len(vjp.use.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
         g = aligned(vjp, self.output_rows(vjp), stack_of_slot(like))
-        return TokenRows(split(entries_picked(vjp.use.eqn, vjp.operands)), split(g))
+        entries = _lookup(vjp.use.eqn).entries(vjp.use.eqn, vjp.operands)
+        return TokenRows(split(entries), split(g))
 
 
 def _lookup(eqn: Eqn) -> Lookup:
-    lookup = lookup_of(eqn)
+    lookup = Lookup.of(eqn)
     assert lookup is not None
     return lookup

@@ -13,11 +13,9 @@ from jaxkfac.interception import (
     Eqn,
     LayerVjp,
     Use,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, part_of_rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 # ---------------- kernels gathered row by row: ``einsum("nd,ndk->nk", x, kernels[expert])``

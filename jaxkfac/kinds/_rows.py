@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Piece, own_atoms, pieces_of
+from jaxkfac.interception import (
+    Atoms,
+    AxisTable,
+    LayerVjp,
+    Piece,
+    View,
+    own_atoms,
+    pieces_of,
+    reversal,
+)
 
 if TYPE_CHECKING:
     ArrayOrShape = Array
@@ -23,6 +32,29 @@ else:
         def shape(self) -> tuple[int, ...]: ...
         @property
         def dtype(self) -> Any: ...
+
+
+# ---------------- views that are no matrix
+
+
+def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
+    """The reason why a view is no matrix with known axes, or ``None``."""
+    if view.axes is None or view.function:
+        first = view.function or view.lost_by
+        return f"is no whole matrix behind `{first}`, where it meets data in `{name}`"
+    if any("broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)):
+        return f"is broadcast before `{name}`"
+    return None
+
+
+def order_problem(table: AxisTable, view: View, axes: Sequence[Atoms], name: str) -> str | None:
+    """The reason why a view's elements along some axes are out of order, or ``None``."""
+    if any(reversal(table, view, axis) != "none" for axis in axes):
+        return f"is back to front behind `rev`, where it meets data in `{name}`"
+    return None
+
+
+# ---------------- rows
 
 
 class Rows(NamedTuple):
