@@ -371,7 +371,9 @@ def _reduce_window(
             window_dilation=int(p["window_dilation"][d]) if p.get("window_dilation") else 1,
             entries=after[d],
         )
-    return [x] * len(eqn.outvars)
+    # Every window starts from the initial values, so what these depend on enters every result.
+    initial = [v.reshape((1,) * rank) for v in ins if v is not None and v.ndim != rank]
+    return [joined(x, *initial)] * len(eqn.outvars)
 
 
 def _select_and_gather_add(
