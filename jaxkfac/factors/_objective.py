@@ -84,11 +84,13 @@ class ModelCall(NamedTuple):
         batch: A ``Batch``, or whatever a scalar loss takes.
         key: The model's own key, for dropout; ``None`` if it takes none.
         state: What a call changes (batch statistics); ``None`` if nothing.
+
+    For a trace, shapes may stand for all of these.
     """
 
     params: PyTree
     batch: Any
-    key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None
+    key: Key[Array, ""] | None = None
     state: PyTree | None = None
 
 

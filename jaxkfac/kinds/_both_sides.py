@@ -211,6 +211,7 @@ class BothSides:
             return jnp.einsum("...qnso,...nso->...qn", moved, g, precision=_EXACT)
 
         def by_two_factors(chunk: Arrays) -> ArrayOrShape:
+            assert isinstance(queries, LowRankMatrices)
             x, g = cast_rows(chunk)
             x = jnp.einsum("...nsi,...qir->...nsqr", x, queries.left, precision=_EXACT)
             g = jnp.einsum("...nso,...qro->...nsqr", g, queries.right, precision=_EXACT)
@@ -321,7 +322,11 @@ class BothSides:
         return {"outputs": jnp.sqrt(weights) * g.astype(weights.dtype)}
 
     def _rows(self, chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
-        return chunk if self.rows is None else self.rows(chunk)
+        if self.rows is not None:
+            return self.rows(chunk)
+        x, g = chunk
+        assert x is not None and g is not None
+        return x, g
 
     def _at_once(self, x: ArrayOrShape, g: ArrayOrShape, *, gradients: bool) -> int:
         size = (x.size + g.size) // len(x)

@@ -154,11 +154,12 @@ class Convolution(TwoSided):
         )
 
         def rows(chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
-            size = len(chunk[0])
+            size = len(jax.tree.leaves(chunk)[0])
             signal, outputs, exists = (
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
                 for x, axis in zip(chunk, first, strict=True)
             )
+            assert outputs is not None
             part = LayerVjp(vjp.site, vjp.use, [signal, kernel], outputs, exists)
             x, g = aligned(part, self.input_rows(part)), aligned(part, self.output_rows(part))
             return x.reshape(size, -1, *x.shape[lead:]), g.reshape(size, -1, *g.shape[lead:])

@@ -37,10 +37,8 @@ def axis_of_devices(examples: int) -> str | None:
     return None
 
 
-def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape | None:
+def by_device(x: ArrayOrShape, examples: int, axis: str) -> ArrayOrShape:
     """The axis ``examples`` of an array, split into one shard per device; devices come first."""
-    if x is None:
-        return None
     size = jax.sharding.get_abstract_mesh().shape[axis]
     before, after = x.shape[:examples], x.shape[examples + 1 :]
     shards = x.reshape(*before, size, x.shape[examples] // size, *after)
@@ -110,8 +108,9 @@ def over_patches(vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None],
     if axis is None:
         return total(signal.x, weights)
     # In a loop each run would be summed over the devices; here they are summed once, after it.
-    shards = by_device(signal.x, lead, axis), by_device(weights, 0, axis)
-    return jax.tree.map(lambda x: x.sum(0), jax.vmap(total)(*shards))
+    exists = None if weights is None else by_device(weights, 0, axis)
+    shards = jax.vmap(total)(by_device(signal.x, lead, axis), exists)
+    return jax.tree.map(lambda x: x.sum(0), shards)
 
 
 class _Axis(NamedTuple):

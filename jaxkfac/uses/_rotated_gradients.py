@@ -183,6 +183,6 @@ class RotatedGradients(ExampleGradients):
         remaining = self.gradients({name: x for name, x in emitted.items() if name not in done})
         for name in done:
             layer = self._layers[name]
-            if "bias_gradients" in emitted[name]:
+            if layer.bias is not None and "bias_gradients" in emitted[name]:
                 self._add(remaining, layer, layer.bias, emitted[name]["bias_gradients"])
         return [x * scale(x) for x in rotated(remaining, self._bases, done)]
