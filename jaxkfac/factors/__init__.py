@@ -51,6 +51,7 @@ from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_ke
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
+    ModelCall,
     Objective,
     arguments,
     as_batch,
@@ -92,6 +93,7 @@ __all__ = [
     "MarkedTerms",
     "Measurable",
     "MeasuredValues",
+    "ModelCall",
     "Objective",
     "Origin",
     "Pass",

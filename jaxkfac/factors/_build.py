@@ -213,6 +213,8 @@ def value_grad_and_factors(
     check_word(examples)
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
     check_sparing(every, subsample)
+    # A unit G says nothing about the loss, so there are no gradients whose squares a diagonal could
+    # be.
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -275,6 +277,7 @@ def check_word(examples: Any) -> None:
 
 def check_sparing(every: Any, subsample: Any) -> None:
     """Refuse an ``every`` that is no whole number, and a ``subsample`` outside (0, 1]."""
+    # True is an int in Python, and `every=True` most likely means something else.
     if isinstance(every, bool) or every != int(every):
         raise ValueError(f"every={every}: expected a whole number of steps")
     if subsample is None:

@@ -23,7 +23,7 @@ from jaxkfac.factors._diagonal_pass import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors, Origin, with_origin
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._objective import ModelCall, Objective
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
     AdaptationOfBatch,
@@ -71,6 +71,10 @@ class Call(NamedTuple):
     estimator: Estimator
     state: Any = None
     bases: Any = None
+
+    def of_model(self, params: PyTree) -> ModelCall:
+        """The model's own arguments."""
+        return ModelCall(params, self.batch, self.key, self.state)
 
     def quiet(self) -> "Call":
         """The call for computing shapes only, without printing what it would cost."""
@@ -176,7 +180,7 @@ class FactorCollector:
         is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
         if is_mean or self._warned:
             return
-        value = lambda some: self._program.value(params, some, call.key, call.state)
+        value = lambda some: self._program.value(ModelCall(params, some, call.key, call.state))
         if warn_of_sum(value, call.batch):
             self._warned.append(True)
 
@@ -266,7 +270,7 @@ class FactorCollector:
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
-        return self._program.traced(params, call.batch, call.key, call.state)
+        return self._program.traced(call.of_model(params))
 
     def gather(
         self,
@@ -290,15 +294,12 @@ class FactorCollector:
             self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts, key)
         if traced.marks:
-            weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
+            weights = self._program.row_weights(traced, call.of_model(params))
             statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
             statistics,
-            params,
-            call.batch,
-            call.key,
-            call.state,
+            call.of_model(params),
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
@@ -315,8 +316,8 @@ class FactorCollector:
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _corrections(self, params: PyTree, call: Call) -> Corrections:
-        call_args = (call.batch, call.key, call.positions, call.state)
-        return call.bases.measured(self._program, call.estimator, params, *call_args)
+        at = call.of_model(params)
+        return call.bases.measured(self._program, call.estimator, at, call.positions)
 
     def without_factors(
         self, params: PyTree, call: Call, like: Factors | None = None
@@ -335,10 +336,7 @@ class FactorCollector:
         at = self._program.linearise(
             traced,
             self.statistics(traced, {}),
-            params,
-            call.batch,
-            call.key,
-            call.state,
+            call.of_model(params),
             loss_terms=self._loss_terms,
         )
         factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
@@ -413,7 +411,7 @@ class FactorCollector:
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
                 "jk.mark_outputs"
             )
-        return adaptation_of(objective, params, batch, key, state, has_aux=self._has_aux)
+        return adaptation_of(objective, ModelCall(params, batch, key, state), has_aux=self._has_aux)
 
     def factor_shapes(
         self,
@@ -489,13 +487,7 @@ class FactorCollector:
             sums = marked_diagonals(self._program.objective, traced, at, layers, call.estimator)
         else:
             sums = per_example_diagonals(
-                self._program.objective,
-                params,
-                call.batch,
-                layers,
-                call.estimator,
-                key=call.key,
-                state=call.state,
+                self._program.objective, call.of_model(params), layers, call.estimator
             )
         return dataclasses.replace(
             factors,

@@ -198,6 +198,7 @@ def _bins(sides: list[_Side], capacity: int) -> list[list[_Side]]:
 
 def _rows(group: list[_Side], room: int) -> int:
     """How many iterations of a group fit into ``room`` bytes."""
+    # The bytes are linear in the rows with a constant part, so two points give both.
     one, two = (sum(s.nbytes(rows) for s in group) for rows in (1, 2))
     return max(0, 1 + (room - one) // max(two - one, 1)) if room >= one else 0
 
