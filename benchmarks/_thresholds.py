@@ -44,8 +44,8 @@ def note(key, taken):
 
 
 @atexit.register
-def write():
-    with open(os.environ["JAXKFAC_SIDES"], "w") as file:
+def write():  # a file for each process, as tests start others
+    with open(f"{os.environ['JAXKFAC_SIDES']}.{os.getpid()}", "w") as file:
         json.dump(SIDES, file)
 '''
 
@@ -84,11 +84,11 @@ class Condition:
             return [f"case {i + 1}" for i in range(self.cases)]
         return ["traced"] if "traced" in found else ["True", "False"]
 
-    def missing(self, sides: Mapping[str, Mapping[str, str]]) -> bool:
-        """Whether no case takes some side. An error is for tests of errors, not for these."""
+    def missing(self, sides: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """The sides that no case takes. An error is for tests of errors, not for these."""
         found = sides.get(self.key, {})
         errors = {"True"} if self.refuses else set()
-        return not set(self.sides(found)) - errors <= set(found)
+        return [side for side in self.sides(found) if side not in errors | set(found)]
 
 
 def conditions(path: Path, text: str) -> list[Condition]:

@@ -1,12 +1,14 @@
 """Branches are found by what they test, and a copy that notes its sides computes the same."""
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
 
 from benchmarks import thresholds
 from benchmarks._thresholds import RECORDER, conditions, instrumented
+from benchmarks._thresholds_reasons import REASONS
 
 PATH = Path("jaxkfac/_made.py")
 TEXT = textwrap.dedent(
@@ -75,13 +77,35 @@ def test_a_copy_notes_the_sides_that_it_takes_and_returns_the_same(tmp_path, mon
     assert made["Kept"]().take([1], "x") == "one"
     assert made["last"](Rows([1, 2])) == 1
     recorder["write"]()
-    sides = json.loads(out.read_text())
+    sides = json.loads(Path(f"{out}.{os.getpid()}").read_text())
     assert set(sides[f"{PATH}:Kept.take: len(x)"]) == {"case 1"}
     assert set(sides[f"{PATH}:Kept.take: len(x) > 2"]) == {"False"}
     assert set(sides[f"{PATH}:last: x.shape[0] > 1"]) == {"True"}
     assert sides[f"{PATH}:last: len(x) > 2"]["False"].startswith("tests/thresholds_test.py::")
     (refused, *others) = conditions(PATH, TEXT)
     assert not refused.missing(sides) and all(x.missing(sides) for x in others)
+
+
+def test_an_oracle_is_kept_before_a_test_beside_the_code():
+    beside = {
+        "a": {"True": "jaxkfac/linalg/_made_test.py::one", "False": "tests/oracle_test.py::x"}
+    }
+    oracle = {"a": {"True": "parity_tests/a_test.py::f"}, "b": {"traced": "parity_tests/a_test.py"}}
+    expected = {**beside["a"], **oracle["a"]}
+    assert thresholds.merged(beside, oracle) == {"a": expected, "b": oracle["b"]}
+    assert thresholds.merged(oracle, beside) == {"a": expected, "b": oracle["b"]}
+    later = {"a": {"True": "parity_tests/other_test.py::three"}}
+    assert thresholds.merged(oracle, later)["a"] == oracle["a"]
+
+
+def test_a_side_without_an_oracle_has_a_reason_and_no_other_has():
+    sides = thresholds.recorded()
+    oracles = {
+        key: {side: test for side, test in found.items() if thresholds.is_oracle(test)}
+        for key, found in sides.items()
+    }
+    needed = {x.key for x in thresholds.listed() if x.missing(oracles)}
+    assert set(REASONS) == needed
 
 
 def test_every_condition_is_in_the_record():
@@ -95,4 +119,4 @@ def test_every_condition_is_in_the_record():
 def test_words_choose_what_is_written(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["thresholds"])
     assert thresholds.main() == 0
-    assert "have a side that no case takes" in capsys.readouterr().out
+    assert "without a reason here" in capsys.readouterr().out
