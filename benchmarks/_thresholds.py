@@ -19,7 +19,7 @@ WORDS = re.compile(
 BRANCHING = {"where", "cond", "select", "switch"}
 
 # Goes into the copy as jaxkfac/_sides.py.
-RECORDER = '''"""Note which side of each condition is taken, and by which test first."""
+RECORDER = '''"""Note which side of each condition is taken, and by which tests, in their order."""
 
 import atexit
 import json
@@ -38,9 +38,8 @@ def side(key, value):
 
 
 def note(key, taken):
-    found = SIDES.setdefault(key, {})
-    if taken not in found:
-        found[taken] = os.environ.get("PYTEST_CURRENT_TEST", "import").split(" (")[0]
+    tests = SIDES.setdefault(key, {}).setdefault(taken, {})
+    tests.setdefault(os.environ.get("PYTEST_CURRENT_TEST", "import").split(" (")[0])
 
 
 @atexit.register

@@ -5,10 +5,9 @@ Run: python -m benchmarks.thresholds [--measure [PYTEST WORDS ...]] [--write]
 The conditions of ``if``, ``while``, ``match``, conditional expressions, ``where`` and ``cond`` in
 the rooms of the mathematics are listed from their syntax. ``--measure`` copies the project, writes
 a call around each condition, runs the tests there, and keeps for each side the first test that
-took it. A parity case or an oracle is kept before a test beside the code, whichever ran first.
-Results are added to the record, so that the tests may be run in parts. By default it runs parity,
-the oracles and the tests of the rooms. ``--write`` writes ``benchmarks/results/thresholds.json``
-and ``.md``.
+took it: a parity case, else an oracle, else any test. Results are added to the record, so that the
+tests may be run in parts. By default it runs parity, the oracles and the tests of the rooms.
+``--write`` writes ``benchmarks/results/thresholds.json`` and ``.md``.
 """
 
 import argparse
@@ -16,6 +15,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,22 +29,45 @@ from benchmarks._thresholds_reasons import REASONS
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "thresholds.json"
 ROOMS = ("factors", "kinds", "linalg", "curvature", "lslora", "optim")
-# Tests that compare numbers with another computation of them: PyTorch, another library, or the
-# same mathematics written out densely in float64.
-ORACLES = (
-    "parity_tests",
-    *(
-        f"tests/{name}_test.py"
-        for name in (
-            *("oracle", "factors_oracle", "coupling_oracle", "curvlinops", "convolution"),
-            *("constant_rows", "tied_weights", "several_outputs", "several_readings", "reduce"),
-            *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "origin"),
-            *("computed_weights", "fisher_types", "ekfac", "nf4", "adapter_directions"),
-            *("quadratic_penalty", "complex_parameters", "invariants"),
-        )
-    ),
+# What compares numbers with another computation of them, the best first: PyTorch; the same
+# mathematics written out densely in float64, across rooms; and beside the code.
+PARITY = ("parity_tests/",)
+ORACLES = tuple(
+    f"tests/{name}_test.py"
+    for name in (
+        *("oracle", "factors_oracle", "coupling_oracle", "curvlinops", "convolution", "reduce"),
+        *("constant_rows", "tied_weights", "several_outputs", "several_readings", "origin", "nf4"),
+        *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
+        *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
+        *("complex_parameters", "invariants"),
+    )
 )
-TESTS = (*ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
+BESIDE = tuple(
+    f"jaxkfac/{room}/_{name}_test.py"
+    for room, names in {
+        "linalg": "chunks eigh gram inverse kronecker orthogonal_iteration packed rcond sums "
+        "triangle",
+        "kinds": "squares",
+        "factors": "average budgeted convolution_programs example_sums explicit_net features "
+        "fisher likelihoods long_sum packed_factors patches subsample wide_sides",
+        "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
+        "orientations",
+        "curvature/capacity": "metrics order",
+        "curvature/ekfac": "by_example correct isolated two_sided_kind_from_outside",
+        "curvature/host": "average",
+        "curvature/operators": "estimates exact exact_options kronecker operator solve spectrum",
+        "lslora": "attach bank branch diagnose fourier fused merge nonlinearity programs stacks",
+        "lslora/nf4": "programs quantize",
+        "optim": "accumulators adaptation kfac kfe_adam multi_steps overflow packed_state "
+        "preconditioner refresh scale_by_bases stacks",
+    }.items()
+    for name in names.split()
+)
+# Tests of these files that compare words or bytes, by their names.
+NO_NUMBERS = re.compile(
+    r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
+)
+TESTS = ("parity_tests", *ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
 COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
 
@@ -94,19 +117,28 @@ def ran() -> list[str]:
     return json.loads(RECORD.read_text())["tests"] if RECORD.exists() else []
 
 
+def rank(test: str) -> int:
+    """0 for a parity case, 1 and 2 for an oracle across rooms and beside the code, 3 for others."""
+    if test.startswith(BESIDE) and re.search(WORDS, test):
+        return 3
+    kinds = (PARITY, ORACLES, BESIDE)
+    return next((i for i, kind in enumerate(kinds) if test.startswith(kind)), 3)
+
+
 def is_oracle(test: str) -> bool:
     """Whether a test is a parity case or an oracle."""
-    return test.startswith(ORACLES)
+    return rank(test) < 3
 
 
 def merged(first: Sides, second: Sides) -> Sides:
-    """Sides of both. An oracle goes before another test, and the first one's tests stay else."""
+    """Sides of both, each with its best test; the first one's before an equally good one."""
     both: Sides = {}
     for key in {*first, *second}:
-        both[key] = {**second.get(key, {}), **first.get(key, {})}
-        for side, test in second.get(key, {}).items():
-            if is_oracle(test) and not is_oracle(both[key][side]):
-                both[key][side] = test
+        one, two = first.get(key, {}), second.get(key, {})
+        both[key] = {
+            side: min((x[side] for x in (one, two) if side in x), key=rank)
+            for side in {**one, **two}
+        }
     return both
 
 
@@ -126,7 +158,16 @@ def measured(words: Sequence[str]) -> Sides:
         processes = sorted(Path(folder).glob(f"{out.name}.*"))
         if not processes:
             raise RuntimeError(f"pytest ended with {done.returncode} and left no record")
-        return functools.reduce(merged, (json.loads(file.read_text()) for file in processes))
+        return functools.reduce(merged, map(_best, processes))
+
+
+def _best(file: Path) -> Sides:
+    """The best test for each side, of those that a process has noted."""
+    noted = json.loads(file.read_text())
+    return {
+        key: {side: min(tests, key=rank) for side, tests in sides.items()}
+        for key, sides in noted.items()
+    }
 
 
 def counts(sides: Sides) -> list[str]:
@@ -155,10 +196,11 @@ def page(sides: Sides, tests: Iterable[str]) -> str:
         "",
         f"Conditions of {', '.join(ROOMS)}, listed from their syntax by",
         "`python -m benchmarks.thresholds --write`. For each side, the table has the first parity",
-        "or oracle case that took it; else, in italics, the first test beside the code; else",
-        "“none”. A side that only raises an error counts as an error, and is for tests of errors.",
-        "Where no oracle takes a side, the last column says why that is enough. A traced condition",
-        "is an array inside a program: both sides are compiled, and the case is one that built it.",
+        "case that took it, else the first oracle, else, in italics, the first other test, else",
+        "“none”. An oracle is a test that compares numbers with the same mathematics written out.",
+        "A side that only raises an error counts as an error, and is for tests of errors. Where no",
+        "oracle takes a side, the last column says why. A traced condition is an array inside a",
+        "program: both sides are compiled, and the case is one that built it.",
         "",
         *counts(sides),
         "",

@@ -81,21 +81,27 @@ def test_a_copy_notes_the_sides_that_it_takes_and_returns_the_same(tmp_path, mon
     assert set(sides[f"{PATH}:Kept.take: len(x)"]) == {"case 1"}
     assert set(sides[f"{PATH}:Kept.take: len(x) > 2"]) == {"False"}
     assert set(sides[f"{PATH}:last: x.shape[0] > 1"]) == {"True"}
-    assert sides[f"{PATH}:last: len(x) > 2"]["False"].startswith("tests/thresholds_test.py::")
+    (test,) = sides[f"{PATH}:last: len(x) > 2"]["False"]
+    assert test.startswith("tests/thresholds_test.py::")
     (refused, *others) = conditions(PATH, TEXT)
     assert not refused.missing(sides) and all(x.missing(sides) for x in others)
 
 
-def test_an_oracle_is_kept_before_a_test_beside_the_code():
-    beside = {
-        "a": {"True": "jaxkfac/linalg/_made_test.py::one", "False": "tests/oracle_test.py::x"}
-    }
-    oracle = {"a": {"True": "parity_tests/a_test.py::f"}, "b": {"traced": "parity_tests/a_test.py"}}
-    expected = {**beside["a"], **oracle["a"]}
-    assert thresholds.merged(beside, oracle) == {"a": expected, "b": oracle["b"]}
-    assert thresholds.merged(oracle, beside) == {"a": expected, "b": oracle["b"]}
-    later = {"a": {"True": "parity_tests/other_test.py::three"}}
-    assert thresholds.merged(oracle, later)["a"] == oracle["a"]
+def test_parity_goes_before_an_oracle_and_an_oracle_before_other_tests():
+    kinds = ("parity_tests/a_test.py::test_f", "tests/oracle_test.py::test_f")
+    kinds += ("jaxkfac/linalg/_eigh_test.py::test_f", "jaxkfac/linalg/_eigh_test.py::test_f_named")
+    assert [thresholds.rank(test) for test in kinds] == [0, 1, 2, 3]
+    assert thresholds.rank("jaxkfac/curvature/host/_state_test.py::test_f") == 3
+    for i, better in enumerate(kinds):
+        for worse in kinds[i:]:
+            for pair in ((better, worse), (worse, better)):
+                first, second = ({"a": {"True": test, test: "x"}} for test in pair)
+                found = thresholds.merged(first, second)
+                assert found == {"a": {"True": better, better: "x", worse: "x"}}
+    other = "parity_tests/b_test.py::test_f"
+    assert (
+        thresholds.merged({"a": {"True": other}}, {"a": {"True": kinds[0]}})["a"]["True"] == other
+    )
 
 
 def test_a_side_without_an_oracle_has_a_reason_and_no_other_has():
