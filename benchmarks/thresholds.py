@@ -64,9 +64,7 @@ BESIDE = tuple(
     for name in names.split()
 )
 # Tests of these files that compare words or bytes, by their names.
-NO_NUMBERS = re.compile(
-    r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
-)
+WORDS = r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
 TESTS = ("parity_tests", *ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
 COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
