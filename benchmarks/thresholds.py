@@ -6,11 +6,13 @@ The conditions of ``if``, ``while``, ``match``, conditional expressions, ``where
 the rooms of the mathematics are listed from their syntax. ``--measure`` copies the project, writes
 a call around each condition, runs the tests there, and keeps for each side the first test that
 took it: a parity case, else an oracle, else any test. Results are added to the record, so that the
-tests may be run in parts. By default it runs parity, the oracles and the tests of the rooms.
-``--write`` writes ``benchmarks/results/thresholds.json`` and ``.md``.
+tests may be run in parts, and Ctrl-C ends a part early. By default it runs parity, the oracles and
+the tests of the rooms. ``--write`` writes ``benchmarks/results/thresholds.json`` and
+``.md``.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -152,10 +154,13 @@ def measured(words: Sequence[str]) -> Sides:
         (copy / "jaxkfac" / "_sides.py").write_text(RECORDER)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
         env = {**os.environ, "PYTHONPATH": str(copy), "JAXKFAC_SIDES": str(out)}
-        done = subprocess.run(command, cwd=copy, env=env)
+        process = subprocess.Popen(command, cwd=copy, env=env)
+        while process.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # pytest ends by it, too, with a record
+                process.wait()
         processes = sorted(Path(folder).glob(f"{out.name}.*"))
         if not processes:
-            raise RuntimeError(f"pytest ended with {done.returncode} and left no record")
+            raise RuntimeError(f"pytest ended with {process.returncode} and left no record")
         return functools.reduce(merged, map(_best, processes))
 
 
