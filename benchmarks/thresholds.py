@@ -41,7 +41,7 @@ ORACLES = tuple(
         *("constant_rows", "tied_weights", "several_outputs", "several_readings", "origin", "nf4"),
         *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
         *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
-        *("complex_parameters", "invariants"),
+        *("complex_parameters", "invariants", "norm_blocks", "shard_map_around", "explicit_mesh"),
     )
 )
 BESIDE = tuple(
@@ -81,7 +81,7 @@ def main() -> int:
     if arguments.measure is not None:
         words = arguments.measure or TESTS
         sides = merged(sides, measured(words))
-        tests = sorted({*tests, *(word for word in words if (ROOT / word).exists())})
+        tests = sorted({*tests, *(x for x in words if (ROOT / x.partition("::")[0]).exists())})
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
