@@ -73,7 +73,7 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     shown = said.out
     assert shown.index("Memory of the analysis") < shown.index("Capacity")
     assert "peak" in shown and list((output / "factors").glob("*kernel*"))
-    for stage, noun in (("gather", "batch"), ("decompose", "block"), ("Lanczos", "product")):
+    for stage, noun in (("decompose", "block"), ("Lanczos", "product")):  # 4 batches are too few
         assert re.search(rf"^{stage}: about .* left \(.* s a {noun}, \d+ {noun}", said.err, re.M)
     few = jax.tree.map(lambda x: x[:4], batch)
     exact = jk.operators.fisher(objective, pretrained.params, few)
