@@ -1,0 +1,3 @@
+"""Why a condition needs no parity or oracle case on some side: ``{its key: the reason}``."""
+
+REASONS: dict[str, str] = {}
