@@ -34,8 +34,9 @@ from jaxkfac.optim._multi_steps_state import (
     check_statistics,
     factors_in,
     kfac_states,
+    single_steps,
+    without_empty,
 )
-from jaxkfac.optim._single_steps import single_steps, without_empty
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
