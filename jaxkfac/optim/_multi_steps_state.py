@@ -14,7 +14,10 @@ from jaxkfac.factors import (
     Factors,
     check_factors,
     check_same_layers,
+    check_turn,
+    number_of_turns,
     of_parameters,
+    shapes_of_turn,
     with_origin,
     without_loss_terms,
     zeros_like,
@@ -51,7 +54,8 @@ class MultiStepsState(NamedTuple):
             factor is a rectangle that holds one triangle of its sum, in twice the width. With
             ``"pinned_host"``, all arrays except the counts are in that memory; a restored state
             returns there at its next update, or is placed there by the shardings of
-            ``tx.init(params)``.
+            ``tx.init(params)``. Of factors that come in turns they hold the arrays of a step, and
+            the number of the group plus 1.
         inner: State of the inner transformation.
         skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
             too large, int32.
@@ -74,6 +78,19 @@ def check_not_nested(state: Any) -> None:
                 f"tx accumulates micro-batches already: {names[type(node)]} is inside it. Use one "
                 "jk.multi_steps, around everything else, and give it the product of the two "
                 "numbers of micro-batches"
+            )
+
+
+def check_structure_of_turn(factors: Factors, stored: Factors) -> None:
+    """Refuse factors that come in turns and lack layers, because sums have one structure."""
+    for table in ("g_sums", "diagonals"):
+        absent = [name for name in getattr(stored, table) if name not in getattr(factors, table)]
+        if absent:
+            raise ValueError(
+                f"multi_steps: the factors of this step lack layer {absent[0]!r}, which comes in "
+                "another turn (collect=), and sums have one structure for all turns: pass "
+                "stats(..., step=) a traced number, with which layers outside of scans come at "
+                "every step; a program without a scan cannot be accumulated in turns"
             )
 
 
@@ -121,6 +138,7 @@ def check_statistics(factors: Any, terms: Any, stored: Factors | None) -> None:
                 "terms= if it needs no factors"
             )
         check_factors(factors, stored)
+        check_turn("factors", factors.turn, number_of_turns(stored.turn))
         if (factors.corrections is None) != (stored.corrections is None):
             raise ValueError(
                 "eigenvalues measured in eigenbases (bases=) are accumulated from the first "
@@ -187,7 +205,7 @@ def single_steps(
             factors = with_origin(without_loss_terms(factors), expected.origin)
             factors = without_empty(factors)
         elif expected is not None:  # they are collected at other steps
-            factors = zeros_like(expected)
+            factors = zeros_like(expected if expected.turn is None else shapes_of_turn(expected))
         count = jnp.asarray(terms, sum_dtype(gradients_only(grads), expected))
         some = count > 0
         # The NaN of 0/0 is no reason to count a batch as skipped: it is an empty one.

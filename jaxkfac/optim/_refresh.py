@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Hashable
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature import MeshAxis
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Factors, balanced_groups
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
 from jaxkfac.optim._preconditioner import Preconditioner, tables_of
@@ -48,7 +46,7 @@ class RefreshInGraph:
                 "optax.inject_hyperparams(jk.kfac, static_args=('refresh_every', 'stagger', ...))"
             )
         number = int(cast(int, every))
-        groups = _balanced_groups(like.layers, number)
+        groups = balanced_groups(like.layers, number, _work)
         self._groups = [(i * number // len(groups), group) for i, group in enumerate(groups)]
 
     def is_due(self, state: Any) -> Any:
@@ -90,33 +88,6 @@ class RefreshInGraph:
             due = self._due(state, offset) & (average.terms > 0)
             bases, failed = once_where(due, renewed, (bases, failed))
         return bases, failed
-
-
-def _balanced_groups(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
-    """At most ``number`` groups of about equal work.
-
-    The readers of one input stay together, and so do all readings of a parameter, because the
-    reading that owns the parameter is chosen among all of them.
-    """
-    joined: dict[Hashable, Hashable] = {}
-
-    def root(of: Hashable) -> Hashable:
-        while joined.setdefault(of, of) != of:
-            of = joined[of]
-        return of
-
-    for layer in layers:
-        joined[root(layer.input)] = root((layer.weight.path, layer.weight.index))
-    readers: dict[Hashable, list[Layer]] = defaultdict(list)
-    for layer in layers:
-        readers[root(layer.input)].append(layer)
-    groups: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
-    loads = [0.0] * len(groups)
-    for group in sorted(readers.values(), key=_work, reverse=True):
-        least = loads.index(min(loads))
-        groups[least] += group
-        loads[least] += max(_work(group), 1.0)
-    return [tuple(group) for group in groups if group]
 
 
 def _work(group: list[Layer]) -> float:
