@@ -171,7 +171,7 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
             weights = jnp.where(came, before / total, 1), jnp.where(came, 1 / total, 0)
             tables[table][name] = advanced(table, name, *weights)
     number = average.turn.number
-    number += valid & (number < jnp.iinfo(jnp.int32).max)
+    number = jnp.where(valid & (number < jnp.iinfo(jnp.int32).max), number + 1, number)
     arrays = dataclasses.replace(arrays, turn=Turn(number, counts, new.turn.of), **tables)
     average = with_arrays_of_turn(average, arrays, new.turn)
     every = [(count > 0).all() for count in average.turn.counts.values()]
@@ -392,7 +392,7 @@ class LongSum(Generic[Summed]):
         if getattr(shapes, "turn", None) is not None:
             raise ValueError(
                 "LongSum adds complete factors, and these come in turns (collect=): average them "
-                "with jk.factors.update_average, or leave collect= out"
+                "with jk.update_average, or leave collect= out"
             )
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return cls(nothing(), nothing())

@@ -185,7 +185,7 @@ class Factors(_Named):
         if self.turn is not None and not self.has_arrays_of(layer):
             raise UnknownLayerError(
                 f"these factors are of {self.turn} (collect=), which has nothing of layer "
-                f"{name!r}: read it in an average, as jk.factors.update_average makes it"
+                f"{name!r}: read it in an average, as jk.update_average makes it"
             )
         if layer.is_diagonal:
             diagonal = mean_of(self.diagonals[name], self.terms, 0)

@@ -151,7 +151,7 @@ def sum_of_turns(one: Turn | None, other: Turn | None) -> Turn | None:
     if not (one.is_step and other.is_step):
         raise ValueError(
             "an average of factors that come in turns (collect=) counts each layer by itself: "
-            "jk.factors.update_average adds the factors of a step to it, and + does not"
+            "jk.update_average adds the factors of a step to it, and + does not"
         )
     numbers = one.number, other.number
     if any(isinstance(number, Tracer) for number in numbers):
@@ -194,7 +194,7 @@ def check_all_layers(what: str, turn: Turn | None) -> None:
         raise ValueError(
             f"{what}: the factors of one step of collect={turn.of} lack layers: take "
             "stats.factor_shapes(params, batch) for shapes, and for values an average, as "
-            "state.average or jk.factors.update_average gives it"
+            "state.average or jk.update_average gives it"
         )
 
 
