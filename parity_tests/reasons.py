@@ -214,7 +214,6 @@ NAMES = {
     "check_all_layers": _CHECK,
     "check_turn": _CHECK,
     "number_of_turns": _PART,
-    "part_of_turn": _PART,
     "shapes_of_turn": _PART,
     "Turn": _TYPE,
     "with_arrays_of_turn": _NO_TWIN_BESIDE,

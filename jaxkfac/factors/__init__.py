@@ -72,7 +72,6 @@ from jaxkfac.factors._passes import (
     balanced_groups,
     exchanged_bytes,
     largest_budget,
-    part_of_turn,
     plan_passes,
     smallest_budget,
 )
@@ -145,7 +144,6 @@ __all__ = [
     "of_parameters",
     "over_count",
     "packed_matrix",
-    "part_of_turn",
     "per_example_diagonals",
     "plan_passes",
     "returned",

@@ -26,7 +26,7 @@ from jaxkfac.factors._factors import BiasMode, Factors, with_origin
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._origin import Origin, Turn
-from jaxkfac.factors._passes import check_turns, iterations_in_turns, part_of_turn
+from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
     AdaptationOfBatch,
@@ -215,18 +215,33 @@ class FactorCollector:
     def _gather_turn(self, turn: Turn, params: PyTree, call: Call) -> ValueGradAndFactors:
         """``gather`` for one group of the layers."""
         traced = self.traced(params, call)
-        parts, windows = part_of_turn(self.statistics(traced), turn)
+        static = not isinstance(turn.number, Tracer)
+        parts, windows = part_of_turn(self.statistics(traced), turn, static=static)
         out = self.gather(params, call, parts=parts, windows=windows)
         # Layers of the model, with all iterations, so that the groups have one structure.
         layers = (*traced.table.tapped, *self._second_pass(traced, params))
         return out._replace(factors=dataclasses.replace(out.factors, layers=layers, turn=turn))
+
+    def largest_group(self, traced: Traced) -> int | None:
+        """With ``collect=``, the group with the most bytes; ``None`` if one program serves all."""
+        return largest_turn(self.statistics(traced), self._collect)
+
+    def statistics_of_step(self, traced: Traced) -> Statistics:
+        """What a step gathers; with ``collect=``, the statistics of the largest group."""
+        statistics = self.statistics(traced)
+        if self._collect == 1:
+            return statistics
+        group = self.largest_group(traced)
+        turn = Turn(np.int32(group or 0), {}, self._collect)
+        parts, _ = part_of_turn(statistics, turn, static=group is not None)
+        return dataclasses.replace(statistics, parts=parts)
 
     def _in_turns(self, factors: Factors, traced: Traced) -> Factors:
         """Shapes of complete factors, and of the counts of an average if they come in turns."""
         if self._collect == 1:
             return factors
         statistics, dtype = self.statistics(traced), factors.terms.dtype
-        check_turns(statistics, self._collect)
+        largest_turn(statistics, self._collect)  # refuses more groups than layers
         iterations = iterations_in_turns(statistics)
         counts = {
             layer.name: jax.ShapeDtypeStruct(layer.stack[: layer.name in iterations], dtype)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxkfac.factors._marks import weighed
@@ -240,16 +239,17 @@ class PartOfTurn(NamedTuple):
     windows: dict[str, Window]
 
 
-def part_of_turn(statistics: Statistics, turn: Turn) -> PartOfTurn:
-    """The layers of a turn, and of scanned ones some iterations.
+def part_of_turn(statistics: Statistics, turn: Turn, *, static: bool) -> PartOfTurn:
+    """The layers of a turn, and some iterations of those that are scanned.
 
     Every group has iterations of every scanned layer, so that one program with a traced start
     serves all groups. The other layers are divided into groups of about equal bytes if the number
-    of the group is known; if it is traced, every group has all of them.
+    of the group is static; if it is traced, every group has all of them.
 
     Args:
         statistics: The statistics of the whole program.
         turn: The group.
+        static: Whether its number is static.
 
     Raises:
         ValueError: there are fewer layers than groups, or no layer is scanned and the number of the
@@ -261,7 +261,7 @@ def part_of_turn(statistics: Statistics, turn: Turn) -> PartOfTurn:
         name: Window(turn.start_of(length), turn.rows_of(length))
         for name, length in iterations.items()
     }
-    if not isinstance(turn.number, Tracer):
+    if static:
         groups = _groups(statistics, others, turn.of, alone=not iterations)
         others = groups[turn.number] if turn.number < len(groups) else ()
     elif not iterations:
@@ -297,16 +297,34 @@ def iterations_in_turns(statistics: Statistics) -> dict[str, int]:
     }
 
 
-def check_turns(statistics: Statistics, number: int) -> None:
-    """Refuse more groups than a program without a scan has layers."""
-    if not iterations_in_turns(statistics):
-        _groups(statistics, statistics.layers, number, alone=True)
+def largest_turn(statistics: Statistics, number: int) -> int | None:
+    """The group with the most bytes, if each has a program of its own; otherwise ``None``.
+
+    Raises:
+        ValueError: there is no scan, and there are fewer layers than groups.
+    """
+    if iterations_in_turns(statistics):
+        return None
+    groups = _groups(statistics, statistics.layers, number, alone=True)
+    sizes = [_nbytes_of(statistics)(list(group)) for group in groups]
+    return sizes.index(max(sizes))
 
 
 def _groups(
     statistics: Statistics, layers: tuple[Layer, ...], number: int, *, alone: bool
 ) -> list[tuple[Layer, ...]]:
     """The groups of the layers that are not scanned; if these are ``alone``, none is empty."""
+    groups = balanced_groups(layers, number, _nbytes_of(statistics))
+    if alone and len(groups) < number:
+        raise ValueError(
+            f"collect={number}: the program has {len(groups)} layers with inputs of their own, "
+            "and each group needs one: choose a smaller number of groups"
+        )
+    return groups
+
+
+def _nbytes_of(statistics: Statistics) -> Callable[[list[Layer]], float]:
+    """A function that returns the bytes of the factors of some layers."""
     shapes = statistics.shapes(jax.ShapeDtypeStruct((), jnp.float32))
     tables = shapes.a_sums, shapes.g_sums, shapes.diagonals
 
@@ -314,13 +332,7 @@ def _groups(
         sums = (table[x.name] for x in group for table in tables if x.name in table)
         return float(_bytes(list(sums)))
 
-    groups = balanced_groups(layers, number, nbytes)
-    if alone and len(groups) < number:
-        raise ValueError(
-            f"collect={number}: the program has {len(groups)} layers with inputs of their own, "
-            "and each group needs one: choose a smaller number of groups"
-        )
-    return groups
+    return nbytes
 
 
 def balanced_groups(
