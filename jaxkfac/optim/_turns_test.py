@@ -198,6 +198,32 @@ def test_a_nan_in_one_turn_leaves_everything(options):
     assert carry[1].step == 3
 
 
+@pytest.mark.parametrize("mode", ["exact", "pi"])
+def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
+    problem = as_float64(problem_of())
+    options = {"learning_rate": 0.1, "damping_mode": mode, "refresh_every": 2, "stagger": True}
+    step, tx, carry = training(problem, 2, **options, inverse="eigh")
+    seen = {}
+    for number in range(7):
+        before, carry = carry[1].bases, step(carry, problem[2], number)
+        state = carry[1]
+        fresh = eigendecompose(state.average)
+        for name in ("blocks/w", "in", "out", "blocks/scale"):
+            get = lambda bases: (
+                bases.diagonals.get(name) if name == "blocks/scale" else (bases.g[name].values)
+            )
+            old, new, expected = map(get, (before, state.bases, fresh))
+            rows = range(ITERATIONS) if name == "blocks/w" else [...]
+            for row in rows:
+                if not np.array_equal(old[row], new[row]):
+                    np.testing.assert_allclose(new[row], expected[row], rtol=1e-9)
+                    seen.setdefault((name, row), []).append(int(state.step) - 1)
+    # All at the first update, then iteration 0 at even steps and the others at odd ones.
+    assert seen["blocks/w", 0] == [0, 2, 4]
+    assert seen["blocks/w", 1] == seen["blocks/w", 2] == [0, 1, 3, 5]
+    assert seen["in", ...][1] % 2 != seen["out", ...][1] % 2
+
+
 def test_gradients_wait_for_the_other_parameters_too():
     objective, params, batch = problem_of()
     stats = value_grad_and_factors(objective, collect=2, layers="blocks/.*|out", uncovered="ignore")
