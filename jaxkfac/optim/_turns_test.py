@@ -208,13 +208,9 @@ def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
         before, carry = carry[1].bases, step(carry, problem[2], number)
         state = carry[1]
         fresh = eigendecompose(state.average)
-        for name in ("blocks/w", "in", "out", "blocks/scale"):
-            get = lambda bases: (
-                bases.diagonals.get(name) if name == "blocks/scale" else (bases.g[name].values)
-            )
-            old, new, expected = map(get, (before, state.bases, fresh))
-            rows = range(ITERATIONS) if name == "blocks/w" else [...]
-            for row in rows:
+        for name in ("blocks/w", "in", "out"):
+            old, new, expected = (x.g[name].values for x in (before, state.bases, fresh))
+            for row in range(ITERATIONS) if name == "blocks/w" else [...]:
                 if not np.array_equal(old[row], new[row]):
                     np.testing.assert_allclose(new[row], expected[row], rtol=1e-9)
                     seen.setdefault((name, row), []).append(int(state.step) - 1)
