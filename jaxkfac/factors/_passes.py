@@ -257,8 +257,9 @@ def part_of_turn(statistics: Statistics, turn: Turn, *, static: bool) -> PartOfT
     """
     iterations = iterations_in_turns(statistics)
     others = tuple(x for x in statistics.layers if x.name not in iterations)
+    as_index = int if static else jnp.int_  # that of a scan's own iterations
     windows = {
-        name: Window(turn.start_of(length), turn.rows_of(length))
+        name: Window(as_index(turn.start_of(length)), turn.rows_of(length))
         for name, length in iterations.items()
     }
     if static:
