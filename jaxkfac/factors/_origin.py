@@ -122,7 +122,8 @@ class Turn:
 
     def start_of(self, iterations: int) -> Int[Array, ""] | int:
         """The first of the iterations of a scan that this group contains."""
-        return self.number * iterations // self.of
+        start = self.number * iterations // self.of
+        return int(start) if isinstance(start, np.integer) else start
 
     def of_layers(self, names: Collection[str]) -> "Turn":
         """The turn with the counts of some of the layers."""
