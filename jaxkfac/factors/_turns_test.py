@@ -17,6 +17,7 @@ from jaxkfac.factors import (
     value_grad_and_factors,
     zeros_like,
 )
+from jaxkfac.factors._build import check_collect
 from jaxkfac.interception import mark_outputs
 
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -384,6 +385,11 @@ def test_a_wide_scan_in_turns_holds_a_part_of_its_factors():
 
 
 # ---------------- what is refused
+
+
+def test_a_broken_number_of_groups_is_refused():
+    with pytest.raises(ValueError, match="collect=2.5: expected a whole number"):
+        check_collect(2.5, 1, None)
 
 
 BUILT = [

@@ -171,15 +171,15 @@ def test_a_training_in_turns_is_that_of_averages_made_by_hand(x64):
     assert carry[1].step == 4
 
 
-def test_steps_of_a_scan_and_of_a_loop_agree():
-    problem = problem_of()
+def test_steps_of_a_scan_and_of_a_loop_agree(x64):
+    problem = as_float64(problem_of())
     step, _, carry = training(problem, 3, learning_rate=0.1, refresh_every=2)
     looped = carry
     for number in range(7):
         looped = step(looped, problem[2], number)
     body = lambda carry, number: (step(carry, problem[2], number), None)
     carried, _ = jax.jit(lambda c: jax.lax.scan(body, c, jnp.arange(7)))(carry)
-    assert_close(carried, looped, rtol=1e-5, atol=1e-6)
+    assert_close(carried, looped)
     assert carried[1].step == 5
 
 
@@ -214,9 +214,9 @@ def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
                 if not np.array_equal(old[row], new[row]):
                     np.testing.assert_allclose(new[row], expected[row], rtol=1e-9)
                     seen.setdefault((name, row), []).append(int(state.step) - 1)
-    # All at the first update, then iteration 0 at even steps and the others at odd ones.
-    assert seen["blocks/w", 0] == [0, 2, 4]
-    assert seen["blocks/w", 1] == seen["blocks/w", 2] == [0, 1, 3, 5]
+    # All at the first update, then iteration 0 at even steps and the others at odd ones; at step 1
+    # the last iteration has no new factors.
+    assert [seen["blocks/w", row] for row in range(3)] == [[0, 2, 4], [0, 1, 3, 5], [0, 3, 5]]
     assert seen["in", ...][1] % 2 != seen["out", ...][1] % 2
 
 
@@ -236,12 +236,13 @@ def test_gradients_wait_for_the_other_parameters_too():
 # ---------------- accumulated, saved, watched
 
 
-@pytest.mark.parametrize("kept", [None, "bfloat16"])
-def test_micro_batches_of_a_turn_are_one_large_batch(kept):
-    objective, params, (x, targets) = problem_of(66)
-    stats = value_grad_and_factors(objective, collect=2, packed=True)
+@pytest.mark.parametrize("kept", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
+    objective, params, (x, targets) = as_float64(problem_of(66 if kept is None else WIDTH))
+    packed = kept is None
+    stats = value_grad_and_factors(objective, collect=2, packed=packed)
     like = stats.factor_shapes(params, (x, targets))
-    tx = kfac(0.1, like=like, packed=True, decay=0.5)
+    tx = kfac(0.1, like=like, packed=packed, decay=0.5)
     accumulating = multi_steps(tx, 2, accumulator_dtype=kept)
     gather = jax.jit(lambda batch, number: stats(params, batch, step=number)[1:])
     state, whole = accumulating.init(params), tx.init(params)
@@ -254,9 +255,11 @@ def test_micro_batches_of_a_turn_are_one_large_batch(kept):
             updates, state = update(grads, state, factors)
         grads, factors = gather((x, targets), number)
         expected, whole = tx.update(grads, whole, params, factors=factors)
-        tolerance = 1e-5 if kept is None else 2e-2  # gradients in bfloat16
+        tolerance = 1e-9 if kept is None else 2e-2  # gradients in bfloat16
         for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(one, other, atol=tolerance * float(abs(other).max() or 1))
+            np.testing.assert_allclose(
+                one, other, rtol=0, atol=tolerance * (float(abs(other).max()) or 1.0)
+            )
     assert state.inner.step == 2 and state.skipped == 0
 
 
