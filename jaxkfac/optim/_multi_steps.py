@@ -185,6 +185,8 @@ def multi_steps(
         wide = sum_dtype(params, shapes)
         if storage_dtype is not None:
             wide = max(wide, storage_dtype, key=lambda dtype: dtype.itemsize)
+        if shapes is not None and accumulators(wide).narrow:
+            shapes = jax.eval_shape(Factors.unpacked, shapes)  # small matrices are folded too
         zeros = accumulators(wide).zeros(gradients_only(params), shapes)
         return MultiStepsState(
             accumulation=multi(wide).init({})._replace(acc_grads=zeros),
