@@ -51,6 +51,7 @@ from jaxkfac.optim._trees import (
     where,
     with_constants,
     zero_momentum,
+    zero_unless,
 )
 from jaxkfac.optim._watch import StateWatch, check_factors_have_come, is_in_range, warn_if_diverged
 
@@ -239,7 +240,7 @@ class KfacTransformation:
         watch, missed = self._watch(update, average, restarted, results.num_updates, done)
         descent = self._descend(update, results, steps, done)
         out = self.others.joined(descent.covered, descent.others_update)
-        out = where(moves, out, jax.tree.map(jnp.zeros_like, out))
+        out = zero_unless(moves, out)
         return with_constants(grads, out), KfacState(
             step=results.num_updates,
             stacked_average=average,
