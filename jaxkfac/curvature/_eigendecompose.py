@@ -25,7 +25,13 @@ from jaxkfac.curvature._placement import (
     solve_divided,
     solve_on_host,
 )
-from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor, mean_of
+from jaxkfac.factors import (
+    DiagonalFactor,
+    Factors,
+    KroneckerFactor,
+    check_all_layers,
+    mean_of,
+)
 from jaxkfac.linalg import (
     Spectrum,
     check_clipping,
@@ -121,6 +127,7 @@ def eigendecompose(
     check_clipping(max_condition, floor)
     one_of("placement", placement, get_args(Placement))
     on_host = functools.partial(solve_on_host, vectors=vectors, dtype=host_dtype(dtype))
+    check_all_layers("eigendecompose", factors.turn)
     layout = layout_of(factors.layers, factors.bias)
     sides: list[DenseMean] = []
     spectra: dict[Place, Any] = {}

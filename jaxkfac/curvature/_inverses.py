@@ -16,7 +16,7 @@ from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors import BiasMode, Factors, packed_matrix
+from jaxkfac.factors import BiasMode, Factors, check_all_layers, packed_matrix
 from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
 from jaxkfac.linalg import (
     Damping,
@@ -204,6 +204,7 @@ def inversion(
     """
     check_clipping(max_condition, floor)
     check_separable(damping, damping_mode)
+    check_all_layers("invert", factors.turn)
     layout = layout_of(factors.layers, factors.bias)
     sums = {place: block_sums(factors, block) for place, block in layout.blocks.items()}
 

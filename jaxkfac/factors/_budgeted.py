@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._factors import BiasMode, Factors, Origin
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,

@@ -293,6 +293,12 @@ class HostCurvature:
                 f"push takes the Factors that value_grad_and_factors returned, got "
                 f"{type(factors).__name__}"
             )
+        if factors.turn is not None:
+            raise ValueError(
+                f"push: the factors come in turns (collect={factors.turn.of}), and HostCurvature "
+                "averages parts of the factors of one step: leave collect= out, or take "
+                "max_factor_bytes= and sink="
+            )
         step = as_step(step)
         with self._one_call("push"):
             sent = self._push is not None and self._push.is_of(factors, step, first_iteration)
