@@ -202,7 +202,7 @@ def diagonal_power_of(
     return diagonal_power(rows, power=power, damping=delta)
 
 
-def diagonal_rows(layer: Layer, values: Array | np.ndarray) -> Float[Array, "*stack n"]:
+def diagonal_rows(layer: Layer, values: Array) -> Float[Array, "*stack n"]:
     """The diagonal of a parameter or of the layer's slice as rows; negative values become 0."""
     full_parameter = dataclasses.replace(layer.weight, index=())
     # A diagonal is stored for the parameter or for the layer's slice of it; the number of elements

@@ -115,7 +115,7 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
     rounding = _rounding(basis.g_raw_values, layer.g_dense)
     g_blocks = _listed(basis.g_raw_values, basis.g_values, layer, rounding=rounding)
     weights, biases = _weights(basis, layer), [None] * len(g_blocks)
-    if basis.bias_raw_values is not None:
+    if basis.bias_raw_values is not None and basis.bias_values is not None:
         biases = _listed(basis.bias_raw_values, basis.bias_values, layer, rounding=0.0)
     elif bases.bias == "separate" and layer.bias is not None:
         # A bias with a block of its own has the curvature G, until it is measured.
@@ -175,7 +175,7 @@ def _block(
     return CapacityBlock(rows, columns, (low, high), errors)
 
 
-def diagonal_rows(layer: Layer, diagonal: Array | np.ndarray) -> Any:
+def diagonal_rows(layer: Layer, diagonal: Array) -> Any:
     """``(stack..., elements)`` from a diagonal shaped like the parameter or like its slice."""
     weight = dataclasses.replace(layer.weight, index=())
     if diagonal.size != weight.size:
