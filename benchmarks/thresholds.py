@@ -42,6 +42,7 @@ ORACLES = tuple(
         *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
         *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
         *("complex_parameters", "invariants", "norm_blocks", "shard_map_around", "explicit_mesh"),
+        *("influence", "laplace"),
     )
 )
 BESIDE = tuple(
