@@ -254,9 +254,14 @@ def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
             updates, state = update(grads, state, factors)
         grads, factors = gather((x, targets), number)
         expected, whole = tx.update(grads, whole, params, factors=factors)
-        tolerance = 1e-9 if kept is None else 5e-2  # gradients in bfloat16, preconditioned
-        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-            assert jnp.linalg.norm(one - other) <= tolerance * jnp.linalg.norm(other)
+        # In bfloat16 gradients are rounded, and triangles are float32.
+        tolerance = 1e-9 if kept is None else 1e-6
+        if kept is None:
+            for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+                assert jnp.linalg.norm(one - other) <= tolerance * jnp.linalg.norm(other)
+        for name in ("in", "blocks/w", "out"):
+            for one, other in zip(state.inner.average[name], whole.average[name], strict=True):
+                assert jnp.linalg.norm(one - other) <= tolerance * jnp.linalg.norm(other)
     assert state.inner.step == 2 and state.skipped == 0
 
 
