@@ -22,7 +22,7 @@ from jaxkfac.optim._trees import once_where
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
-class Group(NamedTuple):
+class RefreshGroup(NamedTuple):
     """Layers that are refreshed at one step.
 
     Attributes:
@@ -54,7 +54,7 @@ class RefreshInGraph:
         self, method: Preconditioner, like: Factors, every: ArrayLike, *, stagger: bool
     ) -> None:
         self._method, self._every = method, every
-        self._groups = [Group(0, like.layers)]
+        self._groups = [RefreshGroup(0, like.layers)]
         if not stagger:
             return
         if isinstance(every, Tracer):
@@ -67,12 +67,14 @@ class RefreshInGraph:
         scanned = {layer for layers in scans.values() for layer in layers}
         others = tuple(layer for layer in like.layers if layer not in scanned)
         groups = balanced_groups(others, number, _work)
-        self._groups = [Group(i * number // len(groups), group) for i, group in enumerate(groups)]
+        self._groups = [
+            RefreshGroup(i * number // len(groups), group) for i, group in enumerate(groups)
+        ]
         for length, layers in scans.items():
             for i in range(min(number, length)):
                 parts = min(number, length)
                 rows = i * length // parts, (i + 1) * length // parts
-                self._groups.append(Group(i * number // parts, layers, rows))
+                self._groups.append(RefreshGroup(i * number // parts, layers, rows))
 
     def is_due(self, state: Any) -> Any:
         """Whether all layers are due: at the first step with factors, and then by the step."""
@@ -103,7 +105,7 @@ class RefreshInGraph:
         failed, first = jnp.zeros((), jnp.int32), self._is_first(state)
         for group in self._groups:
             # In turn: each group waits for the failure count of the groups before it.
-            def renewed(carry: tuple[Any, Array], group: Group = group) -> tuple[Any, Array]:
+            def renewed(carry: tuple[Any, Array], group: RefreshGroup = group) -> tuple[Any, Array]:
                 current, failed = carry
                 subset, old = _part_of(average, group), _rows_of(current, group)
                 new, more = self._method.renewed(old, first, subset, damping, clipping, axis)
@@ -141,7 +143,7 @@ def _scanned_in_turns(like: Factors) -> dict[int, tuple[Layer, ...]]:
     return {length: tuple(layers) for length, layers in scans.items()}
 
 
-def _part_of(factors: Factors, group: Group) -> Factors:
+def _part_of(factors: Factors, group: RefreshGroup) -> Factors:
     """The factors of a group; all readers of their inputs must be among its layers."""
     if group.layers == factors.layers and group.iterations is None:
         return factors
@@ -158,7 +160,7 @@ def _part_of(factors: Factors, group: Group) -> Factors:
     return dataclasses.replace(factors, layers=layers, turn=None, **tables)
 
 
-def _rows_of(bases: Any, group: Group) -> Any:
+def _rows_of(bases: Any, group: RefreshGroup) -> Any:
     """The bases or inverses of a group, as its refresh reads them."""
     if group.iterations is None:
         return bases
@@ -174,7 +176,7 @@ def _rows_of(bases: Any, group: Group) -> Any:
     return dataclasses.replace(bases, **tables)
 
 
-def _written(bases: Any, new: Any, group: Group) -> Any:
+def _written(bases: Any, new: Any, group: RefreshGroup) -> Any:
     """``bases`` with those of ``group`` replaced."""
 
     def rows(old: Any, new: Any) -> Any:

@@ -254,11 +254,14 @@ def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
             updates, state = update(grads, state, factors)
         grads, factors = gather((x, targets), number)
         expected, whole = tx.update(grads, whole, params, factors=factors)
-        tolerance = 1e-9 if kept is None else 2e-2  # gradients in bfloat16
-        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(
-                one, other, rtol=0, atol=tolerance * (float(abs(other).max()) or 1.0)
-            )
+        # In bfloat16 gradients are rounded, and triangles are float32.
+        tolerance = 1e-9 if kept is None else 1e-6
+        if kept is None:
+            for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+                assert jnp.linalg.norm(one - other) <= tolerance * jnp.linalg.norm(other)
+        for name in ("in", "blocks/w", "out"):
+            for one, other in zip(state.inner.average[name], whole.average[name], strict=True):
+                assert jnp.linalg.norm(one - other) <= tolerance * jnp.linalg.norm(other)
     assert state.inner.step == 2 and state.skipped == 0
 
 
@@ -332,18 +335,31 @@ def test_check_state_says_when_a_group_never_comes():
 # ---------------- memory
 
 
-@pytest.mark.parametrize("mode", ["pi", "exact"])
+def bottlenecks(width, iterations):
+    """Layers from a wide side to a narrow one and back: their factors outweigh all else."""
+    normal = lambda i, *shape: jax.random.normal(KEYS[i], shape) / 8
+    down, up = normal(0, iterations, width, 4), normal(1, iterations, 4, width)
+
+    def apply(params, x):
+        block = jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p["down"]) @ p["up"], None))
+        return jax.lax.scan(block, x, params)[0]
+
+    batch = normal(2, N, width), jnp.arange(N)
+    return Objective(apply, Categorical()), {"down": down, "up": up}, batch
+
+
+@pytest.mark.parametrize("mode", ["pi", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_step_holds_the_factors_of_one_turn(mode):
     """Zeros of full size, or a copy of the average, would show here."""
-    problem, nbytes = problem_of(96, 8), {}
+    problem, nbytes = bottlenecks(128, 8), {}
     for groups in (1, 4):
-        options = {"learning_rate": 0.1, "damping_mode": mode, "packed": True}
+        options = {"learning_rate": 0.1, "damping_mode": mode}
         step, _, carry = training(problem, groups, **options)
         donated = jax.jit(lambda c, b, n, step=step: step(c, b, n), donate_argnums=0)
         program = donated.lower(carry, problem[2], jnp.int32(0)).compile()
         nbytes[groups] = program.memory_analysis().temp_size_in_bytes
-    one_side = 8 * 96 * 97 // 2 * 4
-    assert nbytes[1] - nbytes[4] > 2 * one_side * 0.7
+    matrix = 128 * 128 * 4  # one A and one G for each of eight iterations, or for two of them
+    assert nbytes[1] - nbytes[4] > 2 * (8 - 2) * matrix - 4 * matrix  # and rows being written
 
 
 # ---------------- what is refused
@@ -371,7 +387,7 @@ def test_complete_factors_and_those_of_turns_do_not_meet():
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
-    assert eigendecompose(average)["out"].a.values.shape == (WIDTH,)
+    assert eigendecompose(average).g["out"].values.shape == (3,)
     accumulating = multi_steps(tx, 2)
     state = accumulating.init(params)
     with pytest.raises(ValueError, match="multi_steps: the factors of this step lack layer"):
