@@ -25,7 +25,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "exact damping, packed": {"packed": True},
     '"pi"': {"damping_mode": "pi"},
     '"pi", packed': {"damping_mode": "pi", "packed": True},
-    '"pi", packed, `collect=4`': {"damping_mode": "pi", "packed": True, "collect": 4},
     '"pi", packed, `max_dense=4096`': {"damping_mode": "pi", "packed": True, "max_dense": 4096},
     "averages and decompositions on the host": {"host": True},
 }
@@ -36,13 +35,12 @@ def planned(
     *,
     damping_mode: Any = "exact",
     packed: bool = False,
-    collect: int = 1,
     max_dense: int = 16384,
     host: bool = False,
 ) -> dict[str, float]:
     """GiB of the rows of one training."""
     training = preset(layout, examples=1, tokens=2048, remat=True)
-    collection: dict[str, Any] = {"max_dense": max_dense, "packed": packed, "collect": collect}
+    collection: dict[str, Any] = {"max_dense": max_dense, "packed": packed}
     like = value_grad_and_factors(training.objective, **collection).factor_shapes(
         training.params, training.batch
     )

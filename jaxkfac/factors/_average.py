@@ -115,10 +115,11 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    check_same_layers(cast(Factors, factors), average)
-    if average.turn is not None or factors.turn is not None:
-        return _average_of_turns(average, cast(Factors, factors), decay)
-    average, new = alike(average, cast(Factors, factors))
+    new = cast(Factors, factors)
+    check_same_layers(new, average)
+    if average.turn is not None or new.turn is not None:
+        return _average_of_turns(average, new, decay)
+    average, new = alike(average, new)
     rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
     sums = {name: _over(beta, new.a_sums[name]) for name, beta in rows.items()}
     terms = _decay_of(new.terms, decay)
@@ -144,7 +145,9 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
     """Advance the averages of the layers, or of the iterations, that a step's group contains."""
     check_all_layers("average", average.turn)
     check_turn("update_average: factors", new.turn, number_of_turns(average.turn))
-    new, valid = stored_like(with_origin(new, average.origin), average), new.turn.is_valid
+    assert average.turn is not None and new.turn is not None  # checked above
+    new_turn = new.turn
+    new, valid = stored_like(with_origin(new, average.origin), average), new_turn.is_valid
     arrays, terms = arrays_of_turn(average, new), jnp.where(valid, new.terms, 0)
     came = terms > 0
 
@@ -164,7 +167,7 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
             tables[table][name] = advanced(table, name, *weights)
     for table in ("g_sums", "diagonals"):
         for name in getattr(new, table):
-            count = arrays.turn.counts[name]
+            count = _turn_of(arrays).counts[name]
             before = jnp.asarray(decay, count.dtype) * count
             counts[name] = jnp.where(came, before + terms.astype(count.dtype), count)
             total = jnp.where(came, counts[name], 1)
@@ -172,9 +175,9 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
             tables[table][name] = advanced(table, name, *weights)
     number = average.turn.number
     number = jnp.where(valid & (number < jnp.iinfo(jnp.int32).max), number + 1, number)
-    arrays = dataclasses.replace(arrays, turn=Turn(number, counts, new.turn.of), **tables)
-    average = with_arrays_of_turn(average, arrays, new.turn)
-    every = [(count > 0).all() for count in average.turn.counts.values()]
+    arrays = dataclasses.replace(arrays, turn=Turn(number, counts, new_turn.of), **tables)
+    average = with_arrays_of_turn(average, arrays, new_turn)
+    every = [(count > 0).all() for count in _turn_of(average).counts.values()]
     terms = jnp.stack(every).all().astype(average.terms.dtype)
     return dataclasses.replace(average, terms=terms)
 
@@ -186,7 +189,7 @@ def arrays_of_turn(average: Factors, new: Factors) -> Factors:
         average: An average of factors that come in turns.
         new: The factors of a step.
     """
-    scans = _scans(average)
+    scans, turn, new_turn = _scans(average), _turn_of(average), _turn_of(new)
 
     def selected(table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         return {name: rows(table[name], scans[name]) for name in names}
@@ -194,13 +197,11 @@ def arrays_of_turn(average: Factors, new: Factors) -> Factors:
     def rows(x: Any, scan: tuple[int, ...]) -> Any:
         if not scan:
             return x
-        return jax.lax.dynamic_slice_in_dim(x, new.turn.start_of(*scan), new.turn.rows_of(*scan))
+        return jax.lax.dynamic_slice_in_dim(x, new_turn.start_of(*scan), new_turn.rows_of(*scan))
 
     tables = {table: selected(getattr(average, table), getattr(new, table)) for table in ARRAYS}
-    counts = selected(average.turn.counts, (*new.g_sums, *new.diagonals))
-    return dataclasses.replace(
-        average, turn=dataclasses.replace(average.turn, counts=counts), **tables
-    )
+    counts = selected(turn.counts, (*new.g_sums, *new.diagonals))
+    return dataclasses.replace(average, turn=dataclasses.replace(turn, counts=counts), **tables)
 
 
 def shapes_of_turn(average: Factors) -> Factors:
@@ -234,17 +235,23 @@ def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factor
         return jax.lax.dynamic_update_slice_in_dim(x, rows, turn.start_of(*scan), 0)
 
     tables = {table: updated(getattr(average, table), getattr(arrays, table)) for table in ARRAYS}
-    counts = updated(average.turn.counts, arrays.turn.counts)
+    counts = updated(_turn_of(average).counts, _turn_of(arrays).counts)
     return dataclasses.replace(
-        average, turn=dataclasses.replace(arrays.turn, counts=counts), **tables
+        average, turn=dataclasses.replace(_turn_of(arrays), counts=counts), **tables
     )
 
 
 def _scans(average: Factors) -> dict[str, tuple[int, ...]]:
     """The iterations of each layer and input that come in turns; ``()`` where all come at once."""
-    counts = average.turn.counts
+    counts = _turn_of(average).counts
     of_inputs = {layer.input: counts[layer.name].shape for layer in average.layers}
     return of_inputs | {name: count.shape for name, count in counts.items()}
+
+
+def _turn_of(factors: Factors) -> Turn:
+    """The turn of factors that are known to come in turns."""
+    assert factors.turn is not None
+    return factors.turn
 
 
 def _decay_of(count: Any, decay: ArrayLike) -> Array:

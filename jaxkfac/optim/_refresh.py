@@ -164,10 +164,11 @@ def _rows_of(bases: Any, group: RefreshGroup) -> Any:
     """The bases or inverses of a group, as its refresh reads them."""
     if group.iterations is None:
         return bases
+    rows = slice(*group.iterations)
     names = {name for layer in group.layers for name in (layer.name, layer.input)}
     tables = {
         table: {
-            name: jax.tree.map(lambda x: x[slice(*group.iterations)], value)
+            name: jax.tree.map(lambda x: x[rows], value)
             for name, value in getattr(bases, table).items()
             if name in names
         }

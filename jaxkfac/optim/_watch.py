@@ -84,7 +84,7 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
     average stays until some come. Where factors come in turns, G is a mean, and only the arrays of
     this turn can restart.
     """
-    if new.turn is not None:
+    if new.turn is not None and average.turn is not None:
         arrays = dataclasses.replace(
             without_turn(arrays_of_turn(average, new)), terms=jnp.ones_like(average.terms)
         )
