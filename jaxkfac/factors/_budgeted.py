@@ -268,6 +268,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
         corrections=None,
+        turn=None,
         origin=fetched.origin,
     )
     # Not left to the garbage collector: the next pass is sized for a device without these arrays.
@@ -316,6 +317,7 @@ class _Assembly:
             layers=layers,
             bias=self._bias,
             corrections=None,
+            turn=None,
             loss_terms=self.loss_terms,
             origin=self._origin,
         )
