@@ -142,7 +142,6 @@ NAMES = {
     "kind_named": _PART,
     "leaves_by_path": _PART,
     "partition": _PART,
-    "matrix_problem": _CHECK,
     "register_kind": _PART,
     "reversal": _PART,
     "scanned_by": _PART,

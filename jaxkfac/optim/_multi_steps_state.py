@@ -54,7 +54,7 @@ class MultiStepsState(NamedTuple):
             factor is a rectangle that holds one triangle of its sum, in twice the width. With
             ``"pinned_host"``, all arrays except the counts are in that memory; a restored state
             returns there at its next update, or is placed there by the shardings of
-            ``tx.init(params)``. Of factors that come in turns they hold the arrays of a step, and
+            ``tx.init(params)``. They hold the arrays of a step of factors that come in turns, and
             the number of the group plus 1.
         inner: State of the inner transformation.
         skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
