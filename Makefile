@@ -212,6 +212,7 @@ accelerators: $(CUDA)/.stamp $(TPU)/.stamp
 plan-record: $(VENV)/.stamp-test $(CUDA)/.stamp
 	$(BIN)/python -m benchmarks.plan --python $(CUDA)/bin/python --json benchmarks/results/plan.json --markdown benchmarks/results/plan.md
 
+# The record has the CPU's errors of the last `make parity`, else "not run".
 # GPU_PYTHON=python3 make gpu-check uses an environment that already has jax and torch with CUDA.
 ifdef GPU_PYTHON
 gpu-check:
@@ -223,7 +224,7 @@ endif
 	if test "$$backend" = gpu; then \
 	  export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
 	  $(GPU_PYTHON) -m pytest -m gpu -p parity_tests.report --parity-report parity_report_gpu $(PYTEST_ARGS); \
-	  cp parity_report_gpu.json benchmarks/results/parity-gpu.json; \
+	  $(GPU_PYTHON) -m parity_tests.gpu_record --join parity_report_gpu.json parity_report.json --write; \
 	  $(GPU_PYTHON) -m benchmarks.documents --device cuda --write; \
 	  for part in gpu_steps memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
 	else \

@@ -19,7 +19,7 @@ WORDS = re.compile(
 BRANCHING = {"where", "cond", "select", "switch"}
 
 # Goes into the copy as jaxkfac/_sides.py.
-RECORDER = '''"""Note which side of each condition is taken, and by which test first."""
+RECORDER = '''"""Note which side of each condition is taken, and by which tests, in their order."""
 
 import atexit
 import json
@@ -38,14 +38,13 @@ def side(key, value):
 
 
 def note(key, taken):
-    found = SIDES.setdefault(key, {})
-    if taken not in found:
-        found[taken] = os.environ.get("PYTEST_CURRENT_TEST", "import").split(" (")[0]
+    tests = SIDES.setdefault(key, {}).setdefault(taken, {})
+    tests.setdefault(os.environ.get("PYTEST_CURRENT_TEST", "import").split(" (")[0])
 
 
 @atexit.register
-def write():
-    with open(os.environ["JAXKFAC_SIDES"], "w") as file:
+def write():  # a file for each process, as tests start others
+    with open(f"{os.environ['JAXKFAC_SIDES']}.{os.getpid()}", "w") as file:
         json.dump(SIDES, file)
 '''
 
@@ -84,11 +83,11 @@ class Condition:
             return [f"case {i + 1}" for i in range(self.cases)]
         return ["traced"] if "traced" in found else ["True", "False"]
 
-    def missing(self, sides: Mapping[str, Mapping[str, str]]) -> bool:
-        """Whether no case takes some side. An error is for tests of errors, not for these."""
+    def missing(self, sides: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """The sides that no case takes. An error is for tests of errors, not for these."""
         found = sides.get(self.key, {})
         errors = {"True"} if self.refuses else set()
-        return not set(self.sides(found)) - errors <= set(found)
+        return [side for side in self.sides(found) if side not in errors | set(found)]
 
 
 def conditions(path: Path, text: str) -> list[Condition]:

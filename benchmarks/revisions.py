@@ -79,7 +79,8 @@ def checked_out(revision: str, folder: Path) -> None:
 def digests(tree: Path) -> dict[str, str]:
     """What this tree's ``benchmarks._bits`` prints with the library of ``tree``."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    command = [sys.executable, str(HERE / "benchmarks" / "_bits.py")]
+    # -P: otherwise the script's folder leads the path, and benchmarks/numbers.py is `numbers`.
+    command = [sys.executable, "-P", str(HERE / "benchmarks" / "_bits.py")]
     done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 

@@ -1,33 +1,74 @@
-"""Each branch on a size, a dtype, a device or a count, and a parity or oracle case for each side.
+"""Each branch on a size, a dtype, a device or a count, and a case that takes each of its sides.
 
 Run: python -m benchmarks.thresholds [--measure [PYTEST WORDS ...]] [--write]
 
 The conditions of ``if``, ``while``, ``match``, conditional expressions, ``where`` and ``cond`` in
 the rooms of the mathematics are listed from their syntax. ``--measure`` copies the project, writes
 a call around each condition, runs the tests there, and keeps for each side the first test that
-took it; results are added to the record, so that the tests may be run in parts. By default it runs
-``parity_tests`` and the oracles of ``tests``. ``--write`` writes
-``benchmarks/results/thresholds.json`` and ``.md``.
+took it: a parity case, else an oracle, else any test. Results are added to the record, so that the
+tests may be run in parts, and Ctrl-C ends a part early. By default it runs parity, the oracles and
+the tests of the rooms. ``--write`` writes ``benchmarks/results/thresholds.json`` and
+``.md``.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks._thresholds import RECORDER, Condition, conditions, instrumented
+from benchmarks._thresholds_reasons import REASONS
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "thresholds.json"
 ROOMS = ("factors", "kinds", "linalg", "curvature", "lslora", "optim")
-TESTS = ("parity_tests", *(f"tests/{name}oracle_test.py" for name in ("", "factors_")))
+# What compares numbers with another computation of them, the best first: PyTorch; the same
+# mathematics written out densely in float64, across rooms; and beside the code.
+PARITY = ("parity_tests/",)
+ORACLES = tuple(
+    f"tests/{name}_test.py"
+    for name in (
+        *("oracle", "factors_oracle", "coupling_oracle", "curvlinops", "convolution", "reduce"),
+        *("constant_rows", "tied_weights", "several_outputs", "several_readings", "origin", "nf4"),
+        *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
+        *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
+        *("complex_parameters", "invariants", "norm_blocks", "shard_map_around", "explicit_mesh"),
+        *("influence", "laplace"),
+    )
+)
+BESIDE = tuple(
+    f"jaxkfac/{room}/_{name}_test.py"
+    for room, names in {
+        "linalg": "chunks eigh gram inverse kronecker orthogonal_iteration packed rcond sums "
+        "triangle",
+        "kinds": "squares",
+        "factors": "average budgeted convolution_programs example_sums explicit_net features "
+        "fisher likelihoods long_sum packed_factors patches subsample wide_sides",
+        "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
+        "orientations",
+        "curvature/capacity": "metrics order",
+        "curvature/ekfac": "by_example correct isolated two_sided_kind_from_outside",
+        "curvature/host": "average",
+        "curvature/operators": "estimates exact exact_options kronecker operator solve spectrum",
+        "lslora": "attach bank branch diagnose fourier fused merge nonlinearity programs stacks",
+        "lslora/nf4": "programs quantize",
+        "optim": "accumulators adaptation kfac kfe_adam multi_steps overflow packed_state "
+        "preconditioner refresh scale_by_bases stacks",
+    }.items()
+    for name in names.split()
+)
+# Tests of these files that compare words or bytes, by their names.
+WORDS = r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
+TESTS = ("parity_tests", *ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
 COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
 
@@ -41,7 +82,7 @@ def main() -> int:
     if arguments.measure is not None:
         words = arguments.measure or TESTS
         sides = merged(sides, measured(words))
-        tests = sorted({*tests, *(word for word in words if word.endswith((".py", "tests")))})
+        tests = sorted({*tests, *(x for x in words if (ROOT / x.partition("::")[0]).exists())})
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
@@ -49,8 +90,7 @@ def main() -> int:
         record |= {"tests": tests, "sides": sides}
         RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         RECORD.with_suffix(".md").write_text(page(sides, tests))
-    missing = [condition for condition in listed() if condition.missing(sides)]
-    print(f"{len(listed())} conditions; {len(missing)} have a side that no case takes")
+    print(" ".join(counts(sides)))
     return 0
 
 
@@ -78,15 +118,35 @@ def ran() -> list[str]:
     return json.loads(RECORD.read_text())["tests"] if RECORD.exists() else []
 
 
-def merged(first: Mapping[str, Mapping[str, str]], second: Sides) -> Sides:
-    """Sides of both; the first one's tests stay."""
-    return {key: {**second.get(key, {}), **first.get(key, {})} for key in {*first, *second}}
+def rank(test: str) -> int:
+    """0 for a parity case, 1 and 2 for an oracle across rooms and beside the code, 3 for others."""
+    if test.startswith(BESIDE) and re.search(WORDS, test):
+        return 3
+    kinds = (PARITY, ORACLES, BESIDE)
+    return next((i for i, kind in enumerate(kinds) if test.startswith(kind)), 3)
+
+
+def is_oracle(test: str) -> bool:
+    """Whether a test is a parity case or an oracle."""
+    return rank(test) < 3
+
+
+def merged(first: Sides, second: Sides) -> Sides:
+    """Sides of both, each with its best test; the first one's before an equally good one."""
+    both: Sides = {}
+    for key in {*first, *second}:
+        one, two = first.get(key, {}), second.get(key, {})
+        both[key] = {
+            side: min((x[side] for x in (one, two) if side in x), key=rank)
+            for side in {**one, **two}
+        }
+    return both
 
 
 def measured(words: Sequence[str]) -> Sides:
     """Run tests in a copy whose conditions note the sides that they take."""
     with tempfile.TemporaryDirectory() as folder:
-        copy, out = Path(folder) / "copy", Path(folder) / "sides.json"
+        copy, out = Path(folder) / "copy", Path(folder) / "sides"
         without = (".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
         ignored = shutil.ignore_patterns(*without)
         shutil.copytree(ROOT, copy, ignore=ignored)
@@ -95,38 +155,83 @@ def measured(words: Sequence[str]) -> Sides:
         (copy / "jaxkfac" / "_sides.py").write_text(RECORDER)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
         env = {**os.environ, "PYTHONPATH": str(copy), "JAXKFAC_SIDES": str(out)}
-        done = subprocess.run(command, cwd=copy, env=env)
-        if not out.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode} and left no record")
-        return json.loads(out.read_text())
+        process = subprocess.Popen(command, cwd=copy, env=env)
+        while process.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # pytest ends by it, too, with a record
+                process.wait()
+        processes = sorted(Path(folder).glob(f"{out.name}.*"))
+        if not processes:
+            raise RuntimeError(f"pytest ended with {process.returncode} and left no record")
+        return functools.reduce(merged, map(_best, processes))
 
 
-def page(sides: Sides, tests: Sequence[str]) -> str:
+def _best(file: Path) -> Sides:
+    """The best test for each side, of those that a process has noted."""
+    noted = json.loads(file.read_text())
+    return {
+        key: {side: min(tests, key=rank) for side, tests in sides.items()}
+        for key, sides in noted.items()
+    }
+
+
+def counts(sides: Sides) -> list[str]:
+    """How many conditions have a side without an oracle, without a test and without a reason."""
+    oracles = {
+        key: {side: test for side, test in found.items() if is_oracle(test)}
+        for key, found in sides.items()
+    }
+    every = listed()
+    without_oracle = [x for x in every if x.missing(oracles)]
+    without_test = [x for x in every if x.missing(sides)]
+    without_reason = [x for x in without_oracle if x.key not in REASONS]
+    return [
+        f"{len(every)} conditions;",
+        f"{len(without_oracle)} have a side that neither parity nor an oracle takes,",
+        f"{len(without_test)} one that no test takes,",
+        f"{len(without_reason)} of them without a reason here.",
+    ]
+
+
+def page(sides: Sides, tests: Iterable[str]) -> str:
     """One line for each condition, below its file."""
     every = listed()
-    missing = sum(condition.missing(sides) for condition in every)
     lines = [
         "# Branches on sizes, dtypes, devices and counts",
         "",
-        f"{len(every)} conditions of {', '.join(ROOMS)}, listed from their syntax by",
+        f"Conditions of {', '.join(ROOMS)}, listed from their syntax by",
         "`python -m benchmarks.thresholds --write`. For each side, the table has the first parity",
-        f"or oracle case that took it, or “none”: {missing} conditions have such a side, without",
-        "those that raise an error. A traced condition is an array inside a program: both sides",
-        "are compiled, and the case is one that built it.",
+        "case that took it, else the first oracle, else, in italics, the first other test, else",
+        "“none”. An oracle is a test that compares numbers with the same mathematics written out.",
+        "A side that only raises an error counts as an error, and is for tests of errors. Where no",
+        "oracle takes a side, the last column says why. A traced condition is an array inside a",
+        "program: both sides are compiled, and the case is one that built it.",
         "",
-        f"Run for it so far: {', '.join(f'`{name}`' for name in tests)}. “none” says nothing of",
-        "other tests.",
+        *counts(sides),
+        "",
+        f"Run for it: {', '.join(f'`{name}`' for name in tests)}. “none” says nothing of other",
+        "tests.",
     ]
     for path in dict.fromkeys(condition.path for condition in every):
-        lines += ["", f"## {path}", "", "| function | condition | sides |", "|---|---|---|"]
+        lines += ["", f"## {path}", ""]
+        lines += [
+            "| function | condition | sides | without an oracle because |",
+            "|---|---|---|---|",
+        ]
         for condition in (condition for condition in every if condition.path == path):
             found = sides.get(condition.key, {})
-            errors = {"True": "an error"} if condition.refuses else {}
-            none = {side: errors.get(side, "none") for side in condition.sides(found)}
-            cells = [f"{side}: {found.get(side, none[side])}" for side in none]
-            source = condition.source.replace("|", "\\|")
-            lines.append(f"| {condition.function} | `{source}` | {'; '.join(cells)} |")
+            cells = [f"{side}: {_cell(condition, found, side)}" for side in condition.sides(found)]
+            row = condition.function, f"`{condition.source}`", "; ".join(cells)
+            reason = REASONS.get(condition.key, "")
+            lines.append("| " + " | ".join(x.replace("|", "\\|") for x in (*row, reason)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(condition: Condition, found: Mapping[str, str], side: str) -> str:
+    if condition.refuses and side == "True":
+        return "an error"
+    if side not in found:
+        return "none"
+    return found[side] if is_oracle(found[side]) else f"*{found[side]}*"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
+import jax
+
 import jaxkfac as jk
 from parity_tests.cases import cases, exact, over
 from parity_tests.compare import Pair
@@ -28,11 +30,13 @@ def plain_average(sides: Sides, decay: float, steps: int) -> dict[str, ref.Layer
     return ref.debias(average, decay, steps)
 
 
-def counted_average(sides: Sides, decay: float, steps: int) -> dict[str, ref.LayerFactors]:
+def counted_average(
+    sides: Sides, decay: float, steps: Iterable[int]
+) -> dict[str, ref.LayerFactors]:
     """torch_ref's sums over its counts: a step weighs as many rows (and terms) as it has."""
     sums = ref.zeros_like(sides.sum_factors())
     rows, terms = dict.fromkeys(sums, 0.0), 0.0
-    for step in range(steps):
+    for step in steps:
         new, count = sides.sum_factors(seed=step), sides.data(step).loss_terms
         scaled = {n: dataclasses.replace(f, a=f.a * f.rows, g=f.g * count) for n, f in new.items()}
         sums = ref.update_average(sums, scaled, decay)
@@ -56,7 +60,20 @@ def averaged(sides: Sides) -> Iterable[Pair]:
 
 def averaged_by_count(sides: Sides) -> Iterable[Pair]:
     """Batches of unequal masks; torch_ref averages each step alike."""
-    return factor_pairs(sides, _our_average(sides, 0.7), counted_average(sides, 0.7, 3))
+    return factor_pairs(sides, _our_average(sides, 0.7), counted_average(sides, 0.7, range(3)))
+
+
+def averaged_at_some_steps(sides: Sides) -> Iterable[Pair]:
+    """Factors of every second step; counts of nothing between them leave the average alone."""
+    collect = jax.jit(jk.value_grad_and_factors(sides.objective, every=2))
+    found = None
+    for step in range(4):
+        positions = sides.our_positions(step)
+        batch = sides.our_batch(step)
+        new = collect(sides.params, batch, positions=positions, step=step).factors
+        found = new if found is None else jk.update_average(found, new, 0.7)
+    assert found is not None
+    return factor_pairs(sides, found, counted_average(sides, 0.7, (0, 2)))
 
 
 CASES = [
@@ -80,6 +97,14 @@ CASES = [
         "three steps of unequal counts",
         "masked tokens",
         averaged_by_count,
+        covers="update_average",
+        tolerances=exact(),
+    ),
+    *cases(
+        "averages",
+        "every second of four steps",
+        ["classifier", "masked tokens"],
+        averaged_at_some_steps,
         covers="update_average",
         tolerances=exact(),
     ),

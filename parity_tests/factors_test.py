@@ -57,6 +57,16 @@ def one_example(sides: Sides) -> Iterable[Pair]:
     return factor_pairs(sides, found, factors)
 
 
+def narrow_labels(sides: Sides) -> Iterable[Pair]:
+    """Labels of 8 bits, outside ``jit``, where their values are looked at."""
+    inputs, targets, *mask = sides.our_batch()
+    batch = (inputs, targets.astype(np.int8), *mask)
+    collect = jk.value_grad_and_factors(sides.objective)
+    found = collect(sides.params, batch, positions=sides.our_positions())
+    yield Pair("objective", "value", found.value, sides.value())
+    yield from factor_pairs(sides, found.factors, sides.sum_factors())
+
+
 def documented(sides: Sides) -> Iterable[Pair]:
     """The documents' own G, of the mean loss, is ours over rows and terms; A is A."""
     terms, theirs = sides.data().loss_terms, sides.factors()
@@ -138,6 +148,14 @@ CASES = [
         "one example",
         ["classifier", "wide patches"],
         one_example,
+        covers=COLLECT,
+        tolerances=exact(),
+    ),
+    *cases(
+        "factors",
+        "labels of 8 bits, outside jit",
+        ["classifier", "masked tokens"],
+        narrow_labels,
         covers=COLLECT,
         tolerances=exact(),
     ),

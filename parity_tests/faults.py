@@ -71,10 +71,8 @@ def missing_ones(patch: Patch) -> None:
 def padding_counted(patch: Patch) -> None:
     """DeferredParameter rows are in no sum, but they are in the count."""
 
-    def moments(
-        original: Any, site: Any, use: Any, slot: Any, side: Any, weights: Any, products: Any
-    ) -> Any:
-        out = original(site, use, slot, side, weights, products)
+    def moments(original: Any, vjp: Any, slot: Any, side: Any, weights: Any, products: Any) -> Any:
+        out = original(vjp, slot, side, weights, products)
         return out | {"a_count": jnp.full_like(out["a_count"], side.number)}
 
     _wrap(patch, _two_sided, "input_moments", moments)

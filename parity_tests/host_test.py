@@ -22,8 +22,10 @@ def on_the_host(sides: Sides) -> Iterable[Pair]:
     """Every step is pushed; the bases of the last one are handed over one step later."""
     counts = {sides.data(step).loss_terms for step in range(STEPS)}
     # ours weighs a step by its counts; where they are equal that is the documents' average
-    average = plain_average if len(counts) == 1 else counted_average
-    reference = average(sides, DECAY, STEPS)
+    if len(counts) == 1:
+        reference = plain_average(sides, DECAY, STEPS)
+    else:
+        reference = counted_average(sides, DECAY, range(STEPS))
     with jk.HostCurvature(decay=DECAY, refresh_every=1, lag=1, max_condition=CONDITION) as service:
         for step in range(STEPS):
             service.push(sides.ours(step).factors[JOINT], step)

@@ -7,6 +7,8 @@ import datetime
 import html
 import json
 import platform
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 TITLE = "Parity of jaxkfac with torch_ref"
+THRESHOLDS = Path(__file__).parents[1] / "benchmarks" / "results" / "thresholds.md"
 COLUMNS = (
     "case", "problem", "dtype", "device", "worst error", "tolerance", "digits in common",
     "furthest apart", "reason for the tolerance", "",
@@ -129,6 +132,8 @@ def markdown(records: Sequence[dict[str, Any]], summary: Sequence[str]) -> str:
     for part, rows in _tables(records).items():
         lines += ["", f"## {part}", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
         lines += [_row(row) for row in rows]
+    # Which case goes down which side of a branch: the record of another command, one level down.
+    lines += ["", re.sub("^#", "##", THRESHOLDS.read_text(), flags=re.MULTILINE).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -143,6 +148,7 @@ def record_of(records: Sequence[dict[str, Any]], summary: Sequence[str]) -> str:
 
     head = {
         "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m pytest", *sys.argv[1:]]),
         "python": platform.python_version(),
         **{name: version(name) for name in ("jax", "flax", "optax", "torch", "numpy")},
         "device": jax.devices()[0].device_kind,

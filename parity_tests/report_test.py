@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parity_tests import gpu_record
 from parity_tests.cases import cases, exact
 from parity_tests.report import _Report, _summary, markdown, page
 from parity_tests.schedule import group_of
@@ -74,6 +75,8 @@ def test_what_fails_without_a_line_in_a_table_is_named(tmp_path: Path):
 
 def test_markdown_has_a_table_for_each_part_and_marks_failures():
     text = markdown(RECORDS, SUMMARY)
+    assert "\n## Branches on sizes, dtypes, devices and counts\n" in text
+    assert "\n### jaxkfac/linalg/_gram.py\n" in text  # the list of thresholds, a level down
     assert "## factors" in text and "## powers" in text
     row, failed = (line for line in text.splitlines() if line.startswith("| expand"))
     assert "| 2.0e-16 | 1.0e-10 | 15.7 | up/kernel, A | sums \\| products |" in row
@@ -122,11 +125,56 @@ def test_records_of_a_worker_reach_the_report(tmp_path: Path):
     assert "<h2>Lanczos</h2>" in (tmp_path / "found.html").read_text()
 
 
-def test_the_page_says_what_the_record_of_a_gpu_holds():
+def test_pages_say_what_the_record_of_a_gpu_holds():
     root = Path(__file__).parents[1]
-    record = json.loads((root / "benchmarks" / "results" / "parity-gpu.json").read_text())
-    passed = sum(case["passed"] for case in record["cases"])
-    assert all(case["device"] == "gpu" for case in record["cases"])
-    assert all(case["passed"] == (case["error"] <= case["tolerance"]) for case in record["cases"])
+    record, overlap = (json.loads(x.read_text()) for x in (gpu_record.PARITY, gpu_record.OVERLAP))
+    ran, passed = gpu_record.counted(record)
+    on_gpu = [case for case in record["cases"] if case["error"] != gpu_record.NOT_RUN]
+    assert all(case["device"] == "gpu" and "cpu_error" in case for case in record["cases"])
+    assert all(case["passed"] == (case["error"] <= case["tolerance"]) for case in on_gpu)
     page = (root / "docs" / "repository.md").read_text()
-    assert f"[{passed:,} of {len(record['cases']):,} cases]" in page
+    assert f"[{passed:,} of {ran:,} cases]" in page
+    readme, said = (root / "README.md").read_text(), gpu_record.limit(record, overlap)
+    assert gpu_record.with_limit(readme, said) == readme, (
+        "python -m parity_tests.gpu_record --write"
+    )
+    assert f"{passed:,} of {ran:,} [parity cases]" in said.replace("\n ", "")
+
+
+def test_without_a_record_nothing_is_said_to_have_run_on_a_gpu():
+    said = gpu_record.limit(None, None)
+    assert said.startswith("- Nothing has run on a GPU or a TPU.") and "agree" not in said
+
+
+def test_a_case_has_both_errors_or_says_that_it_did_not_run(tmp_path):
+    def case(name, device, dtype="float32", error=1e-6):
+        row = {"part": "EKFAC", "name": name, "problem": "wide", "dtype": dtype, "device": device}
+        return row | {"error": error, "tolerance": 1e-5, "where": "a", "passed": error <= 1e-5}
+
+    circumstances = {"date": "today", "device": "a card"}
+    cases = [case("both", "gpu"), case("both", "gpu", "tf32", 1e-3), case("here alone", "gpu")]
+    gpu = circumstances | {"cases": [*cases, case("both", "cpu", error=5.0)]}
+    cpu = {"date": "before", "jax": "0", "cases": [case("both", "cpu", error=2e-6)]}
+    cpu["cases"].append(case("on a CPU alone", "cpu", error=3e-6))
+    found = gpu_record.joined(gpu, cpu)
+    both, tf32, alone, other = found["cases"]
+    assert (both["error"], both["cpu_error"]) == (1e-6, 2e-6)
+    assert (tf32["error"], tf32["cpu_error"]) == (1e-3, 2e-6)
+    assert (alone["error"], alone["cpu_error"]) == (1e-6, gpu_record.NOT_RUN)
+    assert (other["error"], other["cpu_error"]) == (gpu_record.NOT_RUN, 3e-6)
+    assert found["cpu"] == {"date": "before", "jax": "0"} and found["date"] == "today"
+    assert gpu_record.counted(found) == (3, 2)
+    assert json.loads(gpu_record.text(found)) == found
+    assert gpu_record.joined(gpu, None)["cpu"] == gpu_record.NOT_RUN
+
+
+def test_a_report_without_a_gpu_leaves_record_and_readme_as_they_were(
+    tmp_path, monkeypatch, capsys
+):
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"cases": []}))
+    monkeypatch.setattr(sys, "argv", ["gpu_record", "--join", str(report), str(report), "--write"])
+    monkeypatch.setattr(gpu_record, "PARITY", tmp_path / "parity-gpu.json")
+    monkeypatch.setattr(gpu_record, "README", tmp_path / "README.md")
+    assert gpu_record.main() == 1 and "no case of a GPU" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

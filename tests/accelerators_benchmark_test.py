@@ -158,6 +158,8 @@ def test_the_docs_tables_of_trainings_are_of_the_record():
         "exact damping, packed": "K-FAC, exact, packed",
         '"pi"': "K-FAC, pi",
         '"pi", packed': "K-FAC, pi, packed",
+        "exact damping, packed, in 4 turns": "K-FAC, exact, packed, in 4 turns",
+        '"pi", packed, in 4 turns': "K-FAC, pi, packed, in 4 turns",
     }
     assert set(names.values()) == set(rows)
     page = (root / "docs" / "accelerators.md").read_text()

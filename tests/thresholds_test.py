@@ -1,12 +1,14 @@
 """Branches are found by what they test, and a copy that notes its sides computes the same."""
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
 
 from benchmarks import thresholds
 from benchmarks._thresholds import RECORDER, conditions, instrumented
+from benchmarks._thresholds_reasons import REASONS
 
 PATH = Path("jaxkfac/_made.py")
 TEXT = textwrap.dedent(
@@ -75,13 +77,42 @@ def test_a_copy_notes_the_sides_that_it_takes_and_returns_the_same(tmp_path, mon
     assert made["Kept"]().take([1], "x") == "one"
     assert made["last"](Rows([1, 2])) == 1
     recorder["write"]()
-    sides = json.loads(out.read_text())
+    sides = json.loads(Path(f"{out}.{os.getpid()}").read_text())
     assert set(sides[f"{PATH}:Kept.take: len(x)"]) == {"case 1"}
     assert set(sides[f"{PATH}:Kept.take: len(x) > 2"]) == {"False"}
     assert set(sides[f"{PATH}:last: x.shape[0] > 1"]) == {"True"}
-    assert sides[f"{PATH}:last: len(x) > 2"]["False"].startswith("tests/thresholds_test.py::")
+    (test,) = sides[f"{PATH}:last: len(x) > 2"]["False"]
+    assert test.startswith("tests/thresholds_test.py::")
     (refused, *others) = conditions(PATH, TEXT)
     assert not refused.missing(sides) and all(x.missing(sides) for x in others)
+
+
+def test_parity_goes_before_an_oracle_and_an_oracle_before_other_tests():
+    kinds = ("parity_tests/a_test.py::test_f", "tests/oracle_test.py::test_f")
+    kinds += ("jaxkfac/linalg/_eigh_test.py::test_f", "jaxkfac/linalg/_eigh_test.py::test_f_named")
+    assert [thresholds.rank(test) for test in kinds] == [0, 1, 2, 3]
+    assert thresholds.rank("jaxkfac/curvature/host/_state_test.py::test_f") == 3
+    for i, better in enumerate(kinds):
+        for worse in kinds[i:]:
+            for pair in ((better, worse), (worse, better)):
+                first, second = ({"a": {"True": test, test: "x"}} for test in pair)
+                found = thresholds.merged(first, second)
+                assert found == {"a": {"True": better, better: "x", worse: "x"}}
+    other = "parity_tests/b_test.py::test_f"
+    assert (
+        thresholds.merged({"a": {"True": other}}, {"a": {"True": kinds[0]}})["a"]["True"] == other
+    )
+
+
+def test_a_reason_stands_only_where_a_condition_has_a_side_without_an_oracle():
+    sides = thresholds.recorded()
+    oracles = {
+        key: {side: test for side, test in found.items() if thresholds.is_oracle(test)}
+        for key, found in sides.items()
+    }
+    needed = {x.key for x in thresholds.listed() if x.missing(oracles)}
+    assert not set(REASONS) - needed
+    assert all(reason.endswith(".") and "|" not in reason for reason in REASONS.values())
 
 
 def test_every_condition_is_in_the_record():
@@ -95,4 +126,4 @@ def test_every_condition_is_in_the_record():
 def test_words_choose_what_is_written(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["thresholds"])
     assert thresholds.main() == 0
-    assert "have a side that no case takes" in capsys.readouterr().out
+    assert "without a reason here" in capsys.readouterr().out

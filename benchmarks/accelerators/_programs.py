@@ -128,19 +128,24 @@ class Steps:
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)
 
-    def training(self, *, packed: bool, **options: Any) -> Any:
+    def training(self, *, packed: bool, collect: int = 1, **options: Any) -> Any:
         """A K-FAC step as a training makes it: parameters and state are donated."""
-        stats = self._collector(packed=packed)
+        stats = self._collector(packed=packed, collect=collect)
         like = stats.factor_shapes(self.params, self.batch)
         tx = jk.kfac(0.1, like=like, damping=1e-3, packed=packed, **options)
 
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            value, grads, factors = stats(params, batch)
+        def step(params: Any, state: Any, batch: Any, **number: Any) -> Any:
+            value, grads, factors = stats(params, batch, **number)
             updates, state = tx.update(grads, state, params, factors=factors)
             return value, jax.tree.map(jnp.add, params, updates), state
 
-        state = jax.eval_shape(tx.init, self.params)
-        return step, (self.params, state, self.batch), (0, 1)
+        def in_turns(params: Any, state: Any, batch: Any, number: Array) -> Any:
+            return step(params, state, batch, step=number)
+
+        args = self.params, jax.eval_shape(tx.init, self.params), self.batch
+        if collect == 1:
+            return step, args, (0, 1)
+        return in_turns, (*args, jax.ShapeDtypeStruct((), jnp.int32)), (0, 1)
 
     def sgd(self) -> Any:
         """A donated step of gradient descent with momentum: the floor of every training."""

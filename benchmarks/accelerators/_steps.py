@@ -42,6 +42,12 @@ def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "training, K-FAC, pi, packed": functools.partial(
             s.training, packed=True, damping_mode="pi"
         ),
+        "training, K-FAC, exact, packed, in 4 turns": functools.partial(
+            s.training, packed=True, collect=4
+        ),
+        "training, K-FAC, pi, packed, in 4 turns": functools.partial(
+            s.training, packed=True, collect=4, damping_mode="pi"
+        ),
         "adapters, factors": s.adapters,
         "adapters on NF4, factors": lambda: s.adapters(quantised=True),
         "library's decoder, gradient": lambda: s.decoder_step(factors=False),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest, one_of
@@ -83,7 +84,7 @@ def map_in_batches(
     return results
 
 
-def _looks(x: Any) -> Hashable:
+def _looks(x: Array) -> Hashable:
     # The type of a tracer carries its sharding and, inside shard_map, its varying axes.
     kind = jax.typeof(x)
     return (kind, None) if isinstance(x, Tracer) else (kind, frozenset(x.sharding.device_set))
@@ -139,8 +140,8 @@ def _from_host(form: Form, block: Operands, power: Power) -> _Solved:
 def _solved_into(
     out: _Solved,
     one: Operands,
-    index: Any,
-    damping: Any,
+    index: ArrayLike,
+    damping: Damping,
     *,
     form: Form,
     static_power: tuple[Any, ...],

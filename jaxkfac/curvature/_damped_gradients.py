@@ -60,6 +60,8 @@ def precondition_many(
         A copy of the gradients, and some copies of those of the largest layer, or of one of its
         iterations if it is scanned.
     """
+    # Zeros and not the gradients: an element that no block covers has no curvature to be divided
+    # by.
     written = {path: jnp.zeros_like(leaf) for path, leaf in gradients.items()}
     for layer, solved in precondition_blocks(gradients, bases, damping, power):
         for matrix, value in zip((layer.weight, layer.bias), solved, strict=True):
@@ -100,6 +102,8 @@ def by_block(
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
             scaled = kernel * diagonal_power_of(layer, basis, delta, power)
+            # For a quadratic form the product with the gradient itself is summed over the
+            # parameter, and only the axis of many gradients remains.
             yield layer, (scaled if apply is solve else (kernel * scaled).sum((-2, -1)), None)
             continue
         form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
@@ -136,7 +140,9 @@ def _solved(
 ) -> Solved:
     """``apply`` to ``(stack..., many, in, out)``, one entry of the stack at a time."""
 
-    def apply_to_each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
+    def apply_to_each(
+        form: Form, kernel: Array | None, row: Array | None, basis: Any, damping: Any
+    ) -> Any:
         power = Power(exponent, damping, "exact", 0.0)
         return jax.vmap(lambda w, b: apply(form, Operands(w, b, basis), power))(kernel, row)
 
@@ -144,12 +150,15 @@ def _solved(
         kernel, row, basis = block
         weight, bias = None, None
         if kernel is not None:
+            # A joint bias is a row of the block and shares its damping and eigenvectors.
             beside = row if form.joint else None
             weight, bias = apply_to_each(form, kernel, beside, basis, of_block(basis, damping))
         if row is not None and not form.joint:  # a separate block, with its own damping
             bias = apply_to_each(form, None, row, basis, of_bias(basis, damping))[1]
         return weight, bias
 
+    # A joint block needs both gradients, even if another layer writes one of them; otherwise a
+    # gradient that is not written is not solved.
     block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)
     if not form.joint and not form.writes_bias:
         block = block._replace(row=None)
@@ -157,6 +166,7 @@ def _solved(
     if not stack:
         return one(block)
     flat = jax.tree.map(lambda x: x.reshape(math.prod(stack), *x.shape[len(stack) :]), block)
+    # One iteration at a time, because some copies of the gradients of a layer are alive in each.
     weight, bias = jax.lax.map(one, flat)
     weight, bias = (None if x is None else x.reshape(*stack, *x.shape[1:]) for x in (weight, bias))
     return weight, bias
@@ -165,8 +175,10 @@ def _solved(
 def of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
     """The damping of a block of two factors."""
     if basis.measured is not None:
+        # The unit is multiplied after the mean, and both stay in range.
         mean = jnp.maximum(basis.measured.values, 0).mean() * jnp.square(basis.measured.root[0, 0])
     else:
+        # The mean of all products is the product of the means, so the products need not be formed.
         mean = jnp.maximum(basis.a_values, 0).mean() * jnp.maximum(basis.g_values, 0).mean()
     return _share_of(mean, damping)
 
@@ -190,9 +202,11 @@ def diagonal_power_of(
     return diagonal_power(rows, power=power, damping=delta)
 
 
-def diagonal_rows(layer: Layer, values: Any) -> Float[Array, "*stack n"]:
+def diagonal_rows(layer: Layer, values: Array) -> Float[Array, "*stack n"]:
     """The diagonal of a parameter or of the layer's slice as rows; negative values become 0."""
     full_parameter = dataclasses.replace(layer.weight, index=())
+    # A diagonal is stored for the parameter or for the layer's slice of it; the number of elements
+    # tells which.
     matrix = (full_parameter if values.size == full_parameter.size else layer.weight).read(values)
     return jnp.maximum(matrix.reshape(*layer.stack, -1), 0)
 
@@ -209,12 +223,14 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
             raise ValueError(f'damping={damping!r}: expected "heuristic", or a number')
         return
     check_damping(damping, "exact")
+    # Only without damping does a zero eigenvalue matter.
     if not _is_zero(damping):
         return
     for layer in bases.layers:
         basis = bases.basis(layer)
         if isinstance(basis, DiagonalEigenbasis):
             sides = {"diagonal": basis.diagonal.reshape(-1)}
+        # Measured values belong to the block, and the factors' own are not used.
         elif basis.values is not None:
             sides = {"block": basis.values.reshape(*layer.stack, -1)}
         else:
@@ -223,7 +239,7 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
             _check_regular(layer, side, values)
 
 
-def _check_regular(layer: Layer, side: str, values: Any) -> None:
+def _check_regular(layer: Layer, side: str, values: Array | np.ndarray) -> None:
     if isinstance(values, Tracer):
         return
     eigenvalues = np.asarray(values, np.float64)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
@@ -21,6 +22,7 @@ from jaxkfac.factors import (
     Estimator,
     Factors,
     MeasuredValues,
+    ModelCall,
     Origin,
     Program,
     check_same_layers,
@@ -221,6 +223,8 @@ class Eigenbases(_Named):
         a, g = self.spectra(layer)
         root = self.block_root(layer)
         measured = corrections.where_any(
+            # Divided by the root of the block's unit until they are read: eigenvalues of a block
+            # are products of two, and leave float32's range long before the factors do.
             corrections.measured(layer.name, root, self.max_condition, self.floor),
             MeasuredValues(
                 _products(self._clipped(a.values), self._clipped(g.values), root),
@@ -241,6 +245,8 @@ class Eigenbases(_Named):
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
             measured = self.corrections.mean(self.corrections.sums[layer.name])
+            # A measurement without terms (a step at which nothing was collected) says nothing, and
+            # 0 would be read as no curvature.
             raw = self.corrections.where_any(measured, raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
@@ -249,19 +255,18 @@ class Eigenbases(_Named):
         self,
         program: Program,
         estimator: Estimator,
-        params: Any,
-        batch: Any,
-        key: Any,
-        positions: Any,
-        state: Any,
+        call: ModelCall,
+        positions: Bool[Array, "..."] | None,
     ) -> Corrections:
         """See :class:`jaxkfac.factors.Measurable`."""
         from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
-        return corrections_of(program, self, estimator, params, batch, key, positions, state)
+        return corrections_of(program, self, estimator, call, positions)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""
+        # The eigenvectors of A with its column of ones are not those of A without it, so a layer
+        # without a bias needs its own.
         bare = layer.input in self.a_without_ones and not self.wants_ones(layer)
         return (self.a_without_ones if bare else self.a)[layer.input], self.g[layer.name]
 
@@ -290,7 +295,7 @@ class Eigenbases(_Named):
             check_same_origin("measured eigenvalues", self.origin, other.origin)
         return self.decayed_sum(other, 1)
 
-    def decayed_sum(self, new: "Eigenbases", decay: Any) -> "Eigenbases":
+    def decayed_sum(self, new: "Eigenbases", decay: ArrayLike) -> "Eigenbases":
         """These bases with corrections ``decay * own + new``; missing ones count as zero.
 
         Raises:
@@ -307,6 +312,8 @@ class Eigenbases(_Named):
 
 
 def _products(a_values: Array, g_values: Array, root: Array) -> Array:
+    # An eigenvalue that is zero may be decomposed as slightly negative; the product of two such
+    # would be positive.
     a, g = (jnp.maximum(x, 0) for x in (a_values, g_values))
     # Divided first, because the product of both may be out of range.
     return (a[..., :, None] / root) * (g[..., None, :] / root)
@@ -336,7 +343,7 @@ def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:
             )
 
 
-def check_bases(bases: Any) -> None:
+def check_bases(bases: object) -> None:
     """Refuse what is not eigenbases, for example factors.
 
     Raises:
@@ -398,7 +405,7 @@ def identity_bases(
     return Eigenbases.of_blocks(layout, spectra, **clipping, origin=like.origin)
 
 
-def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:
+def _extremes(clipped: Any, raw: object) -> tuple[str, str, str]:
     """Largest, smallest, and smallest clipped value of a stack; empty for shapes and tracers."""
     if isinstance(raw, Tracer) or not isinstance(raw, jax.Array | np.ndarray):
         return "", "", ""

@@ -25,7 +25,13 @@ from jaxkfac.curvature._placement import (
     solve_divided,
     solve_on_host,
 )
-from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor, mean_of
+from jaxkfac.factors import (
+    DiagonalFactor,
+    Factors,
+    KroneckerFactor,
+    check_all_layers,
+    mean_of,
+)
 from jaxkfac.linalg import (
     Spectrum,
     check_clipping,
@@ -121,6 +127,7 @@ def eigendecompose(
     check_clipping(max_condition, floor)
     one_of("placement", placement, get_args(Placement))
     on_host = functools.partial(solve_on_host, vectors=vectors, dtype=host_dtype(dtype))
+    check_all_layers("eigendecompose", factors.turn)
     layout = layout_of(factors.layers, factors.bias)
     sides: list[DenseMean] = []
     spectra: dict[Place, Any] = {}
@@ -163,6 +170,8 @@ def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
     def mean(entry: Entry) -> Array | np.ndarray:
         sums, count = _sums_and_count(factors, entry)
         sums = unfolded(sums) if entry.dense else sums
+        # Each entry of a stack of A has its own count (experts), while G and diagonals are all
+        # divided by the number of loss terms.
         return mean_of(sums, count, 1 + entry.dense if entry.place.table == "a" else 0)
 
     return block.mean(mean)
@@ -175,10 +184,13 @@ def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
         ``(stack..., n, n)``, folded where it is stored so, or ``(stack..., n)``; and the divisor of
         each, ``(stack...)`` or a scalar. A block that is made of several entries is a mean already.
     """
+    # Such a block is put together from several entries with different counts, so no single divisor
+    # belongs to it.
     if block.both is not None or block.without_ones:
         mean = jnp.asarray(block_mean(factors, block))
         return mean, jnp.ones((), mean.dtype)
     sums, count = map(jnp.asarray, _sums_and_count(factors, block.source))
+    # A factor without rows stays zero instead of NaN.
     return sums, jnp.where(count > 0, count, 1).astype(sums.dtype)
 
 
@@ -217,6 +229,7 @@ def _decompose(
         # Arrays of different devices cannot be one batch.
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
+        # All members of a group live on the same devices, so one of them answers for all.
         first: Any = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
@@ -230,6 +243,8 @@ def _decompose(
             [jnp.asarray(side.matrix) for side in members], limit, vectors, after
         )
         for side, spectrum in zip(members, spectra, strict=True):
+            # A device's solver may fail to converge where LAPACK in float64 does; the host then has
+            # a second try.
             if checked and not np.isfinite(np.asarray(whole_here(spectrum.values))).all():
                 left_to_host.append(side)
             else:
@@ -247,6 +262,7 @@ def _of_one_size(
         return batched(matrices)
     if not isinstance(matrices[0], Tracer):
         return (in_turn if device_of(matrices[0].sharding).platform == "cpu" else batched)(matrices)
+    # Inside a trace the platform is not known yet.
     return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature._eigenbases import Eigenbases
@@ -40,7 +41,7 @@ Failed = Int[Array, ""]
 
 
 def refresh_bases(
-    bases: Eigenbases, factors: Factors, *, iterate: Any = None
+    bases: Eigenbases, factors: Factors, *, iterate: ArrayLike | None = None
 ) -> tuple[Eigenbases, Failed]:
     """Eigenbases of new factors, written over older ones; inside a compiled program.
 
@@ -201,7 +202,7 @@ def _solved(
 
     def in_groups(size: int) -> Callable[..., tuple[PyTree, Array]]:
         def run(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
-            def group(i: Any, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+            def group(i: ArrayLike, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
                 old, failed = carry
                 read = lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size)
                 if size > 1:

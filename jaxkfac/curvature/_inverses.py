@@ -16,7 +16,7 @@ from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors import BiasMode, Factors, packed_matrix
+from jaxkfac.factors import BiasMode, Factors, check_all_layers, packed_matrix
 from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
 from jaxkfac.linalg import (
     Damping,
@@ -108,6 +108,8 @@ def _in_full(side: Any, dense: bool) -> Any:
 @functools.lru_cache(maxsize=64)
 def _holders(layers: tuple[Layer, ...], bias: BiasMode, shared: bool) -> dict[str, str]:
     """For each layer, the name of the layer under which the inverse of its A is stored."""
+    # With and without the column of ones A is another matrix, so layers that share an input may
+    # still need two inverses.
     first: dict[Any, str] = {}
     return {
         x.name: first.setdefault((x.input, bias == "joint" and x.bias is not None), x.name)
@@ -202,6 +204,7 @@ def inversion(
     """
     check_clipping(max_condition, floor)
     check_separable(damping, damping_mode)
+    check_all_layers("invert", factors.turn)
     layout = layout_of(factors.layers, factors.bias)
     sums = {place: block_sums(factors, block) for place, block in layout.blocks.items()}
 
@@ -235,6 +238,7 @@ def inversion(
     def mean(place: Place) -> Array:
         if is_dense[place]:
             return trace[place] / unfolded_size(sums[place][0])
+        # The mean of the values that are inverted: they are clipped before the damping is added.
         return clipped(vector(place)).mean(-1)
 
     def inverse(table: str, name: str, place: Place, shift: Array) -> None:
@@ -243,16 +247,21 @@ def inversion(
             return
         # Cholesky gives no eigenvalues; the trace bounds the largest one from above.
         least = jnp.maximum(trace[place] / max_condition, floor)
+        # Sums and divisor instead of the mean, because a refresh in place divides one matrix at a
+        # time, right before it is inverted.
         problems[table, name] = *sums[place], jnp.maximum(shift, least)
 
     of_a, of_g = ([mean(places[layer.name][side]) for layer in blocks] for side in (0, 1))
     shifts = _factor_dampings(of_a, of_g, damping, damping_mode)
     for layer, (to_a, to_g) in zip(blocks, shifts, strict=True):
         name, (a, g) = layer.name, places[layer.name]
+        # Once for the layers that share an inverse, by the first of them.
         if holders[name] == name:
             inverse("a", name, a, to_a)
         inverse("g", name, g, to_g)
         if layer.bias is not None and factors.bias == "separate":
+            # Such a bias has one factor, so all of the damping goes to G, and not the root that a
+            # pair shares.
             inverse("biases", name, g, _of_one_factor(damping, sums[g][0].dtype))
     inverses = Inverses(
         **tables,
@@ -269,11 +278,13 @@ def _factor_dampings(
     of_a: list[Array], of_g: list[Array], damping: Damping, mode: DampingMode
 ) -> list[tuple[Array, Array]]:
     """:func:`jaxkfac.linalg.factor_damping` of each pair of means; alike pairs in one call."""
+    # A stack may share one A, whose mean is then a scalar beside G's stack.
     pairs = [jnp.broadcast_arrays(a, g) for a, g in zip(of_a, of_g, strict=True)]
     of_a, of_g = [a for a, _ in pairs], [g for _, g in pairs]
     dampings = list(zip(of_a, of_g, strict=True))
     for places in alike(of_a, of_g):
         a, g = (jnp.concatenate([x[i].reshape(-1) for i in places]) for x in (of_a, of_g))
+        # One call for all layers of a dtype: on a CPU each small operation is a kernel to compile.
         both = factor_damping(a, g, damping=damping, mode=mode)
         ends = np.cumsum([of_a[i].size for i in places])[:-1]
         to_a, to_g = (jnp.split(jnp.broadcast_to(x, a.shape), ends) for x in both)
@@ -288,11 +299,12 @@ def _solved(problems: list[tuple[Array, Array, Array]], axis: MeshAxis | None) -
         return solve_divided(means, damped_inverse, axis)
     out: list[Array] = []
     for matrix, shift in means:
+        # One after the other: side by side they would each hold their workspace.
         out.append(damped_inverse(matrix, shift, after=out[-1] if out else None))
     return out
 
 
-def check_separable(damping: Any, mode: str) -> None:
+def check_separable(damping: object, mode: str) -> None:
     """Refuse a damping under which a block's inverse is not a product of two.
 
     Raises:
@@ -318,7 +330,7 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
     shapes = jax.eval_shape(functools.partial(invert, damping=damping, **options), like)
     layers = {layer.name: layer for layer in like.layers}
 
-    def filled(x: Any, dense: bool, shift: Array) -> Array:
+    def filled(x: jax.ShapeDtypeStruct, dense: bool, shift: Array) -> Array:
         one = jnp.eye(x.shape[-1], dtype=x.dtype) if dense else jnp.ones((), x.dtype)
         return jnp.broadcast_to(one / (1 + shift.astype(x.dtype)), x.shape)
 
@@ -360,6 +372,7 @@ def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
         form, kernel, row = loaded
         if joint:
             assert kernel is not None and row is not None
+            # The bias is the last row of the joint matrix, as the ones are the last column of A.
             both = _times(_times(a, jnp.concatenate([kernel, row], -2)), g)
             kernel, row = both[..., :-1, :], both[..., -1:, :]
         else:

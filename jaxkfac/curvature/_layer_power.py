@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac.curvature._eigenbases import (
@@ -168,7 +169,7 @@ def load_block(
 
 
 def load_parts(
-    leaves: dict[str, Array], owner: Owner, *, joint: bool, dtype: Any
+    leaves: dict[str, Array], owner: Owner, *, joint: bool, dtype: DTypeLike
 ) -> tuple[Form, Array | None, Array | None] | None:
     """Read form, weight and bias of a layer; ``None`` if the tree has neither weight nor bias."""
     layer = owner.layer
@@ -323,7 +324,10 @@ def write_scaled(
 
 
 def _read(
-    matrix: ParameterMatrix | None, leaves: dict[str, Array], shape: tuple[int, ...], dtype: Any
+    matrix: ParameterMatrix | None,
+    leaves: dict[str, Array],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
 ) -> Array | None:
     if matrix is None or matrix.path not in leaves:
         return None

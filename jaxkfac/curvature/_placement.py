@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError, nearest
@@ -47,7 +48,7 @@ def solver_scratch(n: int, number: int, itemsize: int) -> int:
     return at_once * (1 + 6 * n + 2 * n**2) * itemsize
 
 
-def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
+def matrices_that_fit(n: int, dtype: DTypeLike, like: Any) -> int | None:
     """How many ``(n, n)`` matrices fit on an array's device while they are decomposed.
 
     This uses half of the free memory that ``memory_stats`` reports; the other half is for results
@@ -76,7 +77,7 @@ def device_of(sharding: Sharding) -> Any:
     return next(iter(sharding.addressable_devices), next(iter(sharding.device_set)))
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: Array) -> bool:
     """Whether ``x`` belongs to an accelerator but is stored in host memory."""
     return "host" in (x.sharding.memory_kind or "") and device_of(x.sharding).platform != "cpu"
 
@@ -105,14 +106,17 @@ class ResultSharding(NamedTuple):
         """The sharding of results: replicated; ``None`` for uncommitted results."""
         factor = self.factor if self.committed else None
         if isinstance(factor, NamedSharding):
+            # Replicated, because every device preconditions its part of the gradient with all
+            # eigenvectors.
             return NamedSharding(factor.mesh, PartitionSpec(), memory_kind=factor.memory_kind)
+        # A sharding over several devices without a mesh cannot be turned into a replicated one.
         return None if factor is None or len(factor.device_set) > 1 else factor
 
 
 UNCOMMITTED = ResultSharding(None, False)
 
 
-def result_sharding(factor: Any) -> ResultSharding:
+def result_sharding(factor: object) -> ResultSharding:
     """Results of a sharded factor are replicated; those of an uncommitted one are uncommitted."""
     if not isinstance(factor, jax.Array):
         return UNCOMMITTED
@@ -147,7 +151,7 @@ class MeshAxis(NamedTuple):
         return self.mesh.shape[self.name]
 
     @staticmethod
-    def check(distribute: Any) -> None:
+    def check(distribute: object) -> None:
         """Refuse a value that names no single axis, when a transformation is built.
 
         Raises:
@@ -174,6 +178,7 @@ class MeshAxis(NamedTuple):
         """
         meshes = [jax.sharding.get_abstract_mesh()]
         meshes += [mesh for x in jax.tree.leaves(trees) if (mesh := _mesh_of(x)) is not None]
+        # The mesh in context comes first: it is the one that the compiler uses.
         mesh = next((mesh for mesh in meshes if not mesh.empty), None)
         if mesh is None:
             raise ValueError(
@@ -194,7 +199,7 @@ class MeshAxis(NamedTuple):
         return cls(mesh, name)
 
 
-def _mesh_of(x: Any) -> Mesh | AbstractMesh | None:
+def _mesh_of(x: object) -> Mesh | AbstractMesh | None:
     if isinstance(x, jax.Array):
         typed = jax.typeof(x).sharding.mesh
         if not typed.empty:
@@ -231,6 +236,7 @@ def solve_divided(
         tuple(x.reshape(-1, *x.shape[len(stack) :]) for x in problem)
         for problem, stack in zip(problems, stacks, strict=True)
     ]
+    # Slices and not stacks are divided: one stack of 48 layers would otherwise fall to one device.
     units = [(i, j) for i, (matrix, *_) in enumerate(flat) for j in range(len(matrix))]
     cubes = [flat[i][0].shape[-1] ** 3 for i, _ in units]
     owners = in_equal_shares(cubes, axis.size)
@@ -244,6 +250,7 @@ def solve_divided(
             after: Array | None = None
             by_size: dict[Any, list[tuple[int, int]]] = defaultdict(list)
             for i, j in assigned:
+                # Matrices of one size are one batch, whatever factor they come from.
                 by_size[tuple((x.shape[1:], x.dtype) for x in flat[i])].append((i, j))
             for members in by_size.values():
                 columns = zip(*([x[j] for x in flat[i]] for i, j in members), strict=True)
@@ -259,6 +266,8 @@ def solve_divided(
         return run
 
     def on_each(flat: list[tuple[Array, ...]]) -> list[PyTree]:
+        # Each device has another list of sizes, and a branch is the only way in which one program
+        # has all of them.
         branches = [of_device(device) for device in range(axis.size)]
         mine = jax.lax.switch(jax.lax.axis_index(axis.name), branches, flat)
         # Each result is zero on all devices but the one that solved it: the sum is a broadcast.
@@ -267,6 +276,7 @@ def solve_divided(
     everywhere = PartitionSpec()
     kinds = dict(zip(axis.mesh.axis_names, axis.mesh.axis_types, strict=True))
     if kinds[axis.name] == AxisType.Explicit:
+        # On an explicit axis an operand must have the sharding that `in_specs` names.
         flat = jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), flat)
     solved = jax.shard_map(
         on_each,

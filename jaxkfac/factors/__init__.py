@@ -3,13 +3,15 @@
 from jaxkfac.factors._average import (
     PLAIN_TERMS,
     LongSum,
+    arrays_of_turn,
     check_decay,
     check_factors,
     check_like,
     check_same_layers,
-    exchanged_bytes,
     layer_difference,
+    shapes_of_turn,
     update_average,
+    with_arrays_of_turn,
     zeros_like,
 )
 from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
@@ -28,8 +30,6 @@ from jaxkfac.factors._factors import (
     DiagonalFactor,
     Factors,
     KroneckerFactor,
-    Origin,
-    check_same_origin,
     mean_of,
     of_parameters,
     packed_matrix,
@@ -37,6 +37,7 @@ from jaxkfac.factors._factors import (
     with_origin,
     without_corrections,
     without_loss_terms,
+    without_turn,
 )
 from jaxkfac.factors._fisher import (
     FISHER_TYPES,
@@ -51,13 +52,30 @@ from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_ke
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
+    ModelCall,
     Objective,
     arguments,
     as_batch,
     returned,
     takes_key,
 )
-from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
+from jaxkfac.factors._origin import (
+    Origin,
+    Turn,
+    check_all_layers,
+    check_same_origin,
+    check_turn,
+    number_of_turns,
+)
+from jaxkfac.factors._passes import (
+    Pass,
+    PassPlan,
+    balanced_groups,
+    exchanged_bytes,
+    largest_budget,
+    plan_passes,
+    smallest_budget,
+)
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import AdaptationOfBatch, BatchCurvature
 from jaxkfac.factors._statistics import Statistics
@@ -92,6 +110,7 @@ __all__ = [
     "MarkedTerms",
     "Measurable",
     "MeasuredValues",
+    "ModelCall",
     "Objective",
     "Origin",
     "Pass",
@@ -99,10 +118,14 @@ __all__ = [
     "PassResult",
     "Program",
     "Statistics",
+    "Turn",
     "ValueGradAndFactors",
     "apart_remedy",
     "arguments",
+    "arrays_of_turn",
     "as_batch",
+    "balanced_groups",
+    "check_all_layers",
     "check_alone",
     "check_decay",
     "check_factors",
@@ -110,6 +133,7 @@ __all__ = [
     "check_like",
     "check_same_layers",
     "check_same_origin",
+    "check_turn",
     "check_word",
     "estimator_of",
     "exchanged_bytes",
@@ -118,19 +142,23 @@ __all__ = [
     "largest_budget",
     "mean_of",
     "number_kept",
+    "number_of_turns",
     "of_parameters",
     "over_count",
     "packed_matrix",
     "per_example_diagonals",
     "plan_passes",
     "returned",
+    "shapes_of_turn",
     "smallest_budget",
     "stored_like",
     "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "with_arrays_of_turn",
     "with_origin",
     "without_corrections",
     "without_loss_terms",
+    "without_turn",
     "zeros_like",
 ]

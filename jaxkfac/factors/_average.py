@@ -1,8 +1,7 @@
 """Sums and averages of factors over steps, batches and devices."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
@@ -13,10 +12,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._errors import instance_of, named, nearest
-from jaxkfac.factors._factors import BiasMode, Factors, alike, check_same_origin
-from jaxkfac.factors._statistics import Statistics
+from jaxkfac.factors._factors import BiasMode, Factors, alike, stored_like, with_origin
+from jaxkfac.factors._origin import (
+    Turn,
+    check_all_layers,
+    check_same_origin,
+    check_turn,
+    number_of_turns,
+)
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import has_panels, panel_shapes
 
 # ---------------- running averages of factors
 
@@ -42,6 +46,7 @@ class Measured(Protocol):
 
 
 Average = TypeVar("Average", bound=Factors | Measured)
+ARRAYS = ("a_sums", "a_counts", "g_sums", "diagonals")  # fields of factors with arrays by layer
 
 
 def zeros_like(shapes: Factors) -> Factors:
@@ -67,6 +72,11 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     divide by, and a step with twice as many rows counts twice as much. A sum whose count is zero
     leaves its average unchanged.
 
+    Factors that come in turns (``collect=``) advance the averages of the layers, and iterations of
+    scans, of their group. Each decays by its own steps: with $n_t = 0$ at the steps of other
+    groups, the mean is the one above. G and diagonals are stored as means, with ``terms`` of 1, or
+    0 until every group has come once. A sum of different groups leaves the average unchanged.
+
     Corrected eigenbases (:func:`correct_eigenvalues`) are averaged in the same way. Their measured
     eigenvalues are averaged in the eigenvectors of ``average``; both must have been measured there.
 
@@ -82,7 +92,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         The new average, again as sums and counts.
 
     Raises:
-        ValueError: ``decay`` is concrete and out of range, or the two have different layers.
+        ValueError: ``decay`` is concrete and out of range, the two have different layers, or one
+            of them comes in turns and the other does not.
         TypeError: one is factors and the other is not.
 
     Memory:
@@ -104,8 +115,11 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    check_same_layers(cast(Factors, factors), average)
-    average, new = alike(average, cast(Factors, factors))
+    new = cast(Factors, factors)
+    check_same_layers(new, average)
+    if average.turn is not None or new.turn is not None:
+        return _average_of_turns(average, new, decay)
+    average, new = alike(average, new)
     rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
     sums = {name: _over(beta, new.a_sums[name]) for name, beta in rows.items()}
     terms = _decay_of(new.terms, decay)
@@ -125,6 +139,119 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         decays,
         new,
     )
+
+
+def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Factors:
+    """Advance the averages of the layers, or of the iterations, that a step's group contains."""
+    check_all_layers("average", average.turn)
+    check_turn("update_average: factors", new.turn, number_of_turns(average.turn))
+    assert average.turn is not None and new.turn is not None  # checked above
+    new_turn = new.turn
+    new, valid = stored_like(with_origin(new, average.origin), average), new_turn.is_valid
+    arrays, terms = arrays_of_turn(average, new), jnp.where(valid, new.terms, 0)
+    came = terms > 0
+
+    def advanced(table: str, name: str, old_weight: Array, new_weight: Array) -> Array:
+        old, sums = getattr(arrays, table)[name], getattr(new, table)[name]
+        old_weight, new_weight = (
+            _over(weight, old).astype(old.dtype) for weight in (old_weight, new_weight)
+        )
+        return old_weight * old + new_weight * sums.astype(old.dtype)
+
+    tables: dict[str, dict[str, Any]] = {table: {} for table in ARRAYS}
+    counts = {}
+    for name, count in new.a_counts.items():
+        count = jnp.where(valid, count, 0)
+        weights = _decay_of(count, decay), jnp.broadcast_to(valid, count.shape)
+        for table in ("a_sums", "a_counts"):
+            tables[table][name] = advanced(table, name, *weights)
+    for table in ("g_sums", "diagonals"):
+        for name in getattr(new, table):
+            count = _turn_of(arrays).counts[name]
+            before = jnp.asarray(decay, count.dtype) * count
+            counts[name] = jnp.where(came, before + terms.astype(count.dtype), count)
+            total = jnp.where(came, counts[name], 1)
+            weights = jnp.where(came, before / total, 1), jnp.where(came, 1 / total, 0)
+            tables[table][name] = advanced(table, name, *weights)
+    number = average.turn.number
+    number = jnp.where(valid & (number < jnp.iinfo(jnp.int32).max), number + 1, number)
+    arrays = dataclasses.replace(arrays, turn=Turn(number, counts, new_turn.of), **tables)
+    average = with_arrays_of_turn(average, arrays, new_turn)
+    every = [(count > 0).all() for count in _turn_of(average).counts.values()]
+    terms = jnp.stack(every).all().astype(average.terms.dtype)
+    return dataclasses.replace(average, terms=terms)
+
+
+def arrays_of_turn(average: Factors, new: Factors) -> Factors:
+    """The part of an average that a step's factors update: their layers, and iterations of scans.
+
+    Args:
+        average: An average of factors that come in turns.
+        new: The factors of a step.
+    """
+    scans, turn, new_turn = _scans(average), _turn_of(average), _turn_of(new)
+
+    def selected(table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        return {name: rows(table[name], scans[name]) for name in names}
+
+    def rows(x: Any, scan: tuple[int, ...]) -> Any:
+        if not scan:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, new_turn.start_of(*scan), new_turn.rows_of(*scan))
+
+    tables = {table: selected(getattr(average, table), getattr(new, table)) for table in ARRAYS}
+    counts = selected(turn.counts, (*new.g_sums, *new.diagonals))
+    return dataclasses.replace(average, turn=dataclasses.replace(turn, counts=counts), **tables)
+
+
+def shapes_of_turn(average: Factors) -> Factors:
+    """Shapes of the factors of a step whose number is traced, from those of an average."""
+
+    def step(average: Factors) -> Factors:
+        assert average.turn is not None
+        turn = Turn(jnp.zeros((), jnp.int32), {}, average.turn.of)
+        arrays = arrays_of_turn(average, dataclasses.replace(average, turn=turn))
+        return dataclasses.replace(arrays, turn=turn)
+
+    return jax.eval_shape(step, average)
+
+
+def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factors:
+    """An average with the arrays of :func:`arrays_of_turn` in their place.
+
+    Args:
+        average: The average.
+        arrays: What its arrays of this turn become.
+        turn: The turn of the step's factors.
+    """
+    scans = _scans(average)
+
+    def updated(table: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+        return {**table, **{name: written(table[name], x, scans[name]) for name, x in new.items()}}
+
+    def written(x: Any, rows: Any, scan: tuple[int, ...]) -> Any:
+        if not scan:
+            return rows
+        return jax.lax.dynamic_update_slice_in_dim(x, rows, turn.start_of(*scan), 0)
+
+    tables = {table: updated(getattr(average, table), getattr(arrays, table)) for table in ARRAYS}
+    counts = updated(_turn_of(average).counts, _turn_of(arrays).counts)
+    return dataclasses.replace(
+        average, turn=dataclasses.replace(_turn_of(arrays), counts=counts), **tables
+    )
+
+
+def _scans(average: Factors) -> dict[str, tuple[int, ...]]:
+    """The iterations of each layer and input that come in turns; ``()`` where all come at once."""
+    counts = _turn_of(average).counts
+    of_inputs = {layer.input: counts[layer.name].shape for layer in average.layers}
+    return of_inputs | {name: count.shape for name, count in counts.items()}
+
+
+def _turn_of(factors: Factors) -> Turn:
+    """The turn of factors that are known to come in turns."""
+    assert factors.turn is not None
+    return factors.turn
 
 
 def _decay_of(count: Any, decay: ArrayLike) -> Array:
@@ -151,6 +278,7 @@ def check_like(like: Any) -> None:
     """Refuse a ``like`` that is not factors or their shapes, for example parameters."""
     remedy = "as stats.factor_shapes(params, batch) gives them"
     instance_of("like", like, Factors, remedy)
+    check_all_layers("like=", like.turn)
 
 
 def check_factors(factors: Any, expected: OfLayers) -> None:
@@ -264,7 +392,15 @@ class LongSum(Generic[Summed]):
         Args:
             shapes: Factors, the ``corrections`` of corrected eigenbases, or any tree of arrays that
                 combine by adding; or their shapes.
+
+        Raises:
+            ValueError: factors that come in turns (``collect=``).
         """
+        if getattr(shapes, "turn", None) is not None:
+            raise ValueError(
+                "LongSum adds complete factors, and these come in turns (collect=): average them "
+                "with jk.update_average, or leave collect= out"
+            )
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return cls(nothing(), nothing())
 
@@ -278,46 +414,3 @@ class LongSum(Generic[Summed]):
         total = jax.tree.map(jnp.add, self.total, owed)
         gained = jax.tree.map(jnp.subtract, total, self.total)
         return LongSum(total, jax.tree.map(jnp.subtract, gained, owed))
-
-
-# ---------------- bytes that devices exchange
-
-
-_OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows; shapes determine them
-
-
-def exchanged_bytes(statistics: Statistics, platform: str) -> int:
-    """Bytes that devices sum in one backward pass, each device holding some of the examples.
-
-    A product over rows is summed where it is formed, as a full matrix or as the panels of one
-    triangle. Numbers of rows are not counted here; they are exchanged for each layer if there is
-    a mask.
-
-    Args:
-        statistics: The statistics of the layers.
-        platform: The platform whose products of rows are counted.
-    """
-    return sum(_of_layer(statistics, layer, platform) for layer in statistics.layers)
-
-
-def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
-    slot: dict[str, Any] = jax.eval_shape(lambda: statistics.slot(layer))
-    total = 0
-    for key, entry in slot.items():
-        itemsize = max(x.dtype.itemsize for x in jax.tree.leaves(entry))
-        formed = key in ("a_rows", "g_rows")  # products are formed after the pass
-        if formed or isinstance(entry, tuple) or (key == "g" and statistics.unpacks(layer)):
-            size = jax.tree.leaves(entry)[0].shape[-1]  # of the first panel, which is as wide
-            total += itemsize * _elements(layer, size, platform)
-        elif key == "gradient":
-            total += itemsize * entry.size // entry.shape[-1]
-        elif key not in (*_OWN, "constants"):
-            total += itemsize * entry.size
-    return total
-
-
-def _elements(layer: Layer, size: int, platform: str) -> int:
-    """Elements of a stack of matrices, or of a single matrix: of its triangle's panels if wide."""
-    if layer.stack or not has_panels(size, platform):
-        return math.prod(layer.stack) * size**2
-    return sum(rows * columns for rows, columns in panel_shapes(size))

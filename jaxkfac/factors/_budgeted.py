@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._factors import BiasMode, Factors, Origin
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,
@@ -267,6 +268,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
         corrections=None,
+        turn=None,
         origin=fetched.origin,
     )
     # Not left to the garbage collector: the next pass is sized for a device without these arrays.
@@ -315,6 +317,7 @@ class _Assembly:
             layers=layers,
             bias=self._bias,
             corrections=None,
+            turn=None,
             loss_terms=self.loss_terms,
             origin=self._origin,
         )

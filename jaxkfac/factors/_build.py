@@ -41,6 +41,7 @@ def value_grad_and_factors(
     precision: Precision = ...,
     examples: Word | None = ...,
     packed: bool = ...,
+    collect: int = ...,
 ) -> FactorCollector: ...
 @overload
 def value_grad_and_factors(
@@ -65,6 +66,7 @@ def value_grad_and_factors(
     precision: Precision = ...,
     examples: Word | None = ...,
     packed: Literal[False] = ...,
+    collect: Literal[1] = ...,
 ) -> BudgetedCollector: ...
 def value_grad_and_factors(
     objective: Callable[..., Any],
@@ -88,6 +90,7 @@ def value_grad_and_factors(
     precision: Precision = "highest",
     examples: Word | None = None,
     packed: bool = False,
+    collect: int = 1,
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
@@ -170,11 +173,19 @@ def value_grad_and_factors(
         packed: Whether to return one triangle of every matrix of size 64 or more
             (``Factors.packed``), half the bytes. The matrices of a scan are packed one by one as
             they are formed. ``factors[name].a`` is a full matrix all the same.
+        collect: Collect the factors of one of ``collect`` groups at each step, so that a step holds
+            a part of the model's factors. The call needs ``step=``, the number of the call, and
+            gathers group ``step % collect``. A layer of a scan contributes some of its iterations
+            to every group, and one compiled program serves all groups. Other layers are divided
+            into groups of about equal bytes if ``step`` is a Python number, static under ``jit``;
+            if it is traced, they are gathered at every step. Give the factors to ``kfac`` or
+            ``update_average``, where each layer's average decays by its own steps. ``kfac`` makes
+            no update until every group has come once.
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
-        with ``step=`` if ``every`` is above 1. With ``max_factor_bytes``, a ``BudgetedCollector``,
-        which is called in the same way.
+        with ``step=`` if ``every`` or ``collect`` is above 1. With ``max_factor_bytes``, a
+        ``BudgetedCollector``, which is called in the same way.
 
     Raises:
         ValueError: an unknown option, or one that a scalar loss does not support.
@@ -211,8 +222,11 @@ def value_grad_and_factors(
     one_of("uncovered", uncovered, get_args(Uncovered))
     one_of("precision", precision, get_args(Precision))
     check_word(examples)
-    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
+    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every, collect=collect)
     check_sparing(every, subsample)
+    check_collect(collect, every, max_factor_bytes)
+    # A unit G says nothing about the loss, so there are no gradients whose squares a diagonal could
+    # be.
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -250,6 +264,7 @@ def value_grad_and_factors(
         every,
         precision,
         packed,
+        collect,
     )
     if max_factor_bytes is not None:
         if packed:
@@ -275,6 +290,7 @@ def check_word(examples: Any) -> None:
 
 def check_sparing(every: Any, subsample: Any) -> None:
     """Refuse an ``every`` that is no whole number, and a ``subsample`` outside (0, 1]."""
+    # True is an int in Python, and `every=True` most likely means something else.
     if isinstance(every, bool) or every != int(every):
         raise ValueError(f"every={every}: expected a whole number of steps")
     if subsample is None:
@@ -282,3 +298,21 @@ def check_sparing(every: Any, subsample: Any) -> None:
     number = isinstance(subsample, numbers.Real) and not isinstance(subsample, bool)
     if not number or not 0 < subsample <= 1:
         raise ValueError(f"subsample={subsample!r}: expected a part of the rows, in (0, 1]")
+
+
+def check_collect(collect: Any, every: int, max_factor_bytes: Any) -> None:
+    """Refuse a ``collect`` that is no whole number, or stands beside what it cannot go with."""
+    if isinstance(collect, bool) or collect != int(collect):
+        raise ValueError(f"collect={collect}: expected a whole number of groups")
+    if collect == 1:
+        return
+    if every > 1:
+        raise ValueError(
+            f"collect={collect} collects some factors at each step, and every={every} all of them "
+            "at some steps: choose one of the two"
+        )
+    if max_factor_bytes is not None:
+        raise ValueError(
+            f"collect={collect} gathers some layers at each step, and max_factor_bytes= all of "
+            "them in several passes: choose one of the two"
+        )

@@ -1,6 +1,7 @@
 """Value, gradient and every factor in one backward pass."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -21,9 +22,11 @@ from jaxkfac.factors._diagonal_pass import (
     marked_diagonals,
     per_example_diagonals,
 )
-from jaxkfac.factors._factors import BiasMode, Factors, Origin, with_origin
+from jaxkfac.factors._factors import BiasMode, Factors, with_origin
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._objective import ModelCall, Objective
+from jaxkfac.factors._origin import Origin, Turn
+from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
     AdaptationOfBatch,
@@ -72,6 +75,10 @@ class Call(NamedTuple):
     state: Any = None
     bases: Any = None
 
+    def of_model(self, params: PyTree) -> ModelCall:
+        """The model's own arguments."""
+        return ModelCall(params, self.batch, self.key, self.state)
+
     def quiet(self) -> "Call":
         """The call for computing shapes only, without printing what it would cost."""
         return self._replace(estimator=dataclasses.replace(self.estimator, prints=False))
@@ -101,6 +108,7 @@ class FactorCollector:
     _every: int = 1
     _precision: Precision = "highest"
     _packed: bool = False
+    _collect: int = 1
     # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -133,8 +141,10 @@ class FactorCollector:
                 with a loss that marks its outputs, a list with an entry for each mark.
             state: What a call changes (batch statistics), for a function with a ``state=``
                 argument.
-            step: The number of the step, for ``every=``: factors are collected if it is a multiple
-                of that.
+            step: The number of the step. With ``every=``, factors are collected if it is a
+                multiple of that. With ``collect=k``, those of group ``step % k`` are collected:
+                count the calls of your loop, and not updates that were made, because none is made
+                until every group has come. All micro-batches of one update take the same number.
             bases: Eigenbases of these layers, for example ``state.bases`` of :func:`jaxkfac.kfac`.
                 The factors then include what :func:`jaxkfac.correct_eigenvalues` measures in them,
                 with the same labels, as ``factors[name].corrected``. This takes a second pass over
@@ -151,17 +161,21 @@ class FactorCollector:
             LostRowsError: rows cannot be followed to a layer, and ``positions`` or statistics of
                 whole examples need them.
             ValueError: the batch is empty or does not fit the likelihood; ``step`` is missing with
-                ``every=``, or ``key`` with ``subsample=``.
+                ``every=`` or ``collect=``, or ``key`` with ``subsample=``; with ``collect=``,
+                ``bases`` are given, there are fewer layers than groups, or no layer is scanned
+                and ``step`` is traced.
         """
         call = self.checked(batch, key, positions, labels, state, bases)
-        due = self.is_due(step)
+        due, turn = self.is_due(step), self._turn(step)
         if isinstance(self._program.objective, Objective):
             outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
         if isinstance(due, Tracer):
             return self._gather_where(due, params, call)
         run = self.gather if due else self.without_factors
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
+        if turn is not None:
+            run = functools.partial(self._gather_turn, turn)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call, turn))):
             return run(params, call)
 
         def stage() -> Staged:
@@ -169,14 +183,15 @@ class FactorCollector:
             self._warn_of_sum(params, call)
             return staged
 
-        return self._staged.get((params, call), stage, static=due)(params, call)
+        static = due if turn is None else int(turn.number)
+        return self._staged.get((params, call), stage, static=static)(params, call)
 
     def _warn_of_sum(self, params: PyTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
         is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
         if is_mean or self._warned:
             return
-        value = lambda some: self._program.value(params, some, call.key, call.state)
+        value = lambda some: self._program.value(ModelCall(params, some, call.key, call.state))
         if warn_of_sum(value, call.batch):
             self._warned.append(True)
 
@@ -188,15 +203,56 @@ class FactorCollector:
         """
         if self._every == 1:
             return True
-        if step is None:
-            raise ValueError(
-                f"every={self._every} collects at some steps: pass step=, the number of this one"
-            )
-        kind = getattr(step, "dtype", type(step))
-        if np.ndim(step) or not jnp.issubdtype(kind, jnp.integer):
-            raise ValueError(f"step={step!r}: expected the number of this step, a whole number")
-        due = step % self._every == 0
+        due = _number_of(step, f"every={self._every} collects at some steps") % self._every == 0
         return due if isinstance(due, Tracer) else bool(due)
+
+    def _turn(self, step: ArrayLike | None) -> Turn | None:
+        """The group of a step; ``None`` if every step collects all factors."""
+        if self._collect == 1:
+            return None
+        why = f"collect={self._collect} collects some factors at each step"
+        number = _number_of(step, why) % self._collect
+        if not isinstance(number, Tracer):
+            return Turn(np.asarray(number, np.int32), {}, self._collect)
+        return Turn(number.astype(jnp.int32), {}, self._collect)
+
+    def _gather_turn(self, turn: Turn, params: PyTree, call: Call) -> ValueGradAndFactors:
+        """``gather`` for one group of the layers."""
+        traced = self.traced(params, call)
+        static = not isinstance(turn.number, Tracer)
+        parts, windows = part_of_turn(self.statistics(traced), turn, static=static)
+        out = self.gather(params, call, parts=parts, windows=windows)
+        # Layers of the model, with all iterations, so that the groups have one structure.
+        layers = (*traced.table.tapped, *self._second_pass(traced, params))
+        return out._replace(factors=dataclasses.replace(out.factors, layers=layers, turn=turn))
+
+    def largest_group(self, traced: Traced) -> int | None:
+        """With ``collect=``, the group with the most bytes; ``None`` if one program serves all."""
+        return largest_turn(self.statistics(traced), self._collect)
+
+    def statistics_of_step(self, traced: Traced) -> Statistics:
+        """What a step gathers; with ``collect=``, the statistics of the largest group."""
+        statistics = self.statistics(traced)
+        if self._collect == 1:
+            return statistics
+        group = self.largest_group(traced)
+        turn = Turn(np.int32(group or 0), {}, self._collect)
+        parts, _ = part_of_turn(statistics, turn, static=group is not None)
+        return dataclasses.replace(statistics, parts=parts)
+
+    def _in_turns(self, factors: Factors, traced: Traced) -> Factors:
+        """Shapes of complete factors, and of the counts of an average if they come in turns."""
+        if self._collect == 1:
+            return factors
+        statistics, dtype = self.statistics(traced), factors.terms.dtype
+        largest_turn(statistics, self._collect)  # refuses more groups than layers
+        iterations = iterations_in_turns(statistics)
+        counts = {
+            layer.name: jax.ShapeDtypeStruct(layer.stack[: layer.name in iterations], dtype)
+            for layer in factors.layers
+        }
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return dataclasses.replace(factors, turn=Turn(number, counts, self._collect))
 
     def _gather_where(
         self, due: Bool[Array, ""], params: PyTree, call: Call
@@ -239,6 +295,11 @@ class FactorCollector:
         has_outputs = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if has_outputs else batch
         estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
+        if bases is not None and self._collect > 1:
+            raise ValueError(
+                f"collect={self._collect} and bases=: measured eigenvalues have one count for all "
+                "layers, and some layers come at each step: leave out one of the two"
+            )
         if bases is not None:
             remedy = "as state.bases or jk.eigendecompose(factors) gives them"
             instance_of("bases", bases, Measurable, remedy)
@@ -266,7 +327,7 @@ class FactorCollector:
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
-        return self._program.traced(params, call.batch, call.key, call.state)
+        return self._program.traced(call.of_model(params))
 
     def gather(
         self,
@@ -290,15 +351,12 @@ class FactorCollector:
             self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts, key)
         if traced.marks:
-            weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
+            weights = self._program.row_weights(traced, call.of_model(params))
             statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
             statistics,
-            params,
-            call.batch,
-            call.key,
-            call.state,
+            call.of_model(params),
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
@@ -315,8 +373,8 @@ class FactorCollector:
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _corrections(self, params: PyTree, call: Call) -> Corrections:
-        call_args = (call.batch, call.key, call.positions, call.state)
-        return call.bases.measured(self._program, call.estimator, params, *call_args)
+        at = call.of_model(params)
+        return call.bases.measured(self._program, call.estimator, at, call.positions)
 
     def without_factors(
         self, params: PyTree, call: Call, like: Factors | None = None
@@ -335,10 +393,7 @@ class FactorCollector:
         at = self._program.linearise(
             traced,
             self.statistics(traced, {}),
-            params,
-            call.batch,
-            call.key,
-            call.state,
+            call.of_model(params),
             loss_terms=self._loss_terms,
         )
         factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
@@ -413,7 +468,7 @@ class FactorCollector:
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
                 "jk.mark_outputs"
             )
-        return adaptation_of(objective, params, batch, key, state, has_aux=self._has_aux)
+        return adaptation_of(objective, ModelCall(params, batch, key, state), has_aux=self._has_aux)
 
     def factor_shapes(
         self,
@@ -427,7 +482,8 @@ class FactorCollector:
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed.
 
-        With ``bases`` (or their shapes) the result includes ``corrections``.
+        With ``bases`` (or their shapes) the result includes ``corrections``. With ``collect=`` it
+        has the shapes of an average, with all layers and ``turn.counts``.
         """
         check_arrays("params", params)
         check_arrays("batch", batch)
@@ -435,8 +491,10 @@ class FactorCollector:
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # the trace shows whether they reach every layer
-            return jax.eval_shape(self.gather, params, call.quiet()).factors
-        return self.types(params, call)
+            shapes = jax.eval_shape(self.gather, params, call.quiet()).factors
+        else:
+            shapes = self.types(params, call)
+        return self._in_turns(shapes, self.traced(params, call))
 
     def types(self, params: PyTree, call: Call) -> Factors:
         """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
@@ -489,19 +547,27 @@ class FactorCollector:
             sums = marked_diagonals(self._program.objective, traced, at, layers, call.estimator)
         else:
             sums = per_example_diagonals(
-                self._program.objective,
-                params,
-                call.batch,
-                layers,
-                call.estimator,
-                key=call.key,
-                state=call.state,
+                self._program.objective, call.of_model(params), layers, call.estimator
             )
         return dataclasses.replace(
             factors,
             diagonals={**factors.diagonals, **at.poisoned(sums)},
             layers=(*factors.layers, *layers),
         )
+
+
+def _number_of(step: Any, why: str) -> Any:
+    """The number of a step.
+
+    Raises:
+        ValueError: it is missing, or no whole number.
+    """
+    if step is None:
+        raise ValueError(f"{why}: pass step=, the number of this one")
+    kind = getattr(step, "dtype", type(step))
+    if np.ndim(step) or not jnp.issubdtype(kind, jnp.integer):
+        raise ValueError(f"step={step!r}: expected the number of this step, a whole number")
+    return step
 
 
 def _gradient(params: PyTree, grads: dict[str, Array]) -> PyTree:

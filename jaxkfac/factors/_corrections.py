@@ -5,9 +5,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxkfac._text import short_repr
+from jaxkfac.factors._objective import ModelCall
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import clip_eigenvalues
 
@@ -86,24 +87,14 @@ class Measurable(Protocol):
     def layers(self) -> tuple[Layer, ...]: ...
 
     def measured(
-        self,
-        program: Any,
-        estimator: Any,
-        params: PyTree,
-        batch: Any,
-        key: Key[Array, ""] | None,
-        positions: Any,
-        state: PyTree | None,
+        self, program: Any, estimator: Any, call: ModelCall, positions: Bool[Array, "..."] | None
     ) -> Corrections:
         """Measure the sums of one batch in a separate pass.
 
         Args:
             program: The ``Program`` of the objective.
             estimator: The Fisher type, with the call's labels.
-            params: The parameters.
-            batch: The batch.
-            key: The call's key.
+            call: The parameters and the batch.
             positions: Which positions exist.
-            state: What a call of the model changes.
         """
         ...

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import total_count
-from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._objective import Batch, ModelCall, Objective
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.interception import (
     Layer,
@@ -82,24 +82,18 @@ def check_alone(program: Program, traced: Traced, layers: list[Layer]) -> None:
 
 
 def per_example_diagonals(
-    objective: Objective,
-    params: PyTree,
-    batch: Batch,
-    layers: list[Layer],
-    estimator: Estimator,
-    *,
-    key: Key[Array, ""] | None,
-    state: PyTree | None = None,
+    objective: Objective, call: ModelCall, layers: list[Layer], estimator: Estimator
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
-    The estimator runs on each example by itself; ``key`` and ``state`` are the model's own. Inside
-    ``shard_map`` each device holds different examples, and the sum is over all devices.
+    The estimator runs on each example by itself. Inside ``shard_map`` each device holds different
+    examples, and the sum is over all devices.
 
     Memory:
         ``CHUNK`` gradients of the uncovered parameters and their activations; a single one if the
         model has an operation that JAX cannot batch.
     """
+    params, batch, key, state = call
     leaves = leaves_by_path(params)
     axes = tuple(sorted(set().union(*map(varying_axes, jax.tree.leaves(batch)))))
     # Without cast_varying the gradient of a replicated array would be summed over devices before it

@@ -24,9 +24,9 @@ def model(params, x):
 def emitted(monkeypatch):
     calls, original = [], Statistics.emit
 
-    def emit(self, site, use, *rest):
-        calls.append(use.layer)
-        return original(self, site, use, *rest)
+    def emit(self, vjp, *rest):
+        calls.append(vjp.use.layer)
+        return original(self, vjp, *rest)
 
     monkeypatch.setattr(Statistics, "emit", emit)
     return calls

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -15,77 +15,11 @@ from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, short_repr, table_html
 from jaxkfac.factors._corrections import Corrections
+from jaxkfac.factors._origin import Origin, Turn, check_same_origin, sum_of_turns
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
 
 PACKED_FROM = 64  # a smaller triangle saves too little to pay for folding it
-
-# ---------------- the Fisher type and likelihoods of factors
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The Fisher type and likelihoods that factors were computed from; static, without arrays.
-
-    Collectors record it and eigenbases carry it on. It is ``None`` if nothing is known: for factors
-    built by hand, or read from a file written before this field existed.
-
-    Attributes:
-        fisher: The Fisher type, as ``fisher=`` calls it.
-        likelihoods: Class names of the likelihoods, without repeats, in alphabetical order. Empty
-            for a scalar loss that marks no outputs, whose likelihood is not known.
-        examples: ``"apart"`` if the user declared that examples do not meet where the program does
-            not prove it.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxkfac as jk
-        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
-        >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
-        >>> factors = jk.value_grad_and_factors(objective, fisher="exact")(params, batch).factors
-        >>> print(factors.origin, jk.eigendecompose(factors).origin == factors.origin)
-        fisher='exact' of Gaussian True
-    """
-
-    fisher: str
-    likelihoods: tuple[str, ...] = ()
-    examples: str | None = None
-
-    @classmethod
-    def of(cls, fisher: str, likelihoods: Iterable[Any], examples: str | None = None) -> "Origin":
-        """The origin for some likelihoods, of which only the classes matter."""
-        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples)
-
-    def __str__(self) -> str:
-        named = f" of {' and '.join(self.likelihoods)}" if self.likelihoods else ""
-        declared = "" if self.examples is None else f", examples={self.examples!r}"
-        return f"fisher={self.fisher!r}{named}{declared}"
-
-    def has_other_likelihoods(self, other: "Origin") -> bool:
-        """Whether the likelihoods of both are known and differ."""
-        both_known = self.likelihoods and other.likelihoods
-        return bool(both_known) and self.likelihoods != other.likelihoods
-
-
-def check_same_origin(what: str, one: Origin | None, other: Origin | None) -> None:
-    """Refuse to add factors that are known to have different Fisher types or likelihoods.
-
-    Args:
-        what: Name of what is added, for the message.
-        one: Origin of the first summand.
-        other: Origin of the second summand.
-
-    Raises:
-        ValueError: naming both.
-    """
-    if one is None or other is None:
-        return
-    if one.fisher != other.fisher or one.has_other_likelihoods(other):
-        raise ValueError(
-            f"{what} of {other} cannot be added to those of {one}: collect both in the same "
-            f"way; or, if the difference is intended, drop the record of one of them with "
-            f"dataclasses.replace(..., origin=None)"
-        )
-
 
 # ---------------- factors by layer
 
@@ -181,6 +115,11 @@ class Factors(_Named):
         origin: Fisher type and likelihoods, static; ``None`` if not known. A sum has the origin of
             its first summand, and summands with different origins are refused. An average
             (:func:`update_average`) keeps its own origin, whatever it is updated with.
+        turn: The group of this step, if factors come in turns (``collect=``); else ``None``. Such
+            factors lack the arrays of layers that have another turn, and arrays of a scan's layers
+            have the iterations of this turn only. ``layers`` are those of the model all the same.
+            In an average, ``turn.counts`` has the number of loss terms of each layer; its G and
+            diagonals are means, and ``terms`` is 1, or 0 until every group has come once.
     """
 
     # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
@@ -194,6 +133,7 @@ class Factors(_Named):
     loss_terms: Any = None
     corrections: Corrections | None = None
     origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
+    turn: Turn | None = None
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -213,7 +153,7 @@ class Factors(_Named):
         for layer in self.layers:
             sides = (layer.name, "") if layer.is_diagonal else (layer.input, layer.name)
             tables = (self.diagonals, {}) if layer.is_diagonal else (self.a_sums, self.g_sums)
-            shapes = [array_text(t[s]) if s else "" for t, s in zip(tables, sides)]
+            shapes = [array_text(t[s]) if s in t else "" for t, s in zip(tables, sides)]
             rows.append((layer.name, layer.kind, *shapes, layer.shares_input_with or ""))
         head = ("layer", "kind", "A, or the diagonal", "G", "A is stored with")
         return table_html(repr(self), head, rows, words=(0, 1, 4))
@@ -242,6 +182,11 @@ class Factors(_Named):
 
     def __getitem__(self, name: str) -> Factor:
         layer, more = self.layer(name), self.corrections
+        if self.turn is not None and not self.has_arrays_of(layer):
+            raise UnknownLayerError(
+                f"these factors are of {self.turn} (collect=), which has nothing of layer "
+                f"{name!r}: read it in an average, as jk.update_average makes it"
+            )
         if layer.is_diagonal:
             diagonal = mean_of(self.diagonals[name], self.terms, 0)
             if more is None:
@@ -257,6 +202,10 @@ class Factors(_Named):
             return KroneckerFactor(a, g)
         bias = more.mean(more.bias_sums[name]) if name in more.bias_sums else None
         return CorrectedFactor(a, g, more.mean(more.sums[name]), bias)
+
+    def has_arrays_of(self, layer: Layer) -> bool:
+        """Whether the sums of a layer are there, which may have another turn."""
+        return layer.name in self.diagonals or layer.name in self.g_sums
 
     def wants_ones(self, layer: Layer) -> bool:
         """Whether the input factor of ``layer`` includes the ones column."""
@@ -319,10 +268,26 @@ class Factors(_Named):
 
     def __add__(self, other: "Factors") -> "Factors":
         check_same_origin("factors", self.origin, other.origin)
-        return jax.tree.map(jnp.add, *alike(self, other))
+        turn = sum_of_turns(self.turn, other.turn)
+        tables = "a_sums", "g_sums", "diagonals"
+        if turn and any(getattr(self, x).keys() != getattr(other, x).keys() for x in tables):
+            raise ValueError(
+                f"factors of two groups of {turn.of} (collect=) cannot be added: micro-batches of "
+                "one step take the same step="
+            )
+        one, other = alike(without_turn(self), without_turn(other))
+        return dataclasses.replace(jax.tree.map(jnp.add, one, other), turn=turn)
 
     def __rmul__(self, weight: Any) -> "Factors":
-        return jax.tree.map(lambda x: weight * x, self)
+        scaled, turn = lambda tree: jax.tree.map(lambda x: weight * x, tree), self.turn
+        if turn is None or turn.is_step:
+            return dataclasses.replace(scaled(without_turn(self)), turn=turn)
+        return dataclasses.replace(  # means stay, and count for more or less
+            self,
+            a_sums=scaled(self.a_sums),
+            a_counts=scaled(self.a_counts),
+            turn=dataclasses.replace(turn, counts=scaled(turn.counts)),
+        )
 
     def is_finite(self) -> dict[str, Array]:
         """``{name: scalar bool}``; usable inside jit."""
@@ -332,6 +297,7 @@ class Factors(_Named):
             else jnp.isfinite(self.a_sums[layer.input]).all()
             & jnp.isfinite(self.g_sums[layer.name]).all()
             for layer in self.layers
+            if self.turn is None or self.has_arrays_of(layer)
         }
 
 
@@ -349,6 +315,11 @@ def on_shapes(function: Callable[[Any], Any], x: Any) -> Any:
 def without_loss_terms(factors: Factors) -> Factors:
     """The factors without the count that belongs to a gradient."""
     return dataclasses.replace(factors, loss_terms=None)
+
+
+def without_turn(factors: Factors) -> Factors:
+    """The arrays of factors alone, whichever group they belong to."""
+    return factors if factors.turn is None else dataclasses.replace(factors, turn=None)
 
 
 def of_parameters(factors: Factors) -> Factors:
@@ -374,6 +345,7 @@ def of_parameters(factors: Factors) -> Factors:
         g_sums=select(factors.g_sums, names),
         corrections=measured,
         layers=layers,
+        turn=factors.turn and factors.turn.of_layers(names | set(factors.diagonals)),
     )
 
 

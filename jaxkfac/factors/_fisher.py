@@ -64,6 +64,8 @@ class Estimator(abc.ABC):
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[str, Any], ...]]:
         """Key and labels, and the static fields."""
+        # Everything else is static: it decides how many backward passes a program has, and so its
+        # shape.
         static = [(k, v) for k, v in vars(self).items() if k not in ("key", "labels")]
         return (self.key, self.labels), tuple(static)
 
@@ -112,6 +114,8 @@ class Estimator(abc.ABC):
             batch: The batch.
             outputs: Maps the statistics that a backward pass emits to the output sides.
         """
+        # The gradient's own pass (`at.emitted`) holds the loss's cotangents, those of the given
+        # targets; other labels need passes of their own over the same linearization.
         assert at.terms_of is not None  # a scalar loss has no outputs to expect over
         return self.expectation(
             at.terms_of, at.outputs, at.batch, lambda cotangent: outputs(at.vjp(cotangent))
@@ -150,6 +154,8 @@ class Estimator(abc.ABC):
             return
         form = jax.tree.structure(batch.targets)
         if jax.tree_util.treedef_is_leaf(form):
+            # First the type: comparing a list's structure with that of an array would give a
+            # message about trees.
             check_array("labels", labels)
         if jax.tree.structure(labels) != form:
             raise ValueError(f"labels: expected the form of the targets, {form}")
@@ -173,10 +179,13 @@ class Estimator(abc.ABC):
         """Estimators stacked over ``number`` examples, each for a batch of that example alone."""
         key, labels = self.key, self.labels
         if labels is not None:
+            # Labels are ``(samples, examples, ...)``. Mapped over examples, each estimator has its
+            # samples and an axis of one example, the form of a batch of one.
             one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], labels)
             return dataclasses.replace(self, key=None, labels=one_each)
         if key is None:
             return self
+        # The fold keeps the labels independent of dropout, which uses the key itself.
         keys = jax.random.split(jax.random.fold_in(key, LABEL_FOLD), number)
         return dataclasses.replace(self, key=keys)
 
@@ -216,6 +225,8 @@ class Empirical(Estimator):
         batch: PyTree,
         outputs: Callable[[Mapping[str, Slot]], PyTree],
     ) -> PyTree:
+        # With several outputs of unlike shares, the loss's cotangents are no common multiple of the
+        # Fisher's, so the given targets take a pass of their own.
         if at.own is not None:
             return outputs(at.vjp(at.own()))
         sums, scale = outputs(at.emitted), at.own_scale
@@ -234,6 +245,7 @@ class Empirical(Estimator):
 
     @property
     def concurrent(self) -> int:
+        # The gradient's own pass emits the sums; nothing is alive beside them.
         return 0
 
 
@@ -255,12 +267,17 @@ class MonteCarlo(Estimator):
 
         samples, labels = self.samples, self.labels
         if labels is not None:
+            # Labels that are passed count for themselves: `samples=` says how many would be drawn.
             samples = len(jax.tree.leaves(labels)[0])
             total = _sum(at_labels, labels, self.chunk)
         else:
             key = of_this_device(jax.random.fold_in(self.key, LABEL_FOLD), outputs)
+            # One sample uses the key itself, so that `samples=1` draws what a single call of
+            # `sample` draws.
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
             total = _sum(lambda k: at_labels(objective.sample(k, outputs)), keys, self.chunk)
+        # The mean over samples estimates the expectation; dividing the sums, not the cotangents,
+        # keeps the squares' scale.
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
     @property
@@ -300,6 +317,8 @@ class Exact(Estimator):
         for columns, rows, column in every:
 
             def at_column(index: Int[Array, ""], columns=columns, column=column) -> PyTree:
+                # One column at one term: two terms of an example in a pass would add the cross
+                # products of their columns, which the expectation does not have.
                 return contribution(column(index % columns, index // columns))
 
             totals.append(_sum(at_column, jnp.arange(columns * rows), self.chunk))
@@ -383,6 +402,8 @@ def estimator_of(
                 f"{type(fisher).__name__} itself"
             )
         if of_examples and not fisher.of_examples:
+            # Always raises here, because its name is not among the choices, which the message
+            # lists.
             one_of("fisher", fisher.name, choices)
         _check_hashable(fisher)
         return fisher
@@ -424,6 +445,8 @@ def _added(totals: list[PyTree]) -> PyTree:
 
 def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
     """Sum of ``fn`` over the leading axes of ``xs``, ``chunk`` entries at a time."""
+    # One entry at a time needs no `vmap`, which refuses a model with an operation that JAX cannot
+    # batch.
     one_by_one = min(chunk, len(jax.tree.leaves(xs)[0])) == 1
 
     def sum_of_chunk(xs: PyTree, _: Int[Array, ""] | None) -> PyTree:

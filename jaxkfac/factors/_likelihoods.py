@@ -125,8 +125,12 @@ class Categorical:
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
+        # In int8 the number of classes may not be representable, and the comparison below would
+        # wrap.
         index = targets if targets.dtype.itemsize >= 4 else targets.astype(jnp.int32)
         valid = (index >= 0) & (index < outputs.shape[-1])
+        # Clipped, so that the program reads in bounds; the default mode would fill NaN into the
+        # value but leave the gradient finite.
         picked = jnp.take_along_axis(logs, index[..., None], axis=-1, mode="clip")
         return _poisoned(-picked[..., 0], valid)
 
@@ -180,10 +184,13 @@ class Bernoulli:
         logits = _wide(outputs)
         targets = targets.astype(logits.dtype)
         valid = ((targets >= 0) & (targets <= 1)).all(-1)
+        # softplus(z) - y z is the cross entropy for any y in [0, 1], finite where a sigmoid has
+        # rounded to 0 or 1.
         return _poisoned((jax.nn.softplus(logits) - targets * logits).sum(-1), valid)
 
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         logits = _wide(outputs)
+        # Floating labels, because targets of this likelihood are probabilities.
         return jax.random.bernoulli(key, jax.nn.sigmoid(logits)).astype(logits.dtype)
 
     def fisher_column(

@@ -56,11 +56,14 @@ class Head(NamedTuple):
     def terms_shape(self) -> tuple[int, ...]:
         """Shape of the terms: the outputs without their last axis, if they have one."""
         shape = self.outputs.shape
+        # A vector of outputs is one number for each example (`Bernoulli` or `Gaussian` with one
+        # output); its only axis are the terms.
         return shape if len(shape) < 2 else shape[:-1]
 
     @property
     def terms_at_once(self) -> tuple[int, ...]:
         """Shape of the terms whose columns cannot share one backward pass."""
+        # Independent examples share a pass, because no row receives cotangents of two of them.
         return self.terms_shape if self.coupled else self.terms_shape[1:]
 
     def with_one_output(self) -> "Head":
@@ -83,6 +86,7 @@ class Head(NamedTuple):
     @property
     def count(self) -> Float[Array, ""]:
         """Number of terms in the denominator of its mean; at least one."""
+        # A batch whose mask drops everything has the mean 0, not 0 / 0.
         return self.num_kept if self.mask is None else jnp.maximum(self.num_kept, 1)
 
     def mean(self, outputs: Float[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -97,6 +101,7 @@ class Head(NamedTuple):
         terms = self.likelihood.terms(head.outputs, kept_targets(head.targets, self.mask))
         if self.mask is None:
             return terms
+        # `where` and not a product: a dropped term may be NaN or infinite.
         return jnp.where(self.mask, terms, jnp.zeros((), terms.dtype))
 
     def check(self) -> None:
@@ -125,6 +130,8 @@ class Head(NamedTuple):
     def sample(self, key: Key[Array, ""]) -> Array:
         """Labels drawn from the model."""
         head = self.with_one_output()
+        # Targets have the outputs' shape where the caller left out the last axis, so labels drop it
+        # again.
         labels = self.likelihood.sample(key, head.outputs)
         return labels[..., 0] if head is not self and labels.ndim > 1 else labels
 
@@ -133,6 +140,7 @@ class Head(NamedTuple):
         head = self.with_one_output()
         column = self.likelihood.fisher_column(head.outputs, index)
         if self.mask is not None:
+            # A masked term has no loss, so its outputs have no Fisher either.
             column = jnp.where(self.mask[..., None], column, jnp.zeros((), column.dtype))
         return column.reshape(self.outputs.shape)
 
@@ -152,6 +160,8 @@ class Head(NamedTuple):
             along = column * vector
             return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
 
+        # A loop: all columns at once would be as many copies of the outputs, for a vocabulary its
+        # square.
         return jax.lax.fori_loop(0, self.columns, add, jnp.zeros_like(vector))
 
     @property
@@ -184,6 +194,8 @@ def kept_targets(targets: Array, mask: Array | None) -> Array:
     if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
         return targets
     mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
+    # `where` on the terms alone is not enough: its gradient multiplies the NaN of a dropped term's
+    # derivative by zero.
     return jnp.where(mask, targets, jnp.zeros((), targets.dtype))
 
 
@@ -212,12 +224,14 @@ def common_scale(heads: Sequence[Head]) -> Float[Array, ""] | None:
 
 def _same_share(x: Head, y: Head) -> bool:
     numbers = isinstance(x.weight, float) and isinstance(y.weight, float)
+    # Arrays are compared by identity, because their values may be traced.
     weights = x.weight == y.weight if numbers else x.weight is y.weight
     return weights and x.mask is y.mask and math.prod(x.terms_shape) == math.prod(y.terms_shape)
 
 
 def _sum(numbers: Sequence[Array]) -> Array:
     """The sum of scalars in the widest of their dtypes."""
+    # Outputs may have unlike dtypes, and strict promotion refuses to add them.
     dtype = statistics_dtype(*[x.dtype for x in numbers])
     first, *more_numbers = [x.astype(dtype) for x in numbers]
     return sum(more_numbers, first)
@@ -257,6 +271,8 @@ class LossTerms(abc.ABC):
         heads = self.heads(outputs, targets, mask)
         seeds, cotangents = _seeds(heads), []
         for head, seed in zip(heads, seeds, strict=True):
+            # The mean of this output alone, not the loss: the factor of the Fisher is the root of
+            # the weight, while the loss has the weight.
             mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
             cotangents.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
         return self.tree(cotangents)
@@ -264,6 +280,7 @@ class LossTerms(abc.ABC):
     def rescaled(self, outputs: PyTree, cotangents: PyTree, mask: PyTree) -> PyTree:
         """Rescale the loss's own cotangents to those of its Fisher."""
         heads = self.heads(outputs, None, mask)
+        # `heads` only takes the tree of cotangents apart, in the order of the outputs.
         flat = [head.outputs for head in self.heads(cotangents, None, mask)]
         return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
 
@@ -291,6 +308,8 @@ class LossTerms(abc.ABC):
     def sample(self, key: Key[Array, ""], outputs: PyTree) -> PyTree:
         """Labels drawn from the model, independently for each term of each output."""
         heads = self.heads(outputs)
+        # With one output the key itself, so that its labels do not change if the model gets an
+        # `Objective` with a dictionary of one.
         keys = [key] if len(heads) == 1 else list(jax.random.split(key, len(heads)))
         return self.tree([head.sample(k) for head, k in zip(heads, keys, strict=True)])
 
@@ -308,6 +327,7 @@ class LossTerms(abc.ABC):
         seeds = _seeds(heads)
 
         def of(at: int) -> Callable[[Any, Any], PyTree]:
+            # `count` is at least one, so a mask that drops all terms gives zeros.
             head, share = heads[at], seeds[at] / heads[at].count
 
             def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> PyTree:
@@ -318,6 +338,7 @@ class LossTerms(abc.ABC):
                     at_term = at_term if one.ndim < 2 else at_term[..., None]
                     one = jnp.where(at_term, one, jnp.zeros((), one.dtype))
                 zeros = [
+                    # Inside `shard_map` a cotangent must vary over the mesh axes of its output.
                     cast_varying(jnp.zeros(h.outputs.shape, h.outputs.dtype), h.outputs)
                     for h in heads
                 ]

@@ -67,6 +67,8 @@ def refuse_beside(traced: Traced) -> None:
 
 def refuse_chained(traced: Traced) -> None:
     """Refuse marks that follow each other: the first one's cotangent includes the second's."""
+    # The program was lifted (`trace_marked`): one shift for each mark stands behind its other
+    # inputs.
     last = len(traced.closed.jaxpr.invars) - len(traced.marks)
     for mark in range(len(traced.marks)):
         inputs = leading_to(traced.analysis.plan, mark)[1]
@@ -99,6 +101,8 @@ def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
     example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
     for use in leading_to(traced.analysis.plan, mark)[0]:
         rows = {a for axis in use.rows for a in table.atoms(axis)}
+        # Such a row belongs to no single example, so one backward pass would add up the cotangents
+        # of several in it.
         if example_atoms and use.data is not None and not example_atoms <= rows:
             return f"the examples meet behind layer {use.layer or use.view.path!r}"
     return ""
@@ -120,12 +124,14 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
         none = jnp.zeros((), dtype)
         counts = [h.num_kept.astype(dtype) for h in heads]
         nominal_weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
+        # The mean over no terms is 0 and not w, so its weight would only dilute the others.
         weights = [jnp.where(k > 0, w, none) for k, w in zip(counts, nominal_weights, strict=True)]
         means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
         marks = sorted(frozenset().union(*reached))
         total = sum(weights[m] for m in marks)
         one = jnp.ones((), dtype)  # for a total of zero, where all sums are zero
         every = sum(counts[m] for m in marks) / jnp.where(total == 0, one, total)
+        # A set has no order of its own, and the last bits of a sum depend on it.
         use_means = [sum((means[m] for m in sorted(r)), none) for r in reached]
         by_layer[layer.name] = jnp.stack(use_means) * every
     return by_layer
@@ -138,6 +144,7 @@ def weighed(traced: Traced) -> list[Layer]:
         for layer in traced.table.tapped
         if traced.marks
         and not layer.is_elementwise
+        # A shared input factor is weighted once, by the layer that stores it.
         and layer.input == layer.name
         and len({traced.marks_reached.get(id(u)) for u in traced.uses_of(layer)}) > 1
     ]

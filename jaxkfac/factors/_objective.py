@@ -76,6 +76,24 @@ class Batch(NamedTuple):
         return jax.tree.leaves(self.targets)[0].shape[0]
 
 
+class ModelCall(NamedTuple):
+    """The arguments of one call of a model or a loss: the point at which it is linearized.
+
+    Attributes:
+        params: The parameters, a tree of arrays.
+        batch: A ``Batch``, or whatever a scalar loss takes.
+        key: The model's own key, for dropout; ``None`` if it takes none.
+        state: What a call changes (batch statistics); ``None`` if nothing.
+
+    For a trace, shapes may stand for all of these.
+    """
+
+    params: PyTree
+    batch: Any
+    key: Key[Array, ""] | None = None
+    state: PyTree | None = None
+
+
 def as_batch(batch: PyTree) -> Batch:
     """Check a batch's form.
 
@@ -96,10 +114,13 @@ def as_batch(batch: PyTree) -> Batch:
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
     for at, mask in _with_path(out.mask):
         what = f"batch: the mask{jax.tree_util.keystr(at)}"
+        # A tree of masks with a list in place of an array is named as a whole: its leaves are
+        # numbers.
         if not hasattr(mask, "shape"):
             check_array("batch: the mask", out.mask)
         if mask.dtype != jnp.bool_:
             raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
+    # `None` is an entry of its own, for "all terms", and must not vanish from the tree of masks.
     if all(map(_keeps_none, jax.tree.leaves(out.mask, is_leaf=lambda x: x is None))):
         raise ValueError("batch: the mask masks every loss term, so there is no mean")
     return out
@@ -244,6 +265,7 @@ class Objective(LossTerms):
             )
 
     def __hash__(self) -> int:
+        # Written out, because a dictionary of likelihoods has no hash.
         return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,6 +297,8 @@ class Objective(LossTerms):
             ValueError: ``tree`` is not of the likelihoods' form.
         """
         try:
+            # An entry may itself be a tree (labels of a likelihood of your own), so the tree is
+            # taken apart only as far as the likelihoods go.
             return self._form.flatten_up_to(tree)
         except (ValueError, TypeError):
             raise ValueError(
@@ -316,6 +340,8 @@ class Objective(LossTerms):
             _joined(mask, getattr(likelihood, "kept", _nothing)(y))
             for likelihood, y, mask in zip(self._likelihoods, targets, masks, strict=True)
         ]
+        # Nothing changed: the same object, so that a batch without a mask keeps `None` and the
+        # program has no masks in it.
         changed = any(new is not old for new, old in zip(joined, masks, strict=True))
         return as_batch((*out[:2], self.tree(joined))) if changed else out
 
@@ -382,6 +408,7 @@ class Objective(LossTerms):
         def shape(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 
+        # Shapes only: the function lives as long as the layer table, and must keep no batch alive.
         call_args = decoded_shapes(params), as_batch(batch).inputs, key, state
         shapes = jax.tree.map(shape, call_args)
 
@@ -439,6 +466,8 @@ def arguments(
     kwargs = {"key": key} if takes_key(apply_fn) else {}
     kwargs |= {} if state is None else {"state": state}
     try:
+        # The call itself is not tried: a TypeError inside the model would look like one about its
+        # arguments.
         inspect.signature(apply_fn).bind(params, *inputs, **kwargs)
     except (TypeError, ValueError):  # too many or too few, or no signature to inspect
         return params, inputs

@@ -1,16 +1,20 @@
-"""Plan the backward passes that gather factors, so that each stays inside a budget of bytes."""
+"""Which layers a backward pass gathers: all within a budget of bytes, or a group in turn."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxkfac.factors._marks import weighed
+from jaxkfac.factors._origin import Turn
 from jaxkfac.factors._statistics import PassPart, Statistics
-from jaxkfac.interception import Layer, scanned_by
-from jaxkfac.linalg import panel_shapes
+from jaxkfac.interception import Layer, Window, scanned_by
+from jaxkfac.linalg import has_panels, panel_shapes
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
@@ -198,6 +202,7 @@ def _bins(sides: list[_Side], capacity: int) -> list[list[_Side]]:
 
 def _rows(group: list[_Side], room: int) -> int:
     """How many iterations of a group fit into ``room`` bytes."""
+    # The bytes are linear in the rows with a constant part, so two points give both.
     one, two = (sum(s.nbytes(rows) for s in group) for rows in (1, 2))
     return max(0, 1 + (room - one) // max(two - one, 1)) if room >= one else 0
 
@@ -218,3 +223,193 @@ def _merged(one: Mapping[str, PassPart], more: Mapping[str, PassPart]) -> dict[s
             before.inputs or added.inputs, before.outputs or added.outputs, added.rows
         )
     return out
+
+
+# ---------------- a group of the layers in turn
+
+
+class PartOfTurn(NamedTuple):
+    """What the pass of one step gathers, where factors come in turns.
+
+    Attributes:
+        parts: What it gathers of which layers.
+        windows: The iterations of the layers that are scanned.
+    """
+
+    parts: dict[str, PassPart]
+    windows: dict[str, Window]
+
+
+def part_of_turn(statistics: Statistics, turn: Turn, *, static: bool) -> PartOfTurn:
+    """The layers of a turn, and some iterations of those that are scanned.
+
+    Every group has iterations of every scanned layer, so that one program with a traced start
+    serves all groups. The other layers are divided into groups of about equal bytes if the number
+    of the group is static; if it is traced, every group has all of them.
+
+    Args:
+        statistics: The statistics of the whole program.
+        turn: The group.
+        static: Whether its number is static.
+
+    Raises:
+        ValueError: there are fewer layers than groups, or no layer is scanned and the number of the
+            group is traced.
+    """
+    iterations = iterations_in_turns(statistics)
+    others = tuple(x for x in statistics.layers if x.name not in iterations)
+    index_dtype = jax.dtypes.canonicalize_dtype(int)  # that of a scan's own iterations
+    as_index = lambda start: int(start) if static else start.astype(index_dtype)
+    windows = {
+        name: Window(as_index(turn.start_of(length)), turn.rows_of(length))
+        for name, length in iterations.items()
+    }
+    if static:
+        groups = _groups(statistics, others, turn.of, alone=not iterations)
+        others = groups[turn.number] if turn.number < len(groups) else ()
+    elif not iterations:
+        raise ValueError(
+            f"collect={turn.of} divides the layers of a program without a scan into groups, each "
+            "with a compiled program of its own, and step= is traced here: make the number of the "
+            "group static, as in jax.jit(train_step, static_argnames='group'), which calls "
+            f"stats(..., step=group), and train_step(..., group=i % {turn.of})"
+        )
+    parts = {name: PassPart(rows=window.size) for name, window in windows.items()}
+    return PartOfTurn({**parts, **{layer.name: PassPart() for layer in others}}, windows)
+
+
+def iterations_in_turns(statistics: Statistics) -> dict[str, int]:
+    """``{layer: length of its scan}`` for the layers whose iterations come in turns.
+
+    Statistics of scales and lone biases are small, and input rows with weights by use need all
+    iterations.
+    """
+    traced, candidates = statistics.traced, {}
+    weighted = {layer.name for layer in weighed(traced)}
+    for layer in statistics.layers:
+        scan = None if layer.is_elementwise else scanned_by(traced.uses_of(layer))
+        if scan is not None and layer.name not in weighted:
+            candidates[layer.name] = scan, layer.input
+    of_inputs = defaultdict(set)
+    for layer in statistics.layers:  # readers of one input share its A
+        of_inputs[layer.input].add(candidates.get(layer.name, (None,))[0])
+    return {
+        layer.name: layer.stack[0]
+        for layer in statistics.layers
+        if layer.name in candidates and len(of_inputs[layer.input]) == 1
+    }
+
+
+def largest_turn(statistics: Statistics, number: int) -> int | None:
+    """The group with the most bytes, if each has a program of its own; otherwise ``None``.
+
+    Raises:
+        ValueError: there is no scan, and there are fewer layers than groups.
+    """
+    if iterations_in_turns(statistics):
+        return None
+    groups = _groups(statistics, statistics.layers, number, alone=True)
+    sizes = [_nbytes_of(statistics)(list(group)) for group in groups]
+    return sizes.index(max(sizes))
+
+
+def _groups(
+    statistics: Statistics, layers: tuple[Layer, ...], number: int, *, alone: bool
+) -> list[tuple[Layer, ...]]:
+    """The groups of the layers that are not scanned; if these are ``alone``, none is empty."""
+    groups = balanced_groups(layers, number, _nbytes_of(statistics))
+    if alone and len(groups) < number:
+        raise ValueError(
+            f"collect={number}: the program has {len(groups)} layers with inputs of their own, "
+            "and each group needs one: choose a smaller number of groups"
+        )
+    return groups
+
+
+def _nbytes_of(statistics: Statistics) -> Callable[[list[Layer]], float]:
+    """A function that returns the bytes of the factors of some layers."""
+    shapes = statistics.shapes(jax.ShapeDtypeStruct((), jnp.float32))
+    tables = shapes.a_sums, shapes.g_sums, shapes.diagonals
+
+    def nbytes(group: list[Layer]) -> float:
+        sums = (table[x.name] for x in group for table in tables if x.name in table)
+        return float(_bytes(list(sums)))
+
+    return nbytes
+
+
+def balanced_groups(
+    layers: tuple[Layer, ...], number: int, work: Callable[[list[Layer]], float]
+) -> list[tuple[Layer, ...]]:
+    """At most ``number`` groups of about equal work.
+
+    The readers of one input stay together, and so do all readings of a parameter, because the
+    reading that owns the parameter is chosen among all of them.
+
+    Args:
+        layers: The layers.
+        number: The number of groups; there are fewer if there are fewer layers.
+        work: The work of some layers that stay together.
+    """
+    joined: dict[Hashable, Hashable] = {}
+
+    def root(of: Hashable) -> Hashable:
+        while joined.setdefault(of, of) != of:
+            of = joined[of]
+        return of
+
+    for layer in layers:
+        joined[root(layer.input)] = root((layer.weight.path, layer.weight.index))
+    readers: dict[Hashable, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        readers[root(layer.input)].append(layer)
+    groups: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
+    loads = [0.0] * len(groups)
+    for group in sorted(readers.values(), key=work, reverse=True):
+        least = loads.index(min(loads))
+        groups[least] += group
+        loads[least] += max(work(group), 1.0)
+    return [tuple(group) for group in groups if group]
+
+
+# ---------------- bytes that devices exchange
+
+
+_OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows; shapes determine them
+
+
+def exchanged_bytes(statistics: Statistics, platform: str) -> int:
+    """Bytes that devices sum in one backward pass, each device holding some of the examples.
+
+    A product over rows is summed where it is formed, as a full matrix or as the panels of one
+    triangle. Numbers of rows are not counted here; they are exchanged for each layer if there is
+    a mask.
+
+    Args:
+        statistics: The statistics of the layers.
+        platform: The platform whose products of rows are counted.
+    """
+    return sum(_of_layer(statistics, layer, platform) for layer in statistics.layers)
+
+
+def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
+    slot: dict[str, Any] = jax.eval_shape(lambda: statistics.slot(layer))
+    total = 0
+    for key, entry in slot.items():
+        itemsize = max(x.dtype.itemsize for x in jax.tree.leaves(entry))
+        formed = key in ("a_rows", "g_rows")  # products are formed after the pass
+        if formed or isinstance(entry, tuple) or (key == "g" and statistics.unpacks(layer)):
+            size = jax.tree.leaves(entry)[0].shape[-1]  # of the first panel, which is as wide
+            total += itemsize * _elements(layer, size, platform)
+        elif key == "gradient":
+            total += itemsize * entry.size // entry.shape[-1]
+        elif key not in (*_OWN, "constants"):
+            total += itemsize * entry.size
+    return total
+
+
+def _elements(layer: Layer, size: int, platform: str) -> int:
+    """Elements of a stack of matrices, or of a single matrix: of its triangle's panels if wide."""
+    if layer.stack or not has_panels(size, platform):
+        return math.prod(layer.stack) * size**2
+    return sum(rows * columns for rows, columns in panel_shapes(size))

@@ -13,6 +13,7 @@ from jax import lax
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
+from jaxkfac.interception._kind import LayerVjp, Site
 from jaxkfac.interception._trace import trace
 from jaxkfac.kinds import _patches
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
@@ -114,12 +115,20 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def use_of(case, *arrays):
-    """The convolution's equation and use."""
-    traced = trace(lambda p, x: case.convolve(x, p), arrays[1], arrays[0])
+def vjp_of(case, x, k, weights=None):
+    """The convolution with a cotangent of ones."""
+    traced = trace(lambda p, x: case.convolve(x, p), k, x)
     assert not traced.table.uncovered
     ((use,),) = [traced.uses_of(layer) for layer in traced.table.layers]
-    return use.eqn, use
+    site = Site(use.eqn, [use], [], [], [], traced.analysis.table)
+    return LayerVjp(site, use, [x, k], jnp.ones(use.eqn.outvars[0].aval.shape), weights)
+
+
+def some_rows(case, x, k):
+    """Weights of about 0.6 of the positions."""
+    eqn = vjp_of(case, x, k).site.eqn
+    shape = [eqn.outvars[0].aval.shape[d] for d in eqn.params["dimension_numbers"].out_spec]
+    return jnp.asarray(np.random.default_rng(2).random((shape[0], *shape[2:])) < 0.6)
 
 
 def flat(case, side):
@@ -138,7 +147,7 @@ def flat(case, side):
 def test_patches_are_the_windows_that_the_kernel_meets(x64, case):
     x, k, _ = case.arrays()
     patches = case.windows(x)
-    np.testing.assert_array_equal(flat(case, patches_of(*use_of(case, x, k), [x, k])), patches)
+    np.testing.assert_array_equal(flat(case, patches_of(vjp_of(case, x, k))), patches)
     matrix = np.moveaxis(np.asarray(k), case.layouts[1].index("O"), -1)
     matrix = matrix.reshape(-1, case.groups, case.outputs // case.groups)
     product = np.einsum("gnpi,igo->npgo", patches, matrix)
@@ -238,10 +247,8 @@ def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked)
     monkeypatch.setattr(_patches, "AT_ONCE", 1)
     x, k, _ = case.arrays()
     patches, weights = case.windows(x), None
-    eqn, use = use_of(case, x, k)
     if masked:
-        shape = [eqn.outvars[0].aval.shape[d] for d in eqn.params["dimension_numbers"].out_spec]
-        weights = jnp.asarray(np.random.default_rng(2).random((shape[0], *shape[2:])) < 0.6)
+        weights = some_rows(case, x, k)
         patches = patches * np.asarray(weights).reshape(len(x), -1)[..., None]
     sizes = []
 
@@ -254,7 +261,7 @@ def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked)
         count = side.number if there is None else there.sum()
         return jnp.einsum("...ri,...rj->...ij", rows, rows), rows.sum(-2), jnp.asarray(count)
 
-    gram, total, count = over_patches(eqn, use, [x, k], weights, statistic)
+    gram, total, count = over_patches(vjp_of(case, x, k, weights), statistic)
     positions = patches.shape[1] * patches.shape[2]
     assert max(sizes) <= positions // 2, "every run holds a part of the rows only"
     # the engine's window order, channels last, is the kernel's own but for channels first
@@ -299,12 +306,10 @@ def test_runs_on_several_devices_are_summed_over_them_once(x64, monkeypatch, mas
 def test_sums_over_positions_equal_summed_windows(x64, case, masked):
     x, k, _ = case.arrays()
     patches, weights = case.windows(x), None
-    eqn, use = use_of(case, x, k)
     if masked:
-        shape = [eqn.outvars[0].aval.shape[d] for d in eqn.params["dimension_numbers"].out_spec]
-        weights = jnp.asarray(np.random.default_rng(2).random((shape[0], *shape[2:])) < 0.6)
+        weights = some_rows(case, x, k)
         patches = patches * np.asarray(weights).reshape(case.examples, -1)[..., None]
-    side = summed_patches(eqn, use, [x, k], weights)
+    side = summed_patches(vjp_of(case, x, k, weights))
     assert all(side.x.shape[d] == 1 for d in side.rows[1:])
     expected = patches.sum(2, keepdims=True)
     np.testing.assert_allclose(flat(case, side), expected, rtol=1e-12, atol=1e-12)

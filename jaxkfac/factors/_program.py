@@ -24,7 +24,7 @@ from jaxkfac.factors._marks import (
     row_weights,
     weighed,
 )
-from jaxkfac.factors._objective import Batch, Objective, check_array, returned
+from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array, returned
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
@@ -154,24 +154,20 @@ class Program:
         self.examples: Word | None = examples
         self._traces: TraceCache[Traced] = TraceCache()
 
-    def traced(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
-        state: PyTree | None = None,
-    ) -> Traced:
+    def traced(self, call: ModelCall) -> Traced:
         """The trace for these shapes.
 
         Raises:
             UncoveredParameterError: no layer covers a parameter, and ``cover`` is set.
             ValueError: there are no parameters.
         """
+        params, batch, key, state = call
         check_arrays("params", params)
         check_params(leaves_by_path(params))
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
+        # Targets and mask are no arguments of the model, so another mask needs no other trace.
         args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
@@ -187,6 +183,8 @@ class Program:
             if traced.table.second_pass and (reason := self._only_together(traced)):
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
+            # The remedy that the message offers, a second pass over single examples, must be one
+            # that works.
             if self._cover and traced.table.problems:
                 alone = self._second_pass and lead and not self.meeting(traced, "value", alone=True)
                 traced.table.raise_uncovered(second_pass=alone)
@@ -226,16 +224,16 @@ class Program:
         answer = traced.examples_meet(question, alone=alone)
         return "" if answer.lets_pass(self.examples) else str(answer)
 
-    def row_weights(
-        self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
-    ) -> dict[str, Any]:
+    def row_weights(self, traced: Traced, call: ModelCall) -> dict[str, Any]:
         """See ``_marks.row_weights``; runs the forward pass only if masks or weights need it."""
         if not weighed(traced):
             return {}
         shifts = [mark.zeros() for mark in traced.marks]
+        # Weights and masks of constants are known without a run of the model.
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
-            out = traced.emit(_no_handler, params, {}, batch, key, state, shifts)
+            params, *args = call
+            out = traced.emit(_no_handler, params, {}, *args, shifts)
             weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
         return row_weights(traced, MarkedTerms(traced.marks, weights, masks).heads(shifts))
 
@@ -257,6 +255,8 @@ class Program:
         (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
             forward, free, zero_slots, shifts, has_aux=True
         )
+        # The value alone is differentiated; the marked outputs are results only so that later
+        # passes can start from them.
         none = jax.tree.map(jnp.zeros_like, outputs)
         # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
@@ -294,9 +294,9 @@ class Program:
         """Shapes of the outputs that have a likelihood, in its form."""
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
 
-    def value(self, params: PyTree, data: PyTree, key: Any, state: PyTree) -> Float[Array, ""]:
+    def value(self, call: ModelCall) -> Float[Array, ""]:
         """The value of a scalar loss, without taps."""
-        return self._forward(params, data, key, state)[0]
+        return self._forward(*call)[0]
 
     def _forward(
         self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
@@ -317,10 +317,7 @@ class Program:
         self,
         traced: Traced,
         emitter: Emitter,
-        params: PyTree,
-        batch: PyTree,
-        key: Key[Array, ""] | None,
-        state: PyTree | None = None,
+        call: ModelCall,
         *,
         positions: Shaped[Array, "..."] | None = None,
         loss_terms: int | None = None,
@@ -333,10 +330,7 @@ class Program:
         Args:
             traced: From ``traced``.
             emitter: What the taps emit into which slots.
-            params: The parameters.
-            batch: A ``Batch``, or whatever the scalar loss takes.
-            key: The model's own key.
-            state: What a call of the model changes, if anything.
+            call: Where the program is linearized.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots cover.
@@ -347,8 +341,13 @@ class Program:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
         objective, slots = self.objective, emitter.slots()
+        params, batch, key, state = call
+        # Without it the backward pass stops at the lowest layer's slot and forms no gradient of a
+        # parameter, which is half of a layer's backward products.
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
+        # Constants of a slot (eigenvectors, queries) go around the differentiation: a cotangent of
+        # theirs would be as large as they are.
         zero_slots = {
             name: {k: v for k, v in slot.items() if k != "constants"}
             for name, slot in slots.items()
@@ -358,6 +357,8 @@ class Program:
         handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
+            # Put back inside the differentiated function, where they are closed over and get no
+            # cotangent.
             slots_with_constants = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()
@@ -381,6 +382,8 @@ class Program:
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                 free, zero_slots
             )
+            # The loss does not show its number of terms; the caller gave it, and it may be too
+            # large for 16 bits.
             terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
             return Linearised(value, aux, grads, emitted, terms)
 
@@ -389,9 +392,13 @@ class Program:
         def loss(outputs: PyTree) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
 
+        # The loss is differentiated apart from the model, so that other cotangents can be sent
+        # through the same linearized model afterwards.
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
         cotangents = loss_vjp(jnp.ones_like(value))[0]
         grads, emitted = vjp(cotangents)
+        # Cotangents are computed from the outputs; a caller that differentiates the gradient must
+        # not differentiate them too.
         fixed = jax.lax.stop_gradient(outputs)
 
         def fisher_cotangents() -> PyTree:
@@ -399,6 +406,8 @@ class Program:
 
         scale = None
         if objective.num_outputs > 1:
+            # With one output the loss's cotangents are those of the Fisher already, and no scale is
+            # needed.
             scale = common_scale(objective.heads(fixed, None, batch.mask))
         return Linearised(
             value,
@@ -429,6 +438,7 @@ def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMa
     number = positions.ndim
     for index, shape in enumerate(shapes):
         axes = traced.output_axes(index)
+        # Fewer axes than the outputs have: the last one are the classes, which are no positions.
         if number < len(shape) and positions.shape == shape[:number] and axes is not None:
             return [RowMask(positions, axes[:number], complete=True)]
     leading = " or ".join(str(shape[:-1]) for shape in shapes)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import Head
-from jaxkfac.factors._objective import Objective, check_array, returned
+from jaxkfac.factors._objective import ModelCall, Objective, check_array, returned
 from jaxkfac.factors._statistics import Scales, Sharing
 from jaxkfac.interception import Traced, leaves_by_path
 
@@ -79,16 +79,9 @@ class AdaptationOfBatch(TypedDict):
     curvature: BatchCurvature
 
 
-def adaptation_of(
-    loss: Callable[..., Any],
-    params: PyTree,
-    batch: PyTree,
-    key: Any,
-    state: PyTree,
-    *,
-    has_aux: bool,
-) -> AdaptationOfBatch:
+def adaptation_of(loss: Callable[..., Any], call: ModelCall, *, has_aux: bool) -> AdaptationOfBatch:
     """What an adaptive optimizer needs from a batch; ``has_aux`` describes a scalar loss."""
+    _, batch, key, state = call
 
     def value_fn(params: PyTree) -> Float[Array, ""]:
         if isinstance(loss, Objective):
@@ -96,8 +89,8 @@ def adaptation_of(
             return out[0] if loss.has_aux or state is not None else out
         return returned("the loss", loss, (params, batch), key, state, has_aux)[0]
 
-    curvature = BatchCurvature(loss, params, batch, key, state)
-    return AdaptationOfBatch(value=value_fn(params), value_fn=value_fn, curvature=curvature)
+    curvature = BatchCurvature(loss, *call)
+    return AdaptationOfBatch(value=value_fn(call.params), value_fn=value_fn, curvature=curvature)
 
 
 # ---------------- options that a scalar loss cannot serve

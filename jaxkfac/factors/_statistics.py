@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from jaxkfac.factors._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
 from jaxkfac.factors._taps import (
@@ -24,6 +24,7 @@ from jaxkfac.interception import (
     Atoms,
     Entries,
     Layer,
+    LayerVjp,
     Site,
     Slot,
     SlotEntry,
@@ -306,49 +307,36 @@ class Statistics:
         by_row = not (self.forward or self.by_example(layer))
         return large and by_row and not any(u.scope for u in uses)
 
-    def emit(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "..."],
-        weights: Bool[Array, "..."] | None,
-        constants: Slot | None,
-    ) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
         """See ``_taps.Emitter``."""
+        use, cotangent = vjp.use, vjp.cotangent
         kind = use.kind
         if kind.elementwise:
             dtype = next(iter(like.values())).dtype
             elements = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
             derivative = (constants or {}).get("derivative")
-            examples = self.traced.examples
-            return kind.elements(site, use, like, operands, elements, weights, examples, derivative)
+            vjp = dataclasses.replace(vjp, cotangent=elements)
+            return kind.elements(vjp, like, self.traced.examples, derivative)
         out: Slot = {}
         examples = self.traced.example_axes
         products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
         if "a" in like:
-            out |= kind.input_moments(site, use, like, operands, weights, products)
+            out |= kind.input_moments(vjp, like, products)
             if constants is not None and "row_weights" in constants:
                 out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
         elif "a_rows" in like:
-            side = kind.summed_input_rows(site, use, operands, weights)
-            out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            outputs, numbers = (
-                kind.outputs_of(site, use, operands, cotangent, None),
-                like["a_numbers"],
-            )
-            reached = kind.reached(site, use, operands)
-            out["a_numbers"] = example_counts(
-                site, use, outputs, weights, reached, examples, numbers
-            )
+            side = kind.summed_input_rows(vjp)
+            out["a_rows"] = example_sums(vjp, side, examples, like["a_rows"])
+            outputs = kind.output_rows(vjp.masked_by(None))
+            reached, numbers = kind.reached(vjp), like["a_numbers"]
+            out["a_numbers"] = example_counts(vjp, outputs, reached, examples, numbers)
         if "g" in like:
-            side = kind.outputs_of(site, use, operands, cotangent, weights)
+            side = kind.output_rows(vjp)
             panels = self.comes_first(use)
-            out["g"] = output_moments(site, use, side, like["g"], weights, products, panels=panels)
+            out["g"] = output_moments(vjp, side, like["g"], products, panels=panels)
         elif "g_rows" in like:
-            side = kind.outputs_of(site, use, operands, cotangent, weights)
-            out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
+            side = kind.output_rows(vjp)
+            out["g_rows"] = example_sums(vjp, side, examples, like["g_rows"])
         return out
 
     def _number_of(self, use: Use) -> int:

@@ -11,7 +11,6 @@ differentiated; the tap passes them to the code that computes the statistics.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +25,7 @@ from jaxkfac.interception import (
     Entries,
     Handler,
     Layer,
+    LayerVjp,
     Site,
     Slot,
     Use,
@@ -74,25 +74,12 @@ class Emitter(Protocol):
         """
         ...
 
-    def emit(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "..."],
-        weights: Bool[Array, "..."] | None,
-        constants: Slot | None,
-    ) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
         """Compute the statistics of one use, in its backward pass.
 
         Args:
-            site: The equation; it holds no tracers.
-            use: The use.
+            vjp: The use, its operands and its cotangent.
             like: Shapes and dtypes of the slot.
-            operands: Operands of the equation; for an insertion, the parameter alone.
-            cotangent: Cotangent of the result; for an insertion, of the broadcast parameter.
-            weights: Which rows exist, with the axes of ``use.rows``.
             constants: The slot's ``"constants"``, and those that every tap receives.
         """
         ...
@@ -198,7 +185,12 @@ def _operation(
             like = likes[k]
 
             def emitted() -> Slot:
-                emit = functools.partial(emitter.emit, site, uses[k], like)
+                def emit(
+                    operands: list[Array], cotangent: Array, rows: Weights, constants: Slot | None
+                ) -> Slot:
+                    vjp = LayerVjp(site, uses[k], operands, cotangent, rows)
+                    return emitter.emit(vjp, like, constants)
+
                 out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])
                 return jax.tree.map(typed, out, like)
 
@@ -242,20 +234,18 @@ ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
 
 
 def example_sums(
-    site: Site, use: Use, side: Rows, examples: ExampleAxes, like: ArrayType
+    vjp: LayerVjp, side: Rows, examples: ExampleAxes, like: ArrayType
 ) -> Float[Array, "*stack examples n"]:
     """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
-    total = _sums(site, use, side, use.rows, examples, like.dtype)
+    total = _sums(vjp, side, examples, like.dtype)
     lead = 1 + len(side.batch)
-    total = in_own_order(site, use, side, total, lead=lead)
+    total = in_own_order(vjp, side, total, lead=lead)
     return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
 
 
 def example_counts(
-    site: Site,
-    use: Use,
+    vjp: LayerVjp,
     side: Rows,
-    weights: Bool[Array, "..."] | None,
     reached: Bool[Array, "..."] | None,
     examples: ExampleAxes,
     like: ArrayType,
@@ -264,10 +254,11 @@ def example_counts(
 
     ``reached`` says which positions each entry of a stack reads; ``None`` means all.
     """
+    use, weights = vjp.use, vjp.weights
     if reached is not None:
         present = reached if weights is None else reached & weights
         every = Rows(present, tuple(range(1, present.ndim)), (0,), ())
-        counts = _sums(site, use, every, use.rows, examples, like.dtype).T
+        counts = _sums(vjp, every, examples, like.dtype).T
         ones = (1,) * (len(like.shape) - 2)
         return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
     if weights is None and len(examples) > 1:
@@ -276,28 +267,28 @@ def example_counts(
     if weights is None:
         return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
     every = Rows(weights, tuple(range(weights.ndim)), (), ())
-    counts = _sums(site, use, every, use.rows, examples, like.dtype)
+    counts = _sums(vjp, every, examples, like.dtype)
     return jnp.broadcast_to(counts, like.shape)
 
 
 def _sums(
-    site: Site, use: Use, side: Rows, axes: Sequence[Atoms], examples: ExampleAxes, dtype: Any
+    vjp: LayerVjp, side: Rows, examples: ExampleAxes, dtype: Any
 ) -> Float[Array, "examples ..."]:
     """Sum rows over positions; the examples of all example axes follow one another.
 
     A use has rows for the examples of one axis; the sums of all other examples are zero.
     """
-    table = site.table
+    table, axes = vjp.table, vjp.use.rows
     mine = {a for axis in axes for a in table.atoms(axis)}
     axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
     if len(axis_numbers) > 1:
         raise LostRowsError(
-            f"layer {use.view.path!r}: its rows run over pairs of examples of two "
+            f"layer {vjp.use.view.path!r}: its rows run over pairs of examples of two "
             "jk.mark_outputs, and statistics of whole examples were asked for: take "
             'sharing="expand" and scales="diagonal", or leave the layer out with layers='
         )
     chosen = axis_numbers[0] if axis_numbers else 0
-    x = by_example(site, side, axes, examples[chosen][0], path=use.view.path)
+    x = by_example(vjp, side, axes, examples[chosen][0])
     total = x.sum(1, dtype=dtype)
     if len(examples) == 1:
         return total

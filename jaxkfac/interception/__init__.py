@@ -86,12 +86,11 @@ from jaxkfac.interception._encoded import (
     is_encoded,
 )
 from jaxkfac.interception._examples import leading_to
-from jaxkfac.interception._functions import Lookup, entries_picked, kept_axis, lookup_of
+from jaxkfac.interception._functions import Lookup
 from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
-from jaxkfac.interception._kind import Data, Kind, Site, Use, kind_named, register_kind
+from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
-    MARK_OUTPUTS,
     Marked,
     OutputMark,
     check_likelihood,
@@ -107,15 +106,12 @@ from jaxkfac.interception._trace import find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._traced import Traced
 from jaxkfac.interception._use_groups import scanned_by
-from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import View
 from jaxkfac.interception._views import broadcast_axes, reversal
-from jaxkfac.interception.coupling import Answer, Answers, Question, Word
+from jaxkfac.interception.coupling import Answer, Question, Word
 
 __all__ = [
-    "MARK_OUTPUTS",
     "Answer",
-    "Answers",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -129,6 +125,7 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "LayerVjp",
     "Lookup",
     "Marked",
     "NnxApply",
@@ -162,7 +159,6 @@ __all__ = [
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
-    "entries_picked",
     "equation_signature",
     "evaluate",
     "fast_convolutions",
@@ -171,18 +167,14 @@ __all__ = [
     "is_differentiable",
     "is_encoded",
     "is_var",
-    "kept_axis",
     "kind_named",
     "leading_to",
     "leaves_by_path",
     "lifted",
-    "lookup_of",
     "mark_outputs",
     "mark_rows",
     "marks_of",
-    "matrix_problem",
     "open_jaxpr",
-    "order_problem",
     "own_atoms",
     "partition",
     "path_of",

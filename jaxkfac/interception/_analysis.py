@@ -108,6 +108,7 @@ class Analysis(EquationRules):
             self.data_axes.append(axes)
             self.axes_of_input[position] = axes
             return Data(self.unique(), axes)
+        # A constant and not data: a table of indices among the parameters has no rows of its own.
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             self.findings[
                 CoverageNote(path, f"is held out: {aval.dtype} has no gradient", False)
@@ -132,6 +133,8 @@ class Analysis(EquationRules):
         scope: Scope,
     ) -> Interpreted:
         plan = Plan(jaxpr, list(consts))
+        # Results of the program count as readers: a product that is returned has a gradient of its
+        # own.
         readers = collections.Counter(
             v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
         ) + collections.Counter(v for v in jaxpr.outvars if is_var(v))
@@ -141,6 +144,8 @@ class Analysis(EquationRules):
 
         def read(operand: Var | Literal) -> Value:
             if isinstance(operand, Literal):
+                # Equal literals are one value, so that two products with the same constant share
+                # their inputs.
                 key = str(operand.aval), np.asarray(operand.val).tobytes()
                 return Constant(self.number(key), holds_mask(operand.val))
             value = env[operand]
@@ -155,6 +160,8 @@ class Analysis(EquationRules):
             outs = self._equation(eqn, position, values, plan, scope)
             if lookups := lookups_in(values):
                 uses = plan.uses.get(position, ())
+                # A lookup is only a stack of experts if every reader treats what was picked as a
+                # kernel; otherwise it is a table.
                 if not is_followed(eqn, call_kind(eqn), outs, uses):
                     self.tables |= lookups
             if products := _products_in(values):
@@ -195,6 +202,8 @@ class Analysis(EquationRules):
             with self._inside(position):
                 outs, inner = self._interpret(*body_of(eqn), ins, scope)
             if kind != "custom":
+                # Without an entry the rewriter emits the call as it is, which keeps a custom
+                # derivative.
                 plan.calls[position] = inner
             if kind == "jit":
                 inner.exports_views = any(map(views_in, outs))
@@ -225,6 +234,8 @@ class Analysis(EquationRules):
             for k, v in enumerate(ins):
                 if isinstance(v, Data) and v.products and k >= constants + carries:
                     self.closed_in.update(v.products)
+                # A carry that starts as a product of constants takes the rows that the loop gives
+                # it.
                 elif isinstance(v, Data) and v.products and k >= constants:
                     place = (self.where(eqn), k)
                     self.meetings[place] = Meeting(eqn, (v.axes,), v.products, carry=True)

@@ -13,7 +13,7 @@ from jaxkfac._errors import named
 # ---------------- checks of apply functions and trees of arrays
 
 
-def check_function(what: str, fn: Any, form: str = "apply_fn(params, inputs)") -> None:
+def check_function(what: str, fn: object, form: str = "apply_fn(params, inputs)") -> None:
     """Refuse an argument that is no function of parameters, such as a model.
 
     Raises:

@@ -16,14 +16,16 @@ from jaxtyping import PyTree
 if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every operand here has
     Eqn = Any
     Var = Any
+    VarOrLiteral = Any
     Jaxpr = Any
     ClosedJaxpr = Any
 else:
     Eqn, Var = jex.JaxprEqn, jex.Var
+    VarOrLiteral = Var | Literal  # JAX's Atom; an atom is part of an axis here
     Jaxpr, ClosedJaxpr = jex.Jaxpr, jex.ClosedJaxpr  # one class since jax 0.11
 
 
-def is_var(operand: Var | Literal) -> bool:
+def is_var(operand: VarOrLiteral) -> bool:
     return not isinstance(operand, Literal)
 
 
@@ -40,13 +42,13 @@ def is_stateful(eqn: Eqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def is_complex(operand: Var | Literal) -> bool:
+def is_complex(operand: VarOrLiteral) -> bool:
     """Whether an operand holds complex numbers."""
     dtype = getattr(operand.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
 
 
-def is_mutable(operand: Var | Literal) -> bool:
+def is_mutable(operand: VarOrLiteral) -> bool:
     """Whether an operand is a mutable array (``jax.Ref``)."""
     return hasattr(operand.aval, "inner_aval")
 

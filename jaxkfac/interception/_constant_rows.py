@@ -87,6 +87,8 @@ def repeats(
         for axis in examples:
             places = {at: _axis_of(table, met, axis) for at, met in own_meetings.items()}
             joint = {at: met.products <= candidates.keys() for at, met in own_meetings.items()}
+            # In all places or in none: a product has one shape, with or without a copy for each
+            # example.
             if own_meetings and None not in places.values() and all(joint.values()):
                 size = 1
                 for atom in table.atoms(axis):
@@ -97,6 +99,7 @@ def repeats(
     # Products that meet data in one equation are repeated together or not at all.
     repeatable = result.products.keys()
     split = {at for at in result.meetings if not meetings[at].products <= repeatable}
+    # Leaving one product out may split another meeting, so the rest is judged again.
     if split:
         remaining = [u for u in uses if not any(u.where in meetings[at].products for at in split)]
         return repeats(table, remaining, meetings, closed_in, examples)
@@ -108,12 +111,15 @@ def _axis_of(table: AxisTable, meeting: Meeting, examples: Atoms) -> int | None:
     name, example_atoms = meeting.eqn.primitive.name, table.atoms(examples)
     if meeting.carry:
         rank = len(meeting.axes[0])
+    # Any other equation might sum over the copies, and count the constant once for each example.
     elif name not in ELEMENTWISE or name in _ALONG_AN_AXIS or len(meeting.eqn.outvars) != 1:
         return None
     else:
         rank = len(meeting.eqn.outvars[0].aval.shape)
     for axes in meeting.axes:
         for d, axis in enumerate(axes):
+            # A merged axis (examples times positions) does not qualify: copies would be needed at
+            # each position too.
             if len(axes) == rank and table.atoms(axis) == example_atoms:
                 return d
     return None
@@ -151,6 +157,7 @@ def _run(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], around: tuple[int, ...], todo: Repeats
 ) -> list[Any]:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    # Calls that contain a product are run again, equation by equation; all others stay calls.
     inside = {where[: len(around) + 1] for where in todo.products if isinstance(where, tuple)}
     for position, eqn in enumerate(jaxpr.eqns):
         values = [env[v] if is_var(v) else v.val for v in eqn.invars]
@@ -235,4 +242,6 @@ def _aligned(value: Any, axis: int, rank: int) -> Any:
         return x.reshape([-1 if d == axis else 1 for d in range(rank)])
     if x.shape[1 + axis] == 1:
         return jnp.moveaxis(x.squeeze(1 + axis), 0, axis)
+    # The value already has an entry for each example; copy n belongs to entry n, and the others are
+    # dropped.
     return jnp.moveaxis(jnp.diagonal(x, axis1=0, axis2=1 + axis), -1, axis)

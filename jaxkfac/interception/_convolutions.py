@@ -144,6 +144,7 @@ def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
 def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
     """The results of an equation that is, or contains, convolutions."""
     params = eqn.params
+    # The context in which the equation was traced, for example `jax.enable_x64`.
     with eqn.ctx.manager:
         match call_kind(eqn):
             case "jit":
@@ -164,6 +165,8 @@ def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
 
 def _rewritten(jaxpr: Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
     """The program with its convolutions transposed."""
+    # Without weak types or shardings; a body over mesh axes is left alone for that reason
+    # (`_lies_on_mesh`).
     like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args))(*like)
 
@@ -175,6 +178,8 @@ def _convolved(eqn: Eqn, x: Array, kernel: Array) -> Array:
     of_examples, of_features, *of_space = numbers.out_spec
     back = [0] * x.ndim
     for place, axis in enumerate((of_examples, *of_space, of_features)):
+        # The inverse of the outputs' order, since the result comes out as examples, space,
+        # channels.
         back[axis] = place
 
     def canonical(x: Array, kernel: Array) -> Array:

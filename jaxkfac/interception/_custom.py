@@ -54,7 +54,10 @@ def visit_live(
             reads = _live_scan(eqn, wants, visit)
         elif kind == "cond":
             branch_reads = [visit_live(branch, wants, visit) for branch, _ in branches_of(eqn)]
+            # Which branch runs is not known, so an operand counts if any branch reads it.
             reads = [True, *map(any, zip(*branch_reads, strict=True))]
+        # Whether a `while` runs another round may depend on every carry, so all of its operands
+        # count.
         elif kind is not None and kind != "while":
             reads = visit_live(body_of(eqn)[0], wants, visit)
         needed |= {v for v, r in zip(eqn.invars, reads, strict=True) if r and is_var(v)}
@@ -64,6 +67,8 @@ def visit_live(
 def _live_scan(eqn: Eqn, wants: list[bool], visit: Callable[[Eqn], None]) -> list[bool]:
     body, (constants, carried) = body_of(eqn)[0], scan_counts(eqn)
     while True:  # a carry that is read also needs what it was computed from an iteration before
+        # Without visits until the wanted carries have settled, or equations would be visited once
+        # for each round.
         reads = visit_live(body, wants, lambda _: None)
         carries = reads[constants : constants + carried]
         grown = [*map(any, zip(carries, wants[:carried], strict=True)), *wants[carried:]]
@@ -105,6 +110,8 @@ def step_without_derivative(eqn: Eqn) -> str:
         if inner.primitive.name in _NO_DERIVATIVE or coarse:
             primitives.append(inner.primitive.name)
 
+    # Only equations that a result depends on: a `round` for a monitor does not make the derivative
+    # useless.
     visit_live(body, [True] * len(body.outvars), visit)
     return primitives[-1] if primitives else ""
 
@@ -132,6 +139,8 @@ def interpret_rule(
     The results are those of the primal with constant parameters. The rule too gets the parameters
     as constants, and their tangents in the place of parameters.
     """
+    # As constants in the primal, so that no layer is found there a second time: the rule has its
+    # own equations.
     fixed = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
     outs, _ = interpret(*body_of(eqn), fixed, scope)
     primals, tangents = operands_of(eqn)
@@ -226,14 +235,19 @@ def run_beside(
         in_slots: The slots of each operand.
     """
     primals, tangents = operands_of(eqn)
+    # By variable: an operand that is passed twice has one slot and one cotangent.
     at = of_variables(eqn, values)
     outs = call_of(eqn)(*[at[v] for v in primals])
     if is_rule(eqn):
         slots = of_variables(eqn, in_slots)
+        # The rule is linear in its tangents, so its derivative at tangents of zero has every
+        # layer's cotangent.
         operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
         operand_slots = [{}] * len(primals) + [slots[v] for v in tangents]
     else:
         operands, operand_slots = list(values), list(in_slots)
+    # Stopped, because the operands get their gradient from the call's own rule; from here only
+    # slots get one.
     beside = run([jax.lax.stop_gradient(x) for x in operands], operand_slots)
     if not is_rule(eqn):
         beside = [x for x, d in zip(beside, _floats(eqn.outvars), strict=True) if d]

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception._compat import Eqn, bind
 from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._functions import JOINS, entries_picked, is_function
+from jaxkfac.interception._functions import JOINS, Lookup, is_function
 from jaxkfac.interception._index import Index, shape_of, slices
 from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
@@ -328,7 +328,9 @@ class SlotRule:
             over = tuple(d for d in range(self.values[0].ndim) if d not in self.rows)
             return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
         if self.picks:
-            return {**slot, PICKED: entries_picked(self.eqn, self.values)}
+            lookup = Lookup.of(self.eqn)
+            assert lookup is not None
+            return {**slot, PICKED: lookup.entries(self.eqn, self.values)}
         if self.traced_index is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
         # No use of the layer is behind this index, so its slot has no axis to select from.

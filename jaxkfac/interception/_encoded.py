@@ -90,6 +90,8 @@ class DeferredParameter:
         """The array that the program sees."""
         x = self.encoded.decode()
         for view, operands in zip(self.views, self.operands, strict=True):
+            # Views are functions of one slice, so they are mapped over the stacked axes that are
+            # still there.
             x = _over(view, self.lead)(x, *operands)
         return x
 
@@ -114,6 +116,8 @@ class DeferredParameter:
         if name == "squeeze" and eqn.params["dimensions"] == (0,) and self.lead:
             return [dataclasses.replace(self._map_leading(lambda a: a[0]), lead=self.lead - 1)]
         lead = min(self.lead, _untouched(eqn, position))
+        # Earlier views were functions of smaller slices; under a view that touches an axis they are
+        # mapped over it.
         before = tuple(_over(view, self.lead - lead) for view in self.views)
         shape = self.encoded.stack[:lead]
         # A scan slices every array of the parameter, so each operand gets the stacked axes too.
@@ -183,6 +187,8 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
 
         @product.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple:
+            # Linear in the other operand, so the tangent is the same product. The encoded parameter
+            # has none.
             return decoded(*primals), jax.checkpoint(decoded)(primals[0], *tangents[1:])
 
         return product(operands[position], *other_operands)
@@ -198,6 +204,8 @@ def bind_view(eqn: Eqn, values: Sequence[Operand], run: Callable[..., Any]) -> l
         return list(out) if eqn.primitive.multiple_results else [out]
     if eqn.primitive.name == "optimization_barrier":
         arrays = [v for v in values if not isinstance(v, DeferredParameter)]
+        # A deferred parameter goes around the barrier: forming it here would be what the barrier
+        # exists to delay.
         after_barrier = iter(jax.lax.optimization_barrier(arrays))
         return [v if isinstance(v, DeferredParameter) else next(after_barrier) for v in values]
     position, parameter = deferred[0]
@@ -244,12 +252,14 @@ def _untouched(eqn: Eqn, position: int) -> int:
     name, before = eqn.primitive.name, eqn.invars[position].aval.shape
     if name in _ELEMENTWISE | _VARYING:
         return len(before)
+    # A scalar is the same for every slice; any other operand may differ between them.
     if name in _ARITHMETIC and eqn.invars[1 - position].aval.shape == ():
         return len(before)
     if name == "transpose":
         return _agreeing(eqn.params["permutation"], range(len(before)))
     if name == "squeeze":
         return min(eqn.params["dimensions"], default=len(before))
+    # Leading axes that keep their size in a row-major reshape are left alone by it.
     if name == "reshape" and _compat.read_order(eqn) == tuple(range(len(before))):
         return _agreeing(before, eqn.outvars[0].aval.shape)
     return 0

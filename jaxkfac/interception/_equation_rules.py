@@ -270,11 +270,15 @@ class EquationRules(Facts):
         stopped = self.stopped.get(untaken.number)
         if stopped is None or stopped.number != view.number:
             return None
+        # The stopped branch is the way in which `vmap` writes "not this row", and does not freeze
+        # the parameter.
         self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
         if view.axes is None:
             return _UNKNOWN_ROWS
         rows = broadcast_axes(self.table, view.axes)
         other_atoms = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
+        # The choice also varies along an axis that is not the parameter's row, so it picks elements
+        # and not rows.
         if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(other_atoms))):
             return _UNKNOWN_ROWS
         plan.choices[position] = rows
@@ -300,6 +304,8 @@ class EquationRules(Facts):
             self.of_constants.update(reasons)
             return [Derived(number, reasons, traced_indices_in(ins))]
         rows: list[Value] = [
+            # The constant gets axes as if it were data; the rows that it meets later decide what
+            # they are.
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))
             if isinstance(v, Constant)
             else v
@@ -315,12 +321,16 @@ class EquationRules(Facts):
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
+        # The kind first: the general rules cannot follow rows through a primitive such as
+        # `ragged_dot`.
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
         for use in uses:
             use.kind.place(use, axes)
             use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]
         product = uses[0].kind.product_axes(uses[0], len(axes))
+        # A bias that is added to the product of a computed weight is a parameter, and its block's
+        # weight is none, so they are not joined.
         if product is None or uses[0].view.computed_from:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)

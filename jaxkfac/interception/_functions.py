@@ -251,52 +251,49 @@ class Lookup(NamedTuple):
     axis: int
     column: int
 
+    @classmethod
+    def of(cls, eqn: Eqn) -> "Lookup | None":
+        """How an equation picks entries of its operand; ``None`` if it does something else.
 
-def lookup_of(eqn: Eqn) -> Lookup | None:
-    """How an equation picks entries of its operand; ``None`` if it does something else.
+        ``vmap`` of ``w[i]`` adds indices for axes that are read in full. These can only be zero.
+        """
+        d, sizes, shape = (
+            eqn.params["dimension_numbers"],
+            eqn.params["slice_sizes"],
+            eqn.invars[0].aval.shape,
+        )
+        picked, cut = list(d.start_index_map), [i for i, n in enumerate(shape) if sizes[i] != n]
+        if len(cut) > 1 or not picked or d.operand_batching_dims:
+            return None
+        if cut and cut[0] not in picked:
+            return None
+        axis = cut[0] if cut else next((i for i in picked if shape[i] == 1), None)
+        if axis is None or sizes[axis] != 1 or tuple(d.collapsed_slice_dims) not in ((), (axis,)):
+            return None
+        # A mode that fills picks nothing where an index of an axis that is read in full is not
+        # zero.
+        if len(picked) > 1 and eqn.params["mode"] not in _CLAMPED:
+            return None
+        return cls(axis, picked.index(axis))
 
-    ``vmap`` of ``w[i]`` adds indices for axes that are read in full. These can only be zero.
-    """
-    d, sizes, shape = (
-        eqn.params["dimension_numbers"],
-        eqn.params["slice_sizes"],
-        eqn.invars[0].aval.shape,
-    )
-    picked, cut = list(d.start_index_map), [i for i, n in enumerate(shape) if sizes[i] != n]
-    if len(cut) > 1 or not picked or d.operand_batching_dims:
-        return None
-    if cut and cut[0] not in picked:
-        return None
-    axis = cut[0] if cut else next((i for i in picked if shape[i] == 1), None)
-    if axis is None or sizes[axis] != 1 or tuple(d.collapsed_slice_dims) not in ((), (axis,)):
-        return None
-    # A mode that fills picks nothing where an index of an axis that is read in full is not zero.
-    if len(picked) > 1 and eqn.params["mode"] not in _CLAMPED:
-        return None
-    return Lookup(axis, picked.index(axis))
+    def axis_in_result(self, eqn: Eqn) -> int | None:
+        """Where the looked-up axis is in the result, with size one; ``None`` if it is dropped."""
+        d = eqn.params["dimension_numbers"]
+        return None if d.collapsed_slice_dims else int(d.offset_dims[self.axis])
 
-
-def kept_axis(eqn: Eqn, lookup: Lookup) -> int | None:
-    """Where the looked-up axis is in the result, with size one; ``None`` if it is dropped."""
-    d = eqn.params["dimension_numbers"]
-    return None if d.collapsed_slice_dims else int(d.offset_dims[lookup.axis])
-
-
-def entries_picked(eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
-    """The entry that each row picks; the number of entries, out of range, if it picks none."""
-    lookup = lookup_of(eqn)
-    assert lookup is not None
-    entries, number = operands[1][..., lookup.column], operands[0].shape[lookup.axis]
-    if entries.dtype.itemsize < 4:
-        entries = entries.astype(jnp.int32)  # which holds the number of entries
-    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-        return jnp.clip(entries, 0, number - 1)
-    return jnp.where(entries < 0, number, entries)  # a negative index would count from the end
+    def entries(self, eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
+        """The entry that each row picks; the number of entries, out of range, if it picks none."""
+        picked, number = operands[1][..., self.column], operands[0].shape[self.axis]
+        if picked.dtype.itemsize < 4:
+            picked = picked.astype(jnp.int32)  # which holds the number of entries
+        if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            return jnp.clip(picked, 0, number - 1)
+        return jnp.where(picked < 0, number, picked)  # a negative index would count from the end
 
 
 def stack_looked_up(facts: Facts, eqn: Eqn, ins: Sequence[Value], where: object) -> Value | None:
     """The result of a lookup of matrices as a view of the parameters, or ``None``."""
-    lookup = lookup_of(eqn)
+    lookup = Lookup.of(eqn)
     value, indices = ins[0], ins[1]
     if lookup is None or not isinstance(indices, Data) or isinstance(value, Data):
         return None
@@ -327,7 +324,7 @@ def _looked_up(
         return None
     offset = list(eqn.params["dimension_numbers"].offset_dims)
     kernel_axes = [a for d, a in enumerate(view.axes) if d != lookup.axis]
-    at = kept_axis(eqn, lookup)
+    at = lookup.axis_in_result(eqn)
     if at is not None:
         offset.remove(at)
     rows, features = iter(indices.axes[:-1]), iter(kernel_axes)
@@ -345,7 +342,7 @@ def looked_up_by_constants(
 ) -> list[Value]:
     """The results, with the lookup noted where constants, maybe one for each row, pick entries."""
     table = ins[0]
-    if lookup_of(eqn) is None or not isinstance(table, View) or table.axes is None:
+    if Lookup.of(eqn) is None or not isinstance(table, View) or table.axes is None:
         return list(results)
     return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in results]
 

@@ -41,11 +41,14 @@ def join_biases(
     Returns:
         The uses of the joined biases, each with its iteration.
     """
+    # Every reading of a bias is collected first: one that is added outside the block has a gradient
+    # that the column of ones does not see.
     readers = collections.defaultdict(set)
     for use in biases:
         for k, view in _iterations(use):
             readers[view.path, view.index].add((use, k))
     full_paths = {path for path, index in readers if not index}
+    # A bias that is also multiplied somewhere has two gradients, of which the block would hold one.
     scaled = [view for s in scales for view in s.view.members or (s.view,)]
     joined: set[tuple[Use, int]] = set()
     for block in blocks:
@@ -63,7 +66,9 @@ def join_biases(
         ]
         (path, index), *further = dict.fromkeys((view.path, view.index) for _, _, view in mine)
         matrix = _bias_matrix(table, block, adds[0], experts)
+        # The same bias in every use of the kernel, and nowhere else.
         exclusive = not further and {(add, k) for add, k, _ in mine} == readers[path, index]
+        # A slice of a parameter that is also read in full has a further gradient.
         exclusive &= not (index and path in full_paths)
         exclusive &= not any(v.path == path and overlap(v.index, index) for v in scaled)
         if matrix is not None and exclusive:
@@ -111,6 +116,7 @@ def _bias_matrix(
     stack += [(0, bias_axis_of.get(a, ())) for a in stacked]
     for size, axis in stack:
         at = [where[a] for a in table.atoms(axis) if a in where]
+        # A stacked axis of length one has no atom, but the matrix needs its position.
         if size == 1 and not at:
             at = [len(atoms)]
             atoms.append(1)
@@ -171,9 +177,12 @@ def group_uses(
     scales = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
     blocks = grouped(table, matrices, experts)
     joined = join_biases(table, blocks, biases, scales, experts)
+    # Known only after biases are joined: the diagonal of a parameter that has a matrix covers the
+    # range it is read in, and otherwise the full parameter.
     beside = {matrix.path for b in blocks for matrix in (b.weight, b.bias) if matrix}
     elementwise = [u for u in uses if u.kind.elementwise]
     blocks += grouped(table, elementwise, experts, beside, joined)
+    # Matrices were grouped before diagonals; the table lists layers as the program reads them.
     order = {u: i for i, u in enumerate(uses)}
     blocks.sort(key=lambda b: order[b.uses[0]])
     blocks, notes = without_overlaps(blocks)
@@ -194,12 +203,15 @@ def group_uses(
             notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]
     owners = _owners(table, blocks)
+    # A shared A needs its column of ones as soon as one of its layers has a bias, and so its size
+    # decides for all of them whether it is dense.
     with_ones = {id(owners[id(b)]) for b in blocks if b.bias is not None}
     layers = []
     names: dict[Use, dict[int, str]] = collections.defaultdict(dict)
     for block in blocks:
         owner = owners[id(block)]
         for use, iterations in block.at.items():
+            # One use may serve several layers, one in each iteration of a scan over a stack.
             names[use].update(dict.fromkeys(iterations, block.name))
             use.free_stack = reads_experts(use, experts)
         ones = id(owner) in with_ones
@@ -246,13 +258,18 @@ def _name(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
         by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         names_used: set[str] = set()
+        # The names must not depend on which use comes first in the program: a saved state is read
+        # back by name.
         for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
             name = path if not names_used else further
+            # Blocks of one kind that read a parameter in more than two ways.
             while name in names_used:
                 name += "'"
             names_used.add(name)
             block.name = name
+            # A computed weight has no path of its own; the name keeps it apart from the parameter
+            # that it is called after.
             if block.computed_from:
                 block.weight = dataclasses.replace(block.weight, path=name)
         if len(group) > 1 and not group[0].computed_from:
@@ -306,8 +323,10 @@ def _owners(table: AxisTable, blocks: list[UseGroup]) -> dict[int, UseGroup]:
     for block in blocks:
         by_path[block.weight.path].append(block)
     pairs = (p for group in by_path.values() for p in itertools.combinations(group, 2))
+    # The factors of such a pair are combined into one block, whose A must be its own.
     turned = {id(block) for pair in pairs if _are_turned(*pair) for block in pair}
     keys = {id(b): id(b) if id(b) in turned else _input_key(table, b) for b in blocks}
+    # A layer that preconditions nothing must not be the one that stores an A which others need.
     ordered = sorted(blocks, key=lambda b: bool(b.computed_from))  # blocks of parameters first
     return {id(b): first.setdefault(keys[id(b)], b) for b in ordered}
 
@@ -331,6 +350,7 @@ def _input_key(table: AxisTable, block: UseGroup) -> Any:
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
+    # The scope too: one variable inside a scan has other rows in each iteration than outside it.
     return (use.data.number, use.scope, use.view.traced_indices, _reading(table, use))
 
 

@@ -3,8 +3,7 @@
 The analysis of a program asks the kind that reads a primitive whether an equation is a use of it.
 The code that gathers statistics asks the kind of a use for its rows. A kind is therefore one
 class, and the rest of the library knows it only through this interface. The kinds themselves are
-in ``jaxkfac.kinds``. ``Data``, ``Use`` and ``Site`` are defined here because they and ``Kind`` name
-one another.
+in ``jaxkfac.kinds``. The records are defined here because they and ``Kind`` name one another.
 """
 
 import abc
@@ -12,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import jax
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
@@ -19,8 +19,6 @@ from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import bind
 from jaxkfac.interception._slots import Slot, SlotEntry
 from jaxkfac.interception._values import Constant, Parameter, View
-
-RowWeights = Bool[Array, "..."] | None  # which rows exist, with the axes of ``Use.rows``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +138,41 @@ class Site:
         return bind(self.eqn)(*operands[: len(self.eqn.invars)])
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerVjp:
+    """The vector-Jacobian product of one layer use: what its statistics are computed from.
+
+    Attributes:
+        site: The equation and the axis atoms, without arrays.
+        use: The use of the layer in the equation.
+        operands: The operands of the equation; for an insertion, the parameter alone. For a kind
+            that ``picks``, they end with the indices.
+        cotangent: The cotangent of the result, with its shape; for an insertion, that of the
+            parameter after it was broadcast.
+        weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do.
+    """
+
+    site: Site
+    use: Use
+    operands: Sequence[Any]
+    cotangent: Shaped[Array, "..."]
+    weights: Bool[Array, "..."] | None = None
+
+    @property
+    def table(self) -> AxisTable:
+        """The axis atoms."""
+        return self.site.table
+
+    @property
+    def data(self) -> Shaped[Array, "..."]:
+        """The operand that meets the parameter."""
+        return self.operands[1 - self.use.operand]
+
+    def masked_by(self, weights: Bool[Array, "..."] | None) -> "LayerVjp":
+        """The product with other rows left out; ``None`` for all rows, padding included."""
+        return dataclasses.replace(self, weights=weights)
+
+
 class Kind(abc.ABC):
     """A kind of layer: one operation in which a parameter meets data linearly.
 
@@ -241,83 +274,52 @@ class Kind(abc.ABC):
 
     # -- statistics of one use, in its backward pass ----------------------------------
 
-    def gradient(
-        self, use: Use, operands: Sequence[Any], cotangent: Shaped[Array, "..."]
-    ) -> Shaped[Array, "..."]:
+    def gradient(self, vjp: LayerVjp) -> Shaped[Array, "..."]:
         """The parameter's gradient at each position, before any sum (elementwise kinds only)."""
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
     def elements(
         self,
-        site: Site,
-        use: Use,
+        vjp: LayerVjp,
         like: Mapping[str, Any],
-        operands: Sequence[Any],
-        cotangent: Shaped[Array, "..."],
-        weights: RowWeights,
         examples: Atoms,
         derivative: Shaped[Array, "..."] | None,
     ) -> dict[str, Any]:
         """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
 
         Args:
-            site: The site of the use.
-            use: The use.
+            vjp: The use, with its cotangent in the dtype of the slot.
             like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
-            operands: Operands of the equation.
-            cotangent: The cotangent of the result, in the dtype of the slot.
-            weights: Which rows exist, with the axes of ``use.rows``.
             examples: The atoms of the example axis.
             derivative: If the program reads a function of the parameter, the derivative of the
                 operand with respect to the parameter, element by element.
         """
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
-    def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights) -> Any:
-        """The rows that a use reads, as ``Rows``; rows that ``weights`` excludes are zero."""
+    def input_rows(self, vjp: LayerVjp) -> Any:
+        """The rows that a use reads, as ``Rows``; rows that do not exist are zero."""
         raise NotImplementedError(f"{self.name!r} has no rows of inputs")
 
-    def output_rows(
-        self, site: Site, use: Use, cotangent: Shaped[Array, "..."], weights: RowWeights
-    ) -> Any:
-        """The cotangent of the result, as ``Rows``; rows that ``weights`` excludes are zero."""
+    def output_rows(self, vjp: LayerVjp) -> Any:
+        """The cotangent of the result, as ``Rows``; rows that do not exist are zero."""
         raise NotImplementedError(f"{self.name!r} has no rows of outputs")
 
-    def outputs_of(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: Shaped[Array, "..."],
-        weights: RowWeights,
-    ) -> Any:
-        """Like ``output_rows``, for kinds whose operands determine which rows exist."""
-        return self.output_rows(site, use, cotangent, weights)
-
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Bool[Array, "..."] | None:
+    def reached(self, vjp: LayerVjp) -> Bool[Array, "..."] | None:
         """Which rows reach which entry of the stack, ``(stack, rows...)``; ``None`` if all do.
 
         A row that does not reach an entry is zero among the rows of that entry.
         """
         return None
 
-    def summed_input_rows(
-        self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights
-    ) -> Any:
+    def summed_input_rows(self, vjp: LayerVjp) -> Any:
         """Input rows for a caller that needs only their sums over positions.
 
         A kind may return rows that are already summed.
         """
-        return self.input_rows(site, use, operands, weights)
+        return self.input_rows(vjp)
 
     def input_moments(
-        self,
-        site: Site,
-        use: Use,
-        like: Mapping[str, Any],
-        operands: Sequence[Any],
-        weights: RowWeights,
-        products: Any,
+        self, vjp: LayerVjp, like: Mapping[str, Any], products: Any
     ) -> dict[str, Any]:
         """The entries of the input side: ``a``, ``a_count`` and, if ``like`` has it, ``a_sum``.
 
@@ -325,28 +327,15 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
-    def second_moment(self, side: Any, precision: Any) -> Any:
+    def second_moment(self, side: Any, precision: jax.lax.PrecisionLike) -> Any:
         """The sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
         raise NotImplementedError(f"{self.name!r} has no rows")
 
-    def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: Shaped[Array, "..."],
-        weights: RowWeights,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
-    ) -> Any:
+    def both_sides(self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]) -> Any:
         """Both sides of a use by example, with methods ``squares``, ``gradients`` and ``scores``.
 
         Args:
-            site: The site of the use.
-            use: The use.
-            operands: Operands of the equation.
-            cotangent: The cotangent of the result.
-            weights: Which rows exist, with the axes of ``use.rows``.
+            vjp: The use, its operands and its cotangent.
             examples: The atoms of the example axis; ``None`` if examples need not be separated.
             like: The slot, for the shape of the stack.
 

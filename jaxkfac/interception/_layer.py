@@ -79,6 +79,8 @@ class ParameterMatrix:
         order = (*self.stack, *self.inputs, *self.outputs)
         indexed = leaf[self.at]
         self.check(indexed.shape)
+        # Atoms first, then the order: an axis of the parameter may hold a stack, inputs and outputs
+        # at once (a fused projection), and only its atoms can be moved apart.
         matrix = indexed.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
 
@@ -88,6 +90,8 @@ class ParameterMatrix:
         Raises:
             ValueError: the axes do not split so; the message names the parameter and both shapes.
         """
+        # Equal sizes are not enough: an array (6, 4) reshapes to atoms (4, 6) without an error, and
+        # holds other elements then. Each axis of the leaf has to end where an atom ends.
         ends = {1, *itertools.accumulate(self.atoms, operator.mul)}
         splits = ends.issuperset(itertools.accumulate(shape, operator.mul))
         if not splits or math.prod(shape) != self.size:
@@ -106,6 +110,7 @@ class ParameterMatrix:
         elements = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
         if self.index:
             target = leaf[self.at]
+            # Other matrices of the same parameter (slices, heads) keep their elements.
             return leaf.at[self.at].set(elements.reshape(target.shape).astype(leaf.dtype))
         return elements.reshape(leaf.shape).astype(leaf.dtype)
 
@@ -196,6 +201,7 @@ class Layer:
     @property
     def num_parameters(self) -> int:
         """Number of parameter elements in the layer; a computed weight has none of its own."""
+        # The parameters behind a computed weight are counted where they are covered themselves.
         if self.computed_from:
             return 0
         return self.weight.size + (self.bias.size if self.bias else 0)
@@ -289,7 +295,10 @@ class LayerTable(Mapping[str, Layer]):
             for matrix in filter(None, (layer.weight, layer.bias)):
                 slices.setdefault(matrix.path, {})[matrix.index] = matrix.size
         return sum(
-            min(self.sizes[p], sum(sizes_by_index.values())) for p, sizes_by_index in slices.items()
+            # Slices of one parameter may overlap, as a parameter that one use reads in full and
+            # another in part does; their sum is then more than the parameter has.
+            min(self.sizes[p], sum(sizes_by_index.values()))
+            for p, sizes_by_index in slices.items()
         )
 
     def raise_uncovered(self, *, second_pass: bool = True) -> None:

@@ -101,6 +101,8 @@ def mark_outputs(
             f"mark_outputs: ignore_index={ignored} names targets, which a mark does not see: give "
             f"mask=targets != {ignored}"
         )
+    # A weight that is a number becomes a parameter of the equation, so that factors know it when
+    # they are traced; only an array is an operand.
     x, weight = checked_outputs(x), checked_weight(weight)
     one = getattr(likelihood, "one_output", False)
     if mask is not None:
@@ -118,6 +120,8 @@ def mark_outputs(
         )
     operands = [x, *([] if isinstance(weight, float) else [weight])]
     operands += [] if mask is None else [jnp.asarray(mask)]
+    # A custom primitive, not `custom_vjp`: it must survive `vmap`, `jvp` and jaxpr rewriting with
+    # its likelihood, and JAX would inline an identity.
     return _primitive.bind(
         *operands,
         likelihood=likelihood,
@@ -173,11 +177,14 @@ mlir.register_lowering(_primitive, lambda ctx, x, *_, **__: [x])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    # The tangent passes unmarked: a mark states what the outputs are, and tangents are no outputs.
     return _primitive.bind(*primals, **params), tangents[0]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     x, axis = operands[0], axes[0]
+    # Only the weight or the mask is mapped. The outputs are common to all calls, and so is their
+    # mark.
     if axis is None:
         return _primitive.bind(*operands, **params), axis
     if any(a is not None for a in axes[1:]):
@@ -187,6 +194,8 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple
             "the whole mask"
         )
     if params["masked"]:
+        # The mask is the last operand and has no mapped axis here, so all calls have the same mask;
+        # the mark gets one for all terms.
         rows = operands[-1]
         operands = (*operands[:-1], jnp.broadcast_to(rows, (x.shape[axis], *rows.shape)))
     return _primitive.bind(jnp.moveaxis(x, axis, 0), *operands[1:], **params), 0
@@ -257,6 +266,8 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
                     "marks already, and the loss would hold both means: leave one out, or mark the "
                     "same value twice, not its mark"
                 )
+            # The result of the mark, not its operand: marking one value twice is two means of one
+            # value and allowed, while a mark of a mark counts its terms twice.
             marked[eqn.outvars[0]] = len(marks)
             aval = eqn.outvars[0].aval
             marks.append(
@@ -275,6 +286,8 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
             marks += [mark._replace(beside=True) for mark in inner]
             continue
         inner = [m for body in _bodies(eqn) for m in marks_of(body, rules=rules)]
+        # Only these two run their body once, so that outputs, mask and weight can be returned from
+        # it.
         if inner and call_kind(eqn) not in ("jit", "checkpoint"):
             raise HiddenMarkError(
                 f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
@@ -324,12 +337,17 @@ def _run(
             further = values[1:]
             mask = further.pop() if eqn.params["masked"] else None
             marks.append((values[0], further[0] if further else None, mask))
+            # Marks and shifts are in the order of `marks_of`, which walks the equations as this
+            # loop does.
             shift = shifts[len(marks) - 1]
             out = [values[0] if shift is None else _shifted(values[0], shift)]
         elif number := _number_of_marks(eqn, rules=rules):
             inner_shifts = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):
                 marks += _run_beside(eqn, values, inner_shifts, rules=rules)
+                # The call itself runs as it is, with its custom derivative. Its marks come from a
+                # second run of its function, whose results nobody reads, so the compiler keeps what
+                # they need.
                 out = opaque_call(of_operands(eqn, jaxpr))(*values)
                 env.update(zip(eqn.outvars, out, strict=True))
                 continue

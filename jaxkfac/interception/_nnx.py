@@ -177,7 +177,11 @@ class NnxApply:
             return call.out
         return call.out, _nested(self.state, call.after)
 
-    def _run(self, states: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
+    def _run(
+        self, states: tuple[nnx.State, ...], inputs: tuple[Any, ...], key: Key[Array, ""] | None
+    ) -> "_Call":
+        # A copy, because a call writes into its variables, and a pure function must leave its
+        # arguments alone.
         model = nnx.merge(self._graph, *states, copy=True)
         before, _ = _values(model)
         named_arguments = {}
@@ -190,12 +194,20 @@ class NnxApply:
         out = model(*inputs, **named_arguments)  # pyright: ignore[reportCallIssue]
         return _Call(out, before, *_values(model))
 
-    def _check(self, call: "_Call", states: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
+    def _check(
+        self,
+        call: "_Call",
+        states: tuple[nnx.State, ...],
+        inputs: tuple[Any, ...],
+        key: Key[Array, ""] | None,
+    ) -> None:
         """Refuse calls whose changes a pure function would lose silently."""
         suspects = [path for path in call.after if self._is_suspect(call, path, key)]
         if not suspects:
             return
         existing = [path for path in suspects if path in call.before]
+        # `nnx.scan` and the like write every variable back, changed or not; only the program shows
+        # which changed.
         unwritten, draws = self._traced(existing, states, inputs, key)
         changed = [path for path in suspects if path not in unwritten]
         drawn = [path for path in changed if issubclass(call.kinds[path], nnx.RngState)]
@@ -229,8 +241,8 @@ class NnxApply:
         self,
         paths: list[Path],
         states: tuple[nnx.State, ...],
-        inputs: Any,
-        key: Any,
+        inputs: tuple[Any, ...],
+        key: Key[Array, ""] | None,
     ) -> tuple[set[Path], bool]:
         """The variables that a loop returned unchanged, and whether random numbers are used."""
 
@@ -247,7 +259,7 @@ class NnxApply:
         random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
         return unwritten, any(reading(closed, random)[2 * len(paths) :])
 
-    def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
+    def _is_suspect(self, call: "_Call", path: Path, key: Key[Array, ""] | None) -> bool:
         """Whether a variable that no state carries may have a new value."""
         if path in self._state.paths or path in self._written:
             return False
@@ -287,6 +299,7 @@ class _Form(NamedTuple):
     def filled(self, values: PyTree) -> nnx.State:
         """The part of the model with other values."""
         if isinstance(values, nnx.State):
+            # NNX's optimizers and checkpoints hold a `State`.
             values = nnx.to_pure_dict(values)
         if jax.tree.structure(values) != self.plain:
             raise ValueError(f"{self.what}: {self._difference(values)}")
@@ -395,7 +408,7 @@ def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
     return values, {p: type(v) for p, v in variables.items()}
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: object) -> bool:
     return isinstance(value, nnx.Variable)  # beside them a model may hold bare arrays
 
 

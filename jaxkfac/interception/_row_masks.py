@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
@@ -38,6 +39,7 @@ def holds_mask(constant: Any) -> bool:
     dtype = jnp.result_type(constant)
     if dtype == np.bool_:
         return True
+    # A tracer has no values, and a key is no number.
     if isinstance(constant, Tracer) or not jnp.issubdtype(dtype, np.number):
         return False
     if isinstance(constant, jax.Array):
@@ -46,12 +48,14 @@ def holds_mask(constant: Any) -> bool:
         if constant.size > _MOST:
             with jax.ensure_compile_time_eval():
                 first = constant.addressable_data(0)[(0,) * (constant.ndim - 1)][:_MOST]
+            # Most large constants are weights and differ from a mask in their first elements, so a
+            # base model need not be fetched from its device.
             if not _zeros_and_ones(first):
                 return False
     return _zeros_and_ones(constant)
 
 
-def _zeros_and_ones(constant: Any) -> bool:
+def _zeros_and_ones(constant: ArrayLike) -> bool:
     values = np.asarray(constant)
     return bool(((values == 0) | (values == 1)).all())
 
@@ -95,6 +99,7 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Arr
     def identity(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
         return x
 
+    # A `jit` with a name survives every transformation, and runs without this library.
     identity.__name__ = MARK_ROWS
     return jax.jit(identity)(x, mask)
 
@@ -139,6 +144,8 @@ def row_weights(
         return None
     rows = [table.atoms(axis) for axis in use.rows]
     flat = [a for axis in rows for a in axis]
+    # By atoms: a mask over (examples, tokens) also covers rows in which the model has merged the
+    # two.
     spoken = {a for m in masks for a in m.atoms(table)}
     for axes in marks:
         late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
@@ -149,6 +156,7 @@ def row_weights(
             )
     if not spoken:
         return None
+    # Along these the parameter has elements of its own, and each element's row exists.
     parameter_atoms = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
     lost = [
         a

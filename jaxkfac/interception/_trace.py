@@ -62,6 +62,8 @@ def trace(
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
+    # By identity: the state is one of the arguments, in whatever place, and equal shapes would not
+    # tell it apart.
     changing = {id(leaf) for leaf in jax.tree.leaves(state)}
     states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
     of_state = frozenset(k + len(paths) for k in states)
@@ -100,6 +102,7 @@ def trace(
     touched = {f.path for f in findings}
     touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
+    # These are no errors: their gradient is zero.
     unread = [
         (
             path,
@@ -123,6 +126,7 @@ def trace(
         + unread,
         notes=[(f.path, f.reason) for f in findings if not f.fatal and f.path in covered_paths],
         sizes={path: math.prod(shape) for path, shape in shapes_of.items()},
+        # What the caller leaves out need not be covered.
         problems=[(f.path, f.reason) for f in findings if f.fatal and is_selected(f.path)],
     )
     leaves, tree = jax.tree.flatten(shapes)
@@ -162,6 +166,8 @@ def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> 
     features |= atoms_of(axis for use in products for axis in use.kind.contracted(use))
 
     def is_feature(a: int) -> bool:
+        # An axis that is both (tokens that a layer mixes) counts as positions: features are summed
+        # before the square, and positions are not.
         return a not in positions and (a in features or "feature" in table.kinds(a))
 
     for use in uses:
@@ -192,6 +198,7 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
         out = lifted(closed.jaxpr, closed.consts, leaves, args[-1])
         return out._replace(result=jax.tree.unflatten(tree, out.result))
 
+    # Shapes where they suffice; inside `shard_map` only an array can vary over the mesh axes.
     shifts = [mark.zeros() if varying_axes(mark.type) else mark.shape for mark in marks]
     traced_again = trace(again, params, *args, shifts, num_outputs=len(marks), **finding)
     for number, mark in enumerate(marks):

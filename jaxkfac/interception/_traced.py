@@ -83,6 +83,8 @@ class Traced:
     def num_examples(self) -> int:
         """Length of the first output's leading axis."""
         shape = self.out_shapes[0].shape
+        # With `isolated` each backward pass sees one example's cotangents, so all rows belong to
+        # it.
         return shape[0] if shape and not self.isolated else 1
 
     @property
@@ -108,6 +110,7 @@ class Traced:
             return self._answers_alone.of(question)
         outputs = range(max(1, self.num_outputs)) if output is None else [output]
         all_answers = [self._answers[k].of(question) for k in outputs]
+        # A single "yes" decides for all outputs; without one, a single "unknown" does.
         return next(
             (x for x in all_answers if x.answer == "yes"), max(all_answers, key=_is_unknown)
         )
@@ -120,6 +123,8 @@ class Traced:
         """
         shape = self.out_shapes[0].shape if self.out_shapes else ()
         inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
+        # `find_layers` knows no likelihood, and a function may return anything. A vector is as
+        # likely one number for each class as one for each example.
         if len(shape) < 2 or shape[0] == 1 or all(x[:1] != shape[:1] for x in inputs):
             return ""
         value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
@@ -131,6 +136,8 @@ class Traced:
     def _answers(self) -> list[Answers]:
         """Both answers for each output."""
         table = self.analysis.table
+        # Outputs with the same examples share one walk over the program, which is what takes the
+        # time.
         outputs_by_axis: dict[tuple[tuple[int, ...], Atoms], list[int]] = {}
         for k in range(max(1, self.num_outputs)):
             shape, axes = self.out_shapes[k].shape, self.output_axes(k)
@@ -164,6 +171,8 @@ class Traced:
         if labels is None:
             lost = Answer("unknown", "because an input has another leading axis than the outputs")
             return Answers(lost, lost)
+        # Unlike `_answers`, entry i of every input must be example i: the second pass slices all
+        # inputs at one index, whatever axis the program links to the outputs.
         all_answers = answers(self.analysis.plan, number, len(self.shapes), labels, outputs)
         return Answers(
             *[
@@ -200,6 +209,7 @@ class Traced:
         for index, shape in enumerate(self.out_shapes[: self.num_outputs]):
             axes = self.output_axes(index)
             atoms = self.analysis.table.atoms(axes[0]) if axes else ()
+            # By atoms and not by length: two outputs of equal length may have different examples.
             lengths.setdefault(atoms, shape.shape[0] if shape.shape else 1)
         return list(lengths.items())
 
@@ -220,6 +230,8 @@ class Traced:
     def _uses(self) -> dict[str, list[Use]]:
         uses_by_layer = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
+            # A stacked parameter may repeat a name, once for each iteration; a use counts once for
+            # its layer.
             for name in dict.fromkeys(use.layers):
                 if name is not None:
                     uses_by_layer[name].append(use)
@@ -259,6 +271,8 @@ class Traced:
                 slot, weight = slots[name], self.table[name].weight
                 if self.table[name].is_elementwise:
                     slot = Elements.of(slot, weight.index, self.shapes[weight.path])
+                # Slots go with the parameter through the program: the rewriter slices, stacks and
+                # passes them down exactly as it does the parameter, by its path.
                 by_path[weight.path][name] = slot
                 # Slots of layers that are stacked for a scan go under the name of the first layer.
                 for layer in (name, use.layer or name):
@@ -273,6 +287,7 @@ class Traced:
             encoded=self.encoded,
         )
         paths = leaves_by_path(decoded_shapes(params))
+        # An encoded parameter (NF4) is a tree of several arrays, and one parameter of the program.
         leaves = jax.tree.leaves(params, is_leaf=is_encoded)
         flat = [
             DeferredParameter.of(leaf, path) if is_encoded(leaf) else leaf
@@ -282,6 +297,8 @@ class Traced:
         flat += jax.tree.leaves(args)
         input_slots += [{}] * (len(flat) - len(input_slots))
         out = rewriter.run(self.analysis.plan, flat, input_slots, Around(masks or [], {}, computed))
+        # A deferred parameter is decoded where it is used; the caller would get an object, not an
+        # array.
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 

@@ -36,6 +36,7 @@ def matrix_of(
         stack += axis_positions
         stacked.update(axis_positions)
     inputs = {where[a] for axis in use.in_axes for a in own_axis(axis)}
+    # A free axis that is read as experts is part of the stack, and no output any more.
     outputs = {where[a] for axis in use.out_axes for a in own_axis(axis)} - stacked
     if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
@@ -44,6 +45,8 @@ def matrix_of(
         view.index,
         tuple(atoms),
         tuple(stack),
+        # In the parameter's own order, so that uses that contract axes in another order have equal
+        # matrices.
         tuple(sorted(inputs)),
         tuple(sorted(outputs)),
     )
@@ -91,6 +94,7 @@ def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
 
 def reads_experts(use: Use, experts: str | None) -> bool:
     """Whether the first free axis is a stack, according to the caller's pattern."""
+    # With a single free axis there would be no outputs left beside the experts.
     if not experts or not use.kind.stacks_outputs or use.batch_axes or len(use.out_axes) < 2:
         return False
     return re.fullmatch(experts, use.view.path) is not None
@@ -144,8 +148,12 @@ def grouped(
             if (use, k) in without:
                 continue
             member_weight = of_member(weight, view) if use.view.members else weight
+            # Two weights computed from one parameter have equal paths, and only the value tells
+            # them apart.
             key = (member_weight, use.kind, use.view.number if use.view.computed_from else None)
             if use.kind.elementwise:
+                # One diagonal for each parameter: an element is divided by one number, whatever
+                # kinds of equations read it.
                 key = (member_weight.path, member_weight.index, "diagonal")
             new = UseGroup(use.kind, member_weight, {}, computed_from=use.view.computed_from)
             block = groups.setdefault(key, new)
@@ -177,6 +185,7 @@ def without_overlaps(blocks: list[UseGroup]) -> tuple[list[UseGroup], list[Cover
                 notes[path] = CoverageNote(path, reason, fatal=True)
     covered = [b for b in blocks if b.weight.path not in notes]
     for block in covered:
+        # Its weight keeps its block; only the bias is not covered.
         if block.bias is not None and block.bias.path in notes:
             block.bias = None
     return covered, list(notes.values())

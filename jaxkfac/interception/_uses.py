@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import Atoms, AxisTable, fresh
+from jaxkfac.interception._axes import AxisTable, fresh
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
@@ -17,7 +17,6 @@ from jaxkfac.interception._values import (
     traced_indices_in,
     views_in,
 )
-from jaxkfac.interception._views import reversal
 
 
 def uses_of(
@@ -53,23 +52,6 @@ def uses_of(
                 return uses
             all_uses += uses
     return all_uses
-
-
-def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
-    """The reason why a view is no matrix with known axes, or ``None``."""
-    if view.axes is None or view.function:
-        first = view.function or view.lost_by
-        return f"is no whole matrix behind `{first}`, where it meets data in `{name}`"
-    if any("broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)):
-        return f"is broadcast before `{name}`"
-    return None
-
-
-def order_problem(table: AxisTable, view: View, axes: Sequence[Atoms], name: str) -> str | None:
-    """The reason why a view's elements along some axes are out of order, or ``None``."""
-    if any(reversal(table, view, axis) != "none" for axis in axes):
-        return f"is back to front behind `rev`, where it meets data in `{name}`"
-    return None
 
 
 # ---------------- weights that are computed from parameters, such as ``v / norm(v) * g``

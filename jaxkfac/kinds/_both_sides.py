@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jaxkfac.kinds._squares import (
     ArrayOrShape,
@@ -27,6 +29,9 @@ from jaxkfac.kinds._squares import (
 )
 from jaxkfac.linalg import map_over_chunks
 
+# What is cut into chunks along its first axis: both sides, or a signal, its cotangent and a mask.
+Arrays = tuple[ArrayOrShape | None, ...]
+
 # ---------------- chunks of examples, so that not all gradients or rows are alive at once
 
 
@@ -34,7 +39,7 @@ from jaxkfac.linalg import map_over_chunks
 CHUNK_BYTES = 32 * 2**20
 
 
-def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
+def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Arrays, size: int) -> Any:
     """The sum of ``fn``, a tree, over chunks of the leading axis of at most ``size`` entries.
 
     A chunk takes entries a stride apart, so that an axis that is split over devices is not moved
@@ -45,10 +50,12 @@ def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) ->
     steps = number // size
     if steps == 1 and size == number:
         return fn(arrays)
+    # The remainder is taken from the end and summed first, outside the loop, whose chunks must be
+    # of one size.
     divisible = size * steps
     body = jax.tree.map(lambda x: x[:divisible].reshape(size, steps, *x.shape[1:]), arrays)
 
-    def chunk(index: Any) -> Any:
+    def chunk(index: ArrayLike) -> Arrays:
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), body
         )
@@ -61,7 +68,7 @@ def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) ->
     )[0]
 
 
-def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:
+def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Arrays, at_once: int) -> Any:
     """``fn(arrays, at_once)``; on the CPU ``at_once`` is one example.
 
     XLA's CPU backend has a fast product for the gradient of one example, but not for a batch: 2048
@@ -102,9 +109,9 @@ class BothSides:
         rows: A function from a chunk to input and output rows; ``None`` if the arrays are the rows.
     """
 
-    arrays: Any
+    arrays: Arrays
     by_example: bool
-    rows: Callable[[Any], tuple[ArrayOrShape, ArrayOrShape]] | None = None
+    rows: Callable[[Arrays], tuple[ArrayOrShape, ArrayOrShape]] | None = None
 
     def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
@@ -115,7 +122,7 @@ class BothSides:
         """
         stack = like["squares"].ndim - 2
 
-        def sums_of_chunk(chunk: Any) -> dict[str, Any]:
+        def sums_of_chunk(chunk: Arrays) -> dict[str, Any]:
             x, g = self._rows(chunk)
             lead = x.ndim - 1 - stack
             if self.by_example:
@@ -131,6 +138,7 @@ class BothSides:
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         gradients = self.by_example and not over_pairs(x.shape[1])
+        # Squares of rows need no gradients and no patches, so there is nothing to cut into chunks.
         if self.rows is None and not gradients:
             return sums_of_chunk(self.arrays)
         chunked = functools.partial(sum_over_strided_chunks, sums_of_chunk)
@@ -144,9 +152,12 @@ class BothSides:
 
         The gradient of a bias that is not joint is in its own coordinates in both cases.
         """
+        # An empty basis leaves the rows as they are.
         eigenbasis = Basis() if basis is None else basis
 
-        def gradients_of_example(example: Any) -> dict[str, Any]:
+        def gradients_of_example(example: Arrays) -> dict[str, Any]:
+            # With its axis of examples, which `lax.map` has removed: the functions of rows expect
+            # one.
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
             out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
             if "bias_gradients" in like:
@@ -184,27 +195,29 @@ class BothSides:
         Memory:
             ``CHUNK_BYTES``, or what one example takes.
         """
+        # Only shapes: forming the rows of a convolution would make all patches of the batch.
         x, g = jax.eval_shape(self._rows, self.arrays)
         positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
         first = queries.left if isinstance(queries, LowRankMatrices) else queries
         dtype, number = first.dtype, first.shape[-3]
 
-        def cast_rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
+        def cast_rows(chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
             x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
             return x, g
 
-        def by_rows(chunk: Any) -> ArrayOrShape:
+        def by_rows(chunk: Arrays) -> ArrayOrShape:
             x, g = cast_rows(chunk)
             moved = jnp.einsum("...nsi,...qio->...qnso", x, queries, precision=_EXACT)
             return jnp.einsum("...qnso,...nso->...qn", moved, g, precision=_EXACT)
 
-        def by_two_factors(chunk: Any) -> ArrayOrShape:
+        def by_two_factors(chunk: Arrays) -> ArrayOrShape:
+            assert isinstance(queries, LowRankMatrices)
             x, g = cast_rows(chunk)
             x = jnp.einsum("...nsi,...qir->...nsqr", x, queries.left, precision=_EXACT)
             g = jnp.einsum("...nso,...qro->...nsqr", g, queries.right, precision=_EXACT)
             return jnp.einsum("...nsqr,...nsqr->...qn", x, g, precision=_EXACT)
 
-        def by_gradients(chunk: Any) -> ArrayOrShape:
+        def by_gradients(chunk: Arrays) -> ArrayOrShape:
             some = dataclasses.replace(self, arrays=chunk)
             shape = (*first.shape[:-3], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
             like_gradients = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
@@ -212,13 +225,17 @@ class BothSides:
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
         if isinstance(queries, LowRankMatrices):
+            # `size` is what one example adds to the intermediate results, in elements; it decides
+            # how many examples a chunk has.
             product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
         elif positions == 1 or number == 1:
+            # With one position or one query, multiplying the rows by the queries takes no more
+            # operations than forming the gradient, and writes none.
             product, size = by_rows, positions * (number * n_out + n_in)
         else:
             product, size = by_gradients, n_in * n_out
 
-        def scores_of_chunk(chunk: Any, _: Any) -> dict[str, ArrayOrShape]:
+        def scores_of_chunk(chunk: Arrays, _: Array | None) -> dict[str, ArrayOrShape]:
             out = {"scores": product(chunk)}
             if bias_queries is not None:
                 g = self._rows(chunk)[1].sum(1, dtype=dtype)
@@ -252,7 +269,7 @@ class BothSides:
             ``CHUNK_BYTES``, or the gradient of one example; for one position, some copies of rows.
         """
 
-        def products_of(arrays: Any) -> ArrayOrShape:
+        def products_of(arrays: Arrays) -> ArrayOrShape:
             x, g = self._rows(arrays)
             products = weighed_squares(x, g, basis, scale)
             if bias_scale is None:
@@ -262,7 +279,7 @@ class BothSides:
             bias_products = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
             return products + bias_products.sum(-1).astype(products.dtype)
 
-        def one(example: Any) -> ArrayOrShape:
+        def one(example: Arrays) -> ArrayOrShape:
             return products_of(jax.tree.map(lambda y: y[None], example))[..., 0]
 
         x, g = jax.eval_shape(self._rows, self.arrays)
@@ -297,14 +314,19 @@ class BothSides:
             bias_scale: The scale of a bias with its own block, ``(stack..., out)``; it adds to $w$.
         """
         x, g = self._rows(self.arrays)
+        # The axis of positions has length one here, and is dropped.
         x, g = rotate_inputs(x, basis, 2)[..., 0, :], rotate(g, basis.g, 2)[..., 0, :]
         weights = jnp.matmul(jnp.square(x), scale.astype(x.dtype), precision=_EXACT)
         if bias_scale is not None:
             weights = weights + bias_scale.astype(x.dtype)[..., None, :]
         return {"outputs": jnp.sqrt(weights) * g.astype(weights.dtype)}
 
-    def _rows(self, chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
-        return chunk if self.rows is None else self.rows(chunk)
+    def _rows(self, chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
+        if self.rows is not None:
+            return self.rows(chunk)
+        x, g = chunk
+        assert x is not None and g is not None
+        return x, g
 
     def _at_once(self, x: ArrayOrShape, g: ArrayOrShape, *, gradients: bool) -> int:
         size = (x.size + g.size) // len(x)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import (
@@ -11,17 +12,23 @@ from jaxkfac.interception import (
     Axes,
     AxisTable,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
-    matrix_problem,
-    order_problem,
     register_kind,
     reversal,
 )
 from jaxkfac.kinds import _moments
-from jaxkfac.kinds._both_sides import BothSides
+from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
+from jaxkfac.kinds._rows import (
+    ArrayOrShape,
+    Rows,
+    aligned,
+    matrix_problem,
+    order_problem,
+    part_of_rows,
+    split_examples,
+)
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -50,6 +57,7 @@ class Convolution(TwoSided):
         view, p = ins[position], eqn.params
         if position != 1:
             return "is the signal, not the kernel, of `conv_general_dilated`"
+        # Its outputs come from different examples for different channels.
         if p["batch_group_count"] != 1:
             return "is the kernel of a `conv_general_dilated` whose examples are grouped"
         if problem := matrix_problem(table, view, "conv_general_dilated"):
@@ -58,6 +66,8 @@ class Convolution(TwoSided):
         out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
         # A kernel that is reversed along a full spatial axis reads its patches in that order.
         order = [reversal(table, view, axis) for axis in spatial]
+        # A reversal along a full axis only renumbers the kernel's points, and `reversed` keeps it;
+        # along part of an axis it is left to the check of the order.
         straight = [out, channels, *(a for a, o in zip(spatial, order, strict=True) if o == "part")]
         if problem := order_problem(table, view, straight, "conv_general_dilated"):
             return problem
@@ -70,6 +80,7 @@ class Convolution(TwoSided):
             )
         use = Use(self, eqn, position, view, scope, data=ins[0])
         use.in_axes = (channels, *spatial)
+        # Groups are blocks of their own: no patch of one group meets a kernel of another.
         use.batch_axes = tuple((a,) for a in table.atoms(group_axes[0]))
         use.groups = tuple(table.size(a) for a in table.atoms(group_axes[0]))
         use.out_axes = (group_axes[1],)
@@ -91,78 +102,66 @@ class Convolution(TwoSided):
         keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
         inputs = [place(a) for a in use.in_axes]
         kernel = use.eqn.invars[1].aval.shape
+        # The kernel's size is part of how the signal is read: convolutions of 1 and 3 points with
+        # the same strides read other patches.
         sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
         return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
         """All patches; pass only a few examples at a time."""
-        return patches_of(site.eqn, use, operands)
+        return patches_of(vjp)
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        examples, channels, *spatial = site.eqn.params["dimension_numbers"].out_spec
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        use, cotangent = vjp.use, vjp.cotangent
+        examples, channels, *spatial = vjp.site.eqn.params["dimension_numbers"].out_spec
         groups, shape = len(use.groups), cotangent.shape
         x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
+        # The split of the channels into groups moves the axes behind them.
         rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
         batch = tuple(range(channels, channels + groups))
         return Rows(x, rows, batch, ((channels + groups, use.out_axes[0]),))
 
     def over_input_rows(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        weights: ArrayOrShape | None,
-        statistic: Callable[[Rows, ArrayOrShape | None], Any],
+        self, vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]
     ) -> Any:
-        def of_part(side: Rows, exists: ArrayOrShape | None) -> Any:
-            return statistic(part_of_rows(site, use, side), exists)
+        return over_patches(vjp, lambda side, exists: statistic(part_of_rows(vjp, side), exists))
 
-        return over_patches(site.eqn, use, operands, weights, of_part)
+    def summed_input_rows(self, vjp: LayerVjp) -> Rows:
+        return part_of_rows(vjp, summed_patches(vjp))
 
-    def summed_input_rows(
-        self, site: Site, use: Use, operands: Any, weights: ArrayOrShape | None
-    ) -> Rows:
-        return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
-
-    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
+    def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
         return _moments.sum_over_patches(side, precision)
 
     def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
+        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
     ) -> BothSides:
         """The two sides; patches are formed from the signal for one chunk of examples at a time."""
-        numbers = site.eqn.params["dimension_numbers"]
+        numbers = vjp.site.eqn.params["dimension_numbers"]
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
-        kernel, number = operands[1], use.rows[0]
+        kernel, lead = vjp.operands[1], len(vjp.use.rows)
+        # Only examples are rows while chunks are cut: the positions of signal and outputs differ in
+        # number.
+        example_rows = dataclasses.replace(vjp.use, rows=vjp.use.rows[:1])
+        alone = dataclasses.replace(vjp, use=example_rows)
 
         def examples_first(x: ArrayOrShape, axis: int) -> ArrayOrShape:
             """Move the batch axis first and split it into examples and the rest of its entries."""
-            x = jnp.moveaxis(x, axis, 0)
-            alone = dataclasses.replace(use, rows=(number,))
-            return split_examples(site, alone, x, num_rows=1, examples=examples)
+            return split_examples(alone, jnp.moveaxis(x, axis, 0), num_rows=1, examples=examples)
 
-        operands_by_example = (operands[0], cotangent, weights)
         arrays = tuple(
             None if x is None else examples_first(x, axis)
-            for x, axis in zip(operands_by_example, first, strict=True)
+            for x, axis in zip((vjp.data, vjp.cotangent, vjp.weights), first, strict=True)
         )
 
-        def rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
-            size = len(chunk[0])
+        def rows(chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
+            size = len(jax.tree.leaves(chunk)[0])
             signal, outputs, exists = (
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
                 for x, axis in zip(chunk, first, strict=True)
             )
-            x = aligned(site, use, self.input_rows(site, use, [signal, kernel], exists))
-            g = aligned(site, use, self.output_rows(site, use, outputs, exists))
-            lead = len(use.rows)
-            return tuple(y.reshape(size, -1, *y.shape[lead:]) for y in (x, g))
+            assert outputs is not None
+            part = LayerVjp(vjp.site, vjp.use, [signal, kernel], outputs, exists)
+            x, g = aligned(part, self.input_rows(part)), aligned(part, self.output_rows(part))
+            return x.reshape(size, -1, *x.shape[lead:]), g.reshape(size, -1, *g.shape[lead:])
 
         return BothSides(arrays, examples is not None, rows)

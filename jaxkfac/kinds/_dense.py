@@ -10,14 +10,12 @@ from jaxkfac.interception import (
     Axes,
     AxisTable,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
     broadcast_axes,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import ArrayOrShape, Rows
+from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -61,6 +59,7 @@ class Dense(TwoSided):
         problem = matrix_problem(table, matrix, "dot_general")
         if problem := problem or order_problem(table, matrix, matrix_axes or (), "dot_general"):
             return problem
+        # The free axes of the parameter are its outputs, and those of the data its rows.
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
         use = Use(self, eqn, position, view, scope, data=data, row_batch=rows)
@@ -79,6 +78,7 @@ class Dense(TwoSided):
         shared = use.eqn.params["dimension_numbers"][1][0]
         stack = iter(use.batch_axes)
         batch = [None if k in use.row_batch else next(stack) for k in range(len(shared))]
+        # Rows that are shared axes come first in the result, among the stack.
         rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.row_batch))
         free: list[Atoms | None] = list(use.out_axes)
         return (*batch, *(rows + free if use.operand == 1 else free + rows))
@@ -87,24 +87,25 @@ class Dense(TwoSided):
         contract, batch = use.eqn.params["dimension_numbers"]
         data_operand = 1 - use.operand
         theirs = sorted(
-            (place(axis), d) for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
+            # Sorted by the place in the parameter: `x @ w` and a transposed product that contracts
+            # the same axes in another order read the same rows.
+            (place(axis), d)
+            for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
         )
         return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.row_batch)))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
-        contract, shared = site.eqn.params["dimension_numbers"]
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        contract, shared = vjp.site.eqn.params["dimension_numbers"]
+        x, use = vjp.data, vjp.use
         data_operand = 1 - use.operand
-        x, features = (
-            operands[data_operand],
-            sorted(zip(contract[data_operand], use.in_axes, strict=True)),
-        )
+        features = sorted(zip(contract[data_operand], use.in_axes, strict=True))
         batch = _stacked(shared[data_operand], use.row_batch)
         not_rows = {*contract[data_operand], *batch}
         rows = tuple(d for d in range(x.ndim) if d not in not_rows)
         return Rows(x, rows, batch, tuple(features))
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        contract, shared = site.eqn.params["dimension_numbers"]
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        use, (contract, shared) = vjp.use, vjp.site.eqn.params["dimension_numbers"]
         data_operand, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
         num_rows = len(use.rows) - len(use.row_batch)
         first_free = num_batch + (num_rows if use.operand == 1 else 0)
@@ -112,6 +113,8 @@ class Dense(TwoSided):
         free = [(first_free + i, axis) for i, axis in enumerate(use.out_axes)]
         batch = list(_stacked(range(num_batch), use.row_batch))
         if use.free_stack:
+            # The experts are the parameter's first free axis: they read one input, and have a G
+            # each.
             batch.append(free.pop(0)[0])
         # Rows are in the order of the data operand, and some of them may be shared axes.
         at = {shared[data_operand][k]: k for k in use.row_batch}
@@ -119,7 +122,7 @@ class Dense(TwoSided):
         not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.row_batch)}
         axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
-        return Rows(cotangent, rows, tuple(batch), tuple(free))
+        return Rows(vjp.cotangent, rows, tuple(batch), tuple(free))
 
 
 def _stacked(axes: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:

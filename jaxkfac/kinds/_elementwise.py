@@ -1,5 +1,6 @@
 """Kinds without an input side: each element of the parameter meets data by itself."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from jaxkfac.interception import (
     Data,
     Eqn,
     Kind,
-    Site,
+    LayerVjp,
     Slot,
     SlotEntry,
     Use,
@@ -50,18 +51,15 @@ class Elementwise(Kind):
 
     def elements(
         self,
-        site: Site,
-        use: Use,
+        vjp: LayerVjp,
         like: Mapping[str, Any],
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
         examples: Atoms,
         derivative: ArrayOrShape | None,
     ) -> Slot:
-        dtype = cotangent.dtype
-        ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        gradient = self.gradient(use, operands, masked(cotangent, weights))
+        use, dtype, weights = vjp.use, vjp.cotangent.dtype, vjp.weights
+        ones = masked(jnp.ones(vjp.cotangent.shape, dtype), weights)
+        cotangent = masked(vjp.cotangent, weights)
+        gradient = self.gradient(dataclasses.replace(vjp, cotangent=cotangent))
         if derivative is not None:
             gradient = gradient * derivative.astype(dtype)
         # Once more: in rows of padding, data and derivative may be NaN, and 0 * NaN is NaN.
@@ -78,19 +76,18 @@ class Elementwise(Kind):
             return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
         statistics = {"gradient": gradient, "counts": ones}
         return {
-            key: gradients_by_example(site, use, statistics[key], examples, entry)
+            key: gradients_by_example(vjp, statistics[key], examples, entry)
             for key, entry in like.items()
         }
 
 
 def gradients_by_example(
-    site: Site, use: Use, gradient: ArrayOrShape, examples: Atoms, like: Any
+    vjp: LayerVjp, gradient: ArrayOrShape, examples: Atoms, like: ArrayOrShape
 ) -> ArrayOrShape:
     """Elementwise gradients summed over the positions of each example.
 
     Args:
-        site: The site of the use.
-        use: A scale or bias.
+        vjp: A scale or bias.
         gradient: Gradient at each position, with the axes of the result.
         examples: The atoms of the example axis.
         like: The slot, ``(parameter..., examples)``.
@@ -100,8 +97,8 @@ def gradients_by_example(
     parameter_dims = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
     rows = tuple(d for d in range(gradient.ndim) if d not in parameter_dims)
     side = Rows(gradient, rows, (), tuple((d, ()) for d in parameter_dims))
-    axes = [use.result[d] for d in rows]
-    x = by_example(site, side, axes, examples, path=use.view.path).sum(1, dtype=like.dtype)
+    axes = [vjp.use.result[d] for d in rows]
+    x = by_example(vjp, side, axes, examples).sum(1, dtype=like.dtype)
     return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
 
 
@@ -133,8 +130,8 @@ class Bias(Elementwise):
             return "is the predicate of `select_n`"
         return [self._insertion(table, eqn, ins, position, scope) for position in positions]
 
-    def gradient(self, use: Use, operands: Sequence[Any], cotangent: ArrayOrShape) -> ArrayOrShape:
-        return cotangent
+    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
+        return vjp.cotangent
 
     def _insertion(
         self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: tuple[int, ...]
@@ -218,15 +215,15 @@ class Scale(Elementwise):
         data = ins[1 - position]
         return [Use(self, eqn, position, ins[position], scope, data=data, rows=data.axes)]
 
-    def gradient(self, use: Use, operands: Sequence[Any], cotangent: ArrayOrShape) -> ArrayOrShape:
-        data = operands[1 - use.operand]
+    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
+        use, data, cotangent = vjp.use, vjp.data, vjp.cotangent
         if use.eqn.primitive.name == "mul":
             return cotangent * data.astype(cotangent.dtype)
 
         def of_parameter(x: ArrayOrShape) -> ArrayOrShape:
             return bind(use.eqn)(*((x, data) if use.operand == 0 else (data, x)))
 
-        parameter = operands[use.operand]
+        parameter = vjp.operands[use.operand]
         derivative = jax.jvp(of_parameter, [parameter], [jnp.ones_like(parameter)])[1]
         return cotangent * derivative.astype(cotangent.dtype)
 

@@ -10,20 +10,15 @@ from jaxkfac.interception import (
     Atoms,
     AxisTable,
     Eqn,
+    LayerVjp,
     Lookup,
-    Site,
     Use,
     cast_varying,
-    entries_picked,
     is_var,
-    kept_axis,
-    lookup_of,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
 from jaxkfac.kinds._moments import Products
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, split_examples
+from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
 from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
 
 
@@ -48,18 +43,20 @@ class Embedding(TwoSided):
     ) -> list[Use] | str:
         (position,) = positions
         view = ins[position]
-        lookup = lookup_of(eqn)
+        lookup = Lookup.of(eqn)
         if position != 0 or lookup is None:
             return "is read by a `gather` that does not pick whole rows"
         axis = lookup.axis
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
+        # An index into joined tables does not say which of them it reads.
         if any(view.axes[axis] == j.array_axis for j in view.joins):
             return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
         use.in_axes = (view.axes[axis],)
         use.out_axes = (*view.axes[:axis], *view.axes[axis + 1 :])
+        # The last axis of the indices is the index itself.
         use.rows = tuple(ins[1].axes[:-1])
         return [use]
 
@@ -67,52 +64,44 @@ class Embedding(TwoSided):
         shapes = tuple(v.aval.shape for v in use.eqn.invars if is_var(v))
         return repr((shapes[-1:], _lookup(use.eqn).column))
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
-        numbers = site.eqn.params["dimension_numbers"]
-        offset = list(numbers.offset_dims)
-        unit_axis = kept_axis(site.eqn, _lookup(site.eqn))
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        eqn, cotangent = vjp.site.eqn, vjp.cotangent
+        offset = list(eqn.params["dimension_numbers"].offset_dims)
+        unit_axis = _lookup(eqn).axis_in_result(eqn)
+        # A lookup with `collapsed_slice_dims` left out keeps an axis of one in the result, which is
+        # no feature.
         if unit_axis is not None:
             offset.remove(unit_axis)
             cotangent = cotangent.squeeze(unit_axis)
             offset = [d - (d > unit_axis) for d in offset]
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
-        return Rows(cotangent, rows, (), tuple(zip(offset, use.out_axes, strict=True)))
+        return Rows(cotangent, rows, (), tuple(zip(offset, vjp.use.out_axes, strict=True)))
 
     def input_moments(
-        self,
-        site: Site,
-        use: Use,
-        like: Mapping[str, Any],
-        operands: Any,
-        weights: ArrayOrShape | None,
-        products: Products,
+        self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
     ) -> dict[str, Any]:
-        table, indices = operands[0], entries_picked(use.eqn, operands)
+        eqn, weights = vjp.use.eqn, vjp.weights
+        table, indices = vjp.operands[0], _lookup(eqn).entries(eqn, vjp.operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
+        # Constants do not vary over devices inside `shard_map`, and a scatter needs operands of one
+        # type.
         ones = cast_varying(ones, indices)
-        zeros = cast_varying(jnp.zeros(table.shape[_lookup(use.eqn).axis], dtype), indices)
-        # An index out of range stands for a row that picks nothing (``entries_picked``).
+        zeros = cast_varying(jnp.zeros(table.shape[_lookup(eqn).axis], dtype), indices)
+        # An index out of range stands for a row that picks nothing (``Lookup.entries``).
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
+        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
     ) -> TokenRows:
-        split = functools.partial(
-            split_examples, site, use, num_rows=len(use.rows), examples=examples
-        )
-        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack_of_slot(like))
-        return TokenRows(split(entries_picked(use.eqn, operands)), split(g))
+        num_rows = len(vjp.use.rows)
+        split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
+        g = aligned(vjp, self.output_rows(vjp), stack_of_slot(like))
+        entries = _lookup(vjp.use.eqn).entries(vjp.use.eqn, vjp.operands)
+        return TokenRows(split(entries), split(g))
 
 
 def _lookup(eqn: Eqn) -> Lookup:
-    lookup = lookup_of(eqn)
+    lookup = Lookup.of(eqn)
     assert lookup is not None
     return lookup

@@ -11,13 +11,11 @@ from jaxkfac.interception import (
     AxisTable,
     Data,
     Eqn,
-    Site,
+    LayerVjp,
     Use,
-    matrix_problem,
-    order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import ArrayOrShape, Rows, part_of_rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 # ---------------- kernels gathered row by row: ``einsum("nd,ndk->nk", x, kernels[expert])``
@@ -51,11 +49,15 @@ class Gathered(TwoSided):
             return "is picked row by row and meets no rows of data"
         if problem := order_problem(table, view, view.axes, "dot_general"):
             return problem
+        # Atoms and not axes: the rows that pick may be split (examples, tokens) in the data and
+        # joined in the kernels.
         picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
         axes = _Axes.of(eqn, position)
         is_row: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
         for d, axis in enumerate(view.axes):
             atoms = set(table.atoms(axis))
+            # A shared axis of size one has no atoms, and is a row to which the kernel was
+            # broadcast.
             of_rows = not atoms and d in axes.shared
             is_row[d] = of_rows or bool(atoms & picked)
             if atoms & picked != (atoms if is_row[d] else set()):
@@ -64,6 +66,8 @@ class Gathered(TwoSided):
                 return "is picked row by row and was broadcast"
         for d, theirs in (axes.contracted | axes.shared).items():
             if is_row[d]:
+                # The kernels' rows were made by the indices; where they meet the data's rows, both
+                # are the same rows.
                 table.unify(view.axes[d], data.axes[theirs])
         inputs = [d for d in axes.contracted if not is_row[d]]
         outputs = [d for d in axes.free if not is_row[d]]
@@ -72,13 +76,17 @@ class Gathered(TwoSided):
         use = Use(self, eqn, position, view, scope, data=data)
         use.row_axes = tuple(d for d in is_row if is_row[d])
         rows = [data.axes[d] for d in axes.rows_of_data(use.row_axes)]
+        # Rows that only the kernels have: several picks for one row of data, as in top-k routing.
         rows += [view.axes[d] for d in axes.free if is_row[d]]
         every = [a for axis in rows for a in table.atoms(axis)]
+        # Otherwise it is not known which row of data a picked kernel multiplies.
         if any(every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)):
             return "is picked row by row, by indices that do not run along the rows of data"
         use.rows = tuple(rows)
         use.in_axes = tuple(view.axes[d] for d in inputs)
         use.out_axes = tuple(view.axes[d] for d in outputs)
+        # The axis that was picked from comes first: the factors have an entry for each expert,
+        # although the equation itself has none.
         use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d]))
         return [use]
 
@@ -99,29 +107,29 @@ class Gathered(TwoSided):
         features = zip(use.in_axes, axes.inputs(use.row_axes), strict=True)
         theirs = [d for _, d in sorted((place(axis), d) for axis, d in features)]
         rows = axes.rows_of_data(use.row_axes)
+        # The indices are part of it: the same data picked by other indices gives other sums for
+        # each expert.
         return repr((theirs, rows, len(use.rows), picked.indices))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        use, x = vjp.use, vjp.data
         axes = _Axes.of(use.eqn, use.operand)
-        x = operands[1 - use.operand]
         rows = axes.rows_of_data(use.row_axes)
         more = range(x.ndim, x.ndim + len(use.rows) - len(rows))  # rows that only the kernels have
         stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.row_axes)
         features = sorted(zip(axes.inputs(use.row_axes), use.in_axes, strict=True))
         x = jnp.expand_dims(x, tuple(more))
-        return _by_expert(site, use, operands, Rows(x, (*rows, *more), stacked, tuple(features)))
+        return _by_expert(vjp, Rows(x, (*rows, *more), stacked, tuple(features)))
 
-    def outputs_of(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-    ) -> Rows:
+    def output_rows(self, vjp: LayerVjp) -> Rows:
+        use, cotangent = vjp.use, vjp.cotangent
         axes = _Axes.of(use.eqn, use.operand)
         mine, theirs = axes.in_result(use.operand)
+        # In the result of `dot_general` shared axes come first, then the free ones of the left
+        # operand, then those of the right.
         theirs |= {d: k for k, d in enumerate(axes.shared.values())}
+        # A row axis that the product sums over (a weighted sum of experts) is not in the cotangent;
+        # it gets an axis of one, because each of its rows has the same cotangent.
         summed = [d for d in axes.rows_of_data(use.row_axes) if d not in theirs]
         theirs |= {d: cotangent.ndim + k for k, d in enumerate(summed)}
         cotangent = jnp.expand_dims(cotangent, [theirs[d] for d in summed])
@@ -131,20 +139,21 @@ class Gathered(TwoSided):
         features = [mine[d] for d in axes.free if d not in use.row_axes]
         features = tuple(zip(features, use.out_axes, strict=True))
         side = Rows(cotangent, tuple(rows), tuple(stacked), features)
-        return _by_expert(site, use, operands, side).masked(weights)
+        return _by_expert(vjp, side).masked(vjp.weights)
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
-        table, picked = site.table, use.view.picked
+    def reached(self, vjp: LayerVjp) -> ArrayOrShape:
+        table, rows, picked = vjp.table, vjp.use.rows, vjp.use.view.picked
         assert picked is not None
-        flat = [a for axis in use.rows for a in table.atoms(axis)]
+        flat = [a for axis in rows for a in table.atoms(axis)]
         mine = [a for axis in picked.rows for a in table.atoms(axis)]
         order = sorted(range(len(mine)), key=lambda i: flat.index(mine[i]))
-        index = operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
+        # A handler of a kind that `picks` gets the indices as the last operand.
+        index = vjp.operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
         index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
         number = _size(table, picked.axis)
         every = (number, *map(table.size, flat))
         reaches = index == jnp.arange(number, dtype=index.dtype).reshape(-1, *[1] * len(flat))
-        shape = [_size(table, axis) for axis in use.rows]
+        shape = [_size(table, axis) for axis in rows]
         return jnp.broadcast_to(reaches, every).reshape(number, *shape)
 
 
@@ -170,6 +179,7 @@ class _Axes(NamedTuple):
         contract, batch = eqn.params["dimension_numbers"]
         shapes = [v.aval.shape for v in eqn.invars]
         mine, data = operand, 1 - operand
+        # `dimension_numbers` list pairs of axes in any order, so they are kept as pairs.
         contracted = dict(zip(contract[mine], contract[data], strict=True))
         shared = dict(zip(batch[mine], batch[data], strict=True))
         used = {*contracted.values(), *shared.values()}
@@ -196,9 +206,9 @@ class _Axes(NamedTuple):
         return (at[1], at[0]) if operand == 1 else (at[0], at[1])
 
 
-def _by_expert(site: Site, use: Use, operands: Sequence[Any], side: Rows) -> Rows:
+def _by_expert(vjp: LayerVjp, side: Rows) -> Rows:
     """One copy of the rows for each expert, zero where the rows pick another."""
-    reaches = use.kind.reached(site, use, operands)
+    reaches = vjp.use.kind.reached(vjp)
     assert reaches is not None
     order = sorted(range(len(side.rows)), key=side.rows.__getitem__)
     shape = [1] * side.x.ndim
@@ -206,6 +216,7 @@ def _by_expert(site: Site, use: Use, operands: Sequence[Any], side: Rows) -> Row
         shape[side.rows[i]] = reaches.shape[1 + i]
     reaches = reaches.transpose(0, *(1 + i for i in order)).reshape(-1, *shape)
     return Rows(
+        # `where` and not a product: a row of padding may hold NaN, which would reach every expert.
         jnp.where(reaches, side.x[None], jnp.zeros((), side.x.dtype)),
         tuple(1 + d for d in side.rows),
         (0, *(1 + d for d in side.batch)),
@@ -247,6 +258,8 @@ class Ragged(TwoSided):
     ) -> list[Use] | str:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contract, batch = numbers.dot_dimension_numbers
+        # With ragged contracted axes, as in this product's own gradient, no operand is a stack of
+        # experts.
         plain = tuple(map(tuple, batch)) == ((), ()) and len(contract[0]) == 1
         of_rows = tuple(numbers.lhs_ragged_dimensions) == (1 - contract[0][0],)
         if list(positions) != [1] or not (
@@ -274,24 +287,17 @@ class Ragged(TwoSided):
         # Experts with other group sizes read other rows.
         return repr((use.eqn.invars[2], use.eqn.params["ragged_dot_dimension_numbers"]))
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        use = vjp.use
         contract = use.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-        x = jnp.moveaxis(operands[0], contract[0][0], 1)
-        return _ragged_by_expert(x, operands, use.in_axes[0])
+        x = jnp.moveaxis(vjp.operands[0], contract[0][0], 1)
+        return _ragged_by_expert(x, vjp.operands, use.in_axes[0])
 
-    def outputs_of(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-    ) -> Rows:
-        side = _ragged_by_expert(cotangent, operands, use.out_axes[0])
-        return part_of_rows(site, use, side.masked(weights))
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        return _ragged_by_expert(vjp.cotangent, vjp.operands, vjp.use.out_axes[0])
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
-        return part_of_rows(site, use, Rows(_reached(operands), (1,), (0,), ())).x
+    def reached(self, vjp: LayerVjp) -> ArrayOrShape:
+        return part_of_rows(vjp, Rows(_reached(vjp.operands), (1,), (0,), ())).x
 
 
 def _reached(operands: Sequence[Any]) -> ArrayOrShape:
@@ -299,6 +305,7 @@ def _reached(operands: Sequence[Any]) -> ArrayOrShape:
     sizes = operands[2][:, None]
     ends = jnp.cumsum(sizes, 0, sizes.dtype)
     rows = jnp.arange(operands[0].shape[0], dtype=sizes.dtype)
+    # Rows are sorted by expert, so each expert reads one run of them.
     return (rows < ends) & (rows >= ends - sizes)
 
 

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkfac.interception import Eqn, Site, Slot, Use, cast_varying
+from jaxkfac.interception import Eqn, LayerVjp, Slot, Use, cast_varying
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import (
     PANELS_FROM,
@@ -125,27 +126,29 @@ def draw_rows(
 # ---------------- moments
 
 
+# A slot's entry: a matrix, which may be folded, a vector for a diagonal, or the panels of a matrix.
+Entry = ArrayOrShape | tuple[ArrayOrShape, ...]
+
+
 def output_moments(
-    site: Site,
-    use: Use,
-    side: Rows,
-    like: Any,
-    weights: ArrayOrShape | None,
-    products: Products,
-    *,
-    panels: bool = False,
+    vjp: LayerVjp, side: Rows, like: Entry, products: Products, *, panels: bool = False
 ) -> Any:
     """The entry ``g``: the sum of outer products of rows, for a dense entry of a sample of them."""
     times = None
     # Sampling spares products. A diagonal takes one pass over the rows, and stays exact.
-    if _is_dense(like, len(side.batch) + bool(use.free_stack and not side.batch)):
-        side, times = products.sampled(side, weights)
-    precision = products.precision_of(site.eqn)
-    return _multiplied(moments(site, use, side, like, precision=precision, panels=panels), times)
+    if _is_dense(like, len(side.batch) + bool(vjp.use.free_stack and not side.batch)):
+        side, times = products.sampled(side, vjp.weights)
+    precision = products.precision_of(vjp.site.eqn)
+    return _multiplied(moments(vjp, side, like, precision=precision, panels=panels), times)
 
 
 def moments(
-    site: Site, use: Use, side: Rows, like: Any, *, precision: Any, panels: bool = False
+    vjp: LayerVjp,
+    side: Rows,
+    like: Entry,
+    *,
+    precision: jax.lax.PrecisionLike,
+    panels: bool = False,
 ) -> Any:
     """The sum of outer products of rows, in the form of a slot's entry.
 
@@ -153,36 +156,38 @@ def moments(
     ``packs``). Its leading axes beyond the stack of ``side`` are filled with copies. With
     ``panels`` a wide matrix is computed by panels and mirrored (``symmetric_gram``).
     """
+    # Panels only exist for one feature axis without a stack (see `packs`).
     if isinstance(like, tuple) or panels:
         product = gram_panels if isinstance(like, tuple) else symmetric_gram
         return product(side.x, side.features[0][0], precision=precision)
-    lead = len(side.batch)
+    use, lead = vjp.use, len(side.batch)
     lost = 1 if use.free_stack and not lead else 0  # experts that share one input
     if _is_dense(like, lead + lost):
         sums = use.kind.second_moment(side, precision)
-        sums = in_own_order(site, use, side, sums, lead=lead, copies=2)
+        sums = in_own_order(vjp, side, sums, lead=lead, copies=2)
         sums = fold_triangle(sums) if is_folded(like) else sums
     else:
+        # Widened before the square, which in 16 bits would underflow for small gradients.
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
-        sums = _summed(site, use, side, squares)
+        sums = _summed(vjp, side, squares)
     return jnp.broadcast_to(sums, like.shape) if lost else sums
 
 
-def _is_dense(like: Any, lead: int) -> bool:
+def _is_dense(like: Entry, lead: int) -> bool:
     """Whether a slot's entry is a matrix behind its leading axes, or the panels of one."""
     return isinstance(like, tuple) or like.ndim - lead == 2
 
 
-def _multiplied(sums: Any, times: ArrayOrShape | None) -> Any:
+def _multiplied(sums: Entry, times: ArrayOrShape | None) -> Any:
     return sums if times is None else jax.tree.map(lambda x: x * times.astype(x.dtype), sums)
 
 
-def sum_of_outer_products(side: Rows, precision: Any) -> ArrayOrShape:
+def sum_of_outer_products(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
     """The sum over rows, for each entry of the stack."""
     return gram(side.x, side.rows, side.batch, precision=precision)
 
 
-def sum_over_patches(side: Rows, precision: Any) -> ArrayOrShape:
+def sum_over_patches(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
     """Moments of wide patches by panels; mirroring costs little beside a run of many rows."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
     if side.batch or size < PANELS_FROM:
@@ -203,33 +208,37 @@ def packs(uses: Sequence[Use], side: str) -> bool:
 
 
 def input_moments(
-    site: Site,
-    use: Use,
+    vjp: LayerVjp,
     slot: Mapping[str, Any],
     side: Rows,
     weights: ArrayOrShape | None,
     products: Products,
 ) -> Slot:
-    """The entries that the slot has of the input side: ``a``, ``a_count``, ``a_sum``."""
+    """The entries that the slot has of the input side: ``a``, ``a_count``, ``a_sum``.
+
+    ``side`` may be a chunk of the rows, and ``weights`` says which rows of the chunk exist.
+    """
     dtype, times = slot["a_count"].dtype, None
     count = jnp.asarray(side.number, dtype) if weights is None else weights.sum(dtype=dtype)
     if _is_dense(slot["a"], slot["a_count"].ndim):
         side, times = products.sampled(side, weights)
-    precision = products.precision_of(site.eqn)
-    out = {"a": _multiplied(moments(site, use, side, slot["a"], precision=precision), times)}
+    precision = products.precision_of(vjp.site.eqn)
+    out = {"a": _multiplied(moments(vjp, side, slot["a"], precision=precision), times)}
     out["a_count"] = jnp.broadcast_to(count, slot["a_count"].shape)
     if "a_sum" in slot:  # over the same rows; otherwise A with a ones column is no second moment
-        total = _multiplied(_summed(site, use, side, side.x, dtype), times)
+        total = _multiplied(_summed(vjp, side, side.x, dtype), times)
         out["a_sum"] = jnp.broadcast_to(total, slot["a_sum"].shape)
     return out
 
 
-def _summed(site: Site, use: Use, side: Rows, x: ArrayOrShape, dtype: Any = None) -> ArrayOrShape:
+def _summed(
+    vjp: LayerVjp, side: Rows, x: ArrayOrShape, dtype: DTypeLike | None = None
+) -> ArrayOrShape:
     """``x`` summed over rows: ``(stack..., features)``."""
     total = x.sum(side.rows, dtype=dtype)
     remaining = [d for d in range(side.x.ndim) if d not in side.rows]
     total = total.transpose([remaining.index(d) for d in (*side.batch, *side.feature_axes)])
-    return in_own_order(site, use, side, total, lead=len(side.batch), copies=1)
+    return in_own_order(vjp, side, total, lead=len(side.batch), copies=1)
 
 
 def sum_to(x: ArrayOrShape, shape: tuple[int, ...]) -> ArrayOrShape:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
 
-from jaxkfac.interception import Eqn, Use
+from jaxkfac.interception import LayerVjp, Use
 from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.linalg import statistics_dtype
 
@@ -35,10 +37,8 @@ def axis_of_devices(examples: int) -> str | None:
     return None
 
 
-def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape | None:
+def by_device(x: ArrayOrShape, examples: int, axis: str) -> ArrayOrShape:
     """The axis ``examples`` of an array, split into one shard per device; devices come first."""
-    if x is None:
-        return None
     size = jax.sharding.get_abstract_mesh().shape[axis]
     before, after = x.shape[:examples], x.shape[examples + 1 :]
     shards = x.reshape(*before, size, x.shape[examples] // size, *after)
@@ -54,56 +54,40 @@ def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape 
 AT_ONCE = 2**20  # elements of patches that may always be formed at once: 4 MiB of float32
 
 
-def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
+def patches_of(vjp: LayerVjp) -> Rows:
     """Every patch as a row: ``(groups..., examples, positions..., kernel..., channels)``.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel; the signal may hold only a few examples.
+        vjp: The convolution; its signal may hold only a few examples.
     """
-    return _patches(_signal(eqn, use, operands), use)
+    return _patches(_signal(vjp), vjp.use)
 
 
-def summed_patches(
-    eqn: Eqn, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None
-) -> Rows:
+def summed_patches(vjp: LayerVjp) -> Rows:
     """The patches of ``patches_of`` summed over positions, whose axes keep length one.
 
     Without a mask the sum over positions is taken axis by axis, and no patch is formed.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel.
-        weights: Which rows exist, ``(examples, positions...)``.
+        vjp: The convolution, with weights ``(examples, positions...)``.
     """
-    signal = _signal(eqn, use, operands)
-    if weights is None:
+    signal, use = _signal(vjp), vjp.use
+    if vjp.weights is None:
         return _patches(signal, use, summed=True)
 
     def total(side: Rows, exists: ArrayOrShape | None) -> ArrayOrShape:
         dtype = statistics_dtype(side.x.dtype)
         return side.masked(exists).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
 
-    summed = _over_runs(signal, use, weights, total)
+    summed = _over_runs(signal, use, vjp.weights, total)
     return _rows(signal, use, summed)
 
 
-def over_patches(
-    eqn: Eqn,
-    use: Use,
-    operands: Sequence[Any],
-    weights: ArrayOrShape | None,
-    statistic: Callable[[Rows, ArrayOrShape | None], Any],
-) -> Any:
+def over_patches(vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]) -> Any:
     """The sum of a statistic of patches over runs of positions.
 
     Args:
-        eqn: The convolution.
-        use: Its use.
-        operands: Signal and kernel.
-        weights: Which rows exist, ``(examples, positions...)``.
+        vjp: The convolution, with weights ``(examples, positions...)``.
         statistic: A function from some of the rows, and which of them exist, to a tree of arrays
             that are sums over rows.
 
@@ -112,7 +96,7 @@ def over_patches(
         the signal, the input factor and ``AT_ONCE`` elements, but at least the patches of one
         position of the longest axis.
     """
-    signal = _signal(eqn, use, operands)
+    signal, use, weights = _signal(vjp), vjp.use, vjp.weights
 
     def total(x: ArrayOrShape, exists: ArrayOrShape | None) -> Any:
         of_run = lambda side, exists: statistic(side.masked(exists), exists)
@@ -124,8 +108,9 @@ def over_patches(
     if axis is None:
         return total(signal.x, weights)
     # In a loop each run would be summed over the devices; here they are summed once, after it.
-    shards = by_device(signal.x, lead, axis), by_device(weights, 0, axis)
-    return jax.tree.map(lambda x: x.sum(0), jax.vmap(total)(*shards))
+    exists = None if weights is None else by_device(weights, 0, axis)
+    shards = jax.vmap(total)(by_device(signal.x, lead, axis), exists)
+    return jax.tree.map(lambda x: x.sum(0), shards)
 
 
 class _Axis(NamedTuple):
@@ -148,20 +133,23 @@ class _Signal(NamedTuple):
     axes: tuple[_Axis, ...]
 
 
-def _signal(eqn: Eqn, use: Use, operands: Sequence[Any]) -> _Signal:
-    p, x, kernel = eqn.params, operands[0], operands[1].shape
+def _signal(vjp: LayerVjp) -> _Signal:
+    eqn, groups = vjp.site.eqn, vjp.use.groups
+    p, x, kernel = eqn.params, vjp.operands[0], vjp.operands[1].shape
     numbers = p["dimension_numbers"]
     examples, channels, *spatial = numbers.lhs_spec
     config = [(0, 0, 0)] * x.ndim
     for d, (low, high), spread in zip(spatial, p["padding"], p["lhs_dilation"], strict=True):
         config[d] = (low, high, spread - 1)
+    # No copy of the signal where there is nothing to pad.
     if any(c != (0, 0, 0) for c in config):
         x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    # Channels last, so that a window's channels are contiguous however the model stores its signal.
     x = x.transpose(examples, *spatial, channels)
-    if use.groups:
-        x = x.reshape(*x.shape[:-1], *use.groups, -1)
-        first = range(x.ndim - 1 - len(use.groups), x.ndim - 1)
-        x = jnp.moveaxis(x, list(first), list(range(len(use.groups))))
+    if groups:
+        x = x.reshape(*x.shape[:-1], *groups, -1)
+        first = range(x.ndim - 1 - len(groups), x.ndim - 1)
+        x = jnp.moveaxis(x, list(first), list(range(len(groups))))
     axes = [
         _Axis(eqn.outvars[0].aval.shape[d], kernel[k], stride, dilation)
         for d, k, stride, dilation in zip(
@@ -180,6 +168,8 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
     x, lead = signal.x, len(use.groups) + 1
     for d, axis in enumerate(signal.axes, start=lead):
         windows = []
+        # A kernel that is reversed in the program meets the windows back to front; A belongs to the
+        # parameter's own order.
         for k in range(axis.size)[:: -1 if use.reversed[d - lead] else 1]:
             first = k * axis.dilation
             last = first + (axis.outputs - 1) * axis.stride
@@ -188,6 +178,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
                 # Sums over many positions would lose digits in 16 bits.
                 window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
             windows.append(window)
+        # Before the channels: the kernel's points stack up in the order of its spatial axes.
         x = jnp.stack(windows, -2)
     return _rows(signal, use, x)
 
@@ -213,7 +204,7 @@ def _over_runs(
     along, outputs = _longest(axes)
     length = _run_length(signal, lead)
 
-    def statistic_of_run(start: Any, number: int) -> Any:
+    def statistic_of_run(start: ArrayLike, number: int) -> Any:
         axis = axes[along]._replace(outputs=number)
         x = jax.lax.dynamic_slice_in_dim(
             signal.x, start * axis.stride, axis.points(number), lead + along
@@ -224,7 +215,7 @@ def _over_runs(
         run = _Signal(x, (*axes[:along], axis, *axes[along + 1 :]))
         return statistic(_patches(run, use), exists)
 
-    def add(total: Any, start: Any) -> tuple[Any, None]:
+    def add(total: Any, start: Int[Array, ""]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, statistic_of_run(start, length)), None
 
     if length == outputs:

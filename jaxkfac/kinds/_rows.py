@@ -2,15 +2,59 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import Atoms, AxisTable, Piece, Site, Use, own_atoms, pieces_of
+from jaxkfac.interception import (
+    Atoms,
+    AxisTable,
+    LayerVjp,
+    Piece,
+    View,
+    own_atoms,
+    pieces_of,
+    reversal,
+)
 
-ArrayOrShape = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, a shape
+if TYPE_CHECKING:
+    ArrayOrShape = Array
+else:
+
+    @runtime_checkable
+    class ArrayOrShape(Protocol):
+        """A tracer, a NumPy constant or, for a slot in a backward rule, a shape."""
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> Any: ...
+
+
+# ---------------- views that are no matrix
+
+
+def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
+    """The reason why a view is no matrix with known axes, or ``None``."""
+    if view.axes is None or view.function:
+        first = view.function or view.lost_by
+        return f"is no whole matrix behind `{first}`, where it meets data in `{name}`"
+    if any("broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)):
+        return f"is broadcast before `{name}`"
+    return None
+
+
+def order_problem(table: AxisTable, view: View, axes: Sequence[Atoms], name: str) -> str | None:
+    """The reason why a view's elements along some axes are out of order, or ``None``."""
+    if any(reversal(table, view, axis) != "none" for axis in axes):
+        return f"is back to front behind `rev`, where it meets data in `{name}`"
+    return None
+
+
+# ---------------- rows
 
 
 class Rows(NamedTuple):
@@ -52,11 +96,11 @@ class Rows(NamedTuple):
         return self._replace(x=masked(self.x, weights.transpose(order).reshape(shape)))
 
 
-def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
+def part_of_rows(vjp: LayerVjp, side: Rows) -> Rows:
     """The rows of the use's parameter, from those of an array composed of several parameters."""
+    use, table = vjp.use, vjp.table
     if not use.view.joins:
         return side
-    table = site.table
     pieces = pieces_of(table, use.view.joins)
     assert pieces is not None  # for other uses the coverage report has a row
     axes = dict(side.features) | dict(zip(side.batch, use.batch_axes, strict=False))
@@ -100,22 +144,23 @@ def masked(x: ArrayOrShape, rows: ArrayOrShape | None) -> ArrayOrShape:
 
 
 def in_own_order(
-    site: Site, use: Use, side: Rows, x: ArrayOrShape, *, lead: int, copies: int = 1
+    vjp: LayerVjp, side: Rows, x: ArrayOrShape, *, lead: int, copies: int = 1
 ) -> ArrayOrShape:
     """Features of ``x`` flattened in the parameter's own axis order.
 
     Args:
-        site: The site of the use.
-        use: The use.
+        vjp: The use and the axis atoms.
         side: The side, for its features.
         x: ``(lead axes..., features...)``, the features ``copies`` times.
         lead: Number of leading axes.
         copies: 1 for rows, 2 for their outer products.
     """
-    table = site.table
-    parameter_atoms = [a for axis in use.view.remaining_axes for a in table.atoms(axis)]
+    table = vjp.table
+    parameter_atoms = [a for axis in vjp.use.view.remaining_axes for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
+    # An equation may contract axes in any order; factors of all uses of a parameter have its own
+    # order, or they could not be added.
     order = sorted(range(len(atoms)), key=lambda i: parameter_atoms.index(atoms[i]))
     before, n = x.shape[:lead], math.prod(sizes)
     if order != sorted(order):
@@ -126,22 +171,19 @@ def in_own_order(
     return x.reshape(*before, *[n] * copies)
 
 
-def by_example(
-    site: Site, side: Rows, axes: Sequence[Atoms], examples: Atoms, *, path: str
-) -> ArrayOrShape:
+def by_example(vjp: LayerVjp, side: Rows, axes: Sequence[Atoms], examples: Atoms) -> ArrayOrShape:
     """Rows with the examples as the first axis: ``(examples, positions, stack..., features...)``.
 
     Args:
-        site: The site of the use.
+        vjp: The axis atoms, and what an error names.
         side: The rows.
         axes: The atoms of each row axis.
         examples: The atoms of the example axis, none for a single example.
-        path: The parameter, for the error.
 
     Raises:
         LostRowsError: the rows cannot be attributed to examples.
     """
-    table, shape, first, position_axes = site.table, [], {}, []
+    table, shape, first, position_axes = vjp.table, [], {}, []
     example_atoms = table.atoms(examples)
     for d, size in enumerate(side.x.shape):
         atoms = table.atoms(axes[side.rows.index(d)]) if d in side.rows else ()
@@ -149,15 +191,18 @@ def by_example(
         if d not in side.rows or math.prod(sizes) != size:
             atoms, sizes = (), [size]  # a feature, an axis of one row, or a shard
         for i, atom_size in enumerate(sizes):
+            # The axis of examples may be one factor of a row axis that the model has merged
+            # (examples times tokens).
             if atoms and atoms[i] in example_atoms:
+                # The same examples twice: rows are pairs, as in a product of all examples with all.
                 if atoms[i] in first:
-                    raise _lost(site, path, "its rows run over pairs of examples")
+                    raise _lost(vjp, "its rows run over pairs of examples")
                 first[atoms[i]] = len(shape)
             elif d in side.rows:
                 position_axes.append(len(shape))
             shape.append(atom_size)
     if len(first) != len(example_atoms):
-        raise _lost(site, path, "its rows do not run along the examples")
+        raise _lost(vjp, "its rows do not run along the examples")
     examples_first = [first[a] for a in example_atoms]
     outside_axes = [
         i for i in range(len(shape)) if i not in examples_first and i not in position_axes
@@ -170,19 +215,20 @@ def by_example(
     return x.reshape(number, -1, *[shape[i] for i in tail])
 
 
-def _lost(site: Site, path: str, what: str) -> LostRowsError:
+def _lost(vjp: LayerVjp, what: str) -> LostRowsError:
+    path, primitive = vjp.use.view.path, vjp.site.eqn.primitive.name
     return LostRowsError(
-        f"layer {path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and statistics "
-        "of whole examples were asked for. Leave the layer out with layers=, or ask for "
+        f"layer {path!r}: example axis lost at `{primitive}`: {what}, and statistics of whole "
+        "examples were asked for. Leave the layer out with layers=, or ask for "
         'statistics of positions: sharing="expand", scales="diagonal", per="token".'
     )
 
 
-def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> ArrayOrShape:
+def aligned(vjp: LayerVjp, side: Rows, stack: tuple[int, ...] = ()) -> ArrayOrShape:
     """``(rows..., stack..., features)``: rows as in ``use.rows``, features in the own order."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     lead = len(side.rows) + len(side.batch)
-    x = in_own_order(site, use, side, x, lead=lead)
+    x = in_own_order(vjp, side, x, lead=lead)
     shape = (*x.shape[: len(side.rows)], *stack, x.shape[-1])
     if len(side.batch) < len(stack):  # experts that read one input
         x = jnp.broadcast_to(jnp.expand_dims(x, len(side.rows)), shape)
@@ -190,11 +236,11 @@ def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Ar
 
 
 def split_examples(
-    site: Site, use: Use, x: ArrayOrShape, *, num_rows: int, examples: Atoms | None
+    vjp: LayerVjp, x: ArrayOrShape, *, num_rows: int, examples: Atoms | None
 ) -> ArrayOrShape:
     """Leading row axes as ``(examples, positions)``; without ``examples``, one position each."""
     if examples is None:
         return x.reshape(-1, 1, *x.shape[num_rows:])
     rows = tuple(range(num_rows))
     features = tuple((d, ()) for d in range(num_rows, x.ndim))
-    return by_example(site, Rows(x, rows, (), features), use.rows, examples, path=use.view.path)
+    return by_example(vjp, Rows(x, rows, (), features), vjp.use.rows, examples)

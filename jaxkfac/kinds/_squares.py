@@ -6,7 +6,7 @@ result is $\sum_n \Gamma_n^{\odot 2}$. Input rows are ``(examples, positions, st
 output rows ``(examples, positions, stack..., out)``; rows that do not exist are zero.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxkfac.kinds._rows import ArrayOrShape
 from jaxkfac.linalg import statistics_dtype
 
+_AxisPair = tuple[tuple[int, ...], tuple[int, ...]]  # axes of the left and the right operand
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradient
 
 # A sum over pairs of S positions takes (S + 1) / 2 times the multiplications of gradients that are
@@ -226,7 +227,7 @@ def _over_rows(x: ArrayOrShape, g: ArrayOrShape, lead: int) -> ArrayOrShape:
     return _dot(x, g, (rows, rows), (stack, stack))
 
 
-def _dot(x: ArrayOrShape, y: ArrayOrShape, contract: Any, batch: Any) -> ArrayOrShape:
+def _dot(x: ArrayOrShape, y: ArrayOrShape, contract: _AxisPair, batch: _AxisPair) -> ArrayOrShape:
     dtype = statistics_dtype(x.dtype, y.dtype)
     return jax.lax.dot_general(
         x.astype(dtype), y.astype(dtype), (contract, batch), precision=_EXACT

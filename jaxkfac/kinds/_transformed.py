@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, AxisTable, Eqn, Site, Slot, Use, register_kind
+from jaxkfac.interception import Atoms, AxisTable, Eqn, LayerVjp, Slot, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
@@ -40,6 +40,7 @@ class Transformed(Elementwise):
     ) -> list[Use] | str:
         (position,) = positions
         contract, batch = eqn.params["dimension_numbers"]
+        # The other axes of the data are rows: each has a gradient of its own.
         theirs = {*contract[1 - position], *batch[1 - position]}
         data = ins[1 - position]
         rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
@@ -52,28 +53,23 @@ class Transformed(Elementwise):
 
     def elements(
         self,
-        site: Site,
-        use: Use,
+        vjp: LayerVjp,
         like: Mapping[str, Any],
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
         examples: Atoms,
         derivative: ArrayOrShape | None,
     ) -> Slot:
-        x, g = _sides(use, operands[1 - use.operand].astype(cotangent.dtype), cotangent)
-        x, g = x.masked(weights), g.masked(weights)
-        ones = (x._replace(x=jnp.ones_like(x.x)), g._replace(x=jnp.ones_like(g.x)).masked(weights))
+        use, dtype = vjp.use, vjp.cotangent.dtype
+        x, g = (side.masked(vjp.weights) for side in _sides(vjp))
+        ones = [side._replace(x=jnp.ones_like(side.x)) for side in (x, g)]
+        # The count of an element is the number of rows that exist, from the same product with ones.
+        ones[1] = ones[1].masked(vjp.weights)
         by_row = "diagonal" in like
 
         def gradients(x: Rows, g: Rows) -> ArrayOrShape:
             """Gradients of the weight by example; the examples are the last axis."""
             if by_row:
                 return _product(use, _flat(x), _flat(g))[..., 0]
-            rows, path = use.rows, use.view.path
-            return _product(
-                use, *(by_example(site, side, rows, examples, path=path) for side in (x, g))
-            )
+            return _product(use, *(by_example(vjp, side, use.rows, examples) for side in (x, g)))
 
         if by_row:
             squared = (side._replace(x=jnp.square(side.x)) for side in (x, g))
@@ -81,16 +77,19 @@ class Transformed(Elementwise):
         else:
             statistics = {"gradient": gradients(x, g), "counts": gradients(*ones)}
         if derivative is not None:
-            d = derivative.astype(cotangent.dtype)
+            d = derivative.astype(dtype)
             if by_row:
+                # The derivative does not depend on the row, so it is applied once, to the sum.
                 statistics["diagonal"] *= jnp.square(d)
             else:
                 statistics["gradient"] *= d[..., None]
         return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
 
 
-def _sides(use: Use, x: ArrayOrShape, cotangent: ArrayOrShape) -> tuple[Rows, Rows]:
+def _sides(vjp: LayerVjp) -> tuple[Rows, Rows]:
     """Input rows and output rows, with features in the order of the equation."""
+    use, cotangent = vjp.use, vjp.cotangent
+    x = vjp.data.astype(cotangent.dtype)
     contract, shared = use.eqn.params["dimension_numbers"]
     data_operand, batch = 1 - use.operand, len(shared[0])
     not_rows = {*contract[data_operand], *shared[data_operand]}
@@ -124,5 +123,7 @@ def _product(use: Use, x: ArrayOrShape, g: ArrayOrShape) -> ArrayOrShape:
     out = jax.lax.dot_general(x, g, numbers, precision=jax.lax.Precision.HIGHEST)
     mine = (*shared[use.operand], *contract[use.operand])
     ndim = len(use.eqn.invars[use.operand].aval.shape)
+    # `dot_general` returns shared axes first, then inputs, then outputs; the weight has its own
+    # order.
     order = [*mine, *(d for d in range(ndim) if d not in mine)]  # the weight's axis for each of out
     return out.transpose(*(1 + order.index(d) for d in range(ndim)), 0)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
+from jaxkfac.interception import Atoms, Axes, Kind, LayerVjp, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides, LowRankMatrices
 from jaxkfac.kinds._moments import Products, input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
@@ -98,87 +98,60 @@ class TwoSided(Kind):
     def place(self, use: Use, axes: Axes) -> None:
         """Nothing to store: the rows are those of the data operand."""
 
-    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+    def inputs(self, vjp: LayerVjp) -> Rows:
         """The input rows of a use, all of them."""
         raise NotImplementedError
 
-    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
+    def outputs(self, vjp: LayerVjp) -> Rows:
         """The cotangent of the result as rows."""
         raise NotImplementedError
 
-    def input_rows(
-        self, site: Site, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None
-    ) -> Rows:
-        return part_of_rows(site, use, self.inputs(site, use, operands).masked(weights))
+    def input_rows(self, vjp: LayerVjp) -> Rows:
+        return part_of_rows(vjp, self.inputs(vjp).masked(vjp.weights))
 
-    def output_rows(
-        self, site: Site, use: Use, cotangent: ArrayOrShape, weights: ArrayOrShape | None
-    ) -> Rows:
-        return part_of_rows(site, use, self.outputs(site, use, cotangent).masked(weights))
+    def output_rows(self, vjp: LayerVjp) -> Rows:
+        return part_of_rows(vjp, self.outputs(vjp).masked(vjp.weights))
 
     def over_input_rows(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        weights: ArrayOrShape | None,
-        statistic: Callable[[Rows, ArrayOrShape | None], Any],
+        self, vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]
     ) -> Any:
         """A statistic of input rows, summed over the chunks in which the rows are formed.
 
         Args:
-            site: The site of the use.
-            use: The use.
-            operands: The equation's operands.
-            weights: Which rows exist, with the axes of ``use.rows``.
+            vjp: The use and its operands.
             statistic: A function from rows, and which of them exist, to a tree of arrays that are
                 sums over rows. Rows that do not exist are zero.
         """
-        return statistic(self.input_rows(site, use, operands, weights), weights)
+        return statistic(self.input_rows(vjp), vjp.weights)
 
     def input_moments(
-        self,
-        site: Site,
-        use: Use,
-        like: Mapping[str, Any],
-        operands: Any,
-        weights: ArrayOrShape | None,
-        products: Products,
+        self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
     ) -> dict[str, Any]:
         def sums(side: Rows, exists: ArrayOrShape | None) -> dict[str, Any]:
-            return input_moments(site, use, like, side, exists, products)
+            return input_moments(vjp, like, side, exists, products)
 
-        out = self.over_input_rows(site, use, operands, weights, sums)
+        out = self.over_input_rows(vjp, sums)
         # A row that does not reach an expert is zero in its sum, so its count leaves the row out.
-        exists = self.reached(site, use, operands)
+        exists = self.reached(vjp)
         if exists is not None:
-            exists = exists if weights is None else exists & weights
-            lead, stack = exists.ndim - len(use.rows), like["a_count"].shape
+            exists = exists if vjp.weights is None else exists & vjp.weights
+            lead, stack = exists.ndim - len(vjp.use.rows), like["a_count"].shape
             count = exists.sum(range(lead, exists.ndim), dtype=like["a_count"].dtype)
             trailing = (1,) * (len(stack) - lead)
             out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *trailing), stack)
         return out
 
-    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
+    def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
         return sum_of_outer_products(side, precision)
 
     def both_sides(
-        self,
-        site: Site,
-        use: Use,
-        operands: Sequence[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        examples: Atoms | None,
-        like: Mapping[str, Any],
+        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
     ) -> BothSides | TokenRows:
-        split = functools.partial(
-            split_examples, site, use, num_rows=len(use.rows), examples=examples
-        )
+        num_rows = len(vjp.use.rows)
+        split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
         stack = stack_of_slot(like)
-        side = self.outputs_of(site, use, operands, cotangent, weights)
-        g = aligned(site, use, side, stack)
-        x = aligned(site, use, self.input_rows(site, use, operands, weights), stack)
+        g = aligned(vjp, self.output_rows(vjp), stack)
+        x = aligned(vjp, self.input_rows(vjp), stack)
         if examples is None:
             return BothSides((x, g), by_example=False)
         return BothSides((split(x), split(g)), by_example=True)

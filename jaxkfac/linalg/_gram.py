@@ -1,7 +1,7 @@
 """Second moments of rows, accumulated in at least float32."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ def gram(
     rows: Sequence[int],
     batch: Sequence[int] = (),
     *,
-    precision: Any = jax.lax.Precision.HIGHEST,
+    precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
 ) -> Float[Array, "..."]:
     r"""The sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
 
@@ -65,7 +65,10 @@ def _cuts(size: int) -> list[tuple[int, int]]:
 
 
 def gram_panels(
-    x: Float[Array, "..."], axis: int, *, precision: Any = jax.lax.Precision.HIGHEST
+    x: Float[Array, "..."],
+    axis: int,
+    *,
+    precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
 ) -> tuple[Float[Array, "rows cols"], ...]:
     r"""The upper triangle of $\sum_r x_r x_r^\top$ as block rows, for one feature axis.
 
@@ -92,7 +95,10 @@ def gram_panels(
 
 
 def symmetric_gram(
-    x: Float[Array, "..."], axis: int, *, precision: Any = jax.lax.Precision.HIGHEST
+    x: Float[Array, "..."],
+    axis: int,
+    *,
+    precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
 ) -> Float[Array, "size size"]:
     r"""The matrix $\sum_r x_r x_r^\top$ for one feature axis, by panels if it is wide.
 
@@ -113,13 +119,15 @@ def has_panels(size: int, platform: str) -> bool:
     return size >= (PANELS_FROM if platform == "cpu" else _PANELS_FROM_ELSEWHERE)
 
 
-def _by_platform(x: Array, axis: int, by_panels: Any, by_full_product: Any) -> Any:
+def _by_platform(
+    x: Array, axis: int, by_panels: Callable[[Array], Any], by_full_product: Callable[[Array], Any]
+) -> Any:
     if has_panels(x.shape[axis], "other"):
         return by_panels(x)
     return jax.lax.platform_dependent(x, cpu=by_panels, default=by_full_product)
 
 
-def _panel_products(x: Array, *, axis: int, precision: Any) -> tuple[Array, ...]:
+def _panel_products(x: Array, *, axis: int, precision: jax.lax.PrecisionLike) -> tuple[Array, ...]:
     size, rows = x.shape[axis], _all_but(x, axis)
     if x.dtype.itemsize < 4:
         # Without this XLA may round one operand of a product and leave the other in float32, as

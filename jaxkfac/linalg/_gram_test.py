@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.linalg import _gram
 from jaxkfac.linalg._gram import (
     _gathered,
     _written,
@@ -84,6 +85,14 @@ def test_panels_are_written_as_they_are_gathered(size):
     panels = jax.vmap(lambda x: gram_panels(x, 1))(rows(2, 6, size, dtype=jnp.float32))
     for border in (None, (rows(2, size, dtype=jnp.float32), jnp.ones(2))):
         np.testing.assert_array_equal(_written(panels, border), _gathered(panels, border))
+
+
+def test_a_matrix_with_more_entries_than_an_index_counts_is_written(x64, monkeypatch):
+    """The limit is lowered: the smallest such matrix has 16 GiB in double precision."""
+    x = rows(6, 50)
+    monkeypatch.setattr(_gram, "_MAX_INDEX", 50**2)
+    monkeypatch.setattr(_gram, "_gathered", None)
+    np.testing.assert_allclose(unpack_panels(gram_panels(x, 1)), x.T @ x, rtol=1e-12, atol=1e-12)
 
 
 def test_a_stack_is_kept_apart(x64):

@@ -349,7 +349,7 @@ def measured_power(
     )
 
 
-def is_separable(damping: Any, mode: str) -> bool:
+def is_separable(damping: object, mode: str) -> bool:
     """Whether each factor gets its own damping, so that the damped block is a product."""
     return isinstance(damping, tuple) or mode != "exact"
 
@@ -376,7 +376,7 @@ def factor_damping(
     return (root, root) if mode == "factored" else _pi_split(mean_a, mean_g, root)
 
 
-def _per_factor(a: Array, g: Array, damping: Damping, mode: Any) -> tuple[Array, Array]:
+def _per_factor(a: Array, g: Array, damping: Damping, mode: DampingMode) -> tuple[Array, Array]:
     """The numbers added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
     means = a.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
     return factor_damping(*means, damping=damping, mode=mode)

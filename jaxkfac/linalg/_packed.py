@@ -1,6 +1,7 @@
 """Symmetric matrices in half the bytes: the lower triangle folded into a rectangle."""
 
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +85,14 @@ def _copy_triangle(target: np.ndarray, source: np.ndarray) -> None:
 AnyArray = Any  # a JAX or NumPy array, which a function returns as it came
 
 
+@runtime_checkable
+class HasShape(Protocol):
+    """An array, or the shape and dtype of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 def fold_triangle(matrix: AnyArray) -> AnyArray:
     """Fold the lower triangle of symmetric matrices into a rectangle of half the elements.
 
@@ -112,12 +121,12 @@ def unfold_triangle(rectangle: AnyArray) -> AnyArray:
     return xp.where(xp.tri(n, dtype=bool), matrix, matrix.mT)
 
 
-def is_folded(x: Any) -> bool:
+def is_folded(x: HasShape) -> bool:
     """Whether an array of symmetric matrices is folded. A folded one is never square."""
     return x.shape[-1] != x.shape[-2]
 
 
-def unfolded_size(x: Any) -> int:
+def unfolded_size(x: HasShape) -> int:
     """The size ``n`` of symmetric matrices, folded or not."""
     rows, columns = x.shape[-2:]
     return rows - (rows == 2 * columns + 1)
@@ -143,11 +152,11 @@ def diagonal(matrix: AnyArray) -> AnyArray:
     return _numpy_of(matrix).concatenate([first, corner], -1)
 
 
-def _numpy_of(x: Any) -> Any:
+def _numpy_of(x: object) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _holds_corner(xp: Any, n: int) -> AnyArray:
+def _holds_corner(xp: ModuleType, n: int) -> AnyArray:
     """True where the rectangle holds the last corner: on and above a diagonal at its top."""
     rows, columns = packed_shape(n)
     row, column = xp.arange(rows)[:, None], xp.arange(columns)[None]

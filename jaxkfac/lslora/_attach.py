@@ -86,7 +86,7 @@ class Adapted:
         params: PyTree,
         adapters: Adapters | Bank,
         inputs: Any,
-        key: Any = None,
+        key: Key[Array, ""] | None = None,
         adapter: Any = None,
         *,
         handler: Callable[[Mapping[str, BranchOptions]], Handler] | None = None,
@@ -127,7 +127,11 @@ class Adapted:
         return traced.emit(chosen, params, slots, inputs, key, entries=_ENTRIES)
 
     def traced(
-        self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None = None
+        self,
+        params: PyTree,
+        inputs: Any,
+        key: Key[Array, ""] | None,
+        names: Sequence[str] | None = None,
     ) -> Traced:
         """The model's trace with the named layers tapped; ``None`` taps all layers."""
 
@@ -138,7 +142,9 @@ class Adapted:
         check_arrays("inputs", inputs)
         return self._traces.get((params, inputs, key), make, static=names)
 
-    def _trace(self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None) -> Traced:
+    def _trace(
+        self, params: PyTree, inputs: Any, key: Key[Array, ""] | None, names: Sequence[str] | None
+    ) -> Traced:
         pattern = None if names is None else "|".join(map(re.escape, names))
         try:
             traced = trace(
@@ -163,12 +169,19 @@ class Adapted:
             )
         return traced
 
-    def _forward(self, params: PyTree, inputs: Any, key: Any) -> Any:
+    def _forward(self, params: PyTree, inputs: Any, key: Key[Array, ""] | None) -> Any:
         kwargs = {"key": key} if takes_key(self._apply) else {}
         return self._apply(params, inputs, **kwargs)
 
     def _options(
-        self, traced: Traced, layer: Layer, adapter: Adapter, key: Any, *, scaled: bool, bank: bool
+        self,
+        traced: Traced,
+        layer: Layer,
+        adapter: Adapter,
+        key: Key[Array, ""] | None,
+        *,
+        scaled: bool,
+        bank: bool,
     ) -> BranchOptions:
         config = self.config
         if any(u.view.joins or u.view.members for u in traced.uses_of(layer)):
@@ -254,7 +267,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
     return Adapted(apply_fn, config, forward_mode=forward_mode)
 
 
-def check_order(call: str, apply_fn: Any, config: Any) -> None:
+def check_order(call: str, apply_fn: object, config: object) -> None:
     """Refuse a function where the settings belong, and the reverse.
 
     Raises:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._text import array_text
@@ -55,7 +56,7 @@ def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
     return Adapter(**new)
 
 
-def pick_slot(bank_leaves: Adapter, slot: Any) -> Adapter:
+def pick_slot(bank_leaves: Adapter, slot: ArrayLike) -> Adapter:
     """The adapter in one slot; NaN if a traced index is beyond the bank."""
     return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), bank_leaves)
 
@@ -262,7 +263,7 @@ class Bank:
             return self.adapters, index
         on, slot = index >= 0, jnp.maximum(index, 0)
 
-        def quiet(x: Any) -> Any:
+        def quiet(x: Array | None) -> Any:
             return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
 
         adapters = {}

@@ -224,7 +224,7 @@ def read_folder(
     return record, tensors, own_metadata
 
 
-def _checksums(record: Any) -> Any:
+def _checksums(record: object) -> Any:
     own_settings = record.get(OWN) if isinstance(record, dict) else None
     sums = own_settings.get(KEY) if isinstance(own_settings, dict) else None
     return sums if isinstance(sums, dict) else None

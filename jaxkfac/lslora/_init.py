@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
@@ -346,7 +347,7 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     return layers
 
 
-def _fresh(config: Config, layer: Layer, key: Any, dtype: Any) -> Adapter:
+def _fresh(config: Config, layer: Layer, key: Key[Array, ""], dtype: DTypeLike) -> Adapter:
     rank, bound = config.rank_of(layer.name), 1 / math.sqrt(layer.in_features)
     shape = (*layer.stack, layer.in_features, rank)
     wide = statistics_dtype(dtype)

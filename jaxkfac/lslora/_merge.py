@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac.interception import Layer, Site, encoded_paths, leaves_by_path, with_leaves
+from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths, leaves_by_path, with_leaves
 from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted
@@ -112,8 +112,9 @@ def approximate_merge(
     def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
         use = site.uses[0]
         dtype = statistics_dtype(branch.added.dtype)
-        x = _matrix(site, use.kind.input_rows(site, use, operands, None)).astype(dtype)
-        v = _matrix(site, use.kind.output_rows(site, use, branch.added, None)).astype(dtype)
+        vjp = LayerVjp(site, use, operands, branch.added)  # the rows of what the branch adds
+        x = _matrix(vjp, use.kind.input_rows(vjp)).astype(dtype)
+        v = _matrix(vjp, use.kind.output_rows(vjp)).astype(dtype)
         x = jnp.broadcast_to(x, (*v.shape[:-1], x.shape[-1]))  # experts read the same rows
         if ones[str(use.layer)]:
             x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), dtype)], -1)
@@ -194,10 +195,10 @@ def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:
             )
 
 
-def _matrix(site: Site, side: Rows) -> Array:
+def _matrix(vjp: LayerVjp, side: Rows) -> Array:
     """Values as ``(stack..., rows, features)``, with features in the parameter's own order."""
     x = side.x.transpose(*side.batch, *side.rows, *side.feature_axes)
-    x = in_own_order(site, site.uses[0], side, x, lead=len(side.batch) + len(side.rows))
+    x = in_own_order(vjp, side, x, lead=len(side.batch) + len(side.rows))
     return x.reshape(*x.shape[: len(side.batch)], -1, x.shape[-1])
 
 

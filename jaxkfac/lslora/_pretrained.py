@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxkfac._errors import CheckpointMismatchError, nearest
@@ -138,7 +139,7 @@ def _slice(record: Mapping[str, Any], module: str) -> ModuleSettings:
     )
 
 
-def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> dict[str, Any]:
+def _nothing(stack: Stack, rank: int, dtype: DTypeLike, phi: Nonlinearity | None) -> dict[str, Any]:
     """The tensors of a slice whose adapter changes nothing."""
     zeros = {
         "a": np.zeros((rank, stack.inputs), dtype),

@@ -188,6 +188,8 @@ def _mapped(
             g_sums={k: (matrix if k in dense_g else other)(x) for k, x in factors.g_sums.items()},
             diagonals={k: other(x) for k, x in factors.diagonals.items()},
             terms=count(factors.terms),
+            turn=factors.turn
+            and dataclasses.replace(factors.turn, number=count(factors.turn.number)),
             corrections=_mapped_corrections(factors.corrections, other, count),
         )
     return {

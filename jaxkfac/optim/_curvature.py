@@ -17,6 +17,8 @@ from jaxkfac.factors import (
     check_decay,
     check_factors,
     check_like,
+    check_turn,
+    number_of_turns,
     of_parameters,
     stored_like,
     update_average,
@@ -41,6 +43,7 @@ def shapes_of(like: Factors) -> Factors:
 
     Raises:
         TypeError: ``like`` is not factors.
+        ValueError: ``like`` is the factors of a single step, where they come in turns.
     """
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
@@ -110,11 +113,13 @@ class Curvature:
 
         Raises:
             TypeError: they are not factors.
-            ValueError: they have other layers, or measured eigenvalues that cannot be used.
+            ValueError: they have other layers, measured eigenvalues that cannot be used, or are
+                complete where they should come in turns, or the reverse.
         """
         if isinstance(factors, Factors):
             factors = of_parameters(without_loss_terms(factors))
         check_factors(factors, self.like)
+        check_turn("factors", factors.turn, number_of_turns(self.like.turn))
         factors = stored_like(factors, self.like)
         measures = factors.corrections is not None
         self.method.check_stagger(stagger=self.stagger, measures=measures)
@@ -131,6 +136,13 @@ class Curvature:
         if factors is None:
             return None
         return jax.lax.optimization_barrier(self.stacks.factors(factors))
+
+    def is_filling(self, average: Factors) -> Any:
+        """Whether groups of factors are still to come, so that no update is made.
+
+        ``None`` if factors do not come in turns.
+        """
+        return None if self.like.turn is None else average.terms == 0
 
     def averaged(self, average: Factors, new: Factors | None) -> tuple[Factors, Int[Array, ""]]:
         """The average after a step's factors, and how many of its matrices restarted."""

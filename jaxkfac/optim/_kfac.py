@@ -102,8 +102,8 @@ def kfac(
         learning_rate: $\eta$, a number (0.1 is a good first one), a schedule of the step, or
             ``"quadratic"``, the default.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers, shapes,
-            dtypes and the ``origin`` are read. The state's average and bases have this origin;
-            factors of another Fisher type are averaged all the same.
+            dtypes, groups (``collect=``) and the ``origin`` are read. The state's average and bases
+            have this origin; factors of another Fisher type are averaged all the same.
         damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
             gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; numbers or
             schedules. Or a :class:`jaxkfac.LevenbergMarquardt` rule that adapts it. ``"auto"`` is
@@ -166,6 +166,10 @@ def kfac(
         watched: ``state.diverged`` counts updates in a row whose loss is not finite or far
         above the first one. Ten of them cause a warning outside ``jit``, and
         :func:`jaxkfac.check_state` names the remedy.
+
+        With factors that come in turns (``value_grad_and_factors(collect=k)``), updates are zero
+        and ``state.step`` stays until every group has come once: pass ``stats(..., step=)`` the
+        number of the call, not ``state.step``. Layers of equal shape are then not stacked.
 
         ``stats.adaptation`` returns ``value``, ``value_fn`` (this batch's loss as a function of
         the parameters) and ``curvature`` (its operator, as from
@@ -243,9 +247,9 @@ def kfac(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
             "makes them in host memory: choose one of both"
         )
-    curvature = Curvature(
-        shapes, Stacks.of(shapes), method, decay, refresh_every, stagger, clipping
-    )
+    # Stacked layers would need arrays of all layers at every step.
+    stacks = Stacks.of(shapes) if shapes.turn is None else Stacks.of_one(shapes)
+    curvature = Curvature(shapes, stacks, method, decay, refresh_every, stagger, clipping)
     tx = KfacTransformation(
         curvature=curvature,
         others=Others.of(others, curvature.covered),

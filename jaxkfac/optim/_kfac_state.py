@@ -24,8 +24,8 @@ class KfacState(NamedTuple):
     Layers of one shape are stored stacked; ``average`` and ``bases`` return those of the model.
 
     Attributes:
-        step: Updates made so far, int32; skipped ones do not count. Schedules and the
-            refresh read it.
+        step: Updates made so far, int32; skipped ones do not count, nor those before every group of
+            ``collect=`` has come. Schedules and the refresh read it.
         stacked_average: Exponential average of the factors of the stacked model, as sums and
             counts; one triangle of each matrix if ``kfac`` is ``packed``.
         stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
@@ -33,8 +33,9 @@ class KfacState(NamedTuple):
         momentum: A tree like the parameters, without those that ``others`` handles. If the
             quadratic model chooses learning rate or momentum, it is the last update.
         others: State of the ``others`` transformation.
-        skipped: Updates left out because a gradient or a factor was not finite, or a factor was
-            too large to be averaged (``watch.outsized``), int32.
+        skipped: Updates left out because a gradient or a factor was not finite, a factor was too
+            large to be averaged (``watch.outsized``), or factors were a sum of different groups of
+            ``collect=``, int32.
         kept: Decompositions that were not finite, so that the previous result stayed in place,
             int32.
         missed: Refreshes that were due before any factor had come, int32: the first, and each

@@ -51,6 +51,7 @@ from jaxkfac.optim._trees import (
     where,
     with_constants,
     zero_momentum,
+    zero_unless,
 )
 from jaxkfac.optim._watch import StateWatch, check_factors_have_come, is_in_range, warn_if_diverged
 
@@ -203,6 +204,8 @@ class KfacTransformation:
             )
         if self._is_burning(state) or not is_in_range(factors):
             return None
+        if factors is not None and factors.turn is not None and not factors.turn.is_valid:
+            return None
         if not all_finite(gradients_only(grads), factors):
             return None
         return self.curvature.from_host(state, factors)
@@ -223,6 +226,9 @@ class KfacTransformation:
         """One update: average, refresh, precondition, constrain; skip or step; then descend."""
         update = self._prepared(grads, state, params, factors, numbers, loss)
         average, restarted, skipped = self._averaged(update)
+        update = update._replace(
+            burning=_either(update.burning, self.curvature.is_filling(average))
+        )
         # Selects may read it: its inputs are in a loop, so that XLA cannot copy them into each.
         done = skipped == state.skipped
         moves = done if update.burning is None else done & ~update.burning
@@ -234,7 +240,7 @@ class KfacTransformation:
         watch, missed = self._watch(update, average, restarted, results.num_updates, done)
         descent = self._descend(update, results, steps, done)
         out = self.others.joined(descent.covered, descent.others_update)
-        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
+        out = zero_unless(moves, out)
         return with_constants(grads, out), KfacState(
             step=results.num_updates,
             stacked_average=average,
@@ -271,6 +277,9 @@ class KfacTransformation:
         # Stacked before the cond, which then has few operands.
         stacked, new = self.curvature.stacks.tree(gradient), self.curvature.stacked(factors)
         finite, burning = all_finite(stacked, new), self._is_burning(state)
+        in_range, one_group = is_in_range(new), jnp.asarray(True)
+        if new is not None and new.turn is not None:
+            one_group = new.turn.is_valid
         return _Update(
             grads=grads,
             state=state,
@@ -284,9 +293,9 @@ class KfacTransformation:
             fixed_numbers=fixed_numbers,
             value=value,
             loss=loss,
-            finite=finite,
+            outsized=finite & ~in_range,
             burning=burning,
-            sound=finite & is_in_range(new),
+            sound=finite & in_range & one_group,
         )
 
     def _averaged(self, update: "_Update") -> tuple[Factors, Array, Array]:
@@ -396,7 +405,7 @@ class KfacTransformation:
         came = jnp.asarray(False) if new is None else done & (new.terms > 0)
         due = done & refresh.is_due(state)
         watch = state.watch.after(update.value, came=came, due=due, begun=average.terms > 0)
-        watch = watch.counting(outsized=update.finite & ~update.sound, restarted=restarted)
+        watch = watch.counting(outsized=update.outsized, restarted=restarted)
         missed = (num_updates != state.step) & refresh.is_missed(state, average)
         return watch, missed
 
@@ -407,8 +416,9 @@ class KfacTransformation:
         state, adaptation, burning = update.state, self.adaptation, update.burning
         others_update, others_state = results.others_update, results.others_state
         if update.loss is None or adaptation is None:
+            made = done if burning is None else done & ~burning
             velocity = advance_momentum(self.momentum, state.momentum, steps)
-            velocity = where(done, velocity, state.momentum)
+            velocity = where(made, velocity, state.momentum)
             out = descend(velocity, update.gradient, update.params, update.rate, self.weight_decay)
             return _Descent(out, velocity, others_update, others_state, ())
         out, velocity, adapted = adaptation.advance(
@@ -436,6 +446,11 @@ class KfacTransformation:
         return _Descent(out, velocity, others_update, others_state, adapted)
 
 
+def _either(one: Any, other: Any) -> Any:
+    """Whether one of two holds, either of which may be ``None``."""
+    return other if one is None else one if other is None else one | other
+
+
 class _Update(NamedTuple):
     """The inputs of an update, stacked where layers are, and whether it can be made.
 
@@ -453,9 +468,10 @@ class _Update(NamedTuple):
         fixed_numbers: Rate, momentum and weight decay that the model does not choose.
         value: The loss of the batch, if given.
         loss: The batch's loss as a function and its curvature, where the model adapts.
-        finite: Whether gradient and factors are finite.
-        burning: Whether the update belongs to the burn-in; ``None`` without one.
-        sound: Whether they are finite and in range, so that the update is made.
+        outsized: Whether gradient and factors are finite, and factors are out of range.
+        burning: Whether the update belongs to the burn-in, or to the first turns, which only
+            average factors; ``None`` without either.
+        sound: Whether they are finite, in range and of one group, so that the update is made.
     """
 
     grads: PyTree
@@ -470,7 +486,7 @@ class _Update(NamedTuple):
     fixed_numbers: Numbers
     value: Array | None
     loss: BatchLoss | None
-    finite: Array
+    outsized: Array
     burning: Any
     sound: Array
 

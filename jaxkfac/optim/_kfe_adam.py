@@ -227,6 +227,11 @@ def kfe_adam(
             f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"
         )
     shapes = dataclasses.replace(shapes_of(like).unpacked(), corrections=None)
+    if shapes.turn is not None:
+        raise ValueError(
+            f"like=: its factors come in turns (collect={shapes.turn.of}), and kfe_adam averages "
+            "those of all layers at each step: leave collect= out, or use jk.kfac"
+        )
     stacks = Stacks.of(shapes)
     method = preconditioner_of(refresh, 0.0, "exact", measures=False)
     options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})

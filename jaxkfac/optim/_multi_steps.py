@@ -1,5 +1,6 @@
 """Accumulation of gradients, factors and counts over micro-batches."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxkfac.factors import (
     Factors,
     check_like,
     of_parameters,
+    shapes_of_turn,
     stored_like,
     with_origin,
     without_loss_terms,
@@ -32,10 +34,12 @@ from jaxkfac.optim._multi_steps_state import (
     MultiStepsState,
     check_not_nested,
     check_statistics,
+    check_structure_of_turn,
     factors_in,
     kfac_states,
+    single_steps,
+    without_empty,
 )
-from jaxkfac.optim._single_steps import single_steps, without_empty
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -176,9 +180,13 @@ def multi_steps(
         inner_state = inner.init(params)
         check_not_nested(inner_state)
         shapes = like if like is not None else factors_in(inner_state)
+        if shapes is not None and shapes.turn is not None:
+            shapes = shapes_of_turn(shapes)
         wide = sum_dtype(params, shapes)
         if storage_dtype is not None:
             wide = max(wide, storage_dtype, key=lambda dtype: dtype.itemsize)
+        if shapes is not None and accumulators(wide).narrow:
+            shapes = jax.eval_shape(Factors.unpacked, shapes)  # small matrices are folded too
         zeros = accumulators(wide).zeros(gradients_only(params), shapes)
         return MultiStepsState(
             accumulation=multi(wide).init({})._replace(acc_grads=zeros),
@@ -204,12 +212,14 @@ def multi_steps(
         if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
             factors = of_parameters(factors)  # the form that the inner transformation keeps
         check_statistics(factors, terms, stored["factors"])
+        if factors is not None:
+            check_structure_of_turn(factors, stored["factors"])
         if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
             for node in kfac_states(state.inner):
                 check_factors_have_come(
                     node.missed, node.stacked_average, stored["factors"], factors
                 )
-        wide = stored["terms"].dtype
+        wide, brings_factors = stored["terms"].dtype, factors is not None
         accumulator = accumulators(wide)
         if factors is not None:
             num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
@@ -226,6 +236,8 @@ def multi_steps(
             factors = zeros_like(shapes["factors"])
         count = jnp.asarray(terms, wide)
         sums, ok = _sums(gradients_only(grads), factors, count, wide)
+        if factors is not None and factors.turn is not None:
+            sums = _with_group(sums, stored, factors.turn.number, ok & brings_factors)
         accumulation = state.accumulation._replace(acc_grads=accumulator.load(stored))
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
             pooled_sums, accumulation = multi(wide).update(accumulator.folded(sums), accumulation)
@@ -250,6 +262,8 @@ def multi_steps(
                 pooled["factors"] = jax.tree.map(
                     lambda f, t: t.astype(f.dtype), factors, accumulator.unfolded(total)["factors"]
                 )
+                if factors.turn is not None:
+                    pooled["factors"] = _with_number(pooled["factors"])
             updates, inner_state = inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
 
@@ -288,3 +302,27 @@ def _sums(
     )
     factors = jax.tree.map(lambda f: f.astype(dtype), factors)
     return {"grads": weighted(grads), "factors": factors, "terms": count}, ok
+
+
+def _with_group(
+    sums: dict[str, Any], stored: dict[str, Any], number: Array, comes: Bool[Array, ""]
+) -> dict[str, Any]:
+    """The contribution of a micro-batch whose sum with what is stored says the group so far.
+
+    The stored number is 1 more than that of the group, so that 0 says that none has come; it is -1
+    if micro-batches of two groups have come.
+    """
+    before = stored["factors"].turn.number
+    this = jnp.where(number < 0, -1, number + 1).astype(before.dtype)
+    after = jnp.where((before == 0) | (before == this), this, -jnp.ones_like(this))
+    change = jnp.where(comes, after - before, jnp.zeros_like(this))
+    turn = dataclasses.replace(sums["factors"].turn, number=change)
+    return {**sums, "factors": dataclasses.replace(sums["factors"], turn=turn)}
+
+
+def _with_number(factors: Factors) -> Factors:
+    """Pooled factors with the number of their group in place of the stored one."""
+    assert factors.turn is not None
+    stored = factors.turn.number
+    number = jnp.where(stored > 0, stored - 1, stored).astype(jnp.int32)
+    return dataclasses.replace(factors, turn=dataclasses.replace(factors.turn, number=number))

@@ -3,16 +3,16 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature import MeshAxis
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Factors, balanced_groups
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
 from jaxkfac.optim._preconditioner import Preconditioner, tables_of
@@ -20,6 +20,21 @@ from jaxkfac.optim._schedules import Clipping
 from jaxkfac.optim._trees import once_where
 
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
+
+
+class RefreshGroup(NamedTuple):
+    """Layers that are refreshed at one step.
+
+    Attributes:
+        offset: The step, modulo the number of steps from one refresh to the next.
+        layers: The layers.
+        iterations: The first of the iterations of their scan, and the one after the last; ``None``
+            for all.
+    """
+
+    offset: int
+    layers: tuple[Layer, ...]
+    iterations: tuple[int, int] | None = None
 
 
 class RefreshInGraph:
@@ -39,7 +54,7 @@ class RefreshInGraph:
         self, method: Preconditioner, like: Factors, every: ArrayLike, *, stagger: bool
     ) -> None:
         self._method, self._every = method, every
-        self._groups: list[tuple[Any, tuple[Layer, ...]]] = [(0, like.layers)]
+        self._groups = [RefreshGroup(0, like.layers)]
         if not stagger:
             return
         if isinstance(every, Tracer):
@@ -48,8 +63,18 @@ class RefreshInGraph:
                 "optax.inject_hyperparams(jk.kfac, static_args=('refresh_every', 'stagger', ...))"
             )
         number = int(cast(int, every))
-        groups = _balanced_groups(like.layers, number)
-        self._groups = [(i * number // len(groups), group) for i, group in enumerate(groups)]
+        scans = _scanned_in_turns(like)
+        scanned = {layer for layers in scans.values() for layer in layers}
+        others = tuple(layer for layer in like.layers if layer not in scanned)
+        groups = balanced_groups(others, number, _work)
+        self._groups = [
+            RefreshGroup(i * number // len(groups), group) for i, group in enumerate(groups)
+        ]
+        for length, layers in scans.items():
+            for i in range(min(number, length)):
+                parts = min(number, length)
+                rows = i * length // parts, (i + 1) * length // parts
+                self._groups.append(RefreshGroup(i * number // parts, layers, rows))
 
     def is_due(self, state: Any) -> Any:
         """Whether all layers are due: at the first step with factors, and then by the step."""
@@ -78,45 +103,17 @@ class RefreshInGraph:
     ) -> tuple[Any, Int[Array, ""]]:
         """The bases or inverses after this step, and how many decompositions failed."""
         failed, first = jnp.zeros((), jnp.int32), self._is_first(state)
-        for offset, layers in self._groups:
-            subset = _part_of(average, layers)
-
+        for group in self._groups:
             # In turn: each group waits for the failure count of the groups before it.
-            def renewed(carry: tuple[Any, Array], subset: Factors = subset) -> tuple[Any, Array]:
+            def renewed(carry: tuple[Any, Array], group: RefreshGroup = group) -> tuple[Any, Array]:
                 current, failed = carry
-                new, more = self._method.renewed(current, first, subset, damping, clipping, axis)
-                return _written(current, new), failed + more
+                subset, old = _part_of(average, group), _rows_of(current, group)
+                new, more = self._method.renewed(old, first, subset, damping, clipping, axis)
+                return _written(current, new, group), failed + more
 
-            due = self._due(state, offset) & (average.terms > 0)
+            due = self._due(state, group.offset) & (average.terms > 0)
             bases, failed = once_where(due, renewed, (bases, failed))
         return bases, failed
-
-
-def _balanced_groups(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
-    """At most ``number`` groups of about equal work.
-
-    The readers of one input stay together, and so do all readings of a parameter, because the
-    reading that owns the parameter is chosen among all of them.
-    """
-    joined: dict[Hashable, Hashable] = {}
-
-    def root(of: Hashable) -> Hashable:
-        while joined.setdefault(of, of) != of:
-            of = joined[of]
-        return of
-
-    for layer in layers:
-        joined[root(layer.input)] = root((layer.weight.path, layer.weight.index))
-    readers: dict[Hashable, list[Layer]] = defaultdict(list)
-    for layer in layers:
-        readers[root(layer.input)].append(layer)
-    groups: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
-    loads = [0.0] * len(groups)
-    for group in sorted(readers.values(), key=_work, reverse=True):
-        least = loads.index(min(loads))
-        groups[least] += group
-        loads[least] += max(_work(group), 1.0)
-    return [tuple(group) for group in groups if group]
 
 
 def _work(group: list[Layer]) -> float:
@@ -127,19 +124,72 @@ def _work(group: list[Layer]) -> float:
     return float(work)
 
 
-def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:
-    """The factors of some layers; all readers of their inputs must be among them."""
-    if layers == factors.layers:
+def _scanned_in_turns(like: Factors) -> dict[int, tuple[Layer, ...]]:
+    """``{length of a scan: layers}`` of the layers whose iterations are refreshed in turn.
+
+    They are those whose factors come in turns, except readings of a parameter that has other
+    readings elsewhere, because all of its readings are refreshed together.
+    """
+    if like.turn is None:
+        return {}
+    readings = defaultdict(set)
+    for layer in like.layers:
+        readings[layer.weight.path].add(like.turn.counts[layer.name].shape)
+    scans: dict[int, list[Layer]] = defaultdict(list)
+    apart = {x.input for x in like.layers if len(readings[x.weight.path]) > 1}
+    for layer in like.layers:
+        if (length := like.turn.counts[layer.name].shape) and layer.input not in apart:
+            scans[length[0]].append(layer)
+    return {length: tuple(layers) for length, layers in scans.items()}
+
+
+def _part_of(factors: Factors, group: RefreshGroup) -> Factors:
+    """The factors of a group; all readers of their inputs must be among its layers."""
+    if group.layers == factors.layers and group.iterations is None:
         return factors
-    names = {layer.name for layer in layers}
+    names = {layer.name for layer in group.layers}
+    rows = slice(*group.iterations) if group.iterations else slice(None)
     tables = {
-        table: {k: x for k, x in getattr(factors, table).items() if k in names}
-        for table in _FACTORS
+        table: {k: x[rows] if group.iterations else x for k, x in sums.items() if k in names}
+        for table, sums in ((table, getattr(factors, table)) for table in _FACTORS)
     }
-    return dataclasses.replace(factors, layers=layers, **tables)
+    layers = group.layers
+    if group.iterations is not None:
+        length = rows.stop - rows.start
+        layers = tuple(dataclasses.replace(x, stack=(length, *x.stack[1:])) for x in layers)
+    return dataclasses.replace(factors, layers=layers, turn=None, **tables)
 
 
-def _written(bases: Any, group: Any) -> Any:
-    """``bases`` with the layers of ``group`` replaced."""
-    tables = {table: getattr(bases, table) | getattr(group, table) for table in tables_of(group)}
+def _rows_of(bases: Any, group: RefreshGroup) -> Any:
+    """The bases or inverses of a group, as its refresh reads them."""
+    if group.iterations is None:
+        return bases
+    rows = slice(*group.iterations)
+    names = {name for layer in group.layers for name in (layer.name, layer.input)}
+    tables = {
+        table: {
+            name: jax.tree.map(lambda x: x[rows], value)
+            for name, value in getattr(bases, table).items()
+            if name in names
+        }
+        for table in tables_of(bases)
+    }
+    return dataclasses.replace(bases, **tables)
+
+
+def _written(bases: Any, new: Any, group: RefreshGroup) -> Any:
+    """``bases`` with those of ``group`` replaced."""
+
+    def rows(old: Any, new: Any) -> Any:
+        start, _ = group.iterations or (0, 0)
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), old, new
+        )
+
+    tables = {}
+    for table in tables_of(new):
+        old, values = getattr(bases, table), getattr(new, table)
+        if group.iterations is not None:
+            values = {name: rows(old[name], value) for name, value in values.items()}
+        tables[table] = old | values
     return dataclasses.replace(bases, **tables)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Factors, arrays_of_turn, with_arrays_of_turn, without_turn
 from jaxkfac.linalg import diagonal
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 
@@ -81,8 +81,16 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
     Infinity stays infinite whatever is added, and its layer would never be decomposed again. An
     A restarts with the sums and counts of ``new``. A G shares its count with other layers, so it
     restarts with the mean of ``new`` multiplied by this count. If ``new`` has no rows or terms, the
-    average stays until some come.
+    average stays until some come. Where factors come in turns, G is a mean, and only the arrays of
+    this turn can restart.
     """
+    if new.turn is not None and average.turn is not None:
+        arrays = dataclasses.replace(
+            without_turn(arrays_of_turn(average, new)), terms=jnp.ones_like(average.terms)
+        )
+        arrays, number = begun_anew(arrays, without_turn(new))
+        arrays = dataclasses.replace(arrays, turn=average.turn.of_layers(()))
+        return with_arrays_of_turn(average, arrays, new.turn), number
     dense_a, dense_g = average.dense_inputs, average.dense_outputs
     restarted, has_terms = [jnp.zeros((), jnp.int32)], new.terms > 0
     weight = average.terms / jnp.where(has_terms, new.terms.astype(average.terms.dtype), 1)
@@ -310,12 +318,27 @@ def _complaints(state: Any) -> list[str]:
     counters = {"skipped": state.skipped, "missed": state.missed} | state.watch._asdict()
     counters = {name: _number(x) for name, x in counters.items()}
     adaptation = getattr(state, "adaptation", ()) or None
+    turn = getattr(state.stacked_average, "turn", None)
+    mixed = (
+        ", or the micro-batches of an update were of different groups (collect=): give them one "
+        "step="
+    )
+    averaged = 0 if turn is None else _number(turn.number)
+    filling = turn is not None and averaged >= 3 * turn.of
     rows = (
         (counters["diverged"] >= PATIENCE, _diverged(state)),
         (
             counters["skipped"] > counters["outsized"],
             "updates were skipped (state.skipped), because a gradient or a factor was not finite: "
-            "look for NaN in the batches, and for sums that overflow in half precision",
+            "look for NaN in the batches, and for sums that overflow in half precision"
+            + ("" if turn is None else mixed),
+        ),
+        (
+            filling and _number(state.stacked_average.terms) == 0,
+            f"the factors of {averaged} steps were averaged, and some groups of collect= have "
+            "never come, so that no parameter has changed: pass stats(..., step=) the number of "
+            "each call of your loop, which counts from 0 (state.step stays 0 until every group has "
+            "come)",
         ),
         (
             counters["outsized"] > 0,

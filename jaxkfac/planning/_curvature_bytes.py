@@ -33,7 +33,7 @@ class CurvatureBytes:
 
     @functools.cached_property
     def factors(self) -> int:
-        """Bytes of all factors of one step, with their counts."""
+        """Bytes of the factors of one step, with their counts: of all layers, or of one group."""
         return self._program.placement.nbytes(self._program.factors)
 
     @property
@@ -175,15 +175,15 @@ class CurvatureBytes:
 
     @functools.cached_property
     def statistics(self) -> Any:
-        """The statistics that are gathered for each layer."""
+        """The statistics that a step gathers."""
         program, collector = self._program, self._program.collector
         extra = program.extra  # its key serves for sampled labels and for the model's draws
         call = collector.checked(program.batch, extra.key, state=extra.state)
-        return collector.statistics(collector.traced(program.trained, call))
+        return collector.statistics_of_step(collector.traced(program.trained, call))
 
     @functools.cached_property
     def _bases(self) -> Eigenbases:
-        return jax.eval_shape(identity_bases, self._program.factors)
+        return jax.eval_shape(identity_bases, self._program.averages)
 
     @property
     def _spectra(self) -> list[Spectrum]:

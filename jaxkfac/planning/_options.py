@@ -171,6 +171,7 @@ class Host(Option):
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:
         of.require_factors()
+        of.require_all_factors()
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         curvature = of.require_factors()
@@ -258,6 +259,7 @@ class Budget(Option):
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:
         of.require_factors()
+        of.require_all_factors()
         if Host.name not in choice.options and of.optimizer.averages:
             raise UnavailableError(
                 "the optimizer keeps the average of all factors on the device: with host only"

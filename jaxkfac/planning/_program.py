@@ -69,7 +69,8 @@ class ExtraInputs(NamedTuple):
     Attributes:
         key: Key for random numbers, or ``None`` if none are drawn.
         state: State that a call changes, or ``None``.
-        step: Number of the step, if factors are collected at some steps (``every=``), or ``None``.
+        step: Number of the step, if factors are collected at some steps (``every=``) or in turns
+            (``collect=``), or ``None``.
     """
 
     key: Any
@@ -204,7 +205,8 @@ class TrainingProgram:
     def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Compute value, gradient and factors."""
         with self._of_each_device():
-            return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
+            step = extra.step if self._largest_group is None else self._largest_group
+            return self.collector(trained, batch, extra.key, state=extra.state, step=step)
 
     def _of_each_device(self) -> contextlib.AbstractContextManager[Any]:
         """The context to trace gradient and factors in: no mesh if shapes are those of one device.
@@ -234,7 +236,7 @@ class TrainingProgram:
         kind = fisher if isinstance(fisher, Estimator) else FISHER_TYPES.get(fisher)
         draws = kind is None or kind.samples_labels or self._takes_key
         draws = draws or self.collection.get("subsample") is not None
-        sometimes = self.collection.get("every", 1) != 1
+        sometimes = any(self.collection.get(name, 1) != 1 for name in ("every", "collect"))
         return ExtraInputs(
             shape_of_key() if draws else None,
             self.state,
@@ -252,9 +254,30 @@ class TrainingProgram:
         assert isinstance(collector, FactorCollector)  # the planner handles the budget itself
         return collector
 
+    @property
+    def comes_in_turns(self) -> bool:
+        """Whether a step gathers the factors of one group of the layers (``collect=``)."""
+        return self.collection.get("collect", 1) != 1
+
+    @functools.cached_property
+    def _largest_group(self) -> int | None:
+        """The group with the most bytes, if each has a program of its own; otherwise ``None``."""
+        if not self.comes_in_turns:
+            return None
+        call = self.collector.checked(self.batch, self.extra.key, state=self.state)
+        return self.collector.largest_group(self.collector.traced(self.trained, call))
+
+    @property
+    def averages(self) -> Factors:
+        """Shapes of an average of the factors."""
+        if not self.comes_in_turns:
+            return self.factors
+        extra = self.extra
+        return self.collector.factor_shapes(self.trained, self.batch, extra.key, state=extra.state)
+
     @functools.cached_property
     def factors(self) -> Factors:
-        """Shapes of all factors."""
+        """Shapes of the factors of a step: of all layers, or of one group."""
         if self.same_factors is not None:
             return self.same_factors.factors
         return self._collected[1].factors

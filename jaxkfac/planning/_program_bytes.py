@@ -138,6 +138,15 @@ class ProgramBytes:
         self.wants_vectors = curvature is not None and curvature.vectors
         self._of = None if curvature is None else CurvatureBytes(program, curvature.host_options)
 
+    def require_all_factors(self) -> None:
+        """Refuse an option that takes the factors of all layers from one step.
+
+        Raises:
+            UnavailableError: factors come in turns.
+        """
+        if self.program.comes_in_turns:
+            raise UnavailableError("factors come in turns (collect=)")
+
     def require_factors(self) -> CurvatureBytes:
         """The bytes of curvature.
 
@@ -178,7 +187,7 @@ class ProgramBytes:
             tx = multi_steps(
                 optax.identity(),
                 2,
-                like=self.program.factors if key[0] else None,
+                like=self.program.averages if key[0] else None,
                 accumulator_dtype=key[1],
                 accumulator_memory_kind=self.micro_batches.memory_kind,
             )
@@ -256,7 +265,7 @@ class ProgramBytes:
         """
         tx, state, gathered = self._tx, self.optimizer.state, self._of is not None
         if steps > 1:
-            like = self.program.factors if gathered else None
+            like = self.program.averages if gathered else None
             dtype = self.micro_batches.accumulator_dtype
             inner = optax.identity() if tx is None else tx
             tx = multi_steps(inner, steps, like=like, accumulator_dtype=dtype)

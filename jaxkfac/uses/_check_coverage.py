@@ -16,6 +16,8 @@ from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
+    Factors,
+    ModelCall,
     Objective,
     Program,
     ValueGradAndFactors,
@@ -179,14 +181,16 @@ def check_coverage(
             objective, loss_terms=loss_terms, uncovered="ignore", **finding
         )
         program = Program(objective, finding, cover=False)
-        traced = program.traced(params, batch, key, state)
+        call = ModelCall(params, batch, key, state)
+        traced = program.traced(call)
         remark = "examples and factors: a scalar loss does not show its examples"
         value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
-        error = _of_gradient(objective, stats, params, batch, key, state)
+        error = _of_gradient(objective, stats, call)
         return CoverageCheck(value, derivative, (), (), 0, error, {}, {}, (remark,))
     full_batch = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
-    traced = program.traced(params, full_batch, key, state)
+    call = ModelCall(params, full_batch, key, state)
+    traced = program.traced(call)
     stats = objective.programs.get(
         (check_coverage, layers, experts),
         lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
@@ -197,7 +201,7 @@ def check_coverage(
         warnings.warn(doubt, stacklevel=2)
     pairs, tried = trial.replaced()
     pulled = trial.compared("derivatives between examples", trial.derivatives)
-    gradient = _of_gradient(objective, stats, params, full_batch, key, state)
+    gradient = _of_gradient(objective, stats, call)
     factors = trial.compared("factors", trial.summed)
     products = trial.compared("the Fisher's diagonal", lambda: trial.explicit(finding))
     return CoverageCheck(
@@ -294,10 +298,11 @@ class _Trial:
 
         return jax.tree.map(one, jax.tree.map(jnp.asarray, self.batch.inputs))
 
-    def few(self, start: int, stop: int) -> Batch:
-        """The batch with examples from ``start`` to ``stop``."""
+    def few(self, start: int, stop: int) -> ModelCall:
+        """The call with examples from ``start`` to ``stop``."""
         number = self.batch.num_examples
-        return jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
+        batch = jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
+        return ModelCall(self.params, batch, self.key, self.state)
 
     def derivatives(self) -> dict[tuple[int, int], float]:
         """For each tested example, the one whose inputs its output's derivative is largest in.
@@ -342,11 +347,10 @@ class _Trial:
         number = min(self.batch.num_examples, self.most)
         if number == 1:
             raise ValueError("a batch of one is its own sum")
-        run, more = self.compiled(_factors, self.stats), (self.key, self.state)
-        together = run(self.params, self.few(0, number), *more)
-        total = run(self.params, self.few(0, 1), *more)
+        run = self.compiled(_factors, self.stats)
+        together, total = run(self.few(0, number)), run(self.few(0, 1))
         for n in range(1, number):
-            total = total + run(self.params, self.few(n, n + 1), *more)
+            total = total + run(self.few(n, n + 1))
         errors = {}
         for layer in together.layers:
             pairs = zip(together[layer.name], total[layer.name], strict=True)
@@ -357,13 +361,13 @@ class _Trial:
         """Errors of measured eigenvalues against squares of explicit gradients of examples."""
         if self.objective.num_outputs > 1:
             raise ValueError("several outputs share an example's gradient among them")
-        batch = self.few(0, min(self.batch.num_examples, self.most))
-        factors = self.stats(self.params, batch, self.key, state=self.state).factors
+        call = self.few(0, min(self.batch.num_examples, self.most))
+        params, batch, key, state = call
+        factors = self.stats(params, batch, key, state=state).factors
         bases = eigendecompose(factors, max_condition=math.inf)
         measure = correct_eigenvalues(self.objective, bases, experts=finding["experts"])
-        measured = measure(self.params, batch, self.key, state=self.state)
-        run = self.compiled(_example_gradients)
-        gradients = run(self.params, batch, self.key, self.state)
+        measured = measure(params, batch, key, state=state)
+        gradients = self.compiled(_example_gradients)(call)
         read = [layer.weight.path for layer in bases.layers]
         errors = {}
         for layer in bases.layers:
@@ -378,20 +382,24 @@ class _Trial:
 
 
 def _outputs(
-    objective: Objective, params: PyTree, inputs: PyTree, key: Any, state: Any
+    objective: Objective,
+    params: PyTree,
+    inputs: PyTree,
+    key: Key[Array, ""] | None,
+    state: PyTree | None,
 ) -> list[Array]:
     return jax.tree.leaves(objective.outputs(params, inputs, key, state)[0])
 
 
 def _factors(
-    objective: Objective, stats: Any, params: PyTree, batch: Batch, key: Any, state: Any
-) -> Any:
-    return stats(params, batch, key, state=state).factors
+    objective: Objective, stats: Callable[..., ValueGradAndFactors], call: ModelCall
+) -> Factors:
+    return stats(call.params, call.batch, call.key, state=call.state).factors
 
 
-def _example_gradients(
-    objective: Objective, params: PyTree, batch: Batch, key: Any, state: Any
-) -> dict[str, Array]:
+def _example_gradients(objective: Objective, call: ModelCall) -> dict[str, Array]:
+    params, batch, key, state = call
+
     def terms(free: dict[str, Array]) -> Array:
         outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
         (head,) = objective.heads(outputs, batch.targets, batch.mask)
@@ -402,9 +410,14 @@ def _example_gradients(
 
 
 def _derivative_sizes(
-    objective: Objective, free: tuple[int, ...], params: PyTree, inputs: PyTree, key: Any,
-    state: Any, i: Array,
-) -> Array:  # fmt: skip
+    objective: Objective,
+    free: tuple[int, ...],
+    params: PyTree,
+    inputs: PyTree,
+    key: Key[Array, ""] | None,
+    state: PyTree | None,
+    i: Array | int,
+) -> Array:
     """By example, the largest derivative of example ``i``'s outputs in that example's inputs.
 
     The outputs are weighted by normal numbers; the inputs are the leaves at ``free``.
@@ -472,13 +485,9 @@ def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, i
 
 
 def _of_gradient(
-    objective: Callable[..., Any],
-    stats: Callable[..., ValueGradAndFactors],
-    params: PyTree,
-    batch: PyTree,
-    key: Any,
-    state: Any,
+    objective: Callable[..., Any], stats: Callable[..., ValueGradAndFactors], call: ModelCall
 ) -> float:
+    params, batch, key, state = call
     named = {} if state is None else {"state": state}
     named |= {} if key is None or not isinstance(objective, Objective) else {"key": key}
     beside = state is not None or getattr(objective, "has_aux", False)
@@ -518,5 +527,5 @@ def _rank(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

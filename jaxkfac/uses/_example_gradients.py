@@ -20,6 +20,8 @@ from jaxkfac.interception import (
     Atoms,
     Entries,
     Layer,
+    LayerVjp,
+    ParameterMatrix,
     Site,
     Slot,
     SlotEntry,
@@ -199,33 +201,23 @@ class ExampleGradients:
         """See ``Emitter`` in ``factors``."""
         return None
 
-    def emit(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "..."],
-        weights: Any,
-        constants: Slot | None,
-    ) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
         """See ``Emitter`` in ``factors``.
 
         Rows that a mask leaves out of the curvature still belong to the gradient.
         """
-        constants = constants or {}
+        constants, use = constants or {}, vjp.use
+        vjp = vjp.masked_by(None)
         try:
             if use.kind.elementwise:
                 (slot,) = like.values()
-                elements, derivative = cotangent.astype(slot.dtype), constants.get("derivative")
-                return use.kind.elements(
-                    site, use, like, operands, elements, None, self._rows, derivative
-                )
-            sides = use.kind.both_sides(site, use, operands, cotangent, None, self._rows, like)
+                vjp = dataclasses.replace(vjp, cotangent=vjp.cotangent.astype(slot.dtype))
+                return use.kind.elements(vjp, like, self._rows, constants.get("derivative"))
+            sides = use.kind.both_sides(vjp, self._rows, like)
         except LostRowsError as error:
             raise LostRowsError(
                 f"layer {use.layer!r} cannot be told apart by example, or with per='token' by "
-                f"position, at `{site.eqn.primitive.name}`: leave it out with layers="
+                f"position, at `{vjp.site.eqn.primitive.name}`: leave it out with layers="
             ) from error
         return self.products(use, like, sides, constants)
 
@@ -253,7 +245,9 @@ class ExampleGradients:
                 self._add(leaves, layer, layer.bias, slot["bias_gradients"])
         return leaves
 
-    def _add(self, leaves: dict[str, Array], layer: Layer, matrix: Any, gradient: Array) -> None:
+    def _add(
+        self, leaves: dict[str, Array], layer: Layer, matrix: ParameterMatrix, gradient: Array
+    ) -> None:
         gradient = gradient.reshape(*layer.stack, self._number, -1, layer.out_features)
         shape = self._number, *self._traced.shapes[matrix.path]
         leaf = leaves.get(matrix.path, jnp.zeros(shape, gradient.dtype))

@@ -35,6 +35,7 @@ from jaxkfac.factors import (
     Batch,
     Gaussian,
     Linearised,
+    ModelCall,
     Objective,
     Origin,
     Program,
@@ -160,10 +161,11 @@ class Examples:
                 in a layer that is left out, or the batch does not fit.
         """
         batch = self.objective.batch(batch)
-        traced = self._program.traced(params, batch, None, state)
+        call = ModelCall(params, batch, state=state)
+        traced = self._program.traced(call)
         check_program_layers(traced.table, list(self.layers))
         if _leaves_out_readings(traced, self.layers):
-            full_trace = self._whole_program.traced(params, batch, None, state)
+            full_trace = self._whole_program.traced(call)
             _check_readings(self.layers, full_trace)
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
         for layer in self.layers:
@@ -182,39 +184,37 @@ class Examples:
         return batch
 
     def gradients(
-        self, params: PyTree, batch: Batch, state: PyTree, measurement: Measurement | None = None
+        self, call: ModelCall, measurement: Measurement | None = None
     ) -> dict[str, Array]:
         """Gradients ``{path: (N, *parameter)}`` of each example's sum of terms or measurement.
 
         Raises:
             ValueError: the measurement of one example is not a floating scalar.
         """
-        traced = self._program.traced(params, batch, None, state)
+        traced = self._program.traced(call)
         rows = traced.examples, traced.num_examples
         taps = ExampleGradients(traced, self.layers, self._dtype, *rows)
         if measurement is None:
-            at, emitted = self._emitted(traced, taps, params, batch, state)
+            at, emitted = self._emitted(traced, taps, call)
             return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
-        outputs, vjp = self.outputs_and_vjp(traced, taps, params, batch, state)
+        outputs, vjp = self.outputs_and_vjp(traced, taps, call)
         per_example = jax.vmap(jax.grad(_checked_measurement(measurement)))
-        return taps.gradients(vjp(per_example(jax.lax.stop_gradient(outputs), batch)))
+        return taps.gradients(vjp(per_example(jax.lax.stop_gradient(outputs), call.batch)))
 
-    def rotated_gradients(
-        self, params: PyTree, batch: Batch, state: PyTree
-    ) -> tuple[list[Array], Float[Array, ""]]:
+    def rotated_gradients(self, call: ModelCall) -> tuple[list[Array], Float[Array, ""]]:
         """Gradients of examples in the eigenbasis, by block, and the batch's number of terms."""
-        traced = self._program.traced(params, batch, None, state)
+        traced = self._program.traced(call)
         taps = RotatedGradients(traced, self.bases)
-        at, emitted = self._emitted(traced, taps, params, batch, state)
+        at, emitted = self._emitted(traced, taps, call)
         return taps.rotated(emitted, lambda x: _scale(at, x)), at.terms
 
     def own_products(
-        self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping
+        self, bases: Eigenbases, call: ModelCall, damping: BlockDamping
     ) -> Float[Array, " N"]:
         """Each example's gradient multiplied with itself, through the damped inverse curvature."""
-        traced = self._program.traced(params, batch, None, state)
+        traced = self._program.traced(call)
         taps = OwnProducts(traced, bases, damping)
-        at, emitted = self._emitted(traced, taps, params, batch, state)
+        at, emitted = self._emitted(traced, taps, call)
         by_layer = taps.summed(emitted)
         if taps.gradient_layers:
             remaining = dataclasses.replace(bases, layers=taps.gradient_layers)
@@ -223,20 +223,18 @@ class Examples:
         total = jnp.stack([x.astype(dtype) for x in by_layer]).sum(0)
         return total * jnp.square(_scale(at, total))
 
-    def own_gradients(self, params: PyTree, batch: Batch, state: PyTree) -> list[Layer]:
+    def own_gradients(self, call: ModelCall) -> list[Layer]:
         """The layers of which :meth:`own_products` stores gradients."""
-        traced = self._program.traced(params, batch, None, state)
+        traced = self._program.traced(call)
         return [x for x in self.layers if x.name not in whole_gradients(traced, self.bases)]
 
-    def scores(
-        self, params: PyTree, queries: Queries, batch: Batch, state: PyTree, *, per: Per
-    ) -> Float[Array, "..."]:
+    def scores(self, queries: Queries, call: ModelCall, *, per: Per) -> Float[Array, "..."]:
         """Products of the queries with each example's gradient, in the form of ``influence``."""
-        traced = self._program.traced(params, batch, None, state)
+        traced = self._program.traced(call)
         rows, shape = _rows(traced, per)
         number = int(np.prod(shape))
         taps = ExampleGradients(traced, self.layers, self._dtype, rows, number, queries)
-        at, emitted = self._emitted(traced, taps, params, batch, state)
+        at, emitted = self._emitted(traced, taps, call)
         by_layer = [x * _scale(at, x) for x in taps.scores(emitted).values()]
         dtype = jnp.result_type(*[x.dtype for x in by_layer])
         stacked = jnp.stack([x.astype(dtype) for x in by_layer], 1)
@@ -246,17 +244,17 @@ class Examples:
         return total.reshape(len(total), *shape)
 
     def _emitted(
-        self, traced: Traced, taps: ExampleGradients, params: PyTree, batch: Batch, state: PyTree
+        self, traced: Traced, taps: ExampleGradients, call: ModelCall
     ) -> tuple[Linearised, Mapping[str, Any]]:
-        taps = taps.of((params, batch))
-        at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
+        taps = taps.of((call.params, call.batch))
+        at = self._program.linearise(traced, taps, call, differentiate=False)
         if self.objective.num_outputs == 1:
             return at, at.emitted
         # Each output's mean has its own number of terms, so this takes the cotangent of their sum.
         fixed, number = at.outputs, at.terms
 
         def total(outputs: PyTree) -> Array:
-            heads = self.objective.heads(outputs, batch.targets, batch.mask)
+            heads = self.objective.heads(outputs, call.batch.targets, call.batch.mask)
             sums = [head.kept_terms().sum(dtype=number.dtype) for head in heads]
             return jnp.stack(sums).sum() / number
 
@@ -270,7 +268,7 @@ class Examples:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
         return self._of(shapes)
 
-    def _of(self, source: Any) -> "Examples":
+    def _of(self, source: Eigenbases | Queries) -> "Examples":
         clone = copy.copy(self)
         clone._source, clone.layers = source, source.layers
         return clone
@@ -287,9 +285,9 @@ class Examples:
         return hash(self._identity())
 
     def compiled(self, run: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
-        """``run(examples, params, batch, state, *rest, *static)``, compiled once.
+        """``run(examples, call, *rest, *static)``, compiled once.
 
-        It is stored with the objective and holds no array: the bases or queries are its second
+        It is stored with the objective and holds no array: the bases or queries are its first
         argument.
 
         Args:
@@ -297,34 +295,29 @@ class Examples:
             static: Its last arguments.
 
         Returns:
-            ``f(params, source, batch, state, *rest)``.
+            ``f(source, call, *rest)``.
         """
 
         def make() -> Callable[..., Result]:
             shell = self.without_arrays()
 
-            def call(params: PyTree, source: Any, batch: Batch, state: PyTree, *more: Any) -> Any:
-                return run(shell._of(source), params, batch, state, *more, *static)
+            def with_source(source: Eigenbases | Queries, call: ModelCall, *more: Any) -> Any:
+                return run(shell._of(source), call, *more, *static)
 
-            return jax.jit(call)
+            return jax.jit(with_source)
 
         return self.objective.programs.get((run, self._finding, *static), make)
 
-    def traced(self, params: PyTree, batch: Batch, state: PyTree) -> Traced:
+    def traced(self, call: ModelCall) -> Traced:
         """The program for a checked batch."""
-        return self._program.traced(params, batch, None, state)
+        return self._program.traced(call)
 
     def outputs_and_vjp(
-        self,
-        traced: Traced,
-        taps: ExampleGradients,
-        params: PyTree,
-        batch: Batch,
-        state: PyTree,
+        self, traced: Traced, taps: ExampleGradients, call: ModelCall
     ) -> tuple[PyTree, Callable[[PyTree], Mapping[str, Any]]]:
         """The outputs, and a function from their cotangents to what the taps emit."""
-        taps = taps.of((params, batch))
-        at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
+        taps = taps.of((call.params, call.batch))
+        at = self._program.linearise(traced, taps, call, differentiate=False)
         return at.outputs, at.vjp
 
     def exists(self, batch: Batch) -> Bool[Array, " N"]:
@@ -433,7 +426,7 @@ def check_values(bases: Eigenbases) -> None:
         )
 
 
-def _is_local(array: Any) -> bool:
+def _is_local(array: object) -> bool:
     return getattr(array, "is_fully_addressable", True)
 
 

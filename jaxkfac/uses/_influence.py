@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac._text import short_repr, table_html
 from jaxkfac.curvature import BlockDamping, Eigenbases
-from jaxkfac.factors import Batch, Objective
+from jaxkfac.factors import ModelCall, Objective
 from jaxkfac.interception import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._example_gradients import Queries
@@ -427,10 +427,9 @@ def scores_of_batches(
     score = scorer.compiled(_scores, per)
     for some in batches_of(train):
         batch = scorer.checked(params, some, state)
-        yield score(params, scorer.queries, batch, state), scorer.exists(batch)
+        call = ModelCall(params, batch, state=state)
+        yield score(scorer.queries, call), scorer.exists(batch)
 
 
-def _scores(
-    scorer: Examples, params: PyTree, batch: Batch, state: PyTree, per: Per
-) -> Float[Array, "..."]:
-    return scorer.scores(params, scorer.queries, batch, state, per=per)
+def _scores(scorer: Examples, call: ModelCall, per: Per) -> Float[Array, "..."]:
+    return scorer.scores(scorer.queries, call, per=per)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxkfac._errors import UnknownLayerError, at_least_one, nearest
 from jaxkfac.curvature import Eigenbases
@@ -111,7 +112,7 @@ def _origin(folder: Path) -> Origin | None:
     return Origin("empirical" if arguments["use_empirical_fisher"] else "mc")
 
 
-def _decomposed(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
+def _decomposed(folder: Path, side: str, dtype: DTypeLike) -> tuple[Tensors, Tensors]:
     """Eigenvalues and eigenvectors by module."""
     values, vectors = (f"{side}_{kind}.safetensors" for kind in ("eigenvalues", "eigenvectors"))
     return (
@@ -120,7 +121,7 @@ def _decomposed(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
     )
 
 
-def _solved(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
+def _solved(folder: Path, side: str, dtype: DTypeLike) -> tuple[Tensors, Tensors]:
     sums = load_safetensors(folder / f"{side}_covariance.safetensors", dtype=dtype)
     counts = load_safetensors(folder / f"num_{side}_covariance_processed.safetensors")
     solved = {name: eigh_checked(x / counts[name].astype(dtype)) for name, x in sums.items()}

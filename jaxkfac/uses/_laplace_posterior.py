@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._errors import at_least_one, check_key
-from jaxkfac.factors import Batch, Gaussian, LongSum
+from jaxkfac.factors import Batch, Gaussian, LongSum, ModelCall
 from jaxkfac.interception import replicated
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import batches_of
@@ -339,7 +339,7 @@ class LaplacePosterior:
             ValueError: outputs have several loss terms, and ``terms_per_example`` is not given.
         """
         batch = self.examples.checked(self.params, replicated(batch), self.state)
-        traced = self.examples.traced(self.params, batch, self.state)
+        traced = self.examples.traced(ModelCall(self.params, batch, state=self.state))
         shape = traced.out_shapes[0].shape
         if self.terms_per_example is None and split_terms(shape)[1] > 1:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The compiled programs of a Laplace posterior; all posteriors of one model share them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.factors import Batch, Gaussian, ModelCall
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._examples import batches_of
@@ -37,6 +37,8 @@ class Posterior(Protocol):
 
     @property
     def params(self) -> Any: ...
+    @property
+    def layers(self) -> Sequence[str]: ...
     @property
     def prior_precision(self) -> Any: ...
     @property
@@ -160,7 +162,9 @@ def _checked(grid: Sequence[float | int] | None) -> np.ndarray:
     return numbers
 
 
-def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.floating:
+def _one(
+    posterior: Posterior, batches: Iterable[Batch], grid: np.ndarray, max_bytes: int
+) -> np.floating:
     losses = np.zeros(len(grid))
     for batch in batches:
         for k, number in enumerate(grid):
@@ -170,7 +174,9 @@ def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.f
     return grid[int(losses.argmin())]
 
 
-def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.ndarray:
+def _by_layer(
+    posterior: Posterior, batches: Iterable[Batch], grid: np.ndarray, max_bytes: int
+) -> np.ndarray:
     """Layers take turns; each takes the number with the least loss while all others stay fixed."""
     predictions: list[tuple[Batch, Array, list[Array]]] = []
     for batch in batches:
@@ -217,9 +223,10 @@ def _number(loss: Float[Array, ""]) -> float:
 
 
 @jax.jit
-def _loss(posterior: Any, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
+def _loss(posterior: Posterior, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
     objective = posterior.examples.objective
-    traced = posterior.examples.traced(posterior.params, batch, posterior.state)
+    call = ModelCall(posterior.params, batch, state=posterior.state)
+    traced = posterior.examples.traced(call)
     mean = outputs.mean.reshape(traced.out_shapes[0].shape)
     (head,) = objective.heads(objective.tree([mean]), batch.targets, batch.mask)
     return negative_log_predictive(head, outputs, posterior.noise)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, kept_targets
+from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
 from jaxkfac.interception import (
     Layer,
     Slot,
@@ -181,7 +182,7 @@ class LinearisedVariance:
             MemoryBudgetError: the gradient of one output does not fit.
             ValueError: the batch has to be split, and an array does not have the examples first.
         """
-        traced = self.examples.traced(self.params, batch, self.state)
+        traced = self.examples.traced(self._call(batch))
         number, _, columns = split_terms(traced.out_shapes[0].shape)
         item = self.precision.prior.dtype.itemsize
         one = OutputGradients(traced, self.precision).size * item
@@ -202,6 +203,9 @@ class LinearisedVariance:
         some = self.max_bytes // full_size
         return _over_chunks(lambda chunk: self._of_one(chunk, some), batch, 1)
 
+    def _call(self, batch: Batch) -> ModelCall:
+        return ModelCall(self.params, batch, state=self.state)
+
     def _check_cut(self, batch: Batch, number: int, some: int) -> None:
         if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
             raise ValueError(
@@ -211,7 +215,7 @@ class LinearisedVariance:
             )
 
     def _of_examples(self, batch: Batch) -> tuple[Array, Array]:
-        traced = self.examples.traced(self.params, batch, self.state)
+        traced = self.examples.traced(self._call(batch))
         taps = OutputGradients(traced, self.precision)
         outputs, vjp = self._outputs_and_vjp(traced, taps, batch)
         number, terms, columns = split_terms(outputs.shape)
@@ -228,7 +232,7 @@ class LinearisedVariance:
 
     def _of_one(self, batch: Batch, some: int) -> tuple[Array, Array]:
         """Like :meth:`_of_examples` for one example, some outputs at a time, forward."""
-        traced = self.examples.traced(self.params, batch, self.state)
+        traced = self.examples.traced(self._call(batch))
         taps = OutputGradients(traced, self.precision, all_gradients=True)
         outputs, vjp = self._outputs_and_vjp(traced, taps, batch)
         _, terms, columns = split_terms(outputs.shape)
@@ -260,8 +264,8 @@ class LinearisedVariance:
         covariance = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
         return outputs.reshape(1, terms, columns), covariance[None]
 
-    def _outputs_and_vjp(self, traced: Any, taps: OutputGradients, batch: Batch) -> Any:
-        outputs, vjp = self.examples.outputs_and_vjp(traced, taps, self.params, batch, self.state)
+    def _outputs_and_vjp(self, traced: Traced, taps: OutputGradients, batch: Batch) -> Any:
+        outputs, vjp = self.examples.outputs_and_vjp(traced, taps, self._call(batch))
         (single,), form = jax.tree.flatten(outputs)
         return single, lambda cotangent: vjp(jax.tree.unflatten(form, [cotangent]))
 
@@ -282,7 +286,7 @@ def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
     return cast_varying(one, outputs)  # inside shard_map the outputs differ between devices
 
 
-def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
+def _products(whitened: Float[Array, "C N n"], dtype: DTypeLike) -> Float[Array, "N C C"]:
     covariance = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
     return covariance.astype(dtype)
 
@@ -373,7 +377,7 @@ PREDICTIVES: Mapping[type, Mapping[str, Rule]] = {
 }
 
 
-def rule_of(likelihood: Any, method: str) -> Rule:
+def rule_of(likelihood: object, method: str) -> Rule:
     """The function from an output distribution to class probabilities.
 
     Raises:

@@ -319,7 +319,7 @@ def _largest(precision: PosteriorPrecision, norms: Array, by_layer: bool) -> Arr
 def _bisected(falling: Callable[[Any], Any], low: Array, high: Array) -> Array:
     """The zero of a falling function between two positive numbers, by geometric bisection."""
 
-    def step(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(_: ArrayLike, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = jnp.sqrt(low) * jnp.sqrt(high)
         is_above = falling(middle) > 0

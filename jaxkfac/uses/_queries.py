@@ -14,7 +14,7 @@ from jaxkfac.curvature import (
     precondition_many,
     read_many,
 )
-from jaxkfac.factors import Batch, Objective
+from jaxkfac.factors import Batch, ModelCall, Objective
 from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import in_sequence, map_over_chunks
@@ -189,13 +189,14 @@ def prepare_queries(
     check_block_damping(damping, source.bases)
     check_values(source.bases)
     batch = source.checked(params, queries, state)
+    call = ModelCall(params, batch, state=state)
 
     if measurement is not None and not in_examples(batch):
         raise ValueError(
             "measurement: it sees one query at a time, and an array of the queries does not have "
             "the examples first"
         )
-    gradients = jax.eval_shape(lambda: source.gradients(params, batch, state, measurement))
+    gradients = jax.eval_shape(lambda: source.gradients(call, measurement))
     query_bytes = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if budget is None:
         at_once = max(1, _AT_ONCE // query_bytes) if in_examples(batch) else None
@@ -205,9 +206,7 @@ def prepare_queries(
             example_bytes=query_bytes,
             kept_bytes=_nbytes(
                 jax.eval_shape(
-                    lambda: _run(
-                        source, params, batch, state, damping, None, query_rank, None, None
-                    )[:2]
+                    lambda: _run(source, call, damping, None, query_rank, None, None)[:2]
                 )
             ),
             max_bytes=budget,
@@ -216,15 +215,13 @@ def prepare_queries(
         )
     heuristic, number = (damping, None) if isinstance(damping, str) else (None, damping)
     run = source.compiled(_run, heuristic, query_rank, at_once, measurement)
-    full_rank, low_rank, errors = run(params, source.bases, batch, state, number)
+    full_rank, low_rank, errors = run(source.bases, call, number)
     return Queries(full_rank, low_rank, errors, source.bases.layers, source.bases.origin)
 
 
 def _run(
     source: Examples,
-    params: PyTree,
-    batch: Batch,
-    state: PyTree,
+    call: ModelCall,
     damping: Any,
     heuristic: Literal["heuristic"] | None,
     rank: int | None,
@@ -233,14 +230,14 @@ def _run(
 ) -> Any:
     """The stored form of all queries, ``at_once`` in work; ``heuristic`` replaces a number."""
 
-    def of_some(some: Batch, _: Any) -> Any:
-        gradients = source.gradients(params, some, state, measurement)
+    def of_some(some: Batch, _: Array | None) -> Any:
+        gradients = source.gradients(call._replace(batch=some), measurement)
         solved = precondition_many(
             gradients, source.bases, damping if heuristic is None else heuristic
         )
         return _stored(solved, source.bases.layers, rank)
 
-    return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
+    return map_over_chunks(of_some, call.batch, at_once, in_loop=fast_convolutions)
 
 
 def _stored(

@@ -1,6 +1,6 @@
 """Gradients of examples, rotated into the eigenbasis during the backward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -170,7 +170,9 @@ class RotatedGradients(ExampleGradients):
         emitted = sides.gradients(like_gradients, basis)
         return {"rotated": emitted.pop("gradients"), **emitted}
 
-    def rotated(self, emitted: Mapping[str, Slot], scale: Any) -> list[Float[Array, "..."]]:
+    def rotated(
+        self, emitted: Mapping[str, Slot], scale: Callable[[Array], Array]
+    ) -> list[Float[Array, "..."]]:
         """Every block's rotated gradient, in the order of ``rotated_parts``.
 
         Args:
@@ -181,6 +183,6 @@ class RotatedGradients(ExampleGradients):
         remaining = self.gradients({name: x for name, x in emitted.items() if name not in done})
         for name in done:
             layer = self._layers[name]
-            if "bias_gradients" in emitted[name]:
+            if layer.bias is not None and "bias_gradients" in emitted[name]:
                 self._add(remaining, layer, layer.bias, emitted[name]["bias_gradients"])
         return [x * scale(x) for x in rotated(remaining, self._bases, done)]

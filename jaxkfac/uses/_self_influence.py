@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
-from jaxkfac.factors import Batch, Objective
+from jaxkfac.factors import Batch, ModelCall, Objective
 from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -86,8 +86,8 @@ def self_influence(
 
     heuristic, number = (damping, None) if isinstance(damping, str) else (None, damping)
 
-    def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
-        stored_layers = scorer.own_gradients(params, batch, state)
+    def at_once(call: ModelCall) -> int:
+        batch, stored_layers = call.batch, scorer.own_gradients(call)
         dtypes = [block_dtype(scorer.bases, layer) for layer in stored_layers]
         example_bytes = GRADIENTS * sum(
             layer.num_parameters * dtype.itemsize
@@ -112,28 +112,26 @@ def self_influence(
 
     by_batch = []
     for some in batches_of(train):
-        batch = scorer.checked(params, some, state)
-        scores = scorer.compiled(_products, heuristic, at_once(params, batch, state))
-        by_batch.append(scores(params, scorer.bases, batch, state, number))
+        call = ModelCall(params, scorer.checked(params, some, state), state=state)
+        scores = scorer.compiled(_products, heuristic, at_once(call))
+        by_batch.append(scores(scorer.bases, call, number))
     return jnp.concatenate(by_batch)
 
 
 def _products(
     scorer: Examples,
-    params: PyTree,
-    batch: Batch,
-    state: PyTree,
+    call: ModelCall,
     damping: Any,
     heuristic: Literal["heuristic"] | None,
     at_once: int,
 ) -> Float[Array, " N"]:
     """The scores of one batch, ``at_once`` examples at a time; see ``_queries._run``."""
 
-    def of_some(some: Batch, _: Any) -> Array:
+    def of_some(some: Batch, _: Array | None) -> Array:
         delta = damping if heuristic is None else heuristic
-        return scorer.own_products(params, scorer.bases, some, state, delta)
+        return scorer.own_products(scorer.bases, call._replace(batch=some), delta)
 
-    return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
+    return map_over_chunks(of_some, call.batch, at_once, in_loop=fast_convolutions)
 
 
 def _rows_up_to(layer: Layer, batch: Batch) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxkfac.curvature import Eigenbases, rotated_parts, rotated_squares
-from jaxkfac.factors import Batch, Corrections, Origin
+from jaxkfac.factors import Corrections, ModelCall, Origin
 from jaxkfac.memory import bytes_text
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of
@@ -127,9 +127,8 @@ class StoreWriter:
         rows, sums = [], {}
         for cut in cuts:
             chunk = jax.tree.map(lambda x, cut=cut: x[cut], batch) if len(cuts) > 1 else batch
-            chunk_rows, squares, lost, terms = self._rows(
-                self._params, source.bases, chunk, self._state
-            )
+            call = ModelCall(self._params, chunk, state=self._state)
+            chunk_rows, squares, lost, terms = self._rows(source.bases, call)
             rows.append(np.asarray(chunk_rows))
             new = {f"{i:06d}": x for i, x in enumerate(squares)} | {"terms": terms}
             new |= {f"{i:06d}.lost": x for i, x in enumerate(lost) if x is not None}
@@ -140,18 +139,13 @@ class StoreWriter:
 
 
 def _rotated_rows(
-    source: Examples,
-    params: PyTree,
-    batch: Batch,
-    state: PyTree,
-    row_parts: Parts,
-    dtype: str,
+    source: Examples, call: ModelCall, row_parts: Parts, dtype: str
 ) -> tuple[Array, list[Array], list[Array | None], Array]:
     """Rows of the examples, sums of squares by part, of losses by part, and number of terms.
 
     The sums of squares are those of the gradients, not of what a low rank keeps of them.
     """
-    blocks, terms = source.rotated_gradients(params, batch, state)
+    blocks, terms = source.rotated_gradients(call)
     rows, errors = as_rows(blocks, row_parts)
     lost = [None if x is None else jnp.square(x).sum() for x in errors]
     return rows.astype(dtype), rotated_squares(blocks, source.bases), lost, terms
@@ -194,7 +188,7 @@ def measured(bases: Eigenbases, stored: Mapping[str, np.ndarray]) -> Eigenbases:
     return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
 
-def known_number(train: Any) -> int | None:
+def known_number(train: object) -> int | None:
     """Number of examples, if it is known without reading them."""
     if isinstance(train, tuple):
         return len(jax.tree.leaves(train[1])[0]) if len(train) > 1 else None

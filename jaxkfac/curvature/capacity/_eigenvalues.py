@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
@@ -114,9 +115,10 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
     rounding = _rounding(basis.g_raw_values, layer.g_dense)
     g_blocks = _listed(basis.g_raw_values, basis.g_values, layer, rounding=rounding)
     weights, biases = _weights(basis, layer), [None] * len(g_blocks)
-    if basis.bias_raw_values is not None:
+    if basis.bias_raw_values is not None and basis.bias_values is not None:
         biases = _listed(basis.bias_raw_values, basis.bias_values, layer, rounding=0.0)
     elif bases.bias == "separate" and layer.bias is not None:
+        # A bias with a block of its own has the curvature G, until it is measured.
         biases = g_blocks
     a_rows = a.reshape(len(g_blocks), a.shape[-1])
     return [Slice(*fields) for fields in zip(weights, biases, a_rows, g_blocks, strict=True)]
@@ -138,14 +140,16 @@ def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
     return [_block(raw_a[i], raw_g[i], (clipped_a[i], clipped_g[i]), rounding) for i in indices]
 
 
-def _listed(raw: Any, clipped: Any, layer: Layer, *, rounding: float) -> list[CapacityBlock]:
+def _listed(
+    raw: Array | np.ndarray, clipped: Array | np.ndarray, layer: Layer, *, rounding: float
+) -> list[CapacityBlock]:
     """One block for each slice of eigenvalues ``(stack..., n)`` that are not products."""
     raw, clipped = _on_host(raw, layer), _on_host(clipped, layer)
     indices = np.ndindex(raw.shape[:-1])
     return [_block(_ONE, raw[i], (_ONE, clipped[i]), (0.0, rounding)) for i in indices]
 
 
-def _rounding(values: Any, dense: bool) -> float:
+def _rounding(values: Array | np.ndarray, dense: bool) -> float:
     r"""$n \varepsilon$ for a decomposed matrix, $\varepsilon$ of its own dtype; 0 for a diagonal.
 
     The factor was rounded in its dtype when it was summed, so a zero eigenvalue may read as up to
@@ -163,13 +167,15 @@ def _block(
 ) -> CapacityBlock:
     # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: count as 0.
     sides = [(np.sort(np.maximum(x, 0)), share) for x, share in zip((a, g), rounding, strict=True)]
+    # The shorter side as rows: order statistics take one bisection for each row.
     (rows, of_rows), (columns, of_columns) = sorted(sides, key=lambda side: len(side[0]))
+    # The extremes of all products are products of the extremes, because no eigenvalue is negative.
     low, high = (math.prod(max(float(end(x)), 0.0) for x in clipped) for end in (np.min, np.max))
     errors = float(of_rows * rows[-1]), float(of_columns * columns[-1])
     return CapacityBlock(rows, columns, (low, high), errors)
 
 
-def diagonal_rows(layer: Layer, diagonal: Any) -> Any:
+def diagonal_rows(layer: Layer, diagonal: Array) -> Any:
     """``(stack..., elements)`` from a diagonal shaped like the parameter or like its slice."""
     weight = dataclasses.replace(layer.weight, index=())
     if diagonal.size != weight.size:
@@ -178,7 +184,7 @@ def diagonal_rows(layer: Layer, diagonal: Any) -> Any:
     return matrix.reshape(*matrix.shape[:-2], -1)
 
 
-def _on_host(values: Any, layer: Layer) -> np.ndarray:
+def _on_host(values: Array | np.ndarray, layer: Layer) -> np.ndarray:
     if isinstance(values, Tracer):
         raise ValueError(
             "capacity_metrics measures on the host and these bases are traced; return the bases "
@@ -239,6 +245,7 @@ class _Rows:
         """In each row the first position in [low, high] whose product exceeds ``value``."""
         low, high = low.copy(), high.copy()
         while len(rows := np.flatnonzero(low < high)):
+            # All rows in one NumPy operation, because a layer has thousands of them.
             middle = (low[rows] + high[rows]) // 2
             below = self.factors[rows] * self.columns[middle] <= value
             low[rows[below]] = middle[below] + 1
@@ -251,6 +258,8 @@ class _Rows:
         In each row only the positions between the two bounds remain candidates, until few remain
         or the bounds are neighbors, when all candidates are equal.
         """
+        # Bits and not values: halving the interval of bits ends after 64 steps, however small the
+        # smallest eigenvalue is.
         lower, upper = -1, int(np.float64(self.largest).view(np.int64))
         low, high = self.first, self.last
         below = 0  # how many do not exceed the lower bound

@@ -132,25 +132,25 @@ if CapacityRecord.__doc__:  # python -OO strips docstrings
 # ---------------- capacity as text
 
 
-def capacity_text(metrics: Any) -> str:
+def capacity_text(metrics: "CapacityMetrics") -> str:
     """The table of ``print(metrics)``, aligned, at most 120 columns wide."""
     lines = ruled(["layer", *columns()], _rows(metrics), total=True)
     return "\n".join([*lines, *_notes(metrics)])
 
 
-def capacity_html(metrics: Any) -> str:
+def capacity_html(metrics: "CapacityMetrics") -> str:
     """The table of ``print(metrics)`` as HTML, for a notebook."""
     title = f"Capacity of {len(metrics)} layers"
     head = [heading.replace("\n", " ") for heading in ("layer", *columns())]
     return table_html(title, head, _rows(metrics), notes=_notes(metrics))
 
 
-def _rows(metrics: Any) -> list[list[str]]:
+def _rows(metrics: "CapacityMetrics") -> list[list[str]]:
     records = (*metrics.layers.items(), ("whole model", metrics.model))
     return [[name, *_cells(record)] for name, record in records]
 
 
-def _notes(metrics: Any) -> list[str]:
+def _notes(metrics: "CapacityMetrics") -> list[str]:
     over = metrics.over_layers
     largest = ", ".join(map(number, (over.largest_condition, over.largest_condition_clipped)))
     lines = [

@@ -24,6 +24,7 @@ from jaxkfac.factors import (
     Corrections,
     Estimator,
     Linearised,
+    ModelCall,
     Objective,
     Origin,
     Program,
@@ -61,7 +62,7 @@ class EigenvalueCorrector:
         batch: Any,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Any = None,
+        labels: PyTree | None = None,
         state: PyTree | None = None,
     ) -> Eigenbases:
         """Measure the eigenvalues of one batch, and return the bases with them.
@@ -89,16 +90,20 @@ class EigenvalueCorrector:
         has_outputs = isinstance(objective, Objective)
         batch = objective.batch(batch) if has_outputs else batch
         estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
-        traced = self._program.traced(params, batch, key, state)
+        call = ModelCall(params, batch, key, state)
+        traced = self._program.traced(call)
         if not has_outputs and not traced.marks:
             raise TypeError(
                 "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
                 "a jk.Objective, or name the outputs inside the loss with jk.mark_outputs, not "
                 f"{objective!r}"
             )
+        # Parameters that no rule covers have no taps; their squares come from a second pass.
         extra = [layer for layer in bases.layers if not layer.is_covered]
         check_program_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         if has_outputs:
+            # Values are checked here, where they are concrete, because a target out of range makes
+            # all measured values NaN inside `jit`.
             estimator.check_values(objective, self._program.output_shapes(traced), batch)
         elif extra:
             raise ValueError(
@@ -110,15 +115,18 @@ class EigenvalueCorrector:
         def linearised(traced: Traced) -> tuple[Linearised, Callable[..., Squares]]:
             squared = SquaredGradients(traced, bases, self._per)
             at = self._program.linearise(
-                traced, squared, params, batch, key, state,
-                positions=positions, differentiate=False,
-            )  # fmt: skip
+                traced, squared, call, positions=positions, differentiate=False
+            )
             return at, lambda emitted: squared.outputs(emitted, bases)
 
         try:
+            # Tried first with one pass for all examples. Only the trace of the taps shows whether
+            # every layer's rows belong to examples.
             at, outputs = linearised(traced)
             squares = estimator.gathered(objective, at, batch, outputs)
         except LostRowsError as error:
+            # With a scalar loss no example can be run alone, and one example needs no separation,
+            # so that the error is about something else.
             if not has_outputs or traced.num_examples == 1:
                 raise
             number = traced.num_examples
@@ -129,9 +137,7 @@ class EigenvalueCorrector:
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
-            more = per_example_diagonals(
-                objective, params, batch, extra, estimator, key=key, state=state
-            )
+            more = per_example_diagonals(objective, call, extra, estimator)
             sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]
@@ -159,11 +165,12 @@ def _isolated(
     assert at.terms_of is not None
 
     def contribution(cotangent: PyTree) -> Squares:
-        def one(examples: Int[Array, " 1"], _: Any) -> Squares:
+        def one(examples: Int[Array, " 1"], _: Array | None) -> Squares:
             def alone(x: Array) -> Array:
                 mine = jnp.arange(number) == examples
                 return jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
+            # The same linearization for all examples: only the backward pass is repeated.
             return outputs(at.vjp(jax.tree.map(alone, cotangent)))
 
         return sum_over_chunks(one, jnp.arange(number), 1, in_loop=fast_convolutions)
@@ -255,6 +262,8 @@ def correct_eigenvalues(
     at_least_one(samples=samples, chunk=chunk)
     check_bases(bases)
     _check_vectors(bases)
+    # Only the layers of the bases are found and tapped; the others cost nothing, and may be ones
+    # that no rule covers.
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     check_word(examples)
@@ -266,11 +275,8 @@ def corrections_of(
     program: Program,
     bases: Eigenbases,
     estimator: Estimator,
-    params: PyTree,
-    batch: Any,
-    key: Any,
-    positions: Any,
-    state: PyTree | None,
+    call: ModelCall,
+    positions: Bool[Array, "..."] | None,
 ) -> Corrections:
     """Measure like ``correct_eigenvalues``, with a program that exists already.
 
@@ -284,7 +290,10 @@ def corrections_of(
         )
     _check_vectors(bases)
     corrector = EigenvalueCorrector(program, bases, estimator, "example")
-    measured = corrector(params, batch, key, positions, estimator.labels, state)
+    labels = estimator.labels
+    measured = corrector(
+        call.params, call.batch, call.key, positions, labels=labels, state=call.state
+    )
     assert measured.corrections is not None
     return measured.corrections
 
@@ -299,6 +308,7 @@ def _check_vectors(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
+        # With a truncated basis the squares outside it are lost, and their trace with them.
         check_all_vectors(bases, layer, "measured eigenvalues")
 
 
@@ -308,6 +318,7 @@ def _check_examples(
     """Refuse gradients of single examples if an example's output depends on others."""
     if extra:
         check_alone(program, traced, extra)
+    # A full block of a scale has gradients of whole examples, whatever `per` says.
     by_example = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
     if by_example and (met := program.meeting(traced, "derivative")):
         names = ", ".join(repr(layer.name) for layer in by_example)

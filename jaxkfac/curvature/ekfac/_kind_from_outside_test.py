@@ -27,9 +27,9 @@ class Angle(Elementwise):
             return "is the second operand"
         return [Use(self, eqn, 0, ins[0], scope, data=ins[1], rows=ins[1].axes)]
 
-    def gradient(self, use, operands, cotangent):
-        n, x = (v.astype(cotangent.dtype) for v in operands)
-        return cotangent * x / (jnp.square(n) + jnp.square(x))
+    def gradient(self, vjp):
+        n, x = (v.astype(vjp.cotangent.dtype) for v in vjp.operands)
+        return vjp.cotangent * x / (jnp.square(n) + jnp.square(x))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layer_power import owners
 from jaxkfac.factors import Statistics, gradient_rows
-from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
+from jaxkfac.interception import Entries, Layer, LayerVjp, Site, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
 
 Per = Literal["example", "token"]
@@ -140,24 +140,14 @@ class SquaredGradients:
         """See ``_taps.Emitter``."""
         return
 
-    def emit(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: ArrayOrShape,
-        weights: ArrayOrShape | None,
-        constants: Any,
-    ) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Slot, constants: Any) -> Slot:
         """See ``_taps.Emitter``."""
-        assert use.layer is not None
-        layer = self._layers[use.layer]
+        assert vjp.use.layer is not None
+        layer = self._layers[vjp.use.layer]
         if layer.name in self._elements:
-            elements = self._elements[layer.name]
-            return elements.emit(site, use, like, operands, cotangent, weights, constants)
+            return self._elements[layer.name].emit(vjp, like, constants)
         examples = self._traced.examples if self._per == "example" else None
-        sides = use.kind.both_sides(site, use, operands, cotangent, weights, examples, like)
+        sides = vjp.use.kind.both_sides(vjp, examples, like)
         if "gradients" in like:
             return sides.gradients(like)
         ones, constant = self._has_ones(layer), constants.get("constant")

@@ -7,9 +7,9 @@ import pytest
 
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import _kind, find_layers, matrix_problem, register_kind
+from jaxkfac.interception import _kind, find_layers, register_kind
 from jaxkfac.interception._kind import Use
-from jaxkfac.kinds import Rows, TwoSided
+from jaxkfac.kinds import Rows, TwoSided, matrix_problem
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -39,11 +39,11 @@ class Ragged(TwoSided):
     def reading(self, use, place):
         return repr([place(axis) for axis in use.in_axes])
 
-    def inputs(self, site, use, operands):
-        return Rows(operands[0], (0,), (), ((1, use.in_axes[0]),))
+    def inputs(self, vjp):
+        return Rows(vjp.data, (0,), (), ((1, vjp.use.in_axes[0]),))
 
-    def outputs(self, site, use, cotangent):
-        return Rows(cotangent, (0,), (), ((1, use.out_axes[0]),))
+    def outputs(self, vjp):
+        return Rows(vjp.cotangent, (0,), (), ((1, vjp.use.out_axes[0]),))
 
 
 @pytest.fixture(autouse=True)

@@ -144,15 +144,20 @@ class Averages:
         if entry.place not in self.running:
             self.hold(entry.place, self._new(entry, value, count, age))
         running = self.running[entry.place]
+        # Left out before anything is changed: a NaN in an average stays there for good.
         if not (_is_finite(count) and _is_finite(value)):
             self._leave_out(running, entry)
             return
+        # Sums over no rows are no data; decaying for them would let a layer that is rarely read
+        # fade.
         if not count.any():
             self._stay(running, age)
             return
         running.num_added += 1
         rows = ... if not entry.stack else slice(first, first + len(value))
         if entry.stack and len(value) < entry.stack[0]:
+            # All iterations of a stack have one age, so those that are pushed later must have
+            # decayed as well.
             self._catch_up(running, age, new=True)  # the iterations that are not in ``value`` too
         decays = _decays(running, age)
         running.age, running.idle = age, False
@@ -165,6 +170,7 @@ class Averages:
         running.count[rows] += count.astype(running.dtype, copy=False)
         axes = len(entry.stack)
         sums = running.sums[rows]
+        # One loop over the slices of all stacked axes, which writes into the average itself.
         sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
         if entry.dense:
@@ -179,6 +185,8 @@ class Averages:
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
         rounded = sums.itemsize < running.dtype.itemsize  # no flag reports overflow in rounding
         if overflows or (rounded and not _is_finite(sums)):
+            # An infinite sum never becomes finite again by decay, so the average starts anew from
+            # the next contribution.
             running.sums[...] = running.count[...] = running.num_added = 0
             running.weight = 0.0
             self._leave_out(running, entry)
@@ -200,6 +208,7 @@ class Averages:
             )
             return
         sums[...] = running.sums
+        # The count has as many contributions as the sums, and loses the same digits.
         running.sums, running.count = sums, running.count.astype(np.float64)
 
     def _leave_out(self, running: Running, entry: Entry) -> None:
@@ -211,12 +220,16 @@ class Averages:
         stored = np.dtype(jnp.bfloat16) if self._storage == "bfloat16" else dtype
         side = packed_shape(entry.size) if entry.dense else value.shape[len(entry.stack) :]
         sums = self._store.zeros((*entry.stack, *side), stored, f"the average of {entry.name}")
+        # With one count for all, iterations may still be pushed apart, so there is one for each of
+        # the leading axis.
         along = entry.stack if count.ndim else entry.stack[:1]
         return Running(sums, np.zeros(along, dtype), dtype, age)
 
     def _stay(self, running: Running, age: int) -> None:
         """Record an empty step: the average does not decay unless data for it still comes."""
         if age > running.age:
+            # Up to the step before: whether this one decays the average depends on whether data
+            # comes later in it.
             self._catch_up(running, age - 1)
             running.age, running.idle = age, True
 
@@ -237,9 +250,12 @@ class Averages:
         running = self.running[entry.place]
         self._catch_up(running, age)
         what = f"the snapshot of {entry.name}"
+        # A snapshot only feeds a decomposition; sums that were widened for accuracy need no second
+        # copy of that size.
         stored = min(running.sums.dtype, running.dtype, key=lambda dtype: dtype.itemsize)
         sums = self._store.empty(running.sums.shape, stored, what)
         sums[...] = running.sums
+        # Only an average to which nothing else was added makes the refresh fail.
         left_out = 0 if running.num_added else running.num_left_out
         running.num_added = running.num_left_out = 0
         return Snapshot(entry, sums, running.count.astype(running.dtype), running.dtype, left_out)
@@ -278,6 +294,8 @@ class Averages:
                 a_counts[place.key] = np.broadcast_to(current.count, entry.stack).copy()
             else:
                 counts[place] = current.count
+        # `Factors` has one number of loss terms for all layers, while each entry of an average has
+        # its own.
         terms = max(count.max() for count in counts.values())
         for place, count in counts.items():
             _scale(tables[place.table][place.key], count, terms)
@@ -296,6 +314,8 @@ def _is_finite(array: np.ndarray) -> bool:
 
 def _decays(running: Running, age: int) -> int:
     """How often an average decays before new data of the step ``age`` is added."""
+    # A further contribution of one step does not decay, unless the step has only had empty ones so
+    # far.
     return age - running.age if age > running.age else int(running.idle)
 
 

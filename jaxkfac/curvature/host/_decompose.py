@@ -65,6 +65,8 @@ class Decomposer:
             reused = _reuse(matrix, previous, self._tolerance)
             if reused is not None:
                 return reused
+        # A matrix that is not finite goes to the host's solver, which raises with the name of the
+        # layer.
         if self._where(matrix, device) == "device" and np.isfinite(matrix).all():
             spectrum = _on_device(matrix, device)
             if spectrum is not None:
@@ -77,6 +79,7 @@ class Decomposer:
         if device is None or device.platform == "cpu":
             return "host"
         key = f"{len(matrix)}/{matrix.dtype}"
+        # Timed once for each size, and by one worker, because two at once would measure each other.
         with self._lock:
             if key not in self.chosen:
                 self.chosen[key] = _faster(matrix, device, self._dtype)
@@ -88,6 +91,7 @@ def _faster(matrix: np.ndarray, device: Any, dtype: HostDType) -> str:
         return "host"
     block = np.ascontiguousarray(matrix[:_TIMED_SIZE, :_TIMED_SIZE])
     if not np.isfinite(block).all():
+        # A solver may stop early at NaN, and its time would say nothing.
         block = np.eye(len(block), dtype=block.dtype)
     on_host = lambda matrix, _: eigh_on_host(matrix, name="used to compare speeds", dtype=dtype)
     seconds = {}
@@ -109,6 +113,8 @@ def _on_device(matrix: np.ndarray, device: Any) -> HostSpectrum | None:
         try:
             values, vectors = jax.device_get(_eigh(jax.device_put(matrix, device)))
         except jax.errors.JaxRuntimeError as error:
+            # Another program may have taken the device's memory since the choice was made; that is
+            # no reason to fail.
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
@@ -119,10 +125,12 @@ def _reuse(matrix: np.ndarray, vectors: np.ndarray, tolerance: float) -> HostSpe
     """The old eigenvectors with new eigenvalues, if they still diagonalize the matrix."""
     rotated = vectors.T @ (matrix @ vectors)
     values = rotated.diagonal().copy()
+    # Of the rotated matrix: rotation keeps the norm, and the diagonal has not been removed yet.
     norm = np.linalg.norm(rotated)
     np.fill_diagonal(rotated, 0)
     if not np.linalg.norm(rotated) <= tolerance * norm:  # False for NaN as well
         return None
+    # The new eigenvalues of old vectors need not be ascending, which readers of a spectrum rely on.
     order = np.argsort(values, kind="stable")
     return HostSpectrum(values[order], vectors[:, order])
 
@@ -218,6 +226,8 @@ class Shares:
             for block, has_failed in zip(blocks, anywhere, strict=True):
                 place = block.place
                 if has_failed:
+                    # A slice that failed anywhere makes the whole block fail everywhere, so that
+                    # all processes keep the same old basis.
                     results.pop(place, None)
                     texts = group.told(str(failures.get(place, "")))
                     failures[place] = NonFiniteFactorError(next(filter(None, texts)))
@@ -225,5 +235,7 @@ class Shares:
                 full_result = results.get(place) or zeros(block)
                 for array in full_result:
                     if array is not None:
+                        # Each slice is zero in all processes but one, so a sum of all puts the
+                        # block together.
                         array[...] = group.combined(array)
                 results[place] = full_result

@@ -55,7 +55,7 @@ def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry,
     return arrays_by_entry
 
 
-def _check(entry: Entry, value: Any, first: int) -> None:
+def _check(entry: Entry, value: object, first: int) -> None:
     if isinstance(value, Tracer):
         raise ValueError(
             f"push: {entry.name} is traced; push outside of jit, scan and grad, with the factors "
@@ -63,6 +63,8 @@ def _check(entry: Entry, value: Any, first: int) -> None:
         )
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"push: {entry.name} is no array but {type(value).__name__}")
+    # Found here, before the copy is started: the error of a deleted array would come from another
+    # thread, without the layer's name.
     if isinstance(value, jax.Array) and value.is_deleted():
         raise ValueError(
             f"push: {entry.name} has been deleted or donated; push factors before they are "
@@ -75,6 +77,7 @@ def _check(entry: Entry, value: Any, first: int) -> None:
         if value.size != entry.size:
             raise ValueError(f"push: {entry.name} has {value.size} elements, not {entry.size}")
         return
+    # A pass under a budget pushes some iterations of a scan; they are added at their place.
     if entry.stack and len(shape) == len(expected):
         last = first + shape[0]
         if shape[1:] == expected[1:] and 0 <= first < last <= expected[0]:
@@ -97,6 +100,7 @@ def start_copy(x: Any) -> Any:
         x = whole_here(x)
         x.copy_to_host_async()
         return x
+    # A read-only array cannot change under the copy, so it is used as it is.
     return np.array(x) if not isinstance(x, np.ndarray) or x.flags.writeable else x
 
 
@@ -128,6 +132,7 @@ class Copy:
             sums, count = np.asarray(self.sums), np.asarray(self.count)
             averages.add(self.entry, sums, count, self.first, self.age)
             if self.donated is not None:
+                # Only after the average has it: an exception before leaves the array to the caller.
                 self.donated.delete()
         except BaseException as error:
             error.add_note(
@@ -144,6 +149,8 @@ def as_step(step: Any) -> int:
         ValueError: it is negative, or no integer.
     """
     try:
+        # `index` takes integers of Python, NumPy and JAX, and refuses 3.0, which `int` would
+        # accept.
         number = operator.index(step)
     except TypeError:
         raise ValueError(f"step must be an integer, got {step!r}") from None
@@ -196,8 +203,11 @@ class Push:
         if not state.pushed_places and not state.complete:
             self._origin = factors.origin
         arrays = arrays_of(factors, self._layout, first_iteration)
+        # Weak, so that a push that is never repeated does not keep a step's factors alive.
         self._arrays = {place: weakref.ref(sums) for place, sums in _sums(factors).items()}
         self._age = state.schedule.pushed_to(step).age
+        # Before anything is copied: a budget that is too small is the caller's mistake, and must
+        # not cost a step.
         state.check_budget(self._layout, double=self._double)
         self._places = {entry.place for entry, _, _ in arrays}
         self._shardings = {entry.place: result_sharding(sums) for entry, sums, _ in arrays}
@@ -209,6 +219,7 @@ class Push:
         ]
         self._num_arrays = len(arrays)
         items = [_Item(*array, gone) for array, gone in zip(arrays, donated, strict=True)]
+        # All in one batch if they fit, so that either all or none of a step's factors arrive.
         fits = sum(item.sums.nbytes for item in items) <= state.options.in_flight_bytes
         batches = [items] if fits else [[item] for item in items]
         self._batches = collections.deque(_CopyBatch(batch) for batch in batches if batch)
@@ -267,6 +278,7 @@ class Push:
                 raise
             assert batch.job is not None
             self._averaging.put(batch.job)
+            # Removed only after it is queued: an exception in between leaves it to the next call.
             self._batches.popleft()
         self._sent = True
 
@@ -294,6 +306,8 @@ class Push:
             queue = collections.deque(zip(batch.keys, copies, strict=True))
             del copies
             call = functools.partial(_average, self._state, self._averaging, queue)
+            # In one assignment: a batch has either items to copy or a job, also if the next line
+            # raises.
             batch.items, batch.job = [], Job(call)
         except BaseException:
             if batch.job is None:
@@ -327,6 +341,8 @@ def _average(
     while copies:
         key, copy = copies.popleft()
         copy.add_to(state.averages)
+        # Before its bytes are given back: the name would keep the array alive while the next copy
+        # takes the same bytes.
         del copy
         averaging.give_back(key)
 

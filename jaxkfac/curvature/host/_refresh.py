@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
@@ -84,6 +85,8 @@ class Decompositions:
     def _begin(self, averages: Averages, age: int, workers: Workers) -> None:
         """Take the snapshots; runs between pushes, in their thread."""
         for entry in (entry for block in self.blocks for entry in block.sources):
+            # Two blocks may read one factor (with and without the column of ones); it is copied
+            # once.
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
@@ -94,9 +97,12 @@ class Decompositions:
             if indices:
                 self._remaining[block.place] = len(indices)
             jobs += [(block, index) for index in indices]
+        # In several processes a process only decomposes its share, and need not hold the other
+        # snapshots.
         needed = {entry.place for block, _ in jobs for entry in block.sources}
         for source in self._snapshots.keys() - needed:
             del self._snapshots[source]
+        # No job would report the end of this share.
         if not jobs:
             with self.monitor.changing():
                 self.done = True
@@ -108,6 +114,8 @@ class Decompositions:
             spectrum = self._spectrum(block, index)
         except NonFiniteFactorError as error:
             with self._lock:
+                # Stored and raised later, in the caller's thread: a worker that raised would lose
+                # the error with its thread.
                 self._failed.setdefault(block.place, {})[index] = error
         else:
             self._keep(block, index, spectrum)
@@ -147,8 +155,12 @@ class Decompositions:
             partial = self._partial.get(block.place)
             if partial is None:
                 shared = block in self.shares
+                # In a block that processes share, each adds its slices into zeros, and the exchange
+                # sums them.
                 partial = self._zeros(block) if shared else self._allocate(block, spectrum)
                 self._partial[block.place] = partial
+        # Outside the lock: each index is written by one worker only, and the copy takes as long as
+        # a matrix is large.
         partial.values[index] = spectrum.values
         if partial.vectors is not None:
             partial.vectors[index] = spectrum.vectors
@@ -189,6 +201,8 @@ class Decompositions:
             partial = self._partial.pop(block.place, None)
             if block.place in self._failed:
                 errors = self._failed.pop(block.place)
+                # Of several failures the one of the lowest index, whichever worker met its own
+                # first: messages do not depend on timing.
                 self.failures[block.place] = errors[min(errors)]
             elif partial is not None:
                 self.results[block.place] = partial
@@ -198,6 +212,8 @@ class Decompositions:
             for entry in block.sources:
                 if entry.place not in still_needed:
                     self._snapshots.pop(entry.place, None)
+            # Old eigenvectors are as large as the new ones, so each is dropped as soon as its
+            # successor exists.
             self.previous.pop(block.place, None)
             done = not self._remaining
         if done:
@@ -259,10 +275,12 @@ class ActiveBases:
         """
         eyes: dict[tuple[int, Any], np.ndarray] = {}
 
-        def eye(size: int, dtype: Any) -> Any:
+        def eye(size: int, dtype: DTypeLike) -> Any:
             columns = min(self._rank or size, size)
             kept_dtype = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
             if not self._in_host:
+                # The last columns, because eigenvalues are ascending and a rank keeps the leading
+                # ones.
                 return jnp.eye(size, dtype=kept_dtype)[:, size - columns :]
             if (size, kept_dtype) not in eyes:
                 eyes[size, kept_dtype] = self._store.zeros(
@@ -320,6 +338,8 @@ class ActiveBases:
         for place, error in list(failures.items()):
             name = layout.blocks[place].name
             count = self.kept.get(name, 0) + 1
+            # Failures first: if one of them raises, no spectrum has been replaced, and all bases
+            # are of one refresh.
             if place not in self.tables or count > self._keep_previous:
                 raise error
             self.kept[name] = count

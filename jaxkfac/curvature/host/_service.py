@@ -293,6 +293,12 @@ class HostCurvature:
                 f"push takes the Factors that value_grad_and_factors returned, got "
                 f"{type(factors).__name__}"
             )
+        if factors.turn is not None:
+            raise ValueError(
+                f"push: the factors come in turns (collect={factors.turn.of}), and HostCurvature "
+                "averages parts of the factors of one step: leave collect= out, or take "
+                "max_factor_bytes= and sink="
+            )
         step = as_step(step)
         with self._one_call("push"):
             sent = self._push is not None and self._push.is_of(factors, step, first_iteration)
@@ -303,6 +309,8 @@ class HostCurvature:
 
     def _new_push(self, factors: Factors, step: int, first_iteration: int, donate: bool) -> None:
         state = self._state
+        # A refresh that is due takes the average without the factors of this step, so its snapshot
+        # is queued before the push.
         due = state.schedule.due(step)
         push = Push(state, self._averaging, factors, step, first_iteration, donate)
         try:
@@ -315,6 +323,7 @@ class HostCurvature:
             if self._push is not push:
                 push.withdraw()
             raise
+        # Outside the `try`: from here on an exception leaves a push that the next call completes.
         push.send()
 
     @contextlib.contextmanager
@@ -331,8 +340,11 @@ class HostCurvature:
         """
         if isinstance(factors, Factors):
             tables = (factors.a_sums, factors.g_sums, factors.diagonals)
+            # Counts are left out: they are scalars, or one for each entry of a stack.
             leaves = jax.tree.leaves(tables)
             factors = sum(x.size * x.dtype.itemsize for x in leaves)
+        # A forked process has no threads that could free bytes, and would wait to the end of the
+        # time limit.
         self._monitor.check_process("room")
         with self._averaging.room(parse_bytes(factors, name="factors")):
             yield
@@ -399,6 +411,8 @@ class HostCurvature:
         try:
             self._monitor.wait_for(lambda: work.done, what)
         except BaseException as failure:
+            # Alone, the error is raised at once. With other processes it is exchanged first: they
+            # wait for this one, and would run into their time limit.
             if not work.shares:
                 raise
             error = failure

@@ -69,6 +69,7 @@ class State:
         Raises:
             ValueError: they do not fit.
         """
+        # Checked once for each layout, and not at each push: it counts the bytes of all layers.
         if layout is not self.layout:
             needed = layout_bytes(layout, self.options, double=double)
             self.store.require(needed.fixed, needed.movable)
@@ -89,6 +90,8 @@ class State:
     def about(self, refresh: Refresh) -> str:
         """A description that must be equal in all processes that take part in a refresh."""
         assert self.layout is not None
+        # Without what describes the machine: processes may have other numbers of threads and still
+        # agree.
         options = {k: v for k, v in vars(self.options).items() if k not in MACHINE}
         blocks = [(block.place, block.source.shape) for block in self.layout.blocks.values()]
         return repr((refresh, sorted(options.items()), blocks))
@@ -112,6 +115,8 @@ class State:
                 f"a refresh needs {absent.name}, which has never been pushed: pushes of one step "
                 "may each hold a part of the layers, and together must hold all of them"
             )
+        # From now on a layer that has never been pushed would have no basis, so later pushes bring
+        # none.
         self.complete = True
         previous = {}
         if self.options.reuse_tolerance is not None:
@@ -142,6 +147,8 @@ def save_state(state: State, path: Path) -> None:
         about["averages"] = list(_describe_averages(state.averages, arrays))
     about["bases"] = list(_describe_spectra("bases", state.active.tables, arrays))
     if state.work is not None and state.schedule.pending is not None:
+        # A refresh in work is saved with its results; without them the continued run would hand
+        # over later, and not be bitwise the same.
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
     # One by one: bases on an accelerator are on the host only while they are written.
@@ -160,6 +167,7 @@ def restore_state(state: State, saved: Archive) -> None:
         state.origin = Origin(**_tuples(about["origin"]))
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
+        # Before the arrays are read: their budget is checked by the layout.
         double = any(values["dtype"] == "float64" for values in about["averages"])
         state.use_layout(layout_of(layers, about["bias"]), double=double)
         state.complete = about["complete"]
@@ -229,6 +237,8 @@ def _read_spectra(
 
 def _on_device(host: np.ndarray) -> Any:
     array = jnp.asarray(host)
+    # Without x64, JAX silently makes float32 of float64 bases, and the run would not continue bit
+    # by bit.
     if array.dtype != host.dtype:
         raise ValueError(
             f"the service was saved with {host.dtype} factors; enable x64 before loading it"

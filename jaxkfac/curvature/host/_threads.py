@@ -88,6 +88,7 @@ class Monitor:
 
     def check(self, doing: str) -> None:
         """Raise the error of another thread, or an error if the service is closed."""
+        # Before `stopped`: a failure also stops the service, and "closed" would hide it.
         if self._error is not None:
             self._untold = False
             raise self._error
@@ -110,6 +111,7 @@ class Monitor:
         deadline = time.monotonic() + self.timeout
         with self._condition:
             while True:
+                # First, so that a failure ends the wait even if its condition has become true.
                 self.check(f"waiting for {what}")
                 if ready():
                     return
@@ -119,6 +121,8 @@ class Monitor:
                         f"waited {self.timeout:g} s for {what}; if that is only slow, pass a "
                         "larger timeout= to HostCurvature"
                     )
+                # Woken by each change (`changing`), not by a timer: the time limit only bounds the
+                # wait.
                 self._condition.wait(remaining)
 
 
@@ -192,6 +196,8 @@ class Workers:
                 needed -= used
 
             def fits() -> bool:
+                # A job above the limit runs when nothing else is in flight; it would never fit
+                # otherwise.
                 return self.taken == 0 or self.taken + needed <= self._limit
 
             if needed:
@@ -210,6 +216,8 @@ class Workers:
         """Reserve ``nbytes`` for what this thread takes in the block; return unused bytes."""
         outer, key = self._ahead.keys, object()
         try:
+            # Bytes that an outer block has reserved are for its own pushes, not for this
+            # reservation.
             self._ahead.keys = ()
             self.take({key: nbytes}, "factors about to be dispatched")
             self._ahead.keys = (*outer, key)
@@ -220,6 +228,8 @@ class Workers:
 
     def put(self, job: Job) -> None:
         """Queue a job; a job that is queued twice still runs once."""
+        # Queued before it is registered: an interrupt in between leaves a job that runs, and not
+        # one that is waited for and never runs.
         self._jobs.put(job)
         with self._monitor.changing():
             if job.call is not None:

@@ -26,7 +26,15 @@ from jaxkfac.curvature.operators._products import (
     hessian_product,
     outer_products,
 )
-from jaxkfac.factors import FISHER_TYPES, LABEL_FOLD, Estimator, Objective, estimator_of, returned
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    LABEL_FOLD,
+    Estimator,
+    ModelCall,
+    Objective,
+    estimator_of,
+    returned,
+)
 from jaxkfac.interception import (
     check_arrays,
     check_function,
@@ -56,7 +64,7 @@ def fisher(
     *,
     fisher: FisherType | Estimator = "exact",
     key: Key[Array, ""] | None = None,
-    labels: PyTree = None,
+    labels: PyTree | None = None,
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
@@ -129,10 +137,12 @@ def fisher(
                 f'fisher="{estimator.name}" needs gradients of examples, which a scalar loss does '
                 'not show: give a jk.Objective, or take fisher="exact"'
             )
-        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
+        return marked_gauss_newton(
+            "fisher", objective, ModelCall(params, batch, key, state), chunk, only
+        )
     batch = objective.batch(batch)
     estimator = estimator.bound(key, labels, batch)
-    checked = checked_batch(objective, params, batch, key, chunk, labels, state)
+    checked = checked_batch(objective, ModelCall(params, batch, key, state), chunk, labels)
     paths = chosen_paths(only, params)
     operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
     if rule is estimated_products:
@@ -152,7 +162,7 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
     number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
 
-    def sample(key: Any, outputs: PyTree) -> PyTree:
+    def sample(key: Key[Array, ""], outputs: PyTree) -> PyTree:
         """Labels of one example; its outputs have no example axis."""
         batch_of_one = jax.tree.map(lambda y: y[None], outputs)
         return jax.tree.map(lambda y: y[0], operator.objective.sample(key, batch_of_one))
@@ -228,9 +238,10 @@ def ggn(
         Nicol Schraudolph, "Fast Curvature Matrix-Vector Products for Second-Order Gradient
         Descent", 2002.
     """
+    call = ModelCall(params, batch, key, state)
     if not isinstance(objective, Objective):
-        return marked_gauss_newton("ggn", objective, params, batch, key, chunk, only, state)
-    checked = checked_batch(objective, params, batch, key, chunk, state=state)
+        return marked_gauss_newton("ggn", objective, call, chunk, only)
+    checked = checked_batch(objective, call, chunk)
     paths = chosen_paths(only, params)
     return ExactOperator(params, checked, None, key, state, objective, gauss_newton, chunk, paths)
 
@@ -286,7 +297,7 @@ def hessian(
     """
     paths = chosen_paths(only, params)
     if isinstance(objective, Objective):
-        checked = checked_batch(objective, params, batch, key, chunk, state=state)
+        checked = checked_batch(objective, ModelCall(params, batch, key, state), chunk)
         return ExactOperator(
             params, checked, None, key, state, objective, hessian_product, chunk, paths
         )

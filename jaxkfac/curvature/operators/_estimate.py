@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
 from jaxkfac._errors import at_least_one, one_of
@@ -56,7 +57,7 @@ def monte_carlo(
     stochtrace = load("matfree.stochtrace")
     sampler = stochtrace.sampler_signs(jnp.zeros(flat.size, flat.dtype), num=num_samples)
 
-    def one(matvec: Any, vector: Array) -> Array:
+    def one(matvec: Callable[[Array], Array], vector: Array) -> Array:
         return jax.custom_batching.sequential_vmap(lambda v: integrand(matvec, v))(vector)
 
     estimate = stochtrace.estimator_monte_carlo_mean_and_sem(one, sampler)
@@ -365,13 +366,13 @@ def log_determinant(
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "num_samples"))
 def _log_determinant(
-    operator: Operator, damping: Any, key: Array, *, num_steps: int, num_samples: int
+    operator: Operator, damping: ArrayLike, key: Array, *, num_steps: int, num_samples: int
 ) -> Estimate:
     flat = flatten(operator)
     start_key, restart_key = jax.random.split(key)
     delta = jnp.asarray(damping, flat.dtype)
 
-    def integrand(matvec: Any, vector: Array) -> Array:
+    def integrand(matvec: Callable[[Array], Array], vector: Array) -> Array:
         krylov = tridiagonalise(matvec, vector, min(num_steps, flat.size), restart_key)
         noise = rounding(krylov.values)
         values = jnp.where(jnp.abs(krylov.values) <= noise, 0, krylov.values)

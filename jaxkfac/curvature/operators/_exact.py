@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._operator import Operator
@@ -23,6 +23,7 @@ from jaxkfac.factors import (
     Batch,
     Head,
     MarkedTerms,
+    ModelCall,
     Objective,
     check_label_values,
     number_kept,
@@ -30,6 +31,7 @@ from jaxkfac.factors import (
 )
 from jaxkfac.interception import (
     Marked,
+    OutputMark,
     check_arrays,
     check_function,
     check_params,
@@ -116,10 +118,12 @@ class ExactOperator(Operator):
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as a function of the chunk's ``(batch, labels)`` and index."""
+        # Counts are those of the full batch: a chunk's mask keeps another number of terms, and the
+        # chunks' shares have to add up to the mean over all of them.
         by_path, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
         chosen = {path: by_path[path] for path in self.leaves}
 
-        def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
+        def per_chunk(examples: tuple[Batch, Any], index: Array | None) -> Any:
             key = self.key
             if key is not None and index is not None:
                 # Each chunk draws its own noise, the same in every product: the map stays linear.
@@ -131,6 +135,7 @@ class ExactOperator(Operator):
 
     def _heads(self) -> list[Head]:
         """The outputs for the full batch, as shapes, with likelihood and mask."""
+        # Shapes suffice: the number of kept terms depends on the mask alone.
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
@@ -144,10 +149,13 @@ class ExactOperator(Operator):
 @jax.jit
 def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
     structs = operator.leaves
+    # A tangent must have the dtype of its primal; solvers pass vectors in the widest dtype of all
+    # leaves.
     vector = {path: x.astype(structs[path].dtype) for path, x in leaves.items()}
 
     def widened(chunk: Chunk) -> Leaves:
         out = operator.rule(chunk, vector)
+        # Widened before the chunks are added: a sum of many chunks in 16 bits stops growing.
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
     return sum_over_chunks(
@@ -176,13 +184,7 @@ def _forms(
 
 
 def checked_batch(
-    objective: Objective,
-    params: PyTree,
-    batch: Any,
-    key: Any,
-    chunk: int | None,
-    labels: Any = None,
-    state: PyTree | None = None,
+    objective: Objective, call: ModelCall, chunk: int | None, labels: PyTree | None = None
 ) -> Batch:
     """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
@@ -190,6 +192,7 @@ def checked_batch(
         ValueError: targets, labels or a mask that do not fit the outputs, or arrays whose first
             axis is not the examples.
     """
+    params, batch, key, state = call
     check_arrays("params", params)
     check_params(leaves_by_path(params))
     out = objective.batch(batch)
@@ -245,12 +248,9 @@ def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
 def marked_gauss_newton(
     name: str,
     function: Callable[..., Any],
-    params: PyTree,
-    batch: PyTree,
-    key: Any,
+    call: ModelCall,
     chunk: int | None,
     only: str | None,
-    state: PyTree = None,
 ) -> "MarkedGaussNewton":
     """Build the operator of a loss that marks its outputs.
 
@@ -258,6 +258,7 @@ def marked_gauss_newton(
         TypeError: the loss marks no outputs.
         ValueError: ``chunk`` is given, but the loss runs on the full batch; or a state is given.
     """
+    params, batch, key, state = call
     if state is not None:
         raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
     check_function("objective", function, "loss(params, batch), or a jk.Objective")
@@ -303,7 +304,9 @@ class MarkedGaussNewton(Operator):
         return _marked_forms(self, list(vectors))
 
 
-def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> Any:
+def _call(
+    function: Callable[..., Any], params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
 
 
@@ -357,11 +360,13 @@ def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:
     return [{path: v[path].astype(x.dtype) for path, x in chosen.items()} for v in vectors]
 
 
-def _heads(marks: Any, out: Marked, at: list[Array]) -> list[Head]:
+def _heads(marks: Sequence[OutputMark], out: Marked, at: list[Array]) -> list[Head]:
     return MarkedTerms(marks, out.weights, out.masks).heads(at)
 
 
-def _curved(marks: Any, out: Marked, at: list[Array], pushed: list[Array]) -> list[Array]:
+def _curved(
+    marks: Sequence[OutputMark], out: Marked, at: list[Array], pushed: list[Array]
+) -> list[Array]:
     return [
         fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
         for head, y in zip(_heads(marks, out, at), pushed, strict=True)

@@ -88,17 +88,19 @@ def length(vector: Array) -> Array:
     return largest * jnp.linalg.norm(vector / divisor)
 
 
-def wide_dtype(operator: Any) -> Any:
+def wide_dtype(operator: "Operator") -> Any:
     """The dtype in which an operator's vectors are combined: at least float32."""
     return statistics_dtype(*(leaf.dtype for leaf in operator.leaves.values()))
 
 
-def coarsest_rounding(operator: Any) -> float:
+def coarsest_rounding(operator: "Operator") -> float:
     """The rounding unit of the operator's coarsest dtype."""
+    # One coarse leaf is enough to spoil the symmetry that a solver relies on, so the coarsest dtype
+    # decides.
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in operator.leaves.values())
 
 
-def flatten(operator: Any) -> Flat:
+def flatten(operator: "Operator") -> Flat:
     """View an operator as a map of one long vector."""
     structs, dtype = operator.leaves, wide_dtype(operator)
     ends = np.cumsum([leaf.size for leaf in structs.values()]).tolist()
@@ -199,6 +201,8 @@ class Operator(abc.ABC):
         """
         inputs = self.check(vector)
         out = self.product(inputs)
+        # Leaves without a gradient come from the vector, so the product of a tree has all of its
+        # leaves.
         return with_leaves(vector, {p: x.astype(inputs[p].dtype) for p, x in out.items()})
 
     def check(self, vector: PyTree) -> dict[str, Array]:
@@ -250,7 +254,7 @@ class Operator(abc.ABC):
     def __matmul__(self, vector: PyTree) -> PyTree:
         return self(vector)
 
-    def __add__(self, other: Any) -> "Operator":
+    def __add__(self, other: object) -> "Operator":
         if not isinstance(other, Operator):
             return NotImplemented
         if self.like is not None and other.like is not None:
@@ -272,6 +276,8 @@ class Operator(abc.ABC):
 @jax.jit
 def _to_dense(operator: Operator) -> Array:
     flat = flatten(operator)
+    # One column at a time: under `vmap` each would hold the activations of a batch. `map` stacks
+    # products as rows, hence the transpose.
     return jax.lax.map(flat.matvec, jnp.eye(flat.size, dtype=flat.dtype)).T
 
 
@@ -279,6 +285,8 @@ def dot(x_leaves: Mapping[str, Array], y_leaves: Mapping[str, Array]) -> Float[A
     """The inner product of two trees with the same paths, summed in at least float32."""
     products = []
     for path, x in x_leaves.items():
+        # Leaf by leaf in at least float32, because an inner product of a 16-bit leaf has many small
+        # summands.
         dtype = statistics_dtype(jnp.result_type(x))
         products.append((x.astype(dtype) * y_leaves[path].astype(dtype)).sum())
     return functools.reduce(jnp.add, products) if products else jnp.zeros(())
@@ -313,6 +321,7 @@ def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     _scalar(name, value)
     if isinstance(value, Tracer):
         return
+    # Written so that NaN, which compares with nothing, is refused.
     if not (float(value) > 0 or (float(value) == 0 and not above_zero)):
         requirement = "a positive number" if above_zero else "zero or a positive number"
         raise ValueError(f"{name}={value}: expected {requirement}")

@@ -78,6 +78,8 @@ def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top H J v$, with $H$ the Hessian of the loss in the outputs."""
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
     pushed = _push(chunk, vector)
+    # The Hessian in the outputs only, so the model itself is differentiated once in each direction,
+    # and its second derivatives never enter.
     curved = jax.jvp(jax.grad(chunk.loss), (outputs,), (pushed,))[1]
     return vjp(curved)[0]
 
@@ -93,6 +95,8 @@ def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
 def _is_natural(chunk: Chunk) -> bool:
     """Whether all outputs are natural parameters of their likelihoods."""
     likelihoods = jax.tree.leaves(chunk.objective.likelihood)
+    # For these the Fisher of the outputs equals the Hessian of the loss, whatever the targets are;
+    # a likelihood from outside need not have that property.
     return all(isinstance(x, Categorical | Bernoulli | Gaussian) for x in likelihoods)
 
 
@@ -120,6 +124,8 @@ def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     """
     losses, samples = _losses_of(chunk)
     _, vjp = jax.vjp(losses, chunk.leaves)
+    # J v holds g_n^T v for every example and sample, and J^T of it adds up g_n (g_n^T v): no
+    # gradient of an example is formed.
     _, pushed = jax.jvp(losses, (chunk.leaves,), (vector,))
     return vjp(pushed / samples)[0]
 
@@ -128,6 +134,8 @@ def gauss_newton_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
     r"""$v_i^\top J^\top H J v_j$ for stacked vectors, by forward passes."""
     outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
     gradient = jax.grad(chunk.loss)
+    # The quadratic forms need no backward pass through the model: v^T J^T H J v is an inner product
+    # of outputs.
     curved = jax.vmap(lambda y: jax.jvp(gradient, (outputs,), (y,))[1])(pushed)
     return inner_products(pushed, curved)
 
@@ -204,6 +212,7 @@ def _losses_of(chunk: Chunk) -> tuple[Callable[[Leaves], Array], int]:
     """Each example's loss under each sample of its labels, and the number of samples."""
     labels = chunk.labels
     if labels is None:
+        # Given targets are one sample of the labels.
         labels = jax.tree.map(lambda x: x[:, None], chunk.batch.targets)
 
     def losses(leaves: Leaves) -> Array:
@@ -227,6 +236,8 @@ def estimated_products(chunk: Chunk, vector: Leaves) -> Leaves:
         one, at, pushed = jax.tree.map(lambda x: x[None], (batch, at, pushed))
 
         def contribution(cotangents: PyTree) -> PyTree:
+            # An estimator scales its cotangents to the mean over the one example that it sees; here
+            # they become that example's share of the batch.
             shares = objective.over_counts(cotangents, one.mask, chunk.counts)
             products = jax.tree.map(_inner, shares, pushed)
             along = functools.reduce(jnp.add, jax.tree.leaves(products))
@@ -246,6 +257,8 @@ def _inner(x: Array, y: Array) -> Array:
 def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$\nabla^2 L\, v$, forward over reverse."""
     gradient = jax.grad(lambda leaves: chunk.loss(chunk.outputs(leaves)))
+    # Forward over reverse stores the activations once; reverse over reverse would store those of
+    # the backward pass too.
     return jax.jvp(gradient, (chunk.leaves,), (vector,))[1]
 
 

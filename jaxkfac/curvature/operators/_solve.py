@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._errors import at_least_one
@@ -116,8 +117,8 @@ def _iterate(
     operator: Operator,
     b: Leaves,
     preconditioner: Operator | None,
-    rtol: Any,
-    atol: Any,
+    rtol: ArrayLike,
+    atol: ArrayLike,
     *,
     max_steps: int,
 ) -> tuple[Leaves, Array]:

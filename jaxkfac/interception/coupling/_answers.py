@@ -102,6 +102,8 @@ def label_inputs(
     }
     any_linked = bool(labels)
     for k in axes_of:
+        # Batch statistics may by chance have as many channels as there are examples. Where another
+        # input shows the example axis, such a state is not taken for one.
         if k in labels or (k in state and any_linked):
             continue
         axis = next((d for d, size in enumerate(shapes[k]) if size == number), None)
@@ -123,6 +125,8 @@ def _linked(table: AxisTable, axes: Axes, shape: Sequence[int], example_atoms: A
     index = np.zeros([table.size(a) for a in atoms], np.int32)
     for a in example_atoms:
         along = [table.size(a) if b == a else 1 for b in atoms]
+        # The examples are numbered in the output's order of atoms, whatever the order of this
+        # input's axes; otherwise equal numbers would stand for different examples.
         index = index * table.size(a) + np.arange(table.size(a), dtype=np.int32).reshape(along)
     return simplified(index.reshape(shape))
 
@@ -169,11 +173,14 @@ def answers(
 
 
 def _answer(out: LabeledValue, dependence: Dependence, number: int) -> Answer:
+    # A batch of one has nobody to meet.
     if dependence.labels is None or number == 1:
         return NO
     along = examples_along(0, dependence.labels.ndim, number)
     if ((dependence.labels == FREE) | (dependence.labels == along)).all():
         return NO
+    # Every entry belongs to one example, but entry i is not of example i: the examples were
+    # permuted or moved to another axis, and a cotangent at entry i reaches another example's rows.
     if not (dependence.labels == MIXED).any():  # unmixed examples, in another order
         return Answer("yes", f"at `{out.moved}`" if out.moved else "in another axis of the output")
     if dependence.reason is None:

@@ -41,6 +41,7 @@ def custom(
     """The results of a function with a custom derivative."""
     outs = follower.run(*body_of(eqn), ins)
     at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
+    # Without a derivative in examples, the rule cannot let any meet.
     moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
     if not moving or not any(map(is_inexact, eqn.outvars)):
         return outs
@@ -67,6 +68,8 @@ def _tangents(
     """The results of a ``custom_jvp``; its rule gives the examples in their derivatives."""
     closed = _program(follower, eqn, moving, forward=True)
     inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    # The tangent of an operand is a value here: what it depends on is what the operand's derivative
+    # depends on.
     inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
     rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
     reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
@@ -106,6 +109,8 @@ def _cotangents(
     backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
     for var, back in zip(moving, backward, strict=True):
         operand_labels, labels = at[id(var)].derivative.labels, back.derivative.labels
+        # FREE on either side is no contradiction: such an entry has no example, or the rule sends
+        # it no cotangent.
         if operand_labels is not None and labels is not None and _unlike(operand_labels, labels):
             where = Reason(True, f"in the rule of `{eqn.primitive.name}`")
             reason = reason or back.derivative.reason or where
@@ -123,6 +128,7 @@ def _program(follower: Follows, eqn: Eqn, moving: Sequence[Var], *, forward: boo
         moving: The operands that have tangents. A rule may refuse tangents of others.
         forward: Whether it is the program of the tangents.
     """
+    # A loop follows its body several times, and tracing a rule takes longer than following it.
     key = (id(eqn), *map(id, moving))
     if key in follower.rules:
         return follower.rules[key][1]
@@ -191,6 +197,7 @@ def pallas(
     """
     mapping = eqn.params["grid_mapping"]
     blocks, grid = list(mapping.block_mappings), tuple(mapping.grid)
+    # With scalars that are prefetched, the blocks depend on values that a trace does not have.
     plain = all(isinstance(n, int) for n in grid) and not getattr(mapping, "num_index_operands", 0)
     number = len(ins)
     reason = Reason(False, "at `pallas_call`")
@@ -214,6 +221,8 @@ def pallas(
                             block, None if block_label is None else block_label.reshape(())
                         )
                 if block is not None:
+                    # Several steps may write one block, each from other operands, so labels are
+                    # joined and not replaced.
                     labels[place] = joined(
                         labels[place], np.broadcast_to(block, labels[place].shape)
                     )

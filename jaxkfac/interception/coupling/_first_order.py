@@ -90,11 +90,14 @@ def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
 
 def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     if eqn.primitive.name == "optimization_barrier":
+        # Its operands have different shapes, and result k is operand k alone: a join would let all
+        # of them meet.
         return list(ins)
     if eqn.primitive.name == "jaxkfac_mark_outputs":  # an identity of its first operand
         return [ins[0]] * len(eqn.outvars)
     rank = _rank(eqn)
     out = joined(*ins)
+    # Only scalars may differ in rank here, and a scalar's label holds for every entry.
     if out is not None and out.ndim != rank:  # a scalar predicate, bounds of a clamp
         out = out.reshape((1,) * rank)
     return [out] * len(eqn.outvars)
@@ -103,7 +106,10 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
 def _reduce(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     axes = _ints(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     number = len(eqn.outvars)
+    # A variadic `reduce` has a computation that may combine all of its operands, so each result
+    # depends on the same entries of every operand.
     out = joined(*ins[:number]) if number > 1 else ins[0]
+    # The initial values follow the operands, and enter every result.
     out = joined(out, *[x for x in ins[number:] if x is None or not x.ndim])
     out = reduced(out, axes)
     return [None if out is None else out.squeeze(axes)] * number
@@ -120,6 +126,8 @@ def _transpose(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
 
 def _reshape(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     (before, *_), after = _shapes(eqn), eqn.outvars[0].aval.shape
+    # A reshape may read its operand in another order than row by row (`dimensions=`); labels must
+    # be read in that order, or they end on other entries.
     order = read_order(eqn)
     return [reshaped(transposed(ins[0], order), [before[d] for d in order], after)]
 
@@ -148,6 +156,8 @@ def _pad(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> l
         x = windowed(
             x, d, shape[d], padding=int(low), base_dilation=int(between) + 1, entries=after
         )
+    # The padding value may depend on an example. Its label then joins every entry, also those that
+    # no padding reaches, which is more than is true but never less.
     return [joined(x, ins[1])]
 
 
@@ -172,8 +182,12 @@ def _side_by_side(
     if all(x is None for x in operands):
         return None
     rank = len(shapes[0])
+    # An operand without labels needs explicit ones: `None` means that no entry has an example,
+    # while here only this operand's entries have none.
     none = np.full((1,) * rank, FREE, np.int32)
     filled = [none if x is None else x for x in operands]
+    # One label for the whole axis stays one label; written out, every later rule would have to
+    # compare an entry for each place of the axis.
     if all(x is filled[0] for x in filled) and filled[0].shape[axis] == 1:
         return filled[0]
     other_sizes = np.broadcast_shapes(*[(*x.shape[:axis], *x.shape[axis + 1 :]) for x in filled])
@@ -203,8 +217,11 @@ def _unstack(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) 
 def _along_one(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     """The rule of primitives that read everything along one axis, such as a sort or top k."""
     p = eqn.params
+    # The parameter has another name in each of `sort`, `top_k` and `approx_top_k`.
     axis = int(p.get("dimension", p.get("axis", p.get("reduction_dimension", -1))))
     rank = len(_shapes(eqn)[0])
+    # A sort with several operands moves all of them by the keys, so a result depends on more than
+    # its own operand.
     out = joined(*[reduced(x, [axis % rank]) for x in ins if x is None or x.ndim == rank])
     return [out] * len(eqn.outvars)
 
@@ -241,10 +258,12 @@ def _ragged_dot(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers
     groups, ragged = _ints(numbers.rhs_group_dimensions), _ints(numbers.lhs_ragged_dimensions)
     left_labels, right_labels, sizes = ins
     if right_labels is not None:
+        # Which group multiplies a row depends on the sizes, so a row may read any of the groups.
         right_labels = reduced(right_labels, groups)
         right_labels = None if right_labels is None else right_labels.squeeze(groups)
     shape = _shapes(eqn)[1]
     remaining = [d for d in range(len(shape)) if d not in groups]
+    # Where a run of contracted rows ends depends on the sizes: a result may read any row.
     if set(ragged) & set(contracted[0]):  # the result begins with the groups
         out = joined(_flat(left_labels), _flat(right_labels))
     else:
@@ -287,6 +306,8 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
     operand_labels = []
     left_labels, right_labels = ins
     if left_labels is not None:
+        # A window reads its neighbors along `d`: examples that lie side by side in a dimension of
+        # space meet there.
         for k, d in enumerate(space):  # along the batch too, if it is a dimension of space
             left_labels = windowed(
                 left_labels,
@@ -301,14 +322,20 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
             )
         goes_to = dict(zip((n, c, *space), (out_n, out_c, *out_space), strict=True))
         x = placed(left_labels, [goes_to[d] for d in range(rank)], rank)
+        # A group of outputs reads its own input channels only; otherwise every output reads them
+        # all.
         if of_channels > 1:
             x = _grouped(x, out_c, shapes[0][c], of_channels, after[out_c])
         elif of_batch > 1:
+            # With batch groups the batch is divided over the output channels, so entries along both
+            # of these axes may come from any example.
             x = reduced(x, [out_n, out_c])
         else:
             x = reduced(x, [out_c])
         operand_labels.append(x)
     if right_labels is not None:
+        # A kernel that depends on examples is summed over its taps and input channels; only its
+        # output channel remains in the result.
         x = reduced(right_labels, [i, *taps])
         if x is not None:
             operand_labels.append(placed(x.squeeze((i, *taps)), [out_c], rank))
@@ -344,7 +371,9 @@ def _reduce_window(
             window_dilation=int(p["window_dilation"][d]) if p.get("window_dilation") else 1,
             entries=after[d],
         )
-    return [x] * len(eqn.outvars)
+    # Every window starts from the initial values, so what these depend on enters every result.
+    initial = [v.reshape((1,) * rank) for v in ins if v is not None and v.ndim != rank]
+    return [joined(x, *initial)] * len(eqn.outvars)
 
 
 def _select_and_gather_add(
@@ -357,6 +386,8 @@ def _select_and_scatter_add(
     eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
 ) -> list[Labels]:
     """The gradient of a maximum over windows, which may go anywhere along the window axes."""
+    # A stride above one also moves entries, without a window that overlaps: entry k of the source
+    # goes to entry k times the stride.
     moved = [d for d, w in enumerate(eqn.params["window_dimensions"]) if w > 1]
     moved += [d for d, s in enumerate(eqn.params["window_strides"]) if s > 1]
     return [joined(*[reduced(x, moved) for x in ins])]
@@ -374,6 +405,7 @@ def _of_matrices(core: int) -> Rule:
         stack = len(_shapes(eqn)[0]) - core
         stack_labels = []
         for x in ins:
+            # An operand may have one axis less than the matrices, such as the scales of reflectors.
             x = reduced(x, range(stack, 0 if x is None else x.ndim))
             stack_labels.append(None if x is None else x.reshape(x.shape[:stack]))
         out = joined(*stack_labels)

@@ -25,6 +25,7 @@ from jaxkfac.interception._compat import (
     Jaxpr,
     Literal,
     Var,
+    VarOrLiteral,
     body_of,
     branches_of,
     call_kind,
@@ -104,6 +105,8 @@ class Follower(Follows):
             ins: The values of its inputs.
             plan: The layers in it, if they are known.
         """
+        # The plan knows equations by position; those of a program that JAX has rebuilt are at other
+        # ones.
         if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
             plan = None  # it belongs to another program
         env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
@@ -128,6 +131,8 @@ class Follower(Follows):
         except TooManyLabelsError as error:
             outs = self._unknown(eqn, ins, f"at `{name}` ({error})")
         except Exception as error:  # a rule that fails proves nothing
+            # A new primitive, or a parameter that a new JAX has renamed, must cost an answer and
+            # not the user's training.
             outs = self._unknown(eqn, ins, f"at `{name}`, whose rule failed: {error!r:.200}")
         return outs
 
@@ -137,10 +142,12 @@ class Follower(Follows):
         kind, name = call_kind(eqn), eqn.primitive.name
         inner = plan.calls.get(position) if plan is not None else None
         uses = plan is not None and position in plan.uses
+        # A mutable array may hold what an earlier equation wrote, which no operand shows.
         if any(map(is_mutable, (*eqn.invars, *eqn.outvars))) or (
             kind is None and is_stateful(eqn) and name not in COLLECTIVES
         ):
             return [unknown(v, Reason(False, f"at `{name}`")) for v in eqn.outvars]
+        # A layer of constants still has rows, which belong to examples further on.
         has_uses = uses or (inner is not None and bool(inner.all_uses()))
         if all(x.free for x in ins) and not has_uses:
             return self._constants(eqn, ins, kind)
@@ -159,6 +166,8 @@ class Follower(Follows):
             self._without_derivative(eqn, v, x, parameters)
             for v, x in zip(eqn.outvars, outs, strict=True)
         ]
+        # The rule of a custom derivative may use parameters in any way, so its results count as
+        # rows.
         if uses or (kind == "custom" and parameters):
             outs = [self.as_rows(v, x) for v, x in zip(eqn.outvars, outs, strict=True)]
         return outs
@@ -168,6 +177,7 @@ class Follower(Follows):
     ) -> list[LabeledValue]:
         """The results of an equation of constants and parameters alone."""
         parameter = any(x.parameter for x in ins)
+        # `jnp` wraps small index computations in `jit`; followed inside, their values stay known.
         if kind in ("jit", "checkpoint") and not parameter and _may_know(eqn):
             return self.run(*body_of(eqn), ins)
         if parameter or kind is not None or not _may_know(eqn):
@@ -184,6 +194,7 @@ class Follower(Follows):
         by_question: dict[Question, list[Dependence]] = {}
         for question in QUESTIONS:
             dependences = [x.of(question) for x in ins]
+            # In most programs both questions have the same labels; rules then run once.
             if question == "derivative" and all(x.value.labels is x.derivative.labels for x in ins):
                 by_question[question] = by_question["value"]
                 continue
@@ -209,6 +220,7 @@ class Follower(Follows):
         reason, outs = first_reason(ins), []
         for labels in rule(eqn, [x.labels for x in ins], integers):
             out = Dependence(labels, reason)
+            # An equation that only passes labels on is not where examples met.
             if reason is None and not any(labels is x.labels for x in ins) and out.mixed:
                 certain = is_certain(eqn, integers)
                 out = out._replace(reason=Reason(certain, f"at `{eqn.primitive.name}`"))
@@ -216,16 +228,18 @@ class Follower(Follows):
         return outs
 
     def _without_derivative(
-        self, eqn: Eqn, var: Any, out: LabeledValue, parameters: bool
+        self, eqn: Eqn, var: VarOrLiteral, out: LabeledValue, parameters: bool
     ) -> LabeledValue:
         """The value without its derivative if it has none, or with one if it is a new row."""
         if not is_inexact(var) or eqn.primitive.name == "stop_gradient":
             return out._replace(derivative=Dependence())
+        # Parameters times a value without a derivative (a stopped gradient) make new rows, which
+        # belong to the examples of that value.
         if parameters and out.derivative.labels is not out.value.labels:
             return out._replace(derivative=_filled(out.derivative, out.value.labels))
         return out
 
-    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
+    def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
         """The result of a layer, with labels for the rows that have none."""
         if not is_inexact(var) or (
             out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
@@ -254,6 +268,7 @@ class Follower(Follows):
         branch_results = [
             self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
         ]
+        # Only the value of the index: which branch runs has no derivative.
         choice = LabeledValue(index.value._replace(labels=index.value.labels))
         outs = []
         for var, results in zip(eqn.outvars, zip(*branch_results, strict=True), strict=True):
@@ -264,12 +279,13 @@ class Follower(Follows):
     def _unknown(self, eqn: Eqn, ins: Sequence[LabeledValue], where: str) -> list[LabeledValue]:
         """The results of an equation about which nothing is known except its operands."""
         reason = Reason(False, where)
+        # If operands were mixed before, the message names that place and not this one.
         value = first_reason([x.value for x in ins]) or reason
         has_derivative = any(x.derivative.labels is not None or x.parameter for x in ins)
         return [unknown(v, value, derivative=has_derivative) for v in eqn.outvars]
 
 
-def _constant(var: Any, value: Any) -> LabeledValue:
+def _constant(var: VarOrLiteral, value: Any) -> LabeledValue:
     if not can_be_known(var):
         return LabeledValue()
 

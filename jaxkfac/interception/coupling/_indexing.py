@@ -7,6 +7,7 @@ axis may be picked, so labels that differ along it are joined.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkfac.interception._compat import Eqn
@@ -56,9 +57,11 @@ def gather(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) ->
             along_axis = along_axis + _along(offsets[d], sizes[d], rank)
         if d in lined_up:
             along_axis = along_axis + _along(rows[lined_up[d]], shape[d], rank)
+        # A slice over the full axis starts at 0, whatever the index is (it is clipped).
         elif d in numbers.start_index_map and sizes[d] < shape[d]:
             start = _start(integers[1], numbers.start_index_map.index(d))
             if start is None:
+                # An unknown index may pick any entry along the axis.
                 operand = reduced(operand, [d])
                 index.append(np.zeros((1,) * rank, int))
                 continue
@@ -105,6 +108,9 @@ def scatter(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -
             if start is None:
                 index.append(None)
                 continue
+            # An update out of bounds goes to the border under this mode; others drop it (`_put`).
+            if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+                start = np.clip(start, 0, shape[d] - size)
             along_axis = along_axis + placed(start, rows, rank)
         index.append(along_axis)
     return [joined(operand, _put(shape, index, updates, update_shape))]
@@ -118,10 +124,13 @@ def _put(
     out_shape = [1 if x is None else s for s, x in zip(shape, index, strict=True)]
     check_size(full)
     check_size(out_shape)
+    # Several updates may fall on one entry: its label is theirs if the largest and the smallest of
+    # them agree.
     high = np.full(out_shape, FREE, np.int32)
     low = np.full(out_shape, MIXED, np.int32)
     at = [np.broadcast_to(np.zeros(1, int) if x is None else x, full).ravel() for x in index]
     sizes = zip(at, out_shape, strict=True)
+    # What is still out of bounds here is dropped, as JAX does it.
     in_bounds = np.logical_and.reduce([(i >= 0) & (i < s) for i, s in sizes]) if at else slice(None)
     values = np.broadcast_to(updates, full).ravel()
     where = tuple(i[in_bounds] for i in at)
@@ -173,6 +182,7 @@ def dynamic_update_slice(
     at: list[Any] = [slice(None)] * rank
     for d, start in zip(cut, starts, strict=True):
         assert start is not None
+        # Starts are clipped, as XLA does, so that the slice is inside the operand.
         first = int(np.clip(start.values, 0, shape[d] - sizes[d]))
         at[d] = slice(first, first + sizes[d])
     out[tuple(at)] = after

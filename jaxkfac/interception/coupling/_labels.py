@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, overload
 import jax
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac.interception._compat import Eqn, VarOrLiteral, read_order
 
 # ---------------- labels: for each entry of an array, the one example that it depends on
 #
@@ -268,7 +268,7 @@ def computed_once(ask: LazyIntegers) -> LazyIntegers:
     return again
 
 
-def can_be_known(var: Any) -> bool:
+def can_be_known(var: VarOrLiteral) -> bool:
     """Whether an array is small enough, and holds integers or booleans."""
     dtype, shape = getattr(var.aval, "dtype", None), getattr(var.aval, "shape", ())
     plain = isinstance(dtype, np.dtype) and dtype.kind in "iub"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, open_jaxpr, scan_counts
+from jaxkfac.interception._compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,
@@ -62,7 +62,7 @@ class Follows(abc.ABC):
         """The values of the results of a jaxpr."""
 
     @abc.abstractmethod
-    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
+    def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
         """A value as rows of a layer."""
 
 
@@ -87,6 +87,7 @@ class Columns(NamedTuple):
             return None
         stands = self.standing(labels)
         if not stands.any():
+            # One entry along the iterations stands for all of them; see `columns_of`.
             return labels[None]
         check_size((self.by_iteration.shape[1], *labels.shape))
         column = np.where(stands, labels - self.first, 0)
@@ -97,6 +98,8 @@ class Columns(NamedTuple):
         """The labels of one iteration's results as another iteration sees them."""
         if labels is None:
             return None
+        # The label of a column means "the example of this iteration", and the next iteration reads
+        # the carry as another example's.
         return np.where(self.standing(labels), np.int32(MIXED), labels)
 
 
@@ -109,6 +112,8 @@ def columns_of(follower: Follows, all_labels: Sequence[Labels]) -> tuple[Columns
         ]
     flat = np.concatenate([x.reshape(len(x), -1) for x in varied], 1)
     columns, index = np.unique(flat.T, axis=0, return_inverse=True)
+    # A column whose labels are equal in all iterations needs no label of its own, and survives in a
+    # carry.
     alike = (columns == columns[:, :1]).all(1)
     first = follower.next_label
     follower.next_label += len(columns)
@@ -130,8 +135,12 @@ def scan(
     """The results of a scan."""
     length = eqn.params["length"]
     ins = list(ins)
+    # A parameter that is the initial carry is a layer whose rows are the carry's, so it has to be
+    # followed as rows before the body sees it.
     for position in {} if plan is None else plan.entries:  # a learned initial state has rows
         ins[position] = follower.as_rows(eqn.invars[position], ins[position])
+    # The budget counts equations, not iterations: nested loops multiply, and following takes time
+    # for each equation.
     equations = length * _size_of(body_of(eqn)[0])
     if length > 1 and follower.unrolled < equations:
         return _at_once(follower, eqn, ins, plan)
@@ -154,11 +163,15 @@ def _at_once(
     fixed, carry, xs = _constants_carry_xs(ins, constants, carries)
     columns, slices = _slices(follower, xs)
     where = "at `scan`, whose carry goes from example to example"
+    # The first value of a counter is known, but not its value in every iteration, which this single
+    # run stands for.
     carry = [x._replace(integers=no_integers) for x in carry]
     for _ in range(MOST_ROUNDS):
         outs = follower.run(body, consts, [*fixed, *carry, *slices], plan)
         grown = []
         for before, out in zip(carry, outs[:carries], strict=True):
+            # Joined with the value before, not replaced by it: labels only grow, which is what ends
+            # the search for a fixed point.
             grown.append(joined_values(before, _carried(columns, out, where), where=where))
         if all(
             equal_labels(a.of(q), b.of(q))
@@ -168,7 +181,9 @@ def _at_once(
             break
         carry = [x._replace(integers=no_integers) for x in grown]
     else:
-        carry = [unknown(v, Reason(False, "at `scan`")) for v in eqn.outvars[:carries]]
+        # Labels still grow from round to round, so those of the last one prove nothing: neither for
+        # the carry nor for the stacked results.
+        return [unknown(v, Reason(False, "at `scan`")) for v in eqn.outvars]
     stacked = [
         x._replace(
             value=x.value._replace(labels=columns.stacked(x.value.labels)),
@@ -199,6 +214,8 @@ def _slices(follower: Follows, xs: Sequence[LabeledValue]) -> tuple[Columns, lis
     slices = []
     for k, x in enumerate(xs):
         value, derivative = iteration_labels[2 * k], iteration_labels[2 * k + 1]
+        # Identity is kept, because later rules compute both questions once where their labels are
+        # one object.
         if x.value.labels is x.derivative.labels:
             derivative = value
         slices.append(
@@ -219,6 +236,7 @@ def _one_by_one(
     constants, carries = scan_counts(eqn)
     fixed, carry, xs = _constants_carry_xs(ins, constants, carries)
     length, all_results = eqn.params["length"], []
+    # A reversed scan runs from the last slice, but stacks its results in the order of the slices.
     for t in reversed(range(length)) if eqn.params["reverse"] else range(length):
         outs = follower.run(body, consts, [*fixed, *carry, *(_slice(x, t) for x in xs)], plan)
         carry, results = outs[:carries], outs[carries:]
@@ -259,6 +277,8 @@ def _stack(values: Sequence[LabeledValue]) -> LabeledValue:
         none = np.full((1,) * rank, FREE, np.int32)
         filled = [none if x.labels is None else x.labels for x in dependences]
         check_size((len(filled), *np.broadcast_shapes(*[x.shape for x in filled])))
+        # Labels may have length one along an axis that another iteration wrote out, so they are
+        # broadcast first.
         labels = simplified(np.stack(np.broadcast_arrays(*filled)))
         return Dependence(
             labels, next((x.reason for x in dependences if x.reason is not None), None)
@@ -283,6 +303,8 @@ def _size_of(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inner = [body for v in eqn.params.values() for body in _bodies(v)]
+        # The rounds of a `while` are unknown, and its body is followed a few times only
+        # (`MOST_ROUNDS`).
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += 1 + rounds * sum(map(_size_of, inner))
     return total
@@ -307,6 +329,8 @@ def while_loop(
     carry = [x._replace(integers=no_integers) for x in ins[of_cond + of_body :]]
     where = "at `while`"
     for _ in range(MOST_ROUNDS):
+        # Whether a round runs is decided by the predicate, so every carry depends on what the
+        # predicate depends on.
         (again,) = follower.run(cond, cond_consts, [*fixed, *carry])
         outs = follower.run(body, body_consts, [*constants, *carry])
         rounds = again.value._replace(
@@ -319,6 +343,7 @@ def while_loop(
             labels = rounds.labels
             more = [1] * (rank_of(var) - (0 if labels is None else labels.ndim))
             at_rank = None if labels is None else labels.reshape(*labels.shape, *more)
+            # Its value only: a number of rounds has no derivative.
             when = LabeledValue(rounds._replace(labels=at_rank))
             grown.append(
                 joined_values(before, out, when, where=where)._replace(integers=no_integers)

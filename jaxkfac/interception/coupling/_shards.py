@@ -41,6 +41,7 @@ def shard_map(
     sizes = dict(p["mesh"].shape)
     split = [_divided(spec, rank_of(v)) for spec, v in zip(p["in_specs"], eqn.invars, strict=True)]
     names = list(dict.fromkeys(n for dims in split for axes in dims for n in axes))
+    # A result may be divided along an axis over which no operand is, as after `axis_index`.
     names += [n for spec in p["out_specs"] for n in _names(spec) if n not in names]
     devices = [dict(zip(names, at, strict=True)) for at in np.ndindex(*[sizes[n] for n in names])]
     labels = [
@@ -50,6 +51,7 @@ def shard_map(
         for x, dims in zip(ins, split, strict=True)
         for q in QUESTIONS
     ]
+    # Devices are treated like the iterations of a scan: one run of the body stands for all of them.
     columns, device_labels = columns_of(follower, labels)
     inside = [
         x._replace(
@@ -113,6 +115,7 @@ def _shards(
         shard = labels
         for d, axes in enumerate(dims):
             at, number = _shard_index(axes, device, sizes)
+            # Labels of length one stand for the full axis, and for each part of it.
             if shard.shape[d] > 1:
                 size = shard.shape[d] // number
                 shard = shard.take(range(at * size, (at + 1) * size), d)
@@ -162,9 +165,13 @@ def collective(
         for q in QUESTIONS:
             labels = reduced(x.of(q).labels, summed)
             for columns in follower.shards:
+                # What differs between devices is mixed, because a collective reads it from all of
+                # them.
                 labels = columns.carried(labels)
             if labels is not None and summed:
                 labels = labels.squeeze(tuple(summed))
+            # `all_gather`, `all_to_all` and the like also move entries along an axis, so no entry
+            # keeps its label.
             if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _ADDS):
                 labels = reduced(labels, range(labels.ndim))
                 labels = None if labels is None else labels.reshape((1,) * rank)

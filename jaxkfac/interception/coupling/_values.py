@@ -1,11 +1,12 @@
 """The examples that one value depends on, and the reason why they meet in it."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.interception._compat import VarOrLiteral
 from jaxkfac.interception.coupling._labels import (
     MIXED,
     Labels,
@@ -85,6 +86,8 @@ def joined_examples(*dependences: Dependence, reason: Reason | None = None) -> D
     """The dependence of a result of all of these; ``reason`` is where unlike labels meet."""
     labels = joined(*[x.labels for x in dependences])
     out = Dependence(labels, first_reason(dependences))
+    # A reason from an operand stays: the message should name the first equation where examples met,
+    # not the last one that passed on what was mixed.
     return out._replace(reason=reason) if out.reason is None and out.mixed else out
 
 
@@ -108,15 +111,16 @@ def equal_labels(first: Dependence, second: Dependence) -> bool:
     return first.labels.shape == second.labels.shape and bool((first.labels == second.labels).all())
 
 
-def is_inexact(var: Any) -> bool:
+def is_inexact(var: VarOrLiteral) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(bool)), jnp.inexact)
 
 
-def rank_of(var: Any) -> int:
+def rank_of(var: VarOrLiteral) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
-def unknown(var: Any, reason: Reason, *, derivative: bool = True) -> LabeledValue:
+def unknown(var: VarOrLiteral, reason: Reason, *, derivative: bool = True) -> LabeledValue:
     """A value about which nothing is known."""
     every = Dependence(mixed(rank_of(var)), reason)
+    # Integers and booleans carry no derivative, whatever they depend on.
     return LabeledValue(every, every if derivative and is_inexact(var) else Dependence())

@@ -82,6 +82,8 @@ class PlanArguments:
     """How kfac damps: exact keeps eigenvectors, the others keep inverses."""
     packed: bool = False
     """Whether factors are one triangle of each matrix, and what kfac keeps of them too."""
+    collect: int = 1
+    """Groups in which kfac's factors come in turns, one at each step."""
     max_dense: int = 16384
     """Largest side of a layer with a full factor; a larger side has a diagonal."""
     max_factor_bytes: str | float | None = None
@@ -129,7 +131,16 @@ def run_plan(arguments: PlanArguments) -> None:
     from jaxkfac.jobs.cli.finetune._plan import plan_run, run_shapes
     from jaxkfac.planning import is_installed, plan_memory, preset
 
-    at_least_one(batch=arguments.batch, tokens=arguments.tokens, max_dense=arguments.max_dense)
+    at_least_one(
+        batch=arguments.batch,
+        tokens=arguments.tokens,
+        max_dense=arguments.max_dense,
+        collect=arguments.collect,
+    )
+    if arguments.collect > 1 and arguments.optimizer != "kfac":
+        raise ValueError(
+            f"--collect {arguments.collect}: only --optimizer kfac averages factors in turns"
+        )
     training = preset(
         arguments.preset,
         examples=arguments.batch,
@@ -169,10 +180,11 @@ def run_plan(arguments: PlanArguments) -> None:
             "max_dense": arguments.max_dense,
         }
         if is_run:
-            if arguments.packed or arguments.damping_mode != "exact":
+            others = arguments.packed, arguments.damping_mode != "exact", arguments.collect > 1
+            if any(others):
                 raise ValueError(
-                    "--packed and --damping-mode: `jaxkfac finetune` has no such options, and this "
-                    "is its training; plan all parameters of a decoder with them"
+                    "--packed, --damping-mode and --collect: `jaxkfac finetune` has no such "
+                    "options, and this is its training; plan all parameters of a decoder with them"
                 )
             experiment = _experiment(arguments)
             if arguments.optimizer in _OF_RUNS:  # the run's own, and its kind of labels
@@ -183,7 +195,8 @@ def run_plan(arguments: PlanArguments) -> None:
                 plan = plan_run(experiment, run_shapes(experiment), **choices)
         else:
             optimizer = _optimizer(arguments, *training)
-            plan = plan_memory(*training, optimizer=optimizer, packed=arguments.packed, **choices)
+            choices |= {"packed": arguments.packed, "collect": arguments.collect}
+            plan = plan_memory(*training, optimizer=optimizer, **choices)
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
 
@@ -294,7 +307,10 @@ def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any
     if arguments.curvature != "precondition":
         raise ValueError(f'curvature={arguments.curvature!r}: kfac needs "precondition"')
     stats = value_grad_and_factors(
-        objective, max_dense=arguments.max_dense, packed=arguments.packed
+        objective,
+        max_dense=arguments.max_dense,
+        packed=arguments.packed,
+        collect=arguments.collect,
     )
     like = stats.factor_shapes(params, batch)
     return kfac(1e-3, like=like, damping_mode=arguments.damping_mode, packed=arguments.packed)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jaxkfac.interception import Layer, LayerTable, is_encoded, path_of, selector
@@ -292,7 +293,7 @@ def dequantize(tree: PyTree) -> PyTree:
 class _Builder:
     """Builds the arrays of one NF4 slice by slice."""
 
-    def __init__(self, axes: KernelAxes, dtype: Any, block: int, double: bool) -> None:
+    def __init__(self, axes: KernelAxes, dtype: np.dtype, block: int, double: bool) -> None:
         self.axes, self.dtype, self.block, self.double = axes, dtype, block, double
         if axes.in_features % block:
             raise ValueError(
@@ -324,7 +325,7 @@ class _Builder:
             self.block,
         )
 
-    def write(self, index: tuple[int, ...], kernel: Any) -> None:
+    def write(self, index: tuple[int, ...], kernel: ArrayLike) -> None:
         try:
             codes, scales = encode(self.axes.matrix(np.asarray(kernel)), self.block)
         except ValueError as error:
@@ -356,7 +357,7 @@ def _quantized(path: str, leaf: Any, axes: KernelAxes, *, block: int, double: bo
     return built.result()
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: object) -> bool:
     return not is_encoded(leaf) and jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating)
 
 

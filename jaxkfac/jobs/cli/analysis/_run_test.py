@@ -69,9 +69,12 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     page = (output / "report.html").read_text()
     for word in ("Plan and peaks", "Depth: model/layers", "Exact Fisher", "Coverage"):
         assert word in page
-    shown = capsys.readouterr().out
+    said = capsys.readouterr()
+    shown = said.out
     assert shown.index("Memory of the analysis") < shown.index("Capacity")
     assert "peak" in shown and list((output / "factors").glob("*kernel*"))
+    for stage, noun in (("decompose", "block"), ("Lanczos", "product")):  # 4 batches are too few
+        assert re.search(rf"^{stage}: about .* left \(.* s a {noun}, \d+ {noun}", said.err, re.M)
     few = jax.tree.map(lambda x: x[:4], batch)
     exact = jk.operators.fisher(objective, pretrained.params, few)
     top = float(jk.spectrum(exact, 1, key=jax.random.key(0), num_steps=12).eigenvalues[0])

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import sys
 
 import jax.numpy as jnp
@@ -113,8 +114,9 @@ def test_an_adapter_of_a_folder_is_trained_and_saved_for_its_kind(run, folder, t
     ],
     ids=lambda words: words[1],
 )
-def test_all_parameters_are_trained_and_the_model_is_read_again(words, run, tmp_path):
+def test_all_parameters_are_trained_and_the_model_is_read_again(words, run, tmp_path, capsys):
     assert run("--train", "all", *words) == 0
+    assert re.search(r"about .* left \(.* s an update, \d updates?\)", capsys.readouterr().err)
     held = metrics(tmp_path)["records"]["exams"]
     assert held[-1]["loss"] < held[0]["loss"]
     again = tmp_path / "again"

@@ -1,0 +1,68 @@
+# ruff: noqa: E501 (a key is a condition in one piece)
+"""Why a condition needs no parity or oracle case on some side: ``{its key: the reason}``."""
+
+_KEYS_BY_REASON = {
+    "It chooses the words of an error message or of a printed plan.": (
+        "jaxkfac/factors/_average.py:_cut: len(text) <= _SHOWN",
+        "jaxkfac/factors/_passes.py:PassPlan.__str__: count > 1",
+        "jaxkfac/curvature/host/_push.py:Push._load: len(names) == 1",
+        "jaxkfac/curvature/host/_store.py:Store.require: self.disk or fixed > self._limit",
+        "jaxkfac/lslora/_folder.py:check_tensors: len(wrong) == len(tensors)",
+        "jaxkfac/lslora/_pretrained.py:stacks_of: len(unknown) > 1",
+        "jaxkfac/lslora/_attach.py:Adapted._trace: traced is None or n not in traced.table",
+    ),
+    "Its true side only ends in an error.": (
+        "jaxkfac/factors/_passes.py:plan_passes: side.nbytes() > max_factor_bytes",
+        "jaxkfac/factors/_marks.py:check_marked_outputs: len(head.outputs.shape) < (1 if one else 2)",
+        "jaxkfac/factors/_marks.py:refuse_chained: last + k in inputs",
+        "jaxkfac/factors/_scalar_loss.py:_check_labels: number != len(traced.marks)",
+        "jaxkfac/curvature/host/_store.py:Store.require: needed > self._limit",
+        "jaxkfac/lslora/_pretrained.py:stacks_of: m not in all_modules",
+        "jaxkfac/curvature/_damped_gradients.py:check_disjoint: sum((matrix.size for _, matrix in owned)) > covered",
+    ),
+    "It finds a layer or refuses a parameter by name, before any number.": (
+        "jaxkfac/factors/_marks.py:meeting_at: example_atoms and use.data is not None and (not example_atoms <= rows)",
+        "jaxkfac/kinds/_experts.py:Gathered.find: atoms & picked != (atoms if is_row[d] else set())",
+        "jaxkfac/kinds/_experts.py:Gathered.find: any((every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)))",
+        "jaxkfac/kinds/_experts.py:Ragged.find: list(positions) != [1] or not (plain and of_rows and (len(numbers.rhs_group_dimensions) == 1))",
+        "jaxkfac/kinds/_embedding.py:Embedding.find: any((view.axes[axis] == j.array_axis for j in view.joins))",
+    ),
+    "It decides when or where work is done; jaxkfac/curvature/host/_schedule_test.py and _service_test.py compare its steps.": (
+        "jaxkfac/curvature/host/_options.py:Schedule.pushed_to: self.number and self.groups > 1",
+        "jaxkfac/curvature/host/_options.py:Schedule.ask: self.open is not None and (step > self.open.step or at_once)",
+        "jaxkfac/curvature/host/_options.py:Schedule.ask: self.pending is not None and (step >= self.pending.step + self.lag or not have_bases)",
+        "jaxkfac/curvature/host/_decompose.py:Decomposer.decompose: self._where(matrix, device) == 'device' and np.isfinite(matrix).all()",
+        "jaxkfac/curvature/host/_decompose.py:Decomposer._where: device is None or device.platform == 'cpu'",
+        "jaxkfac/curvature/host/_decompose.py:_faster: matrices_that_fit(len(matrix), matrix.dtype, device) == 0",
+        "jaxkfac/curvature/host/_state.py:State.new_work: block.source.dense and block.place in self.active.tables",
+    ),
+    "It decides which process holds a slice; tests/several_processes_test.py compares the results.": (
+        "jaxkfac/curvature/host/_decompose.py:Shares.of_this_process: self._owners[block.place, index] == group.rank",
+    ),
+    "It only counts or takes memory.": (
+        "jaxkfac/curvature/host/_options.py:layout_bytes: options.vectors_dtype == 'bfloat16'",
+    ),
+    "It decides what is copied or written to a file; jaxkfac/curvature/host/_state_test.py compares a resumed run bit for bit.": (
+        "jaxkfac/curvature/host/_state.py:State.about: k not in MACHINE",
+        "jaxkfac/curvature/host/_state.py:save_state: k not in MACHINE",
+        "jaxkfac/curvature/host/_refresh.py:Decompositions._count: block.place in self._failed",
+    ),
+    "It maps names between files and layers; jaxkfac/lslora/_files_test.py, parity_tests/adapters_peft_test.py and adapters_files_test.py compare what is read.": (
+        "jaxkfac/lslora/_modules.py:module_name: len(components) > 1 and components[0] == _COLLECTION",
+        "jaxkfac/lslora/_modules.py:_naming: r != config.rank",
+        "jaxkfac/lslora/_record.py:to_record: r != config.rank",
+        "jaxkfac/lslora/_pretrained.py:stacks_of: any((m in present or is_target(record, m) for m in stack.modules))",
+    ),
+    "It decides how long a compiled program is kept.": (
+        "jaxkfac/factors/_objective.py:KeptPrograms.get: len(self._programs) > MOST",
+    ),
+    "It only warns.": (
+        "jaxkfac/factors/_scalar_loss.py:warn_of_sum: np.ndim(x)",
+        "jaxkfac/factors/_scalar_loss.py:warn_of_sum: len(sizes) != 1 or not all(map(np.ndim, leaves))",
+        "jaxkfac/factors/_scalar_loss.py:_may_be_equal: jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)",
+    ),
+    "No platform but a CPU is here: `make accelerators` compiles the other side, and `make gpu-check` runs it.": (
+        "jaxkfac/curvature/_eigendecompose.py:_of_one_size: device_of(matrices[0].sharding).platform == 'cpu'",
+    ),
+}
+REASONS = {key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys}
