@@ -187,7 +187,7 @@ def test_a_verdict_that_a_plan_turns_is_named():
 
 
 @as_users_run_it
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_for_every_length_are_those_of_today():
     assert differences(RECORD, recounted(RECORD, _budgets.by_length())) == []
 

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Half a minute and more. What they call runs in slow tests too, in examples or blocks of the docs.
 LONG = (
+    "01_factors_in_one_backward_pass",
     "04_accumulation",
     "05_what_the_nonlinearity_learns",
     "06_capacity_through_depth",

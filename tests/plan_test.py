@@ -47,6 +47,7 @@ def test_a_total_is_what_the_trainings_own_programs_allocate(name):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SHARDED)
 def test_eight_devices_with_a_part_of_the_parameters_exchange_what_is_planned(name):
     """As compiled for them in a process of their own."""

@@ -111,7 +111,7 @@ def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_proce
     assert max(cubes) <= sum(cubes) / count + refreshes * max(expected["cubes"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", COUNTS)
 def test_kfac_in_the_graph_is_that_of_one_process(tmp_path, one_process, count):
     """As it is, with divided refreshes, with all that is kept divided, and adapting itself."""

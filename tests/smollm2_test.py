@@ -52,6 +52,7 @@ def test_it_is_the_model_that_transformers_reads(pretrained, theirs):
     assert generate(pretrained, ids, max_new_tokens=24) == answer[0, len(ids) :].tolist()
 
 
+@pytest.mark.exhaustive
 def test_its_tokenizer_is_the_one_that_transformers_builds(pretrained, theirs):
     tokenizer = theirs[-1]
     for text in [*TRICKY, "<|im_start|>user\nhi<|im_end|>", "1234567890", "x" * 300]:

@@ -75,7 +75,7 @@ def test_twenty_steps_on_eight_devices_are_those_of_one(one_device, tmp_path, wo
     assert shared == 1 if axes["model"] == 1 else shared < 0.8, shared
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_other_devices(one_device, tmp_path):
     """Each of the two checkpoints that are kept; the newest one is taken away."""
     output, _ = one_device
