@@ -414,7 +414,9 @@ class Adaptation:
         if not self.two_dampings:
             return factor_damping
         assert self.rule is not None
-        ratio = (new.damping + decay) / (before.damping + decay)
+        old = before.damping + decay
+        # With a minimum of 0 the damping may become 0, which has no ratio.
+        ratio = jnp.where(old > 0, (new.damping + decay) / jnp.where(old > 0, old, 1), 1)
         return jnp.maximum(factor_damping * ratio, self.rule.minimum)
 
     def _least(

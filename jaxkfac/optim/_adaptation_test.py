@@ -772,3 +772,10 @@ def test_a_parameter_whose_square_is_out_of_range_stops_no_update(large):
     assert int(state.adaptation.rejected) == 0
     for x, y in zip(jax.tree.leaves(held[0]), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10)
+
+
+def test_a_damping_of_0_leaves_the_factors_damping_as_it_is():
+    """A rule with a minimum of 0 may reach it by underflow; 0 over 0 would reject every update."""
+    adaptation = Adaptation.of("quadratic", "quadratic", LevenbergMarquardt(minimum=0.0), None)
+    state = adaptation.initial({"w": jnp.ones(2)}, 0.0, 0.0)
+    assert adaptation._following(jnp.asarray(0.5), state, state, 0.0) == 0.5

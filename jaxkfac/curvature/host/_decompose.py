@@ -125,7 +125,7 @@ def _reuse(matrix: np.ndarray, vectors: np.ndarray, tolerance: float) -> HostSpe
     """The old eigenvectors with new eigenvalues, if they still diagonalize the matrix."""
     rotated = vectors.T @ (matrix @ vectors)
     values = rotated.diagonal().copy()
-    # Of the rotated matrix: rotation keeps the norm, and the diagonal has not been removed yet.
+    # The rotated matrix has this norm too, because rotation keeps it; its diagonal is still in it.
     norm = np.linalg.norm(rotated)
     np.fill_diagonal(rotated, 0)
     if not np.linalg.norm(rotated) <= tolerance * norm:  # False for NaN as well
