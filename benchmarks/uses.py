@@ -103,10 +103,17 @@ def stored(problem: Problem, theirs: dict[str, Any], scores: Any) -> dict[str, A
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        rows = {"cold": {}, "filling": cache, "warm": cache}  # the second one fills the cache
-        for name, environment in rows.items():
+        files = {"folder": str(Path(folder, "store"))}
+        rows = {  # the second one fills the cache
+            "cold": ({}, {}),
+            "filling": (cache, {}),
+            "warm": (cache, {}),
+            "warm, in files": (cache, files),
+        }
+        for name, (environment, place) in rows.items():
+            settings = STORE | place
             one, found = job(
-                ours("influence"), problem, "float32", environment=environment, **STORE
+                ours("influence"), problem, "float32", environment=environment, **settings
             )
             said[name] = {"ours": one, "ratios": store_ratios(one, theirs)}
             shown(f"{problem.examples} examples, a store, {name}", said[name]["ratios"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import os
 import shutil
 
 import jax
@@ -375,6 +376,48 @@ def test_a_disk_that_fills_leaves_what_is_gone_on_with(trained, tmp_path):
     assert not path.exists()
     assert len(jk.gradient_store(objective, params, bases, batches, path)) == 120
     assert [x.name for x in tmp_path.iterdir()] == ["store"]
+
+
+def left_by_kills(monkeypatch, written, folder):
+    """Copies of ``written`` before each rename and removal, as a kill then leaves them.
+
+    A file that is about to be renamed was written before: a second copy has half of it.
+    """
+    copies = []
+
+    def copied():
+        copies.append(folder / str(len(copies)))
+        return shutil.copytree(written, copies[-1])
+
+    def before(call):
+        def recorded(path, *args, **options):
+            copied()
+            half = copied() / path.relative_to(written)
+            if half.is_file():
+                half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
+            return call(path, *args, **options)
+
+        return recorded
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, before(getattr(os, name)))
+    return copies
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_what_is_gone_on_with(trained, tmp_path):
+    objective, params, bases, queries, batch = trained
+    batches, written = cut(batch, 60), tmp_path / "written"
+    written.mkdir()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        copies = left_by_kills(monkeypatch, written, tmp_path / "killed")
+        jk.gradient_store(objective, params, bases, batches, written / "store")
+    files = {x.name: x.read_bytes() for x in (written / "store").iterdir()}
+    assert len(copies) > 8 * len(batches)
+    for folder in copies:
+        assert not (folder / "store").exists()
+        jk.gradient_store(objective, params, bases, batches, folder / "store")
+        assert {x.name: x.read_bytes() for x in (folder / "store").iterdir()} == files
+        assert [x.name for x in folder.iterdir()] == ["store"]
 
 
 def test_a_plan_that_the_disk_has_no_room_for_is_refused(trained, tmp_path, monkeypatch):

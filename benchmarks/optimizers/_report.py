@@ -56,6 +56,13 @@ REACH = """\
 Medians over seeds 1 to 5 of the held-out measure. A win is a smaller median, a tie one within 2 %.
 AdamW's CPU seconds are those of its best setting at equal time where a problem has a budget, and at
 equal steps elsewhere; both sides may stop at their best value until then.
+
+The runs come from two machines. On the second, since 2026-11-27, a CPU second does about half as
+much: a step of AdamW on the digits preset takes 2.0 times as long (`python -m benchmarks.digits
+--documented`, on both). All runs of `kfac(like=like)` are from there. So are AdamW's and those of
+`kfe_adam(0.01)` on the perceptron, the Gaussian autoencoder, the convolutions, the GRU, the
+regression and the diffusion. On the other six AdamW's are from the first, so that equal CPU seconds
+count against ours there.
 """
 DEFAULTS = """\
 ## At equal steps, as documented and at a peer's best

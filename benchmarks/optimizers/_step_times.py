@@ -1,6 +1,7 @@
 """A step of `jk.kfe_adam` beside SOAP's and beside the gradient, with and without factors.
 
-Run: python -m benchmarks.optimizers._step_times [--problem NAME ...] [--json F]
+Run: python -m benchmarks.optimizers._step_times [--problem NAME ...]
+     [--json benchmarks/results/optimizers/step_times.json]
 
 SOAP rotates the sides that kfe_adam rotates, those up to 1,024. Both refresh every ten steps, and
 a time is the mean over ten steps, refresh included; the programs take turns, and what counts is the
@@ -81,7 +82,7 @@ def _trained(step: Any, carry: Any, batch: Any) -> Callable[[], None]:
 
 
 def measured(problem: Problem) -> dict[str, float]:
-    """Milliseconds of a step, and the two ratios of issue and page."""
+    """Milliseconds of a step, and its two ratios."""
     runs = programs(problem)
     for run in runs.values():
         run()  # the first refresh is another

@@ -51,7 +51,7 @@ from jaxkfac.uses._store_rows import (
 )
 from jaxkfac.uses._store_writer import StoreWriter, errors_of, known_number, measured
 
-_READ = 2**26  # bytes of rows, widened, that are multiplied at a time
+_READ = 2**27  # bytes of rows, widened, that are multiplied at a time
 _DTYPES = ("bfloat16", "float32", "float64")
 
 
