@@ -191,7 +191,7 @@ class GradientStore:
         else:
             weights = weights_of(used, damping)
         by_chunk = [
-            own_products(jnp.asarray(rows), weights, self._row_parts, names)
+            own_products(self._some(rows, None), weights, self._row_parts, names)
             for rows, _ in self._chunks()
         ]
         return jnp.concatenate(by_chunk)
@@ -237,9 +237,9 @@ class GradientStore:
         return places
 
     def _some(self, rows: np.ndarray, places: list[slice] | None) -> Array:
-        return jnp.asarray(
-            rows if places is None else np.concatenate([rows[:, x] for x in places], 1)
-        )
+        if places is not None:
+            rows = np.concatenate([rows[:, x] for x in places], 1)
+        return jax.device_put(rows, may_alias=True)  # nobody writes to stored rows
 
     def _chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield rows, and which of their examples exist."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from jaxkfac.curvature import Eigenbases, rotated_parts, rotated_squares
 from jaxkfac.factors import Corrections, ModelCall, Origin
-from jaxkfac.memory import bytes_text
+from jaxkfac.memory import aligned_empty, bytes_text
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._queries import fitting, in_examples
@@ -134,7 +134,10 @@ class StoreWriter:
             new |= {f"{i:06d}.lost": x for i, x in enumerate(lost) if x is not None}
             for name, x in new.items():
                 sums[name] = np.asarray(sums.get(name, 0) + np.asarray(x, np.float64))
-        joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        joined = rows[0]
+        if len(rows) > 1:  # aligned, so that products read them without a copy
+            joined = aligned_empty((batch.num_examples, joined.shape[1]), joined.dtype)
+            np.concatenate(rows, out=joined)
         return joined, sums, np.asarray(source.exists(batch))
 
 
