@@ -110,8 +110,3 @@ def test_the_collector_packs_what_it_would_return(fisher):
     for name in expected:
         for x, y in zip(found[name], expected[name], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
-
-
-def test_packed_factors_under_a_budget_are_refused():
-    with pytest.raises(ValueError, match=r"packed=True.*HostCurvature"):
-        value_grad_and_factors(lambda p, b: p, packed=True, max_factor_bytes=100)
