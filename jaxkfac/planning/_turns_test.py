@@ -1,0 +1,135 @@
+"""A plan of factors in turns (``collect=``) has the bytes of one group of them in a step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.optim import kfac, multi_steps
+from jaxkfac.planning import plan_memory as plan_by_default
+from jaxkfac.planning._shapes import nbytes
+
+plan_memory = functools.partial(plan_by_default, device_bytes=1e12, compiler="cpu")
+EXAMPLES, WIDTH, ITERATIONS = 8, 128, 8
+MATRIX = 4 * WIDTH**2
+# What docs/memory.md states of totals that are counted from the equations, for a CPU.
+LOWEST, HIGHEST = 0.65, 1.15
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def bottlenecks():
+    """A scan of layers from a wide side to a narrow one and back: factors outweigh all else."""
+
+    def apply(params, x):
+        block = jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p["down"]) @ p["up"], None))
+        return jax.lax.scan(block, x, params)[0]
+
+    params = {"down": shape(ITERATIONS, WIDTH, 4), "up": shape(ITERATIONS, 4, WIDTH)}
+    batch = shape(EXAMPLES, WIDTH), shape(EXAMPLES, dtype=jnp.int32)
+    return Objective(apply, Categorical()), params, batch
+
+
+def unrolled():
+    """Layers without a scan, so that each group has a program of its own."""
+
+    def apply(params, x):
+        return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["head"]
+
+    params = {"a": shape(3, 40), "b": shape(40, 50), "head": shape(50, 3)}
+    return Objective(apply, Categorical()), params, (shape(5, 3), shape(5, dtype=jnp.int32))
+
+
+def training(problem, groups, *, packed=False, **options):
+    """The collector and the optimizer of a training in turns."""
+    objective, params, batch = problem
+    stats = value_grad_and_factors(objective, collect=groups, packed=packed)
+    like = stats.factor_shapes(params, batch)
+    return stats, kfac(0.1, like=like, damping_mode="pi", packed=packed, **options)
+
+
+def planned(problem, groups, *, packed=False, compiled="none", options=(), **choices):
+    _, tx = training(problem, groups, packed=packed)
+    how = {"compiled": compiled, "options": options, "packed": packed, "collect": groups}
+    return plan_memory(*problem, optimizer=tx, **how, **choices)
+
+
+def temporaries(rows, state):
+    """Bytes of a step beside its arguments and results, from the rows of a plan."""
+    beside = rows["gradients"] + rows["factors"] - nbytes(state.stacked_average)
+    return beside + max(rows["activations"], rows["update"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_are_those_of_the_average_of_all_layers_and_of_one_group(packed):
+    problem = _, params, batch = bottlenecks()
+    stats, tx = training(problem, 4, packed=packed)
+    state = jax.eval_shape(tx.init, params)
+    of_step = jax.eval_shape(
+        lambda p, b, i: stats(p, b, step=i), params, batch, shape(dtype="int32")
+    )
+    rows = planned(problem, 4, packed=packed).now.device
+    assert of_step.factors.a_sums["down"].shape[0] == ITERATIONS // 4
+    assert rows["factors"] == nbytes(state.stacked_average) + nbytes(of_step.factors)
+    assert rows["bases"] == nbytes(state.stacked_bases)
+    complete = planned(problem, 1, packed=packed).now.device
+    assert complete["bases"] == rows["bases"]
+    # An A of "down" and a G of "up" for each iteration, and two of eight iterations in a turn.
+    share = MATRIX * (WIDTH + 1) / (2 * WIDTH) if packed else MATRIX
+    assert complete["factors"] - rows["factors"] == pytest.approx(2 * 6 * share, rel=0.02)
+
+
+def test_counted_and_compiled_temporaries_are_those_of_the_donated_step():
+    problem = _, params, batch = bottlenecks()
+    stats, tx = training(problem, 4)
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, state, batch, number):
+        value, grads, factors = stats(params, batch, step=number)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, value
+
+    donated = jax.jit(step, donate_argnums=(0, 1))
+    program = donated.lower(params, state, batch, shape(dtype=jnp.int32)).compile()
+    measured = program.memory_analysis().temp_size_in_bytes
+    counted = temporaries(planned(problem, 4).now.device, state)
+    assert LOWEST * measured < counted < HIGHEST * measured
+    compiled = planned(problem, 4, compiled="chosen").now
+    assert compiled.compiled
+    assert temporaries(compiled.device, state) == pytest.approx(measured, rel=0.05)
+
+
+def test_the_largest_group_is_planned_if_each_has_its_own_program():
+    problem = _, params, batch = unrolled()
+    stats, tx = training(problem, 2)
+    average = jax.eval_shape(tx.init, params).stacked_average
+    groups = [
+        jax.eval_shape(lambda p, b, i=i: stats(p, b, step=i).factors, params, batch)
+        for i in range(2)
+    ]
+    sizes = [nbytes(x) for x in groups]
+    assert sizes[0] != sizes[1]
+    assert planned(problem, 2).now.device["factors"] == nbytes(average) + max(sizes)
+    with pytest.raises(ValueError, match="collect=9: the program has 3 layers"):
+        plan_memory(*problem, compiled="none", options=(), collect=9)
+
+
+def test_accumulators_are_those_of_one_group():
+    problem = _, params, _ = bottlenecks()
+    _, tx = training(problem, 4)
+    state = jax.eval_shape(multi_steps(tx, 2).init, params)
+    rows = planned(problem, 4, accumulation_steps=2).now.device
+    assert rows["accumulation"] == nbytes(state.accumulation.acc_grads)
+    assert (
+        rows["accumulation"] < planned(problem, 1, accumulation_steps=2).now.device["accumulation"]
+    )
+
+
+def test_options_that_take_all_factors_from_one_step_are_not_available():
+    plan = planned(bottlenecks(), 4, options=("host", "budget"))
+    assert plan.unavailable == dict.fromkeys(("host", "budget"), "factors come in turns (collect=)")
