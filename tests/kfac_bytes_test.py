@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kfac_bytes import LAYOUTS, OPTIONS, planned
+from benchmarks.kfac_bytes import AUTOENCODER, LAYOUTS, MIB, OPTIONS, planned
+from benchmarks.optimizer_steps import Ours, problem
 
 ROOT = Path(__file__).parent.parent
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "kfac_bytes.json").read_text())
@@ -26,3 +27,11 @@ def test_the_page_shows_the_record():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_record_is_what_is_planned_today(layout, name):
     assert planned(layout, **OPTIONS[name]) == pytest.approx(RECORD[layout][name], rel=1e-6)
+
+
+def test_the_packed_state_takes_half_of_kfac_jaxs():
+    """The peer's bytes are the record's: it needs an environment of its own."""
+    record, data = RECORD[AUTOENCODER], problem()
+    for name, packed in (("dense_mib", False), ("packed_mib", True)):
+        assert Ours(data, "fixed", packed=packed).curvature_bytes / MIB == record[name]
+    assert record["packed_mib"] / record["peer_mib"] == record["packed_over_peer"] <= 0.55
