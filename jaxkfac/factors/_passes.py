@@ -273,7 +273,7 @@ def part_of_turn(statistics: Statistics, turn: Turn, *, static: bool) -> PartOfT
     iterations = iterations_in_turns(statistics)
     others = tuple(x for x in statistics.layers if x.name not in iterations)
     index_dtype = jax.dtypes.canonicalize_dtype(int)  # that of a scan's own iterations
-    as_index = lambda start: int(start) if static else start.astype(index_dtype)
+    as_index = lambda start: int(start) if static else jnp.asarray(start, index_dtype)
     windows = {
         name: Window(as_index(turn.start_of(length)), turn.rows_of(length))
         for name, length in iterations.items()

@@ -65,25 +65,30 @@ def temporaries(rows, state):
     return beside + max(rows["activations"], rows["update"])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_rows_are_those_of_the_average_of_all_layers_and_of_one_group(packed):
     problem = _, params, batch = bottlenecks()
     stats, tx = training(problem, 4, packed=packed)
-    state = jax.eval_shape(tx.init, params)
-    of_step = jax.eval_shape(
-        lambda p, b, i: stats(p, b, step=i), params, batch, shape(dtype="int32")
-    )
-    rows = planned(problem, 4, packed=packed).now.device
+    state, number = jax.eval_shape(tx.init, params), shape(dtype=jnp.int32)
+    of_step = jax.eval_shape(lambda p, b, i: stats(p, b, step=i), params, batch, number)
+    plan = planned(problem, 4, packed=packed, options=("host", "budget"))
     assert of_step.factors.a_sums["down"].shape[0] == ITERATIONS // 4
-    assert rows["factors"] == nbytes(state.stacked_average) + nbytes(of_step.factors)
-    assert rows["bases"] == nbytes(state.stacked_bases)
-    complete = planned(problem, 1, packed=packed).now.device
-    assert complete["bases"] == rows["bases"]
+    assert plan.now.device["factors"] == nbytes(state.stacked_average) + nbytes(of_step.factors)
+    assert plan.now.device["bases"] == nbytes(state.stacked_bases)
+    for option in ("host", "budget"):  # they take all factors from one step
+        assert plan.unavailable[option] == "factors come in turns (collect=)"
+
+
+@pytest.mark.exhaustive
+def test_a_step_in_turns_has_fewer_factors_than_one_that_collects_all():
+    rows = {groups: planned(bottlenecks(), groups).now.device for groups in (1, 4)}
+    assert rows[1]["bases"] == rows[4]["bases"]
     # An A of "down" and a G of "up" for each iteration, and two of eight iterations in a turn.
-    share = MATRIX * (WIDTH + 1) / (2 * WIDTH) if packed else MATRIX
-    assert complete["factors"] - rows["factors"] == pytest.approx(2 * 6 * share, rel=0.02)
+    saved = rows[1]["factors"] - rows[4]["factors"]
+    assert saved == pytest.approx(2 * 6 * MATRIX, rel=0.02)
 
 
+@pytest.mark.slow
 def test_counted_and_compiled_temporaries_are_those_of_the_donated_step():
     problem = _, params, batch = bottlenecks()
     stats, tx = training(problem, 4)
@@ -104,6 +109,7 @@ def test_counted_and_compiled_temporaries_are_those_of_the_donated_step():
     assert temporaries(compiled.device, state) == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_the_largest_group_is_planned_if_each_has_its_own_program():
     problem = _, params, batch = unrolled()
     stats, tx = training(problem, 2)
@@ -115,10 +121,14 @@ def test_the_largest_group_is_planned_if_each_has_its_own_program():
     sizes = [nbytes(x) for x in groups]
     assert sizes[0] != sizes[1]
     assert planned(problem, 2).now.device["factors"] == nbytes(average) + max(sizes)
+
+
+def test_more_groups_than_layers_are_refused():
     with pytest.raises(ValueError, match="collect=9: the program has 3 layers"):
-        plan_memory(*problem, compiled="none", options=(), collect=9)
+        plan_memory(*unrolled(), compiled="none", options=(), collect=9)
 
 
+@pytest.mark.exhaustive
 def test_accumulators_are_those_of_one_group():
     problem = _, params, _ = bottlenecks()
     _, tx = training(problem, 4)
@@ -128,8 +138,3 @@ def test_accumulators_are_those_of_one_group():
     assert (
         rows["accumulation"] < planned(problem, 1, accumulation_steps=2).now.device["accumulation"]
     )
-
-
-def test_options_that_take_all_factors_from_one_step_are_not_available():
-    plan = planned(bottlenecks(), 4, options=("host", "budget"))
-    assert plan.unavailable == dict.fromkeys(("host", "budget"), "factors come in turns (collect=)")
