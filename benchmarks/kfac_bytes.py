@@ -1,14 +1,15 @@
 """Bytes of K-FAC trainings of 1B and 7B parameters, by what is kept of the curvature.
 
-Run: python -m benchmarks.kfac_bytes [--peer ENV/bin/python] [--json F]
+Run: python -m benchmarks.kfac_bytes [--json F]
+     python -m benchmarks.kfac_bytes --peer ENV/bin/python [--json F]
 
 Every row is a plan from shapes alone, as `jaxkfac plan` prints it: float32, one text of 2,048
 tokens, blocks recomputed, no momentum counted apart from `jk.kfac`'s. Nothing is compiled, so the
 column of temporaries is an estimate; the others are bytes of arrays.
 
-``--peer`` adds the curvature state of ``benchmarks.optimizer_steps``' autoencoder beside that of
-kfac-jax, in its environment: averages of the factors and the inverses of the damped ones. Without
-it, that part of the record stays.
+``--peer`` measures something else: the curvature state of ``benchmarks.optimizer_steps``'
+autoencoder beside that of kfac-jax, in its environment, which are averages of the factors and the
+inverses of the damped ones. Each command keeps the other's part of the record.
 """
 
 import argparse
@@ -89,12 +90,13 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
-    record: dict[str, Any] = stamp()
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if args.peer is not None:
-        record[AUTOENCODER] = beside_peer(args.peer)
-        shown(AUTOENCODER, record[AUTOENCODER])
-    elif args.json is not None and args.json.exists():
-        record[AUTOENCODER] = json.loads(args.json.read_text())[AUTOENCODER]
+        section = beside_peer(args.peer)
+        shown(AUTOENCODER, section)
+        write(before | {AUTOENCODER: section}, args.json)
+        return
+    record: dict[str, Any] = stamp() | {k: x for k, x in before.items() if k == AUTOENCODER}
     for layout in LAYOUTS:
         record[layout] = {}
         for name, options in OPTIONS.items():
