@@ -248,11 +248,10 @@ def test_a_state_of_the_other_storage_is_refused(problem):
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_bytes_of_the_other_storage_or_cut_short_are_refused(problem, mode):
     objective, params, batch = problem
-    stats = value_grad_and_factors(objective)
-    _, grads, factors = stats(params, batch)
+    like = value_grad_and_factors(objective).factor_shapes(params, batch)
     states, written = {}, {}
     for packed in (False, True):
-        tx = kfac(0.1, like=factors, packed=packed, damping_mode=mode)
+        tx = kfac(0.1, like=like, packed=packed, damping_mode=mode)
         states[packed] = tx.init(params)
         written[packed] = serialization.to_bytes(states[packed])
     for packed, target in states.items():

@@ -139,6 +139,7 @@ def test_packed_kfac_takes_half_the_factors_and_inverses(capsys, monkeypatch):
         assert 0.5 < rows[1][name] / rows[0][name] < 0.56
 
 
+@pytest.mark.exhaustive
 def test_factors_in_turns_are_those_of_some_blocks(capsys, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(4, 8, 2, 12, 11, fused=True))
     found = {}
