@@ -34,7 +34,7 @@ def test_the_packed_state_takes_half_of_kfac_jaxs():
     assert record["packed_mib"] / record["peer_mib"] == record["packed_over_peer"] <= 0.55
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "packed"), [("dense_mib", False), ("packed_mib", True)])
 def test_the_recorded_state_is_that_of_today(name, packed):
     """The peer's bytes are only in the record: it needs an environment of its own."""

@@ -116,8 +116,23 @@ def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     assert_close(scanned, looped)
 
 
+def test_the_average_is_stored_like_the_factors():
+    layers = (layer("w", (64, 65)), layer("table", (70, 3), kind="embedding", a_dense=False))
+    factors = random_factors(layers, jax.random.key(0))
+    params = {"w": jnp.ones((64, 65)), "table": jnp.ones((70, 3))}
+    for like in (factors, factors.packed()):
+        average = jax.eval_shape(kfe_adam(0.1, like=like).init, params).stacked_average
+        assert average.is_packed == like.is_packed
+        side = (71, 35) if like.is_packed else (70, 70)  # of the gradient's covariance
+        assert average.a_sums["table"].shape == side
+
+
 @pytest.mark.parametrize(
-    "covariance", ["factors", pytest.param("gradient", marks=pytest.mark.slow)]
+    "covariance",
+    [
+        pytest.param("factors", marks=pytest.mark.slow),
+        pytest.param("gradient", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_packed_average_moves_like_a_dense_one(covariance):
     """The side of the vocabulary is a diagonal in factors, so its covariance is the gradient's."""
