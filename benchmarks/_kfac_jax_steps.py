@@ -1,6 +1,7 @@
 """Steps of kfac-jax for ``benchmarks.optimizer_steps``: another environment, so no import of ours.
 
-Reads a number of steps a line, takes them, and prints ``[wall seconds, CPU seconds, loss]``.
+Prints its versions and the bytes of its curvature state. Then it reads a number of steps a line,
+takes them, and prints ``[wall seconds, CPU seconds, loss]``.
 """
 
 import json
@@ -71,7 +72,9 @@ def main() -> None:
     state, taken = optimizer.init(params, jax.random.key(0), batch(0)), 0
     versions = {"jax": jax.__version__, "kfac_jax": kfac_jax.__version__}
     versions["xla_flags"] = os.environ["XLA_FLAGS"].strip()
-    print(json.dumps(versions), flush=True)
+    # Averages of the factors, and the inverses of the damped ones.
+    curvature = sum(x.nbytes for x in jax.tree.leaves(state.estimator_state))
+    print(json.dumps({"versions": versions, "curvature_bytes": curvature}), flush=True)
     for line in sys.stdin:
         wall, cpu, stats = time.perf_counter(), time.process_time(), {}
         for _ in range(int(line)):

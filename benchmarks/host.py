@@ -10,6 +10,8 @@ Time, on the scanned transformer of benchmarks.factors (gradient and factors in 
   time is what the aim of 5% speaks of.
 - ``cpu_over_gradient``: processor time of ``push`` and ``flush``, of factors that are ready, over
   that of the gradient: the same share on a machine that others use as well.
+- ``packed_...``: these figures with ``value_grad_and_factors(packed=True)``, whose step folds each
+  matrix itself, and whose push is one triangle.
 - ``waiting_step_ratio``: steps that are no hand-over, while a decomposition slowed to last
   for the whole run is in work, over steps with none in work, in interleaved blocks.
 - ``busy_step_ratio``: the same with the real decomposition going on, which on the CPU shares
@@ -51,10 +53,32 @@ def timed(steps: int) -> dict[str, float]:
     """Every figure of time, in milliseconds or as a ratio of medians."""
     objective, params, batch = cases()["scanned"]
     gradient = jax.jit(jax.value_and_grad(objective))
-    stats = jax.jit(jk.value_grad_and_factors(objective))
-    seconds(gradient, params, batch), seconds(stats, params, batch)
-    gradient_s = [seconds(gradient, params, batch) for _ in range(steps)]
-    gradient_cpu = [processor_seconds(gradient, params, batch) for _ in range(steps)]
+    stats, packed = (
+        jax.jit(jk.value_grad_and_factors(objective, packed=packed)) for packed in (False, True)
+    )
+    seconds(gradient, params, batch)
+    gradient_s = statistics.median(seconds(gradient, params, batch) for _ in range(steps))
+    gradient_cpu = statistics.median(
+        processor_seconds(gradient, params, batch) for _ in range(steps)
+    )
+    beside = {"gradient_s": gradient_s, "gradient_cpu": gradient_cpu}
+    dense_push, packed_push = (
+        push_times(fn, params, batch, steps, **beside) for fn in (stats, packed)
+    )
+    return {
+        "gradient_ms": 1e3 * gradient_s,
+        **dense_push,
+        **{f"packed_{name}": value for name, value in packed_push.items()},
+        **step_ratio("waiting", stats, params, batch, steps),
+        **step_ratio("busy", stats, params, batch, steps),
+    }
+
+
+def push_times(
+    stats: Any, params: Any, batch: Any, steps: int, *, gradient_s: float, gradient_cpu: float
+) -> dict[str, float]:
+    """What pushing the factors of a step takes, in interleaved pairs of steps."""
+    seconds(stats, params, batch)
     plain, pushed, kept, cpu = [], [], [], []
     step = 0
     with HostCurvature(refresh_every=10**6, lag=5) as service:
@@ -75,15 +99,12 @@ def timed(steps: int) -> dict[str, float]:
             cpu.append(time.process_time() - start)
     cost = statistics.median(b - a for a, b in zip(plain, pushed, strict=True))
     return {
-        "gradient_ms": 1e3 * statistics.median(gradient_s),
         "step_ms": 1e3 * statistics.median(plain),
         "push_ms": 1e3 * statistics.median(kept[1:]),
         "push_and_average_ms": 1e3 * cost,
-        "push_and_average_over_gradient": cost / statistics.median(gradient_s),
+        "push_and_average_over_gradient": cost / gradient_s,
         "cpu_ms": 1e3 * statistics.median(cpu),
-        "cpu_over_gradient": statistics.median(cpu) / statistics.median(gradient_cpu),
-        **step_ratio("waiting", stats, params, batch, steps),
-        **step_ratio("busy", stats, params, batch, steps),
+        "cpu_over_gradient": statistics.median(cpu) / gradient_cpu,
     }
 
 

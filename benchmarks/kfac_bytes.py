@@ -1,23 +1,31 @@
 """Bytes of K-FAC trainings of 1B and 7B parameters, by what is kept of the curvature.
 
 Run: python -m benchmarks.kfac_bytes [--json F]
+     python -m benchmarks.kfac_bytes --peer ENV/bin/python [--json F]
 
 Every row is a plan from shapes alone, as `jaxkfac plan` prints it: float32, one text of 2,048
 tokens, blocks recomputed, no momentum counted apart from `jk.kfac`'s. Nothing is compiled, so the
 column of temporaries is an estimate; the others are bytes of arrays.
+
+``--peer`` measures something else: the curvature state of ``benchmarks.optimizer_steps``'
+autoencoder beside that of kfac-jax, in its environment, which are averages of the factors and the
+inverses of the damped ones. Each command keeps the other's part of the record.
 """
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks._record import shown, stamp, write
+from benchmarks.optimizer_steps import Ours, Peer, problem
 from jaxkfac.factors import value_grad_and_factors
 from jaxkfac.optim import kfac
 from jaxkfac.planning import plan_memory, preset
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+AUTOENCODER = "autoencoder, beside kfac-jax"
 LAYOUTS = ("llama-1b", "llama-7b")
 # Words of `jaxkfac plan`: what is kept, and whether on the host.
 OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -62,11 +70,33 @@ def planned(
     }
 
 
+def beside_peer(python: Path) -> dict[str, Any]:
+    """MiB of curvature state of both, ours in full and packed."""
+    data = problem()
+    peer = Peer(python, data, "fixed")
+    peer.close()
+    dense, packed = (Ours(data, "fixed", packed=packed).curvature_bytes for packed in (False, True))
+    return {
+        "versions": peer.versions,
+        "dense_mib": dense / MIB,
+        "packed_mib": packed / MIB,
+        "peer_mib": peer.curvature_bytes / MIB,
+        "packed_over_peer": packed / peer.curvature_bytes,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
-    record: dict[str, Any] = stamp()
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    if args.peer is not None:
+        section = beside_peer(args.peer)
+        shown(AUTOENCODER, section)
+        write(before | {AUTOENCODER: section}, args.json)
+        return
+    record: dict[str, Any] = stamp() | {k: x for k, x in before.items() if k == AUTOENCODER}
     for layout in LAYOUTS:
         record[layout] = {}
         for name, options in OPTIONS.items():

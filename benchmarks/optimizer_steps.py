@@ -2,6 +2,7 @@
 
 Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--blocks 12] [--json FILE]
      python -m benchmarks.optimizer_steps --peer ENV/bin/python --first [--json FILE]
+     python -m benchmarks.optimizer_steps --packed [--blocks 12] [--json FILE]
 
 The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirrored, tanh, on
 the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
@@ -17,9 +18,10 @@ Times are of blocks of 5 steps, so that each holds one refresh. Ours and the pee
 and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
 and all. Beside wall time there is the CPU time of all threads, which other work on the machine
 blurs less. ``--first`` measures the CPU time of the first step, and of the first ten with every
-program that they compile, and nothing else. Of an update of 48 unrolled layers there is the CPU
-time of tracing and compiling; ``python -m benchmarks.accelerators --target h100 --size others``
-compiles it for an H100.
+program that they compile, and nothing else. ``--packed`` measures fixed steps with factors and
+state packed beside those in full, in alternating blocks, and nothing else. Of an update of 48
+unrolled layers there is the CPU time of tracing and compiling; ``python -m benchmarks.accelerators
+--target h100 --size others`` compiles it for an H100.
 """
 
 import argparse
@@ -86,12 +88,12 @@ def autoencoder(params: Any, x: jax.Array) -> jax.Array:
 
 
 class Ours:
-    """K-FAC of this library."""
+    """K-FAC of this library, with factors and state packed or in full."""
 
-    def __init__(self, data: Problem, settings: str) -> None:
+    def __init__(self, data: Problem, settings: str, *, packed: bool = False) -> None:
         params = [{"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for w in data.weights]
         objective = jk.Objective(autoencoder, jk.Bernoulli())
-        stats = jk.value_grad_and_factors(objective, fisher="mc")
+        stats = jk.value_grad_and_factors(objective, fisher="mc", packed=packed)
         self._images, self._taken = data.images, 0
         batch = self._batch()
         like = stats.factor_shapes(params, batch, jax.random.key(0))
@@ -122,6 +124,12 @@ class Ours:
         self._step = jax.jit(step, donate_argnums=(0, 1))
         self.state = params, tx.init(params)
 
+    @property
+    def curvature_bytes(self) -> int:
+        """Bytes of the average of the factors, and of what is computed from it."""
+        _, state = self.state
+        return sum(x.nbytes for x in jax.tree.leaves((state.stacked_average, state.stacked_bases)))
+
     def _batch(self) -> Any:
         x = jnp.asarray(rows(self._images, self._taken))
         return x, x
@@ -151,7 +159,8 @@ class Peer:
         self._process = subprocess.Popen(
             list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.versions = self._answer()
+        first = self._answer()
+        self.versions, self.curvature_bytes = first["versions"], first["curvature_bytes"]
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -200,6 +209,19 @@ def beside_peer(
         "steps": (2 + blocks) * PERIOD,
         "losses": [round(a.loss, 1) for a, _ in pairs],  # at the ends of blocks
         "peer_losses": [round(b.loss, 1) for _, b in pairs],
+    }
+
+
+def packed_beside_dense(data: Problem, blocks: int) -> dict[str, float]:
+    """Steps with one triangle of each matrix over steps with all of it, in alternating blocks."""
+    packed, dense = (Ours(data, "fixed", packed=x) for x in (True, False))
+    packed.block(2 * PERIOD), dense.block(2 * PERIOD)
+    pairs = [(packed.block(PERIOD), dense.block(PERIOD)) for _ in range(blocks)]
+    return {
+        "packed_step_ms": 1e3 / PERIOD * statistics.median(a.wall for a, _ in pairs),
+        "dense_step_ms": 1e3 / PERIOD * statistics.median(b.wall for _, b in pairs),
+        "step_ratio": statistics.median(a.wall / b.wall for a, b in pairs),
+        "step_cpu_ratio": statistics.median(a.cpu / b.cpu for a, b in pairs),
     }
 
 
@@ -284,6 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
     parser.add_argument("--first", action="store_true", help="the first steps alone")
+    parser.add_argument("--packed", action="store_true", help="packed steps beside dense ones")
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks (default 12)")
     parser.add_argument("--pairs", type=int, default=21, help="of preconditionings (default 21)")
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -296,6 +319,11 @@ def main() -> None:
             name = ", ".join(settings)
             record[name] = first_steps(args.peer, data, settings)
             shown(name, record[name])
+        write(record, args.json)
+        return
+    if args.packed:
+        record = stamp(blocks=args.blocks, packed=packed_beside_dense(problem(), args.blocks))
+        shown("packed beside dense", record["packed"])
         write(record, args.json)
         return
     record, data = stamp(blocks=args.blocks, pairs=args.pairs), problem()

@@ -50,9 +50,9 @@ def serializable(cls: type[T]) -> type[T]:
         if shapes != wanted:
             other = [pair for pair in zip(shapes, wanted, strict=True) if pair[0] != pair[1]]
             raise ValueError(
-                f"{cls.__name__}: the bytes belong to another model: an array of "
-                f"shape {other[0][0]} "
-                f"came where {other[0][1]} was expected"
+                f"{cls.__name__}: the bytes belong to another model, or to a state with another "
+                f"packed=: an array of shape {other[0][0]} came where {other[0][1]} was expected; "
+                "read them into tx.init(params) of the optimizer that wrote them"
             )
         return out
 

@@ -81,6 +81,10 @@ def _host(record: Any) -> Iterator[Row]:
     push = here["push_and_average_over_gradient"]
     share = Goal(100 * push, 5, unit=" %")
     yield Row("push and average, of a gradient's time", f"{100 * push:.1f} %", "", share)
+    if "packed_push_and_average_over_gradient" in here:
+        packed = 100 * here["packed_push_and_average_over_gradient"]
+        goal = Goal(packed, 5, unit=" %")
+        yield Row("push and average of packed factors", f"{packed:.1f} %", "", goal)
     waiting, noise = here["waiting_step_ratio"], here["waiting_noise"]
     yield Row(
         "a step beside a decomposition that has been slowed down",

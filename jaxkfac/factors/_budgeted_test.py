@@ -49,14 +49,14 @@ def transformer(layers, width, *, remat=True, tokens=(2, 8)):
     return Objective(model.apply, Categorical()), params, (ids, jnp.roll(ids, -1, 1))
 
 
-def nested():
+def nested(width=4):
     """A scan over groups of a scan over layers; one weight of the inner scan is shared."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys, square = jax.random.split(jax.random.key(0), 4), (width, width)
     params = {
-        "inner": 0.5 * jax.random.normal(keys[0], (3, 2, 4, 4)),
-        "outer": 0.5 * jax.random.normal(keys[1], (3, 4, 4)),
-        "shared": 0.5 * jax.random.normal(keys[2], (4, 4)),
-        "head": jax.random.normal(keys[3], (4, 3)),
+        "inner": jax.random.normal(keys[0], (3, 2, *square)) / width**0.5,
+        "outer": jax.random.normal(keys[1], (3, *square)) / width**0.5,
+        "shared": jax.random.normal(keys[2], square) / width**0.5,
+        "head": jax.random.normal(keys[3], (width, 3)),
     }
 
     def apply(p, x):
@@ -71,7 +71,7 @@ def nested():
         x, _ = jax.lax.scan(group, x, stacked, reverse=True)
         return x @ p["head"]
 
-    x = jax.random.normal(jax.random.key(4), (5, 4))
+    x = jax.random.normal(jax.random.key(4), (5, width))
     return Objective(apply, Categorical()), params, (x, jnp.arange(5) % 3)
 
 
@@ -122,6 +122,21 @@ def test_passes_gather_what_one_pass_gathers(x64, options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected.grads)
 
 
+def test_packed_factors_take_fewer_passes_and_are_the_same(x64):
+    objective, params, batch = nested(64)
+    dense, packed = (
+        value_grad_and_factors(objective, max_factor_bytes=300_000, packed=x) for x in (False, True)
+    )
+    expected, factors = (stats(params, batch).factors for stats in (dense, packed))
+    assert factors.is_packed and not expected.is_packed
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(factors.a_sums))
+    assert_same(factors.unpacked(), expected)
+    plans = [stats.plan(params, batch) for stats in (dense, packed)]
+    assert 1 < len(plans[1].passes) < len(plans[0].passes)
+    sums = jax.tree.leaves((factors.a_sums, factors.g_sums))
+    assert plans[1].nbytes == sum(x.nbytes for x in sums)
+
+
 @pytest.mark.slow
 @pytest.mark.standard_promotion  # Flax creates its epsilons in float32
 def test_masks_hold_in_every_pass(x64):
@@ -168,12 +183,13 @@ ROWS = {"remat": 0, "saved": 6 * 256 * (64 + 128) * 4}
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kept", ["remat", pytest.param("saved", marks=pytest.mark.exhaustive)])
-def test_a_pass_stays_under_the_gradient_and_the_budget(kept):
+def test_a_pass_stays_under_the_gradient_and_the_budget(kept, packed):
     objective, params, batch = transformer(24, 64, remat=kept == "remat", tokens=(4, 64))
     budget = 2**20
     gradient = jax.jit(jax.value_and_grad(objective)).lower(params, batch).compile()
-    stats = value_grad_and_factors(objective, max_factor_bytes=budget)
+    stats = value_grad_and_factors(objective, max_factor_bytes=budget, packed=packed)
     before, programs = gradient.memory_analysis(), {}
     for number, (one, lowered) in enumerate(stats.lower(params, batch)):
         programs.setdefault((number == 0, tuple(one.parts.items())), lowered)

@@ -65,7 +65,7 @@ def value_grad_and_factors(
     every: int = ...,
     precision: Precision = ...,
     examples: Word | None = ...,
-    packed: Literal[False] = ...,
+    packed: bool = ...,
     collect: Literal[1] = ...,
 ) -> BudgetedCollector: ...
 def value_grad_and_factors(
@@ -172,7 +172,8 @@ def value_grad_and_factors(
             :func:`jaxkfac.check_coverage` tests it.
         packed: Whether to return one triangle of every matrix of size 64 or more
             (``Factors.packed``), half the bytes. The matrices of a scan are packed one by one as
-            they are formed. ``factors[name].a`` is a full matrix all the same.
+            they are formed. ``factors[name].a`` is a full matrix all the same. Under
+            ``max_factor_bytes``, more of them fit into one pass.
         collect: Collect the factors of one of ``collect`` groups at each step, so that a step holds
             a part of the model's factors. The call needs ``step=``, the number of the call, and
             gathers group ``step % collect``. A layer of a scan contributes some of its iterations
@@ -267,11 +268,6 @@ def value_grad_and_factors(
         collect,
     )
     if max_factor_bytes is not None:
-        if packed:
-            raise ValueError(
-                "packed=True: the passes under max_factor_bytes= return factors in host memory; "
-                "leave packed= out, and give them to jk.HostCurvature, which packs its average"
-            )
         budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")
         return BudgetedCollector(collector, budget, sink)
     if sink is not None:

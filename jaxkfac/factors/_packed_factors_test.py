@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkfac.factors import update_average, value_grad_and_factors, zeros_like
 from jaxkfac.factors._explicit_net_test import layer, random_factors
@@ -112,6 +114,43 @@ def test_the_collector_packs_what_it_would_return(fisher):
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-def test_packed_factors_under_a_budget_are_refused():
-    with pytest.raises(ValueError, match=r"packed=True.*HostCurvature"):
-        value_grad_and_factors(lambda p, b: p, packed=True, max_factor_bytes=100)
+def readings(factors):
+    """What users read of factors, as arrays."""
+    return {name: tuple(factors[name]) for name in factors}
+
+
+def divided(factors):
+    """Stacks of two divided over two devices; all else on both."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    of = lambda x: P("x") if x.ndim and x.shape[0] == 2 else P()
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, of(x))), factors)
+
+
+def twice(factors):
+    """Two sets of factors in one tree."""
+    return jax.tree.map(lambda x: jnp.stack([x, 2 * x]), factors)
+
+
+def donated(factors):
+    """Read from copies, which are gone afterwards."""
+    copies = jax.tree.map(jnp.copy, factors)
+    out = jax.jit(lambda x: (readings(x), x), donate_argnums=0)(copies)[0]
+    assert all(x.is_deleted() for x in jax.tree.leaves(copies))
+    return out
+
+
+READ = {
+    "jit": jax.jit(readings),
+    "scan": lambda f: jax.lax.scan(lambda carry, x: (carry, readings(x)), 0, twice(f))[1],
+    "vmap": lambda f: jax.vmap(readings)(twice(f)),
+    "sharded": lambda f: readings(divided(f)),
+    "sharded, jit": lambda f: jax.jit(readings)(divided(f)),
+    "donated": donated,
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_readings_of_packed_factors_are_dense_under(factors, how):
+    expected, found = READ[how](factors), READ[how](factors.packed())
+    assert found["b"][0].shape[-2:] == (65, 65)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -14,7 +14,7 @@ from jaxkfac.factors._marks import weighed
 from jaxkfac.factors._origin import Turn
 from jaxkfac.factors._statistics import PassPart, Statistics
 from jaxkfac.interception import Layer, Window, scanned_by
-from jaxkfac.linalg import has_panels, panel_shapes
+from jaxkfac.linalg import has_panels, is_folded, panel_shapes, unfolded_size
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
@@ -66,23 +66,22 @@ class _Side:
     Attributes:
         layer: The layer.
         inputs: Whether it is the input side.
-        slot: Bytes of what the backward pass emits.
-        extra: How many of these bytes are alive beside the factor that is formed from them.
+        extra: Bytes of what the backward pass emits, beside the factor that is formed from it.
         output: Bytes of the factor.
+        written: Bytes of one row of a scan while it is written; 0 without a scan.
         scan: The scan over its rows, if there is one.
     """
 
     layer: Layer
     inputs: bool
-    slot: int
     extra: int
     output: int
+    written: int = 0
     scan: Any = None
 
     def nbytes(self, rows: int = 1) -> int:
-        """Slots and factors; in a scan, also the row being written and the one it replaces."""
-        written = 2 * self.slot if self.scan else 0
-        return rows * (self.extra + self.output) + written
+        """Slots and factors; in a scan, also what writing one row takes."""
+        return rows * (self.extra + self.output) + self.written
 
     def pass_part(self, rows: int) -> PassPart:
         return PassPart(
@@ -169,13 +168,28 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
         g = {key: leaf for key, leaf in slot.items() if key not in a}
         if a:
             sums = shapes.a_sums[layer.name]
-            yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), scan)
+            written = _written(a, dense=layer.a_dense) if scan else 0
+            yield _Side(layer, True, _extra(a, sums), _bytes(sums), written, scan)
         sums = (shapes.diagonals | shapes.g_sums)[layer.name]
         extra = _extra(g, sums) + vjps * _bytes(g)
         if statistics.unpacks(layer) and "g" in g:
             panels = panel_shapes(layer.out_features)
             extra += sum(rows * columns for rows, columns in panels) * g["g"].dtype.itemsize
-        yield _Side(layer, False, _bytes(g), extra, _bytes(sums), scan)
+        written = _written(g, dense=layer.g_dense) if scan else 0
+        yield _Side(layer, False, extra, _bytes(sums), written, scan)
+
+
+def _written(slot: Mapping[str, Any], *, dense: bool) -> int:
+    """Bytes of a row that is written: the row itself, and the row that it replaces.
+
+    A folded row is made of its full matrix, which is larger than the row that it replaces.
+    """
+    total = 2 * _bytes(slot)
+    for leaf in (slot[key] for key in ("a", "g") if dense and key in slot):
+        if is_folded(leaf):
+            full = leaf.dtype.itemsize * unfolded_size(leaf) ** 2
+            total += max(full - _bytes(leaf), 0)
+    return total
 
 
 def _extra(slot: PyTree, sums: jax.ShapeDtypeStruct) -> int:
@@ -259,7 +273,7 @@ def part_of_turn(statistics: Statistics, turn: Turn, *, static: bool) -> PartOfT
     iterations = iterations_in_turns(statistics)
     others = tuple(x for x in statistics.layers if x.name not in iterations)
     index_dtype = jax.dtypes.canonicalize_dtype(int)  # that of a scan's own iterations
-    as_index = lambda start: int(start) if static else start.astype(index_dtype)
+    as_index = lambda start: int(start) if static else jnp.asarray(start, index_dtype)
     windows = {
         name: Window(as_index(turn.start_of(length)), turn.rows_of(length))
         for name, length in iterations.items()

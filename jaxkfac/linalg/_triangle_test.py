@@ -2,8 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkfac.linalg._packed import fold_triangle, pack, packed_shape, unfold_triangle
+
+SIZES = (1, 2, 63, 64, 65)
 
 
 def symmetric(*shape):
@@ -32,3 +36,72 @@ def test_the_upper_triangle_is_never_read():
     matrix = symmetric(6, 6)
     marked = jnp.where(jnp.tri(6, dtype=bool), matrix, jnp.nan)
     assert jnp.array_equal(unfold_triangle(fold_triangle(marked)), matrix)
+
+
+# ---------------- under every transformation
+
+
+def over_two_devices(function, *, by_hand):
+    """Each device has one matrix of a stack of two."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    if by_hand:
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    divided = NamedSharding(mesh, P("x"))
+    return lambda x: jax.jit(function)(jax.device_put(x, divided))
+
+
+TRANSFORMED = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda carry, m: (carry, f(m)), None, x)[1],
+    "remat": lambda f: jax.jit(jax.checkpoint(f)),
+    "shard_map": lambda f: over_two_devices(f, by_hand=True),
+    "sharded": lambda f: over_two_devices(f, by_hand=False),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_folding_and_unfolding_are_exact_to_the_bit_under(how):
+    transformed = TRANSFORMED[how]
+    for n in SIZES:
+        matrices = symmetric(2, n, n)
+        out = np.empty((2, *packed_shape(n)), np.float32)
+        expected = [pack(x, each) for x, each in zip(np.asarray(matrices), out, strict=True)]
+        folded = transformed(fold_triangle)(matrices)
+        np.testing.assert_array_equal(folded, expected)
+        np.testing.assert_array_equal(transformed(unfold_triangle)(folded), matrices)
+
+
+def test_a_donated_rectangle_is_written_in_place():
+    double = jax.jit(lambda x: fold_triangle(2 * unfold_triangle(x)), donate_argnums=0)
+    for n in SIZES[1:]:
+        folded = fold_triangle(symmetric(n, n))
+        expected = 2 * np.array(folded)
+        np.testing.assert_array_equal(double(folded), expected)
+        assert folded.is_deleted()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_every_dtype_stays_and_keeps_its_bits(x64, dtype):
+    for n in SIZES:
+        matrix = symmetric(n, n).astype(dtype)
+        for given in (matrix, np.asarray(matrix)):
+            folded = fold_triangle(given)
+            unfolded = unfold_triangle(folded)
+            assert type(given) is np.ndarray or isinstance(unfolded, jax.Array)
+            assert folded.dtype == unfolded.dtype == given.dtype
+            np.testing.assert_array_equal(unfolded, given)
+
+
+def test_derivatives_are_those_of_the_linear_maps(x64):
+    """The transpose of a map T is the one with <T x, y> = <x, T' y>."""
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+    for n in (4, 65):
+        for function, shape in ((fold_triangle, (n, n)), (unfold_triangle, packed_shape(n))):
+            x = normal(0, *shape)
+            out, transposed = jax.vjp(function, x)
+            y = normal(1, *out.shape)
+            np.testing.assert_allclose((out * y).sum(), (x * transposed(y)[0]).sum(), rtol=1e-12)
+            pushed = jax.jvp(function, (x,), (x,))[1]
+            np.testing.assert_array_equal(pushed, out)

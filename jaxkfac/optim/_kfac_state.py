@@ -147,14 +147,20 @@ def check_same_model(
             f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
             f"and damping_mode= expected {bases_type.__name__}: make a new one with tx.init(params)"
         )
-    if state.stacked_average.is_packed is not packed:
-        stored, expected = ("packed", "dense") if not packed else ("dense", "packed")
-        raise ValueError(
-            f"kfac: the state's average is {stored}, and this kfac keeps it {expected}: build it "
-            f"with packed={not packed}, or make a new state with tx.init(params)"
-        )
+    remedy = f"build it with packed={not packed}"
+    check_storage("kfac", state.stacked_average, packed=packed, remedy=remedy)
     if isinstance(state.adaptation, AdaptationState) is not adapts:
         raise ValueError(
             f"kfac: the state {'does not adapt' if adapts else 'adapts'} itself, and this kfac "
             f"{'does' if adapts else 'does not'}: make a new one with tx.init(params)"
+        )
+
+
+def check_storage(optimizer: str, average: Factors, *, packed: bool, remedy: str) -> None:
+    """Refuse a state whose average is stored otherwise than ``packed`` says."""
+    if average.is_packed is not packed:
+        stored, expected = ("dense", "packed") if packed else ("packed", "dense")
+        raise ValueError(
+            f"{optimizer}: the state's average is {stored}, and this {optimizer} keeps it "
+            f"{expected}: {remedy}, or make a new state with tx.init(params)"
         )

@@ -13,10 +13,11 @@ from jaxtyping import Array, Int
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, owners, parameters_outside
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Factors, stored_like
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
+from jaxkfac.optim._kfac_state import check_storage
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import (
     Schedule,
@@ -162,7 +163,8 @@ def kfe_adam(
 
     Args:
         learning_rate: $\eta$, a number or a schedule of the step.
-        like: ``stats.factor_shapes(params, batch)``: which factors there are.
+        like: ``stats.factor_shapes(params, batch)``: which factors there are. If it is packed
+            (``value_grad_and_factors(packed=True)``), the average is stored packed too.
         b1: $\beta_1 \in [0, 1)$.
         b2: $\beta_2 \in [0, 1)$.
         eps: $\epsilon > 0$, in units of the gradient.
@@ -192,7 +194,7 @@ def kfe_adam(
 
     Memory:
         First and second moments, as in Adam; for each side of size ``n``, ``n**2`` for its average
-        and ``n**2 + n`` for its eigenvectors.
+        (``n (n + 1) / 2`` if ``like`` is packed) and ``n**2 + n`` for its eigenvectors.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -226,7 +228,7 @@ def kfe_adam(
         raise ValueError(
             f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"
         )
-    shapes = dataclasses.replace(shapes_of(like).unpacked(), corrections=None)
+    shapes = dataclasses.replace(shapes_of(like), corrections=None)
     if shapes.turn is not None:
         raise ValueError(
             f"like=: its factors come in turns (collect={shapes.turn.of}), and kfe_adam averages "
@@ -397,7 +399,7 @@ class Covariances:
                 else table_of_factors.get(key, jnp.zeros(x.shape, x.dtype))
                 for key, x in getattr(like, table).items()
             }
-        return dataclasses.replace(like, terms=terms, **merged)
+        return stored_like(dataclasses.replace(like, terms=terms, **merged), like)
 
 
 def _with_sides(
@@ -408,7 +410,7 @@ def _with_sides(
     *,
     alone: bool,
 ) -> Factors:
-    """Shapes of the factors of some layers; sides from the gradient are dense."""
+    """Shapes of the factors of some layers, packed if those are."""
     dtype = stacked.terms.dtype
 
     def side(layer: Layer, size: int, *, dense: bool) -> jax.ShapeDtypeStruct:
@@ -423,9 +425,10 @@ def _with_sides(
         a_sums[layer.input] = stacked.a_sums[layer.input] if from_factors else own_a
         a_counts[layer.input] = jax.ShapeDtypeStruct(layer.stack, dtype)
         g_sums[layer.name] = own_g if alone or layer.name in g else stacked.g_sums[layer.name]
-    return dataclasses.replace(
+    out = dataclasses.replace(
         stacked, a_sums=a_sums, a_counts=a_counts, g_sums=g_sums, diagonals={}, layers=layers
     )
+    return out.packed() if stacked.is_packed else out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -511,6 +514,9 @@ class _KfeAdam:
                 "kfe_adam: the state was made with another covariance= or max_side=: make a new "
                 "one with tx.init(params)"
             )
+        packed = self.sides.like.is_packed
+        remedy = f"take like= from value_grad_and_factors(packed={not packed})"
+        check_storage("kfe_adam", state.stacked_average, packed=packed, remedy=remedy)
         if factors is not None:
             factors = self.collected.checked(factors)
         check_like_momentum(grads, state.first)

@@ -116,6 +116,59 @@ def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     assert_close(scanned, looped)
 
 
+def test_the_average_is_stored_like_the_factors():
+    layers = (layer("w", (64, 65)), layer("table", (70, 3), kind="embedding", a_dense=False))
+    factors = random_factors(layers, jax.random.key(0))
+    params = {"w": jnp.ones((64, 65)), "table": jnp.ones((70, 3))}
+    for like in (factors, factors.packed()):
+        average = jax.eval_shape(kfe_adam(0.1, like=like).init, params).stacked_average
+        assert average.is_packed == like.is_packed
+        side = (71, 35) if like.is_packed else (70, 70)  # of the gradient's covariance
+        assert average.a_sums["table"].shape == side
+
+
+@pytest.mark.parametrize(
+    "covariance",
+    [
+        pytest.param("factors", marks=pytest.mark.slow),
+        pytest.param("gradient", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_packed_average_moves_like_a_dense_one(covariance):
+    """The side of the vocabulary is a diagonal in factors, so its covariance is the gradient's."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "table": jax.random.normal(keys[0], (66, 64)),
+        "w": jax.random.normal(keys[1], (64, 65)) / 8,
+        "out": jax.random.normal(keys[2], (65, 3)) / 8,
+    }
+    apply_fn = lambda p, ids: jnp.tanh(p["table"][ids] @ p["w"]) @ p["out"]
+    batch = jax.random.randint(keys[3], (12,), 0, 66), jnp.arange(12) % 3
+    found = {}
+    for packed in (False, True):
+        stats = collector(Objective(apply_fn, Categorical()), packed=packed)
+        like = stats.factor_shapes(params, batch)
+        tx = kfe_adam(0.1, like=like, covariance=covariance, refresh_every=2)
+
+        @jax.jit
+        def step(params, state, stats=stats, tx=tx):
+            _, grads, factors = stats(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state
+
+        moved, state = params, tx.init(params)
+        for _ in range(3):
+            moved, state = step(moved, state)
+        found[packed] = moved, state, tx
+    (dense_params, dense, _), (packed_params, packed, tx) = found[False], found[True]
+    assert_close(packed_params, dense_params, 1e-8)
+    assert packed.stacked_average.is_packed and not dense.stacked_average.is_packed
+    nbytes = [sum(x.nbytes for x in jax.tree.leaves(s.stacked_average)) for s in (packed, dense)]
+    assert nbytes[0] < 0.52 * nbytes[1]
+    with pytest.raises(ValueError, match=r"kfe_adam: .*average is dense.*packed=False.*tx\.init"):
+        tx.update(params, dense, params, factors=None)
+
+
 @pytest.mark.exhaustive  # see parity_tests/soap_test.py
 def test_tracked_eigenvectors_are_those_of_eigh_for_a_matrix_that_stays(problem):
     """So are kfac's: the first refresh decomposes, later ones iterate."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -242,6 +243,25 @@ def test_a_state_of_the_other_storage_is_refused(problem):
         packed.update(grads, dense.init(params), params, factors=factors)
     with pytest.raises(ValueError, match=r"average is packed.*packed=True.*tx\.init"):
         dense.update(grads, packed.init(params), params, factors=factors)
+
+
+@pytest.mark.parametrize("mode", ["exact", "pi"])
+def test_bytes_of_the_other_storage_or_cut_short_are_refused(problem, mode):
+    objective, params, batch = problem
+    like = value_grad_and_factors(objective).factor_shapes(params, batch)
+    states, written = {}, {}
+    for packed in (False, True):
+        tx = kfac(0.1, like=like, packed=packed, damping_mode=mode)
+        states[packed] = tx.init(params)
+        written[packed] = serialization.to_bytes(states[packed])
+    for packed, target in states.items():
+        restored = serialization.from_bytes(target, written[packed])
+        jax.tree.map(np.testing.assert_array_equal, restored, target)
+        with pytest.raises(ValueError, match=r"Factors: .*another packed=.*tx\.init\(params\)"):
+            serialization.from_bytes(target, written[not packed])
+        for size in (len(written[packed]) // 2, len(written[packed]) - 1):
+            with pytest.raises(ValueError, match="incomplete"):
+                serialization.from_bytes(target, written[packed][:size])
 
 
 def test_a_factor_that_is_not_finite_is_skipped_and_a_failed_inverse_kept(problem):

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from jaxkfac.curvature import eigendecompose, natural_gradient, reconstruct
-from jaxkfac.curvature.host import HostCurvature, HostOptions, _decompose, _refresh, service_bytes
+from jaxkfac.curvature.host import (
+    HostCurvature,
+    HostOptions,
+    _decompose,
+    _push,
+    _refresh,
+    service_bytes,
+)
 from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum
@@ -520,13 +527,16 @@ def test_bases_return_to_the_accelerator(factors, placement):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_factors_give_the_average_of_dense_ones():
+WIDE = (layer("wide", (64, 65), bias="wide_bias"), layer("stack", (2, 70, 3), stack=1))
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_packed_factors_give_the_average_of_dense_ones(storage):
     """The rectangle of a packed factor is the one in which the average is kept."""
-    layers = (layer("wide", (64, 65), bias="wide_bias"), layer("stack", (2, 70, 3), stack=1))
-    pushes = [random_factors(layers, jax.random.key(i)) for i in range(3)]
+    pushes = [random_factors(WIDE, jax.random.key(i)) for i in range(3)]
     averages = []
     for given in (pushes, [x.packed() for x in pushes]):
-        with service() as running:
+        with service(storage=storage) as running:
             for step, each in enumerate(given):
                 running.push(each, step)
             running.flush()
@@ -536,3 +546,25 @@ def test_packed_factors_give_the_average_of_dense_ones():
     wrong = dataclasses.replace(packed, g_sums=packed.g_sums | {"wide": jnp.eye(3)})
     with service() as running, pytest.raises(ValueError, match=r"shape \(3, 3\), expected"):
         running.push(wrong, 0)
+
+
+def test_a_push_of_packed_factors_copies_one_triangle_of_each_matrix(monkeypatch):
+    start, copied = _push.start_copy, []
+
+    def counted(x):
+        copied.append(x)
+        return start(x)
+
+    monkeypatch.setattr(_push, "start_copy", counted)
+    factors = random_factors(WIDE, jax.random.key(0))
+    for given, elements in (
+        (factors, lambda n: n * n),
+        (factors.packed(), lambda n: n * (n + 1) // 2),
+    ):
+        copied.clear()
+        with service() as running:
+            running.push(given, 0)
+            running.flush()
+        counts = 1 + 2 + 2  # the A of "wide", those of "stack", and the loss terms of both G
+        wide, stack = elements(65) + elements(65), 2 * (elements(70) + 3 * 3)
+        assert sum(x.size for x in copied) == wide + stack + counts

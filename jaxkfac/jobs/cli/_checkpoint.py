@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import threading
@@ -20,6 +21,7 @@ from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._paths import check_folder, find_checkpoint, no_checkpoint, numbered_files
 from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.linalg import is_folded, packed_shape
 from jaxkfac.memory import whole_here
 
 # ---------------- checkpoint files
@@ -312,15 +314,32 @@ def restore_state(
         shown = differences[:_SHOWN]
         if len(differences) > _SHOWN:
             shown.append(f"and {len(differences) - _SHOWN} more")
+        pairs = [(x, expected[path]) for path, x in checkpoint.leaves.items() if path in expected]
         raise CheckpointMismatchError(
             "the checkpoint was written by another model or configuration:\n  "
             + "\n  ".join(shown)
+            + (_OTHER_STORAGE if any(itertools.starmap(_is_triangle_of_other, pairs)) else "")
             + "\nresume with the options it was written with, or choose another --output"
         )
     stored = {path: jnp.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
     empty = {path: jnp.zeros(x.shape, x.dtype) for path, x in expected.items() if not x.size}
     restored = with_leaves(tree, stored | empty)
     return restored["params"], restored["optimizer"]
+
+
+_OTHER_STORAGE = (
+    "\nkfac stores one triangle of each matrix, except on CPUs (jk.kfac(packed=)): a checkpoint of "
+    "one storage does not continue in the other, so resume on the kind of device that wrote it"
+)
+
+
+def _is_triangle_of_other(one: Any, other: Any) -> bool:
+    """Whether one array holds matrices in full, and the other one triangle of each of them."""
+    if min(one.ndim, other.ndim) < 2 or one.shape[:-2] != other.shape[:-2]:
+        return False
+    full, folded = (other, one) if is_folded(one) else (one, other)
+    n = full.shape[-1]
+    return full.shape[-2] == n and folded.shape[-2:] == packed_shape(n) and n > 1
 
 
 def as_config(experiment: Any) -> dict[str, Any]:

@@ -113,6 +113,12 @@ def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
         ({"host_bytes": "many"}, "host_bytes='many': expected .*\"74.5GiB\""),
         ({"optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
         ({"preset": "t5-xl", "packed": True}, "--packed.*no such options"),
+        ({"collect": 0, "optimizer": "kfac"}, "collect=0: expected at least 1"),
+        ({"collect": 2}, "--collect 2: only --optimizer kfac averages factors in turns"),
+        ({"collect": 2, "curvature": "none"}, "--collect 2: only --optimizer kfac"),
+        ({"collect": 2, "optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
+        ({"preset": "t5-xl", "collect": 2, "optimizer": "kfac"}, "--collect: .*no such options"),
+        ({"train": "adapter", "collect": 2, "optimizer": "kfac"}, "--collect: .*no such options"),
     ],
 )
 def test_what_cannot_be_planned_is_explained(changes, message):
@@ -131,6 +137,24 @@ def test_packed_kfac_takes_half_the_factors_and_inverses(capsys, monkeypatch):
         rows.append(json.loads(capsys.readouterr().out)["now"]["device"])
     for name in ("factors", "bases"):
         assert 0.5 < rows[1][name] / rows[0][name] < 0.56
+
+
+@pytest.mark.exhaustive
+def test_factors_in_turns_are_those_of_some_blocks(capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(4, 8, 2, 12, 11, fused=True))
+    found = {}
+    for collect in (1, 4):
+        arguments = {"optimizer": "kfac", "collect": collect, "json": True, **TINY}
+        run_plan(PlanArguments(device_bytes="1GB", options=("host", "budget"), **arguments))
+        found[collect] = json.loads(capsys.readouterr().out)
+    rows = {collect: record["now"]["device"] for collect, record in found.items()}
+    assert rows[1]["bases"] == rows[4]["bases"]
+    # Three of four blocks: A and G of qkv, o, gate and up, and down, without counts and scales.
+    sides = 8**2 + 24**2 + 8**2 + 8**2 + 8**2 + 24**2 + 12**2 + 8**2
+    saved = rows[1]["factors"] - rows[4]["factors"]
+    assert saved == pytest.approx(4 * 3 * sides, rel=0.1)
+    assert not found[1]["unavailable"].keys() & {"host"}
+    assert found[4]["unavailable"]["host"] == "factors come in turns (collect=)"
 
 
 def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch):

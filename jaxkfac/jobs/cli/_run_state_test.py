@@ -7,7 +7,9 @@ import optax
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, flatten_state, restore_state
+from jaxkfac.optim import kfac
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(2, 3)}
 
@@ -34,3 +36,21 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     assert "option optimizer: adamw in the checkpoint, kfac requested" in message
     assert "trace/kernel: (2, 3) in the checkpoint, not expected" in message
     assert "nu/kernel: not in the checkpoint, expected (2, 3)" in message
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_checkpoint_of_kfac_on_another_kind_of_device_says_why_it_does_not_fit(packed):
+    """K-FAC packs its state except on CPUs."""
+    params = {"kernel": jnp.ones((64, 65))}
+    stats = value_grad_and_factors(Objective(lambda p, x: x @ p["kernel"], Gaussian()))
+    like = stats.factor_shapes(params, (jnp.ones((2, 64)), jnp.ones((2, 65))))
+    states = {x: kfac(0.1, like=like, packed=x).init(params) for x in (False, True)}
+    stored = Checkpoint(flatten_state(params, states[packed]), {}, "kfac", {}, 3)
+    with pytest.raises(CheckpointMismatchError, match="kind of device that wrote it") as caught:
+        restore_state(stored, params, states[not packed], {})
+    shapes = "[65, 32]", "[64, 64]"
+    was, expected = shapes if packed else reversed(shapes)
+    message = f"a_sums/kernel: float32{was} in the checkpoint, expected float32{expected}"
+    assert message in str(caught.value)
+    restored = restore_state(stored, params, states[packed], {})[1]
+    jax.tree.map(np.testing.assert_array_equal, restored, states[packed])
