@@ -42,7 +42,7 @@ ORACLES = tuple(
         *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
         *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
         *("complex_parameters", "invariants", "norm_blocks", "shard_map_around", "explicit_mesh"),
-        *("influence", "laplace"),
+        *("influence", "laplace", "gradient_store"),
     )
 )
 BESIDE = tuple(
@@ -52,22 +52,25 @@ BESIDE = tuple(
         "triangle",
         "kinds": "squares",
         "factors": "average budgeted convolution_programs example_sums explicit_net features "
-        "fisher likelihoods long_sum packed_factors patches subsample wide_sides",
+        "fisher likelihoods long_sum packed_factors patches subsample turns wide_sides",
         "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
         "orientations",
         "curvature/capacity": "metrics order",
         "curvature/ekfac": "by_example correct isolated two_sided_kind_from_outside",
-        "curvature/host": "average",
+        "curvature/host": "average refresh service",
         "curvature/operators": "estimates exact exact_options kronecker operator solve spectrum",
         "lslora": "attach bank branch diagnose fourier fused merge nonlinearity programs stacks",
         "lslora/nf4": "programs quantize",
         "optim": "accumulators adaptation kfac kfe_adam multi_steps overflow packed_state "
-        "preconditioner refresh scale_by_bases stacks",
+        "preconditioner refresh scale_by_bases stacks turns",
     }.items()
     for name in names.split()
 )
-# Tests of these files that compare words or bytes, by their names.
-WORDS = r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
+# Tests of these files that compare words, bytes or the order of work, by their names.
+WORDS = (
+    r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json"
+    r"|waits|let_go|transferred|donated|dropped|in_flight|room_is)"
+)
 TESTS = ("parity_tests", *ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
 COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
