@@ -123,6 +123,14 @@ def test_accumulation_keeps_the_examples_of_an_update():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "options", [{"devices": "2"}, {"mesh": "data=2,model=3"}, {"mesh": "model=2,data=2"}]
+)
+def test_micro_batches_can_be_divided_over_the_devices(options):
+    found = accumulations(dataclasses.replace(run_of(12), **options))
+    assert [x.experiment.batch_size for x in found] == [6, 4, 2]
+
+
 def quantized(arguments):
     return dataclasses.replace(
         arguments, experiment=dataclasses.replace(arguments.experiment, quantize="all")
@@ -185,6 +193,20 @@ def test_a_remedy_is_found_wherever_a_grid_finds_one():
             assert bool(found) == bool(fitting) and set(found) <= fitting
             if not found:
                 assert least[0].total == min(sizes.values())
+
+
+def test_of_sets_that_their_lower_bounds_exclude_the_nearest_is_named():
+    """Without it the message would name the first set, and a device four times as large."""
+    least = lambda arguments: 20 if arguments.experiment.quantize else 90
+    planned = []
+
+    def counted(arguments):
+        planned.append(arguments)
+        return need(arguments)
+
+    shown = remedy(run_of(8), RunShapes(counted, [quantized], least), 10)
+    assert "with --batch-size 1 --gradient-accumulation-steps 8 --quantize all it would" in shown
+    assert "still need 35 B (base model, 25 B)" in shown and len(planned) == 3
 
 
 def test_flags_are_those_of_the_command_line():
