@@ -18,6 +18,7 @@ from jaxkfac.jobs.cli._loop import make_evaluation, total_updates
 from jaxkfac.jobs.cli._options import Optimizer, TrainArguments
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.jobs.cli._progress import phases_of
+from jaxkfac.jobs.cli.finetune._options import PRESETS
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning import IN_TURN, plan_memory
 
@@ -90,9 +91,18 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
     )
 
 
-def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
-    """The command-line words that turn one set of arguments into another."""
+def flags(
+    before: Arguments, after: Arguments, prefix: str = "", *, default: Arguments = None
+) -> list[str]:
+    """The command-line words that turn one set of arguments into another.
+
+    A switch has no opposite on the command line. To return to its default, ``default``, it has to
+    be left out, and that is said.
+    """
     flag_words = []
+    if default is None:
+        preset = getattr(before, "preset", None)
+        default = PRESETS[preset] if preset in PRESETS else type(before)()
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
@@ -100,9 +110,12 @@ def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(new):
             # tyro gives the experiment's own flags no prefix.
-            flag_words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
+            inside = prefix if name == "experiment" else f"{prefix}{name}."
+            flag_words += flags(old, new, inside, default=getattr(default, field.name))
         elif isinstance(new, bool):
-            flag_words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
+            switched_on = getattr(default, field.name)
+            switch = f"--{prefix}no-{name}" if switched_on else f"--{prefix}{name}"
+            flag_words.append(f"without {switch}" if new == switched_on else switch)
         else:
             flag_words.append(f"--{prefix}{name} {new}")
     return flag_words

@@ -26,7 +26,7 @@ from jaxkfac.jobs.cli._out_of_memory import (
     smallest_sets,
 )
 from jaxkfac.jobs.cli._progress import phase, phases_of
-from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
+from jaxkfac.jobs.cli.finetune._options import PRESETS, FinetuneArguments
 from jaxkfac.jobs.models.checkpoint._tokenizer_test import folder_with
 from jaxkfac.jobs.models.decoder._load_test import tensors_of
 
@@ -219,7 +219,28 @@ def test_flags_are_those_of_the_command_line():
     options = (tyro.conf.FlagCreatePairsOff,)
     read = tyro.cli(TrainArguments, args=" ".join(words).split(), config=options)
     assert read == after
-    assert flags(run_of(8, remat=False), run_of(8)) == ["--remat"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "remat", "expected"),
+    [
+        ("elements", False, ["without --no-remat"]),
+        ("elements", True, ["--no-remat"]),
+        ("wordnet-t5", False, ["--remat"]),
+        ("wordnet-t5", True, ["without --remat"]),
+    ],
+)
+def test_a_switch_is_named_that_the_command_line_has(preset, remat, expected):
+    """`--remat` is no option where recomputation is the default, nor `--no-remat` elsewhere."""
+
+    def with_remat(value):
+        experiment = dataclasses.replace(PRESETS[preset].experiment, remat=value)
+        return dataclasses.replace(PRESETS[preset], experiment=experiment)
+
+    assert flags(with_remat(remat), with_remat(not remat)) == expected
+    (finetune,) = (command for command in COMMANDS if command.name == "finetune")
+    added = [word for word in expected if not word.startswith("without")]
+    assert _main._parse(finetune, ["--preset", preset, *added]) == with_remat(not remat)
 
 
 def in_a_child(*words):
