@@ -93,5 +93,8 @@ _KEYS_BY_REASON = {
         "jaxkfac/kinds/_patches.py:axis_of_devices: size > 1",
         "jaxkfac/lslora/nf4/_quantize.py:_from_layer: size > 1",
     ),
+    "jk.mark_outputs refuses a scalar, so that the true side is not taken.": (
+        "jaxkfac/factors/_diagonal_pass.py:_row_alone: not x.ndim",
+    ),
 }
 REASONS = {key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys}

@@ -349,6 +349,21 @@ def test_an_output_that_keeps_no_term_has_no_part(fisher):
         both(params, (*batches[0], {"token": None, "box": jnp.zeros(N, bool)}))
 
 
+def test_labels_of_each_output_are_drawn_with_a_key_of_its_own():
+    params, x, targets, mask = problem()
+    objective = jk.Objective(lambda p, x: model(p, x)[0], LIKELIHOODS)
+    key, out = jax.random.key(0), model(params, x)[0]
+    keys = jax.random.split(jax.random.fold_in(key, 0x6C61), len(NAMES))
+    out |= {"flag": out["flag"][:, None]}
+    labels = {
+        k: LIKELIHOODS[k].sample(each, out[k])[None] for k, each in zip(NAMES, keys, strict=True)
+    }
+    labels |= {"flag": labels["flag"][..., 0]}
+    stats = jax.jit(jk.value_grad_and_factors(objective, fisher="mc"))
+    factors = stats(params, (x, targets, mask), key).factors
+    assert_factors(factors, brute("mc", EVEN, labels=labels))
+
+
 def test_positions_may_be_those_of_any_output():
     """The first output has no positions; rows behind those of the second leave A and G."""
     params, x, targets, mask = problem()
