@@ -84,8 +84,9 @@ def main() -> int:
     sides, tests = recorded(), ran()
     if arguments.measure is not None:
         words = arguments.measure or TESTS
-        sides = merged(sides, measured(words))
-        tests = sorted({*tests, *(x for x in words if (ROOT / x.partition("::")[0]).exists())})
+        measurement, noted = measured(words)
+        sides = merged(sides, measurement)
+        tests = sorted({*tests, *(x for x in words if any(test.startswith(x) for test in noted))})
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
@@ -146,8 +147,12 @@ def merged(first: Sides, second: Sides) -> Sides:
     return both
 
 
-def measured(words: Sequence[str]) -> Sides:
-    """Run tests in a copy whose conditions note the sides that they take."""
+def measured(words: Sequence[str]) -> tuple[Sides, set[str]]:
+    """Run tests in a copy whose conditions note the sides that they take.
+
+    Returns:
+        The sides, and the tests that took any: those that an early end left out are not among them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy, out = Path(folder) / "copy", Path(folder) / "sides"
         without = (".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
@@ -165,12 +170,15 @@ def measured(words: Sequence[str]) -> Sides:
         processes = sorted(Path(folder).glob(f"{out.name}.*"))
         if not processes:
             raise RuntimeError(f"pytest ended with {process.returncode} and left no record")
-        return functools.reduce(merged, map(_best, processes))
+        every = [json.loads(file.read_text()) for file in processes]
+        noted = {
+            x for found in every for sides in found.values() for xs in sides.values() for x in xs
+        }
+        return functools.reduce(merged, map(_best, every)), noted
 
 
-def _best(file: Path) -> Sides:
+def _best(noted: Mapping[str, Mapping[str, Iterable[str]]]) -> Sides:
     """The best test for each side, of those that a process has noted."""
-    noted = json.loads(file.read_text())
     return {
         key: {side: min(tests, key=rank) for side, tests in sides.items()}
         for key, sides in noted.items()
