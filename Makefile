@@ -39,7 +39,7 @@ help:
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
-	@echo "make site         the site into build/site, from docs and docstrings; its links and spelling are checked"
+	@echo "make site         the site into build/site, from docs, records and docstrings; its links and spelling are checked"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make bench-quick  cost of factors, steps, decomposition and adapters against the record, two minutes"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
@@ -166,9 +166,12 @@ format: $(VENV)/.stamp-test
 docs-check: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m "not exhaustive" tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
 
-# Read it from the folder: build/site/index.html needs no server and no network.
+# Read it from the folder: build/site/index.html needs no server and no network. The pages of numbers
+# and documents are made from their records; a test fails where the committed ones differ.
 site: $(VENV)/.stamp-docs
 	$(BIN)/codespell README.md CHANGELOG.md docs jaxkfac examples notebooks
+	$(BIN)/python -m benchmarks.numbers --write docs/numbers.md
+	$(BIN)/python -m benchmarks.documents --page
 	rm -rf build/site
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees -b html docs build/site
 	$(BIN)/python docs/_extensions/check_site.py build/site

@@ -19,6 +19,7 @@ _KEYS_BY_REASON = {
         "jaxkfac/curvature/host/_store.py:Store.require: needed > self._limit",
         "jaxkfac/lslora/_pretrained.py:stacks_of: m not in all_modules",
         "jaxkfac/curvature/_damped_gradients.py:check_disjoint: sum((matrix.size for _, matrix in owned)) > covered",
+        "jaxkfac/curvature/_eigenbases.py:check_all_vectors: spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1",
     ),
     "It finds a layer or refuses a parameter by name, before any number.": (
         "jaxkfac/factors/_marks.py:meeting_at: example_atoms and use.data is not None and (not example_atoms <= rows)",
@@ -38,6 +39,7 @@ _KEYS_BY_REASON = {
     ),
     "It decides which process holds a slice; tests/several_processes_test.py compares the results.": (
         "jaxkfac/curvature/host/_decompose.py:Shares.of_this_process: self._owners[block.place, index] == group.rank",
+        "jaxkfac/curvature/_placement.py:_shared: j == i and owners[j, at] == group.rank",
     ),
     "It only counts or takes memory.": (
         "jaxkfac/curvature/host/_options.py:layout_bytes: options.vectors_dtype == 'bfloat16'",
@@ -46,12 +48,17 @@ _KEYS_BY_REASON = {
         "jaxkfac/curvature/host/_state.py:State.about: k not in MACHINE",
         "jaxkfac/curvature/host/_state.py:save_state: k not in MACHINE",
         "jaxkfac/curvature/host/_refresh.py:Decompositions._count: block.place in self._failed",
+        "jaxkfac/curvature/host/_state.py:_on_device: array.dtype != host.dtype",
     ),
     "It maps names between files and layers; jaxkfac/lslora/_files_test.py, parity_tests/adapters_peft_test.py and adapters_files_test.py compare what is read.": (
         "jaxkfac/lslora/_modules.py:module_name: len(components) > 1 and components[0] == _COLLECTION",
         "jaxkfac/lslora/_modules.py:_naming: r != config.rank",
         "jaxkfac/lslora/_record.py:to_record: r != config.rank",
         "jaxkfac/lslora/_pretrained.py:stacks_of: any((m in present or is_target(record, m) for m in stack.modules))",
+        "jaxkfac/lslora/_folder.py:_own_metadata: min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules)",
+        "jaxkfac/lslora/_modules.py:fuse: adapter.b.shape[-1] != widths[part]",
+        "jaxkfac/lslora/_pretrained.py:stacks_of: (unknown := [m for m in adapted_modules(tensors) if m not in all_modules])",
+        "jaxkfac/lslora/_pretrained.py:whole_parameters: model_slice.shape != value.shape",
     ),
     "It decides how long a compiled program is kept.": (
         "jaxkfac/factors/_objective.py:KeptPrograms.get: len(self._programs) > MOST",
@@ -63,6 +70,31 @@ _KEYS_BY_REASON = {
     ),
     "No platform but a CPU is here: `make accelerators` compiles the other side, and `make gpu-check` runs it.": (
         "jaxkfac/curvature/_eigendecompose.py:_of_one_size: device_of(matrices[0].sharding).platform == 'cpu'",
+    ),
+    "Its false side only ends in an error.": (
+        "jaxkfac/factors/_objective.py:_pair: isinstance(out, tuple) and len(out) == 2",
+        "jaxkfac/factors/_objective.py:_joined: mask.shape == kept_by_targets.shape",
+    ),
+    "It leaves out what is no floating number; jaxkfac/factors/_collect_test.py and jaxkfac/lslora/_diagnose_test.py compare the rest.": (
+        "jaxkfac/factors/_collect.py:_gradient: jnp.issubdtype(x.dtype, jnp.number)",
+        "jaxkfac/lslora/_diagnose.py:measure.total: jnp.issubdtype(x.dtype, jnp.floating)",
+    ),
+    "It decides where results lie; jaxkfac/curvature/_sharding_test.py compares the places, and _divided_test.py the bits.": (
+        "jaxkfac/curvature/_placement.py:ResultSharding.sharding: factor is None or len(factor.device_set) > 1",
+        "jaxkfac/curvature/_placement.py:_mesh_of: not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding)",
+    ),
+    "It decides which values a table holds; jaxkfac/curvature/capacity/_metrics_test.py reads the tables.": (
+        "jaxkfac/curvature/capacity/_comparison.py:_intervals: all((name in batch for batch in batches))",
+    ),
+    "It decides how long old bases stay; jaxkfac/curvature/host/_failures_test.py compares them with those of a service that did not fail.": (
+        "jaxkfac/curvature/host/_refresh.py:ActiveBases.hand_over: place not in self.tables or count > self._keep_previous",
+    ),
+    "It counts the axes of one element, which hold no values of their own.": (
+        "jaxkfac/kinds/_patches.py:axis_of_devices: size > 1",
+        "jaxkfac/lslora/nf4/_quantize.py:_from_layer: size > 1",
+    ),
+    "jk.mark_outputs refuses a scalar, so that the true side is not taken.": (
+        "jaxkfac/factors/_diagonal_pass.py:_row_alone: not x.ndim",
     ),
 }
 REASONS = {key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys}

@@ -1,6 +1,7 @@
 """Every claim and figure of the five documents of memory faults, judged by stated rules.
 
 Run: python -m benchmarks.documents [--counted | --claims NAME ...] [--device cuda] [--write]
+or:  python -m benchmarks.documents --page
 
 ``torch_ref.unfixed`` has each fault and each remedy as its document shows them. Bytes are those of
 storages in PyTorch and of the compiler's plan in JAX; what is about resident memory or time runs
@@ -9,7 +10,8 @@ measured: ``--counted`` works them and every verdict out anew, in seconds, and l
 as they were. Without it, all claims are measured, or those that ``--claims`` names.
 
 ``--write`` writes ``benchmarks/results/documents.json`` and ``.md`` and the page
-``docs/documents.md``; on a GPU ``documents-gpu.json`` and ``.md``.
+``docs/documents.md``; on a GPU ``documents-gpu.json`` and ``.md``. ``--page`` writes the page and
+``documents.md`` from the record as it is, without PyTorch: `make site` does.
 """
 
 import argparse
@@ -29,13 +31,18 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--claims", nargs="*", metavar="NAME", help="measure these alone")
     which.add_argument("--counted", action="store_true", help="measure nothing: count and judge")
+    which.add_argument("--page", action="store_true", help="write the page from the record alone")
     parser.add_argument("--write", action="store_true", help="write the record and the page")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # what one process does
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    from benchmarks._documents import CLAIMS, Context
+    if arguments.page:
+        _write_pages(_record("cpu"), "cpu")
+        return 0
+    from benchmarks._documents._claim import Context
     from benchmarks._documents._record import unmeasured
     from benchmarks._documents._sources import traced
+    from benchmarks._documents.claims import CLAIMS
 
     by_name = {claim.name: claim for claim in CLAIMS}
     if arguments.measure:
@@ -64,10 +71,10 @@ def main() -> int:
 def _made(
     before: dict[str, Any], device: str, claims: list[str] | None, *, counted: bool
 ) -> dict[str, Any]:
-    from benchmarks._documents import CLAIMS
     from benchmarks._documents._budgets import by_length
     from benchmarks._documents._lessons import LESSONS
     from benchmarks._documents._record import measured, recounted
+    from benchmarks._documents.claims import CLAIMS
 
     if counted:
         return recounted(before, by_length())
@@ -86,12 +93,16 @@ def _record(device: str) -> dict[str, Any]:
 
 
 def _write(record: Mapping[str, Any], device: str) -> None:
-    from benchmarks._documents._record import source_marks
+    _file(device).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    _write_pages(record, device)
+
+
+def _write_pages(record: Mapping[str, Any], device: str) -> None:
+    from benchmarks._documents._sources import source_marks
     from benchmarks._documents._table import page_text, record_text
 
-    file, marks = _file(device), source_marks(record)
-    file.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    file.with_suffix(".md").write_text(record_text(record, marks))
+    marks = source_marks(record)
+    _file(device).with_suffix(".md").write_text(record_text(record, marks))
     if device == "cpu":
         (ROOT / "docs" / "documents.md").write_text(page_text(record, marks))
 

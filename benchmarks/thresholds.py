@@ -42,7 +42,7 @@ ORACLES = tuple(
         *("gathered_experts", "ragged_experts", "marked_losses", "coupled_examples", "ekfac"),
         *("computed_weights", "fisher_types", "adapter_directions", "quadratic_penalty"),
         *("complex_parameters", "invariants", "norm_blocks", "shard_map_around", "explicit_mesh"),
-        *("influence", "laplace"),
+        *("influence", "laplace", "gradient_store"),
     )
 )
 BESIDE = tuple(
@@ -52,22 +52,25 @@ BESIDE = tuple(
         "triangle",
         "kinds": "squares",
         "factors": "average budgeted convolution_programs example_sums explicit_net features "
-        "fisher likelihoods long_sum packed_factors patches subsample wide_sides",
+        "fisher likelihoods long_sum packed_factors patches subsample turns wide_sides",
         "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
         "orientations",
         "curvature/capacity": "metrics order",
         "curvature/ekfac": "by_example correct isolated two_sided_kind_from_outside",
-        "curvature/host": "average",
+        "curvature/host": "average refresh service",
         "curvature/operators": "estimates exact exact_options kronecker operator solve spectrum",
         "lslora": "attach bank branch diagnose fourier fused merge nonlinearity programs stacks",
         "lslora/nf4": "programs quantize",
         "optim": "accumulators adaptation kfac kfe_adam multi_steps overflow packed_state "
-        "preconditioner refresh scale_by_bases stacks",
+        "preconditioner refresh scale_by_bases stacks turns",
     }.items()
     for name in names.split()
 )
-# Tests of these files that compare words or bytes, by their names.
-WORDS = r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json)"
+# Tests of these files that compare words, bytes or the order of work, by their names.
+WORDS = (
+    r"::test_\w*(refus|named|bad_|out_of_range|_bytes|_memory|_says|_said|json"
+    r"|waits|let_go|transferred|donated|dropped|in_flight|room_is)"
+)
 TESTS = ("parity_tests", *ORACLES, *(f"jaxkfac/{room}" for room in ROOMS))
 COMMAND = "python -m benchmarks.thresholds --measure --write"
 Sides = dict[str, dict[str, str]]  # {condition: {side: test}}
@@ -81,8 +84,9 @@ def main() -> int:
     sides, tests = recorded(), ran()
     if arguments.measure is not None:
         words = arguments.measure or TESTS
-        sides = merged(sides, measured(words))
-        tests = sorted({*tests, *(x for x in words if (ROOT / x.partition("::")[0]).exists())})
+        measurement, noted = measured(words)
+        sides = merged(sides, measurement)
+        tests = sorted({*tests, *(x for x in words if any(test.startswith(x) for test in noted))})
     known = {condition.key for condition in listed()}
     sides = {key: found for key, found in sorted(sides.items()) if key in known}
     if arguments.write:
@@ -143,8 +147,12 @@ def merged(first: Sides, second: Sides) -> Sides:
     return both
 
 
-def measured(words: Sequence[str]) -> Sides:
-    """Run tests in a copy whose conditions note the sides that they take."""
+def measured(words: Sequence[str]) -> tuple[Sides, set[str]]:
+    """Run tests in a copy whose conditions note the sides that they take.
+
+    Returns:
+        The sides, and the tests that took any: those that an early end left out are not among them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy, out = Path(folder) / "copy", Path(folder) / "sides"
         without = (".git", ".venv*", ".*_cache", "build", "__pycache__", "*.egg-info")
@@ -162,12 +170,15 @@ def measured(words: Sequence[str]) -> Sides:
         processes = sorted(Path(folder).glob(f"{out.name}.*"))
         if not processes:
             raise RuntimeError(f"pytest ended with {process.returncode} and left no record")
-        return functools.reduce(merged, map(_best, processes))
+        every = [json.loads(file.read_text()) for file in processes]
+        noted = {
+            x for found in every for sides in found.values() for xs in sides.values() for x in xs
+        }
+        return functools.reduce(merged, map(_best, every)), noted
 
 
-def _best(file: Path) -> Sides:
+def _best(noted: Mapping[str, Mapping[str, Iterable[str]]]) -> Sides:
     """The best test for each side, of those that a process has noted."""
-    noted = json.loads(file.read_text())
     return {
         key: {side: min(tests, key=rank) for side, tests in sides.items()}
         for key, sides in noted.items()

@@ -16,12 +16,12 @@ pytest.importorskip("torch")
 import jax
 
 from benchmarks import documents
-from benchmarks._documents import CLAIMS, Context, Measured, _budgets, judge
+from benchmarks._documents import _budgets
+from benchmarks._documents._claim import Context, Measured, judge
 from benchmarks._documents._record import (
     differences,
     recorded_lengths,
     recounted,
-    source_marks,
 )
 from benchmarks._documents._rules import (
     Agrees,
@@ -34,7 +34,9 @@ from benchmarks._documents._rules import (
     Slows,
     Unchanged,
 )
+from benchmarks._documents._sources import source_marks
 from benchmarks._documents._table import TITLES, page_text, record_text
+from benchmarks._documents.claims import CLAIMS
 
 ROOT = Path(__file__).parent.parent
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "documents.json").read_text())

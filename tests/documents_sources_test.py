@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks._documents import _record, _sources
+from benchmarks._documents import _sources
 from benchmarks._documents._sources import Sources, digest, packed, traced, unpacked
 from jaxkfac.memory import parse_bytes
 
@@ -84,5 +84,5 @@ def test_rows_are_marked_where_functions_have_changed_or_are_not_recorded():
         "sources": packed(rows),
         "claims": [{"name": name, **said} for name in names] + [{"name": "counted", "torch": {}}],
     }
-    expected = {"other": _record.CHANGED, "old": _record.NOT_RECORDED}
-    assert _record.source_marks(record) == expected
+    expected = {"other": _sources.CHANGED, "old": _sources.NOT_RECORDED}
+    assert _sources.source_marks(record) == expected

@@ -347,3 +347,53 @@ def test_an_output_that_keeps_no_term_has_no_part(fisher):
     assert both(params, batches[0]) == found.value  # outside of jit, where values are known
     with pytest.raises(ValueError, match="masks every loss term"):
         both(params, (*batches[0], {"token": None, "box": jnp.zeros(N, bool)}))
+
+
+def test_labels_of_each_output_are_drawn_with_a_key_of_its_own():
+    params, x, _, _ = problem()
+    heads = {"box": jk.Gaussian(), "token": jk.Categorical()}
+    params = {"u": params["u"], "v": params["u"] / 2}
+    objective = jk.Objective(lambda p, x: {"box": x @ p["u"], "token": x @ p["v"]}, heads)
+    batch, key = (
+        (x, {"box": jnp.zeros((N, S, 4)), "token": jnp.zeros((N, S), int)}),
+        jax.random.key(0),
+    )
+    outputs = objective.apply_fn(params, x)
+    keys = jax.random.split(jax.random.fold_in(key, 0x6C61), 2)
+    labels = {k: heads[k].sample(each, outputs[k])[None] for k, each in zip(heads, keys)}
+    stats = jk.value_grad_and_factors(objective, fisher="mc")
+    drawn = stats(params, batch, key).factors
+    given = stats(params, batch, labels=labels).factors
+    for name in "uv":
+        np.testing.assert_allclose(drawn[name].g, given[name].g, rtol=1e-12)
+
+
+def test_positions_may_be_those_of_any_output():
+    """The first output has no positions; rows behind those of the second leave A and G."""
+    params, x, targets, mask = problem()
+    heads = {k: LIKELIHOODS[k] for k in ("flag", "token")}
+
+    def two(p, x, shift_u=0.0, shift_v=0.0):
+        h = jnp.tanh(x @ p["u"] + shift_u)
+        return {"flag": x[:, 0] @ p["f"][:3], "token": h @ p["v"] + shift_v}, h
+
+    stats = jk.value_grad_and_factors(
+        jk.Objective(lambda p, x: two(p, x)[0], heads),
+        fisher="empirical",
+        layers="[uv]",
+        uncovered="ignore",
+    )
+    exist = mask["token"]
+    given = {k: targets[k] for k in heads}, {"flag": None, "token": exist}
+    factors = stats(params, (x, *given), positions=exist).factors
+    kept = exist.sum(dtype=float)
+
+    def total(shift_u, shift_v):
+        terms = term_losses("token", two(params, x, shift_u, shift_v)[0]["token"], targets["token"])
+        return jnp.where(exist, terms, 0.0).sum()
+
+    cotangents = jax.grad(total, (0, 1))(jnp.zeros((N, S, 4)), jnp.zeros((N, S, 3)))
+    for name, rows_a, rows_g in zip("uv", (x, two(params, x)[1]), cotangents, strict=True):
+        a, g = rows_a[exist], rows_g[exist]
+        np.testing.assert_allclose(factors[name].a, a.T @ a / kept, rtol=1e-10)
+        np.testing.assert_allclose(factors[name].g, g.T @ g / kept, rtol=1e-10)

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import pydoc
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,29 @@ def test_links_between_files_lead_somewhere(page):
         path = address.partition("#")[0]
         if path and "://" not in path:
             assert (page.parent / path).exists(), f"{page.name}: {address}"
+
+
+WITHOUT_PYTORCH = """
+import sys
+from pathlib import Path
+sys.modules.update(torch=None, jax=None)
+from benchmarks import _numbers, documents
+assert _numbers.page()
+record = documents._record("cpu")
+documents.ROOT = documents.RESULTS = Path(sys.argv[1])
+documents._write_pages(record, "cpu")
+"""
+
+
+def test_the_site_makes_the_pages_of_records_where_pytorch_is_not(tmp_path):
+    recipe = re.search(r"^site:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert recipe
+    for command in ("benchmarks.numbers --write docs/numbers.md", "benchmarks.documents --page"):
+        assert f"python -m {command}\n" in recipe[1]
+    (tmp_path / "docs").mkdir()
+    subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, str(tmp_path)], check=True, cwd=ROOT)
+    page = Path("docs") / "documents.md"
+    assert (tmp_path / page).read_text() == (ROOT / page).read_text()
 
 
 def test_every_notebook_has_its_page():

@@ -17,9 +17,6 @@ from benchmarks._documents._claim import Claim, Context, Measured, Row, judge
 from benchmarks._documents._sources import Sources, digest, packed, unpacked
 from benchmarks._documents.claims import CLAIMS
 
-NOT_RECORDED = "sources not recorded"
-CHANGED = "sources changed since"
-
 
 def unmeasured(record: Mapping[str, Any]) -> list[str]:
     """Claims that are measured and have no row."""
@@ -105,19 +102,6 @@ def measured(
         "sources": packed({name: x for name, x in sources.items() if name in names_now}),
     }
     return recounted(whole, recorded_lengths(record) if "lengths" in record else by_length())
-
-
-def source_marks(record: Mapping[str, Any]) -> dict[str, str]:
-    """For each measured row whose functions are not those of today: what the page says of it."""
-    sources = unpacked(record["sources"])
-    marks = {}
-    for row in record["claims"]:
-        if row.get("measured") and any(isinstance(row[side], Mapping) for side in ("torch", "jax")):
-            if row["name"] not in sources:
-                marks[row["name"]] = NOT_RECORDED
-            elif digest(sources[row["name"]].functions) != sources[row["name"]].digest:
-                marks[row["name"]] = CHANGED
-    return marks
 
 
 def circumstances() -> dict[str, Any]:

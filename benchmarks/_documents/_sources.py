@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("benchmarks", "jaxkfac", "torch_ref")
 CALLERS = ("benchmarks._documents._claim",)  # they start a measurement, and are no part of it
+NOT_RECORDED = "sources not recorded"
+CHANGED = "sources changed since"
 
 
 class Sources(NamedTuple):
@@ -79,6 +81,19 @@ def unpacked(record: Mapping[str, Any]) -> dict[str, Sources]:
         row: Sources(tuple(functions[i] for i in _positions(said["functions"])), said["digest"])
         for row, said in record["rows"].items()
     }
+
+
+def source_marks(record: Mapping[str, Any]) -> dict[str, str]:
+    """For each measured row whose functions are not those of today: what the page says of it."""
+    sources = unpacked(record["sources"])
+    marks = {}
+    for row in record["claims"]:
+        if row.get("measured") and any(isinstance(row[side], Mapping) for side in ("torch", "jax")):
+            if row["name"] not in sources:
+                marks[row["name"]] = NOT_RECORDED
+            elif digest(sources[row["name"]].functions) != sources[row["name"]].digest:
+                marks[row["name"]] = CHANGED
+    return marks
 
 
 def _ranges(positions: list[int]) -> str:

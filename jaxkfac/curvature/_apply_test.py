@@ -473,3 +473,20 @@ def test_a_tree_of_another_model_is_a_warning_outside_jit(missing):
         warnings.simplefilter("error")
         jax.jit(lambda tree: natural_gradient(tree, bases, **options))(other)
         natural_gradient({"b": tree["b"]}, bases, **options)
+
+
+def test_a_stack_with_vectors_of_fewer_bits_is_solved_slice_by_slice():
+    tree, _, bases = setup(STACKED)
+    narrow = lambda side: {
+        name: x._replace(vectors=x.vectors.astype(jnp.float32)) for name, x in side.items()
+    }
+    bases = dataclasses.replace(bases, a=narrow(bases.a), g=narrow(bases.g))
+    got = natural_gradient(tree, bases, damping=0.3)
+    for i in range(2):
+        basis = bases["s"]
+        left, right = (x[i].astype(float) for x in (basis.a_vectors, basis.g_vectors))
+        values = jnp.outer(basis.a_values[i], basis.g_values[i]) + 0.3
+        rows = jnp.concatenate([tree["s"][i], tree["sb"][i][None]])
+        expected = left @ (left.T @ rows @ right / values) @ right.T
+        found = jnp.concatenate([got["s"][i], got["sb"][i][None]])
+        np.testing.assert_allclose(found, expected, rtol=1e-10)

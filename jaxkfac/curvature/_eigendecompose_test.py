@@ -247,3 +247,15 @@ def test_the_square_of_a_diagonal_side_is_never_formed():
     like = value_grad_and_factors(objective).factor_shapes(params, (ids, ids))
     bases = identity_bases(like)
     assert bases["embedding"].a_values.shape == (vocabulary,)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_batch_for_an_accelerator_has_the_spectrum_of_each_matrix(limit):
+    rows = jax.random.normal(jax.random.key(0), (6, 9, 4))
+    moments = rows.mT @ rows
+    for matrices in ([moments[:3], moments[3], moments[4:]], [moments[0]]):
+        spectra = module._batched(matrices, limit=limit, vectors=True)
+        for matrix, (values, vectors) in zip(matrices, spectra, strict=True):
+            np.testing.assert_allclose(values, np.linalg.eigvalsh(matrix), rtol=1e-12)
+            rebuilt = (vectors * values[..., None, :]) @ vectors.mT
+            np.testing.assert_allclose(rebuilt, matrix, rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxkfac.factors._average import update_average, zeros_like
@@ -106,3 +107,13 @@ def test_an_expert_without_rows_keeps_its_average():
         found, old, new = (getattr(x, table)["w"] for x in (average, first, second))
         assert_close(found[1], old[1])
         assert_close(found[0], 0.5 * old[0] + new[0])
+
+
+def test_a_gradients_count_that_only_one_summand_has_is_dropped():
+    one, other = (random_factors(LAYERS, jax.random.key(i)) for i in range(2))
+    counted = dataclasses.replace(one, loss_terms=jnp.asarray(7.0))
+    for total in (counted + other, other + counted):
+        assert total.loss_terms is None
+        np.testing.assert_allclose(total.a_sums["w"], one.a_sums["w"] + other.a_sums["w"])
+    both = counted + dataclasses.replace(other, loss_terms=jnp.asarray(2.0))
+    assert float(both.loss_terms) == 9

@@ -11,6 +11,7 @@ from jaxkfac.linalg._gram import (
     _written,
     gram,
     gram_panels,
+    has_panels,
     panel_shapes,
     statistics_dtype,
     symmetric_gram,
@@ -110,3 +111,13 @@ def test_bfloat16_rows_are_summed_in_float32():
 def test_double_precision_is_for_double_rows(x64):
     assert statistics_dtype(jnp.bfloat16, jnp.float32) == jnp.float32
     assert statistics_dtype(jnp.float32, jnp.float64) == jnp.float64
+
+
+def test_a_side_that_has_panels_on_every_platform_has_the_full_product(x64):
+    x = rows(3, 1030)
+    expected = np.asarray(x.T @ x)
+    assert has_panels(1030, "other") and not has_panels(1000, "other")
+    np.testing.assert_allclose(symmetric_gram(x, 1), expected, rtol=1e-12, atol=1e-12)
+    panels = gram_panels(x, 1)
+    assert tuple(p.shape for p in panels) == panel_shapes(1030)
+    np.testing.assert_allclose(unpack_panels(panels), expected, rtol=1e-12, atol=1e-12)

@@ -13,6 +13,7 @@ from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_g
 from jaxkfac.interception import mark_outputs
 from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
 from jaxkfac.optim._adaptation import Adaptation
+from jaxkfac.optim._levenberg_marquardt import minimum
 
 N, SIZES = 24, (4, 5, 3)
 
@@ -779,3 +780,11 @@ def test_a_damping_of_0_leaves_the_factors_damping_as_it_is():
     adaptation = Adaptation.of("quadratic", "quadratic", LevenbergMarquardt(minimum=0.0), None)
     state = adaptation.initial({"w": jnp.ones(2)}, 0.0, 0.0)
     assert adaptation._following(jnp.asarray(0.5), state, state, 0.0) == 0.5
+
+
+def test_a_model_of_one_direction_is_least_where_its_slope_ends():
+    """Without momentum there is no second direction: -p / a, and the model falls by p² / 2a."""
+    found = minimum(jnp.array([[4.0]]), jnp.array([-3.0]), None, None)
+    np.testing.assert_allclose(found, (0.75, 0, -9 / 8), rtol=1e-15)
+    given = minimum(jnp.array([[4.0]]), jnp.array([-3.0]), jnp.asarray(0.5), None)
+    np.testing.assert_allclose(given, (0.5, 0, 0.5 - 1.5), rtol=1e-15)

@@ -249,6 +249,26 @@ def test_a_side_that_factors_keep_diagonal_takes_the_gradients_covariance(max_si
     np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-12)
 
 
+@pytest.mark.parametrize("max_side", [2, 1])
+def test_a_side_beyond_max_side_is_not_rotated_by_the_gradients_covariance(max_side):
+    """Steps along one gradient are of one size in each element that Adam sees: rotated or plain."""
+    factors = random_factors((layer("w", (3, 2)),), jax.random.key(0))
+    grads = {"w": jax.random.normal(jax.random.key(1), (3, 2))}
+    tx = kfe_adam(0.1, like=factors, max_side=max_side, covariance="gradient", refresh="eigh")
+    state = tx.init(grads)
+    for _ in range(2):  # as published, the first only begins the covariance
+        updates, state = tx.update(grads, state, grads, factors=None)
+    basis = state.stacked_bases["w"]
+    assert basis.a_vectors is None and (basis.g_vectors is None) is (max_side == 1)
+    right = np.eye(2) if max_side == 1 else basis.g_vectors
+    covariance = right.T @ grads["w"].T @ grads["w"] @ right
+    if max_side == 2:
+        np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=1e-12)
+    turned = updates["w"] @ right
+    np.testing.assert_array_equal(np.sign(turned), -np.sign(grads["w"] @ right))
+    np.testing.assert_allclose(np.abs(turned), np.abs(turned[0, 0]), rtol=1e-6)
+
+
 def test_stacks_slices_ties_and_convolutions_move_as_one_rotated_adam_step():
     """The first step in any basis is of size one in each rotated element: g over its root."""
     layers = (

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.optim import kfac, kfe_adam, multi_steps
+from jaxkfac.optim._watch import is_in_range
 
 HUGE = 2.2e18  # three batches of such inputs have finite factors, and an infinite average
 ORDINARY = 12
@@ -151,3 +153,15 @@ def test_a_micro_batch_of_outsized_factors_is_left_out_of_its_group():
     assert (int(state.skipped), int(state.inner.skipped), int(state.inner.step)) == (1, 0, 1)
     for path, x in expected.items():
         np.testing.assert_array_equal(updates[path], x, err_msg=path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sums_of_every_table_are_in_range_up_to_the_root_of_the_largest_number(dtype):
+    layers = (layer("w", (3, 4), bias="b"), layer("u", (4, 2), g_dense=False))
+    factors = random_factors(layers, jax.random.key(0), dtype=dtype)
+    assert is_in_range(factors)
+    for table, name in [("a_sums", "w"), ("g_sums", "w"), ("g_sums", "u")]:
+        for size, fits in [(1.7e19, True), (2e19, False), (jnp.nan, False)]:
+            sums = getattr(factors, table)
+            large = sums | {name: jnp.full_like(sums[name], size)}
+            assert bool(is_in_range(dataclasses.replace(factors, **{table: large}))) is fits

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import math
 import os
@@ -334,3 +335,18 @@ def test_a_full_disk_says_what_needs_how_much(tmp_path: Path, monkeypatch):
         Store(0, tmp_path).empty((100,), np.dtype(np.float32), "the average of x")
     with pytest.raises(MemoryError, match="x needs 400 bytes of host memory.*disk="):
         Store(0, None).empty((100,), np.dtype(np.float32), "x")
+
+
+def test_a_slice_without_rows_has_the_mean_zero():
+    (factors,), averages = steps(1), new()
+    sums, counts = factors.a_sums["stacked"].copy(), factors.a_counts["stacked"].copy()
+    sums[1], counts[1] = 0, 0
+    factors = dataclasses.replace(
+        factors,
+        a_sums=factors.a_sums | {"stacked": sums},
+        a_counts=factors.a_counts | {"stacked": counts},
+    )
+    add(averages, factors, 1)
+    snapshot = averages.view(averages.layout.entries[Place("a", "stacked")], 1)
+    np.testing.assert_array_equal(snapshot.mean((1,)), np.zeros_like(sums[1]))
+    np.testing.assert_allclose(snapshot.mean((0,)), sums[0] / counts[0], rtol=1e-6)

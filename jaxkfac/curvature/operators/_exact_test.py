@@ -121,6 +121,12 @@ class Own:
         return Bernoulli().fisher_column(outputs, index)
 
 
+class OneOutput(Own):
+    """The same for a model that leaves out the last axis."""
+
+    one_output = True
+
+
 @pytest.mark.exhaustive
 def test_fisher_by_columns_in_bfloat16_divides_by_the_true_number_of_terms():
     """256 is the last number before which bfloat16 holds them all; 1 / 256 is 0.4 % too much."""
@@ -145,3 +151,12 @@ def test_ggn_equals_hessian_for_a_linear_model_but_not_for_a_deep_one(x64):
     assert_close(ggn(linear, params, batch).to_dense(), hessian(linear, params, batch).to_dense())
     deep = mlp_problem()
     assert jnp.abs(ggn(*deep).to_dense() - hessian(*deep).to_dense()).max() > 1e-2
+
+
+def test_columns_of_one_output_without_a_last_axis_are_its_standard_deviations(x64):
+    """A model that leaves out the last axis has one column for each example."""
+    x, w = jax.random.normal(jax.random.key(0), (6, 3)), jnp.array([0.5, -1.0, 2.0])
+    objective = Objective(lambda params, x: x @ params["w"], OneOutput())
+    found = fisher(objective, {"w": w}, (x, jnp.zeros(6))).to_dense()
+    p = jax.nn.sigmoid(x @ w)
+    assert_close(found, (x * (p * (1 - p))[:, None]).T @ x / 6)

@@ -119,24 +119,7 @@ def run_devices(
     Raises:
         ValueError: the options do not go together, or ask for too many devices.
     """
-    if devices != "all" and not (devices.isdecimal() and int(devices)):
-        raise ValueError(f"--devices must be all or a number of devices, not {devices!r}")
-    device_count = jax.device_count()
-    axes = {"data": 1, "model": 1}
-    if mesh is None:
-        axes["data"] = device_count if devices == "all" else int(devices)
-    else:
-        mentioned: set[str] = set()
-        for axis_text in mesh.split(","):
-            found = re.fullmatch(r"(data|model)=([1-9]\d*)", axis_text.strip())
-            if found is None:
-                raise ValueError(
-                    f"--mesh must be like data=4,model=2, not {mesh!r}: {axis_text!r} is none of it"
-                )
-            if found[1] in mentioned:
-                raise ValueError(f"--mesh {mesh} names {found[1]} twice")
-            mentioned.add(found[1])
-            axes[found[1]] = int(found[2])
+    axes, device_count = axis_sizes(devices, mesh), jax.device_count()
     count = math.prod(axes.values())
     if mesh is not None and devices not in ("1", "all", str(count)):
         raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
@@ -159,6 +142,29 @@ def run_devices(
     sizes = tuple(axes[name] for name in _AXES)
     found = jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen)
     return RunDevices(found, processes)
+
+
+def axis_sizes(devices: str, mesh: str | None) -> dict[str, int]:
+    """Number of devices along ``data`` and ``model``; see :func:`run_devices`.
+
+    Raises:
+        ValueError: an option cannot be read.
+    """
+    if devices != "all" and not (devices.isdecimal() and int(devices)):
+        raise ValueError(f"--devices must be all or a number of devices, not {devices!r}")
+    if mesh is None:
+        return {"data": jax.device_count() if devices == "all" else int(devices), "model": 1}
+    mentioned: dict[str, int] = {}
+    for axis_text in mesh.split(","):
+        found = re.fullmatch(r"(data|model)=([1-9]\d*)", axis_text.strip())
+        if found is None:
+            raise ValueError(
+                f"--mesh must be like data=4,model=2, not {mesh!r}: {axis_text!r} is none of it"
+            )
+        if found[1] in mentioned:
+            raise ValueError(f"--mesh {mesh} names {found[1]} twice")
+        mentioned[found[1]] = int(found[2])
+    return {"data": 1, "model": 1} | mentioned
 
 
 def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:

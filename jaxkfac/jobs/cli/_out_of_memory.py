@@ -1,5 +1,6 @@
 """The memory that a command needs, and the explanation when memory runs out."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkfac.jobs.cli._devices import axis_sizes
 from jaxkfac.jobs.cli._loop import make_evaluation, total_updates
 from jaxkfac.jobs.cli._options import Optimizer, TrainArguments
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.jobs.cli._progress import phases_of
+from jaxkfac.jobs.cli.finetune._options import PRESETS
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning import IN_TURN, plan_memory
 
@@ -88,9 +91,18 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
     )
 
 
-def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
-    """The command-line words that turn one set of arguments into another."""
+def flags(
+    before: Arguments, after: Arguments, prefix: str = "", *, default: Arguments = None
+) -> list[str]:
+    """The command-line words that turn one set of arguments into another.
+
+    A switch has no opposite on the command line. To return to its default, ``default``, it has to
+    be left out, and that is said.
+    """
     flag_words = []
+    if default is None:
+        preset = getattr(before, "preset", None)
+        default = PRESETS[preset] if preset in PRESETS else type(before)()
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
@@ -98,20 +110,27 @@ def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(new):
             # tyro gives the experiment's own flags no prefix.
-            flag_words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
+            inside = prefix if name == "experiment" else f"{prefix}{name}."
+            flag_words += flags(old, new, inside, default=getattr(default, field.name))
         elif isinstance(new, bool):
-            flag_words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
+            switched_on = getattr(default, field.name)
+            switch = f"--{prefix}no-{name}" if switched_on else f"--{prefix}{name}"
+            flag_words.append(f"without {switch}" if new == switched_on else switch)
         else:
             flag_words.append(f"--{prefix}{name} {new}")
     return flag_words
 
 
 def accumulations(arguments: Arguments) -> Iterator[Arguments]:
-    """Smaller micro-batches and more of them per update, with the same examples per update."""
+    """Smaller micro-batches and more of them per update, with the same examples per update.
+
+    Each can be divided over the run's devices.
+    """
     experiment = arguments.experiment
     size, steps = experiment.batch_size, experiment.gradient_accumulation_steps
+    num_devices = axis_sizes(arguments.devices, arguments.mesh)["data"]
     for divisor in range(2, size + 1):
-        if size % divisor == 0:
+        if size % divisor == 0 and size // divisor % num_devices == 0:
             smaller = {
                 "batch_size": size // divisor,
                 "gradient_accumulation_steps": steps * divisor,
@@ -128,9 +147,12 @@ def smallest_sets(
     A set is listed if none of its subsets fits and it has at most one change more than the fewest,
     since the fewest can be another kind of training. Every set whose lower bound fits is planned
     before the list is empty: a change that saves memory in one set can cost some in another, so
-    none is left out by its neighbors. Only finer micro-batches are taken to need no more.
+    none is left out by its neighbors. Only finer micro-batches are taken to need no more. If no set
+    fits, the one with the smallest lower bound is planned, too, because a message that names
+    another would ask for more than is needed.
     """
     least: tuple[Need, Arguments] | None = None
+    smallest_bound: tuple[int, Arguments] | None = None
     fitting: dict[frozenset[int], Arguments] = {}
     for numbers, changed in _sets(arguments, shapes.changes):
         if fitting and len(numbers) > min(map(len, fitting)) + 1:
@@ -140,7 +162,11 @@ def smallest_sets(
         if not options or any(subset < numbers for subset in fitting):
             continue
         try:  # without any plan yet, one is made for the message
-            if least is not None and shapes.least(changed) > room:
+            bound = shapes.least(changed)
+            if least is not None and bound > room:
+                # Of equal ones the largest set, which has smaller temporaries, too.
+                if smallest_bound is None or bound <= smallest_bound[0]:
+                    smallest_bound = bound, options[-1]
                 continue
             need = shapes.need(options[-1])
         except ValueError:  # a change that this model refuses, such as blocks that do not divide it
@@ -157,6 +183,11 @@ def smallest_sets(
             else:
                 low = middle + 1
         fitting[numbers] = options[high]
+    if smallest_bound is not None and not fitting:
+        with contextlib.suppress(ValueError):
+            need = shapes.need(smallest_bound[1])
+            if least is None or need.total < least[0].total:
+                least = need, smallest_bound[1]
     return list(fitting.values()), least or (shapes.need(arguments), arguments)
 
 

@@ -26,7 +26,7 @@ from jaxkfac.jobs.cli._out_of_memory import (
     smallest_sets,
 )
 from jaxkfac.jobs.cli._progress import phase, phases_of
-from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
+from jaxkfac.jobs.cli.finetune._options import PRESETS, FinetuneArguments
 from jaxkfac.jobs.models.checkpoint._tokenizer_test import folder_with
 from jaxkfac.jobs.models.decoder._load_test import tensors_of
 
@@ -123,6 +123,14 @@ def test_accumulation_keeps_the_examples_of_an_update():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "options", [{"devices": "2"}, {"mesh": "data=2,model=3"}, {"mesh": "model=2,data=2"}]
+)
+def test_micro_batches_can_be_divided_over_the_devices(options):
+    found = accumulations(dataclasses.replace(run_of(12), **options))
+    assert [x.experiment.batch_size for x in found] == [6, 4, 2]
+
+
 def quantized(arguments):
     return dataclasses.replace(
         arguments, experiment=dataclasses.replace(arguments.experiment, quantize="all")
@@ -187,6 +195,20 @@ def test_a_remedy_is_found_wherever_a_grid_finds_one():
                 assert least[0].total == min(sizes.values())
 
 
+def test_of_sets_that_their_lower_bounds_exclude_the_nearest_is_named():
+    """Without it the message would name the first set, and a device four times as large."""
+    least = lambda arguments: 20 if arguments.experiment.quantize else 90
+    planned = []
+
+    def counted(arguments):
+        planned.append(arguments)
+        return need(arguments)
+
+    shown = remedy(run_of(8), RunShapes(counted, [quantized], least), 10)
+    assert "with --batch-size 1 --gradient-accumulation-steps 8 --quantize all it would" in shown
+    assert "still need 35 B (base model, 25 B)" in shown and len(planned) == 3
+
+
 def test_flags_are_those_of_the_command_line():
     before = TrainArguments()
     model = dataclasses.replace(before.experiment.model, hidden=64)
@@ -197,7 +219,28 @@ def test_flags_are_those_of_the_command_line():
     options = (tyro.conf.FlagCreatePairsOff,)
     read = tyro.cli(TrainArguments, args=" ".join(words).split(), config=options)
     assert read == after
-    assert flags(run_of(8, remat=False), run_of(8)) == ["--remat"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "remat", "expected"),
+    [
+        ("elements", False, ["without --no-remat"]),
+        ("elements", True, ["--no-remat"]),
+        ("wordnet-t5", False, ["--remat"]),
+        ("wordnet-t5", True, ["without --remat"]),
+    ],
+)
+def test_a_switch_is_named_that_the_command_line_has(preset, remat, expected):
+    """`--remat` is no option where recomputation is the default, nor `--no-remat` elsewhere."""
+
+    def with_remat(value):
+        experiment = dataclasses.replace(PRESETS[preset].experiment, remat=value)
+        return dataclasses.replace(PRESETS[preset], experiment=experiment)
+
+    assert flags(with_remat(remat), with_remat(not remat)) == expected
+    (finetune,) = (command for command in COMMANDS if command.name == "finetune")
+    added = [word for word in expected if not word.startswith("without")]
+    assert _main._parse(finetune, ["--preset", preset, *added]) == with_remat(not remat)
 
 
 def in_a_child(*words):

@@ -220,3 +220,5 @@ def _check(experiment: Finetuning) -> None:
             raise ValueError(f"{complaint}, and {experiment.model} is an encoder-decoder")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")
+    if experiment.model == "t5-bytes" and experiment.quantize is not None:
+        raise ValueError("--quantize is for a pretrained base, and t5-bytes is not: leave it out")

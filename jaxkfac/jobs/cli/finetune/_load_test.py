@@ -103,6 +103,7 @@ def test_a_folder_is_what_its_config_says(config, expected, tmp_path):
         ({"system": "Be brief."}, "--system is the first turn"),
         ({"adapter": AdapterOptions(split=True)}, "--adapter.split"),
         ({"train": "all", "quantize": "all"}, "--quantize is for a frozen base"),
+        ({"quantize": "all"}, "--quantize is for a pretrained base, and t5-bytes is not"),
     ],
 )
 def test_options_of_a_decoder_are_refused_with_an_encoder_decoder(changes, message):

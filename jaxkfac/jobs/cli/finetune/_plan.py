@@ -99,9 +99,14 @@ def _run_shapes(batches: Any, compiler: TargetName | None) -> RunShapes:
     problem = functools.cache(lambda experiment: run_shapes(experiment, batches))
 
     @functools.cache
+    def need_of(experiment: Finetuning) -> Need:
+        return _need(experiment, problem(experiment), compiler)
+
     def need(arguments: FinetuneArguments) -> Need:
         experiment = _without_epochs(arguments.experiment)
-        return _need(experiment, problem(experiment), compiler)
+        if experiment.gradient_accumulation_steps == 1:  # nothing is accumulated
+            experiment = dataclasses.replace(experiment, accumulator_dtype="float32")
+        return need_of(experiment)
 
     def least(arguments: FinetuneArguments) -> int:
         experiment = _without_epochs(arguments.experiment)

@@ -1,10 +1,15 @@
 """`--plan` counts a run's bytes before anything is loaded."""
 
+import dataclasses
+import itertools
 import json
+import math
 
 import pytest
 
 from jaxkfac.jobs.cli import main
+from jaxkfac.jobs.cli._main import COMMANDS, _parse
+from jaxkfac.jobs.cli._out_of_memory import accumulations, flags, smallest_sets
 from jaxkfac.jobs.cli._plan import PlanArguments, run_plan
 from jaxkfac.jobs.cli.finetune import _run as run_module
 from jaxkfac.jobs.cli.finetune._decoder import DECODERS
@@ -108,6 +113,81 @@ def test_a_remedy_that_is_printed_fits_when_it_is_taken(monkeypatch, capsys):
     assert remedies
     for remedy in remedies:
         assert "It fits 146 KiB." in shown(*remedy.split())
+
+
+VALUES = {
+    "optimizer": ("adamw", "adafactor"),
+    "train": ("adapter", "all"),
+    "quantize": (None, "all"),
+    "dtype": ("float32", "bfloat16"),
+    "accumulator_dtype": ("float32", "bfloat16"),
+    "remat": (True, False),
+}
+T5_BASE = {
+    "model_type": "t5", "vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048,
+    "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12, "eos_token_id": 1,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+SMOLLM2 = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "max_position_embeddings": 8192, "eos_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def words_with(words, remedy):
+    """The command line with a remedy taken: what it adds, and without what it leaves out."""
+    left_out = [word.removeprefix("without ") for word in remedy if word.startswith("without ")]
+    added = [word for word in remedy if not word.startswith("without ")]
+    return [word for word in words if word not in left_out] + " ".join(added).split()
+
+
+def grid_of(arguments):
+    """Every choice of values, with the micro-batch that is asked for and with the smallest."""
+    for chosen in itertools.product(*VALUES.values()):
+        values = dict(zip(VALUES, chosen, strict=True))
+        experiment = dataclasses.replace(arguments.experiment, **values)
+        changed = dataclasses.replace(arguments, experiment=experiment)
+        yield from [changed, *list(accumulations(changed))[-1:]]
+
+
+@pytest.mark.exhaustive  # a hundred plans for each model: minutes
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--preset", "flan-t5-xl"],
+        ["--model", "llama-7b", "--no-remat"],
+        ["--model", "phi-3-mini", "--no-remat"],
+        ["--preset", "wordnet-t5"],
+        ["--model", T5_BASE, "--train", "all", "--no-remat"],
+        ["--model", SMOLLM2, "--no-remat"],
+    ],
+    ids=["FLAN-T5-XL", "Llama 7B", "Phi-3 mini", "T5 of bytes", "T5 base", "SmolLM2"],
+)
+def test_remedies_fit_when_they_are_taken_and_none_is_missed_that_a_grid_has(words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(words[1]))
+    words = [str(tmp_path) if isinstance(word, dict) else word for word in words]
+    (command,) = (command for command in COMMANDS if command.name == "finetune")
+    shapes, arguments = planned_shapes("h100"), _parse(command, words)
+
+    def bytes_of(changed, room):
+        try:
+            return shapes.need(changed).total if shapes.least(changed) <= room else math.inf
+        except ValueError:  # this model refuses the values
+            return math.inf
+
+    now = least = shapes.need(arguments).total
+    for changed in grid_of(arguments):
+        least = min(least, bytes_of(changed, least))
+    assert least < now
+    for room in (int(0.6 * now), int(0.25 * now), least):
+        fitting, _ = smallest_sets(arguments, shapes, room)
+        assert fitting or room < least
+        for changed in fitting:
+            taken = _parse(command, words_with(words, flags(arguments, changed)))
+            assert taken == changed and shapes.need(taken).total <= room
+    assert not smallest_sets(arguments, shapes, least - 1)[0]
 
 
 def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(folder):
