@@ -204,12 +204,7 @@ def plan_memory(
     placed = placement(mesh, num_devices, sharded=fully_sharded)
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
-    one_of("compiled", compiled, get_args(CompiledSets))
-    if fully_sharded and compiled == "none":
-        raise ValueError(
-            'fully_sharded=True with compiled="none": what is gathered is the compiler\'s choice; '
-            'take compiled="chosen"'
-        )
+    _check_compiled(compiled, fully_sharded=fully_sharded)
     unavailable = {
         name: "it is not planned for fully sharded training"
         for name in requested
@@ -288,6 +283,16 @@ def _check_choices(headroom: float, max_gradients: float | None, options: Sequen
         raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
     for name in options:
         one_of("options", name, tuple(OPTIONS))
+
+
+def _check_compiled(compiled: str, *, fully_sharded: bool) -> None:
+    """Refuse an unknown choice of what is compiled, and none where only a compiler can tell."""
+    one_of("compiled", compiled, get_args(CompiledSets))
+    if fully_sharded and compiled == "none":
+        raise ValueError(
+            'fully_sharded=True with compiled="none": what is gathered is the compiler\'s choice; '
+            'take compiled="chosen"'
+        )
 
 
 def _devices_of_mesh() -> int:
