@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest, one_of
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature._layer_power import (
@@ -30,7 +31,6 @@ from jaxkfac.curvature._layer_power import (
     write_solved,
 )
 from jaxkfac.curvature._placement import put_result, result_sharding
-from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 # ---------------- stacking small layers

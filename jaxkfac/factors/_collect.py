@@ -13,7 +13,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac._arguments import check_arrays, leaves_by_path, with_leaves
 from jaxkfac._errors import check_key, instance_of
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import (
@@ -36,18 +38,7 @@ from jaxkfac.factors._scalar_loss import (
     warn_of_sum,
 )
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.interception import (
-    Layer,
-    Staged,
-    TraceCache,
-    Traced,
-    Window,
-    cast_varying,
-    check_arrays,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, Staged, TraceCache, Traced, Window, fast_convolutions
 from jaxkfac.kinds import Precision, Products
 from jaxkfac.linalg import statistics_dtype
 

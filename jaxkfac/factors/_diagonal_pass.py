@@ -7,23 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
+from jaxkfac._jaxpr_compat import cast_varying, replicated, varying_axes
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._objective import Batch, ModelCall, Objective
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    ParameterMatrix,
-    Traced,
-    cast_varying,
-    fast_convolutions,
-    leaves_by_path,
-    replicated,
-    varying_axes,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, LayerTable, ParameterMatrix, Traced, fast_convolutions
 from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis
 
 # ---------------- examples run one by one

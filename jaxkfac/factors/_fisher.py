@@ -12,10 +12,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
 from jaxkfac._errors import check_key, one_of
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._objective import Batch, check_array
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Slot, fast_convolutions, varying_axes
+from jaxkfac.interception import Slot, fast_convolutions
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 # ---------------- the interface of a Fisher type

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors._likelihoods import masked_mean
-from jaxkfac.interception import cast_varying
 from jaxkfac.linalg import statistics_dtype
 
 

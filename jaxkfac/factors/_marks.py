@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._loss_terms import Head, LossTerms
-from jaxkfac.interception import Layer, OutputMark, Traced, Word, leading_to, marks_of
+from jaxkfac.interception import Layer, OutputMark, Traced, leading_to, marks_of
+from jaxkfac.interception.coupling import Word
 
 
 def refuse_marks(traced: Traced) -> None:

@@ -15,15 +15,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import check_function, leaves_by_path
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import (
-    check_function,
-    check_likelihood,
-    decoded_shapes,
-    leaves_by_path,
-    trace,
-)
+from jaxkfac.interception import check_likelihood, decoded_shapes, trace
 
 # ---------------- compiled programs of an objective
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
+from jaxkfac._arguments import check_arrays, check_params, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import LostRowsError
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
 from jaxkfac.factors._marks import (
     MarkedTerms,
@@ -28,23 +30,16 @@ from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array,
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
-    Question,
     RowMask,
     Site,
     Slot,
     TraceCache,
     Traced,
     Window,
-    Word,
-    check_arrays,
-    check_params,
-    leaves_by_path,
-    partition,
     trace,
     trace_marked,
-    varying_axes,
-    with_leaves,
 )
+from jaxkfac.interception.coupling import Question, Word
 from jaxkfac.linalg import statistics_dtype
 
 

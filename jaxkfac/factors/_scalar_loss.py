@@ -10,11 +10,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import Head
 from jaxkfac.factors._objective import ModelCall, Objective, check_array, returned
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Traced, leaves_by_path
+from jaxkfac.interception import Traced
 
 # ---------------- the loss of one batch, for adaptive optimizers
 

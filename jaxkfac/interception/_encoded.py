@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
 
+from jaxkfac import _jaxpr_compat
+from jaxkfac._arguments import path_of
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.interception import _compat
-from jaxkfac.interception._arguments import path_of
-from jaxkfac.interception._compat import Eqn
+from jaxkfac._jaxpr_compat import Eqn
 
 
 class EncodedParameter:
@@ -176,12 +176,12 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
             (i for i, v in enumerate(operands) if isinstance(v, DeferredParameter)), None
         )
         if position is None:
-            return _compat.bind(eqn)(*operands)
+            return _jaxpr_compat.bind(eqn)(*operands)
         other_operands = [v for i, v in enumerate(operands) if i != position]
 
         def decoded(deferred: DeferredParameter, *other_operands: ArrayLike) -> Any:
             values = [*other_operands[:position], deferred.decode(), *other_operands[position:]]
-            return _compat.bind(eqn)(*values)
+            return _jaxpr_compat.bind(eqn)(*values)
 
         product = jax.custom_jvp(decoded)
 
@@ -260,7 +260,7 @@ def _untouched(eqn: Eqn, position: int) -> int:
     if name == "squeeze":
         return min(eqn.params["dimensions"], default=len(before))
     # Leading axes that keep their size in a row-major reshape are left alone by it.
-    if name == "reshape" and _compat.read_order(eqn) == tuple(range(len(before))):
+    if name == "reshape" and _jaxpr_compat.read_order(eqn) == tuple(range(len(before))):
         return _agreeing(before, eqn.outvars[0].aval.shape)
     return 0
 
@@ -285,7 +285,7 @@ def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> _View:
             return jax.lax.squeeze(x, [d - lead for d in p["dimensions"]])
         if lead and name == "reshape":
             return x.reshape(eqn.outvars[0].aval.shape[lead:])
-        out = _compat.bind(eqn)(*other_operands[:position], x, *other_operands[position:])
+        out = _jaxpr_compat.bind(eqn)(*other_operands[:position], x, *other_operands[position:])
         return out[result] if eqn.primitive.multiple_results else out
 
     return view

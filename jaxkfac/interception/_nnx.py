@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import named
-from jaxkfac.interception._arguments import leaves_by_path
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import check_arrays, check_function, leaves_by_path
 from jaxkfac._errors import UncoveredParameterError
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._arguments import check_arrays, check_function, leaves_by_path
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._compat import varying_axes
 from jaxkfac.interception._encoded import (
     decoded_shapes,
     encoded_paths,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._arguments import leaves_by_path
 from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (

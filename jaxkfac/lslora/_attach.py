@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
+from jaxkfac._arguments import check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
 from jaxkfac.interception import (
@@ -18,13 +19,9 @@ from jaxkfac.interception import (
     SlotEntry,
     TraceCache,
     Traced,
-    check_arrays,
-    check_function,
     decoded_shapes,
     encoded_paths,
-    leaves_by_path,
     trace,
-    with_leaves,
 )
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product

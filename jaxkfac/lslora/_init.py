@@ -11,17 +11,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
 from jaxkfac.factors import Factors
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    Site,
-    decoded_shapes,
-    encoded_paths,
-    leaves_by_path,
-    selector,
-)
+from jaxkfac.interception import Layer, LayerTable, Site, decoded_shapes, encoded_paths, selector
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted, attach, check_order
 from jaxkfac.lslora._branch import Branch

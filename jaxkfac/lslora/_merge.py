@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths, leaves_by_path, with_leaves
+from jaxkfac._arguments import leaves_by_path, with_leaves
+from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths
 from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted

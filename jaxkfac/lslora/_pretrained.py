@@ -9,8 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import CheckpointMismatchError, nearest
-from jaxkfac.interception import decoded_shapes, encoded_paths, leaves_by_path
+from jaxkfac.interception import decoded_shapes, encoded_paths
 from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
 from jaxkfac.lslora._modules import ModuleNames, Parts

@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import instance_of, scalar
 from jaxkfac.curvature.operators import Operator, ggn
 from jaxkfac.factors import BatchCurvature
-from jaxkfac.interception import (
-    check_function,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._levenberg_marquardt import (
     Leaves,
     LevenbergMarquardt,

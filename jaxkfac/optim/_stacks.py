@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Corrections, Factors
-from jaxkfac.interception import Layer, ParameterMatrix, leaves_by_path, with_leaves
+from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import Spectrum
 
 PyTree = Any

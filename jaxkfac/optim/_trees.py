@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from jaxkfac._arguments import check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac._errors import instance_of, named, nearest, scalar
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac.linalg import inner_product, is_all_finite
 from jaxkfac.optim._schedules import may_be_positive
 

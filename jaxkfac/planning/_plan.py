@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
+from jaxkfac._arguments import check_arrays, check_function
 from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.factors import check_decay
-from jaxkfac.interception import check_arrays, check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName

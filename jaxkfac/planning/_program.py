@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
+from jaxkfac._jaxpr_compat import body_of, call_kind
 from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
@@ -24,7 +25,7 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, Window, body_of, call_kind
+from jaxkfac.interception import Layer, LayerTable, Window
 from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Needs, Temporaries
 

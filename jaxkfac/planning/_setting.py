@@ -9,8 +9,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
+from jaxkfac._arguments import partition
 from jaxkfac.factors import Objective, takes_key
-from jaxkfac.interception import marks_of, partition
+from jaxkfac.interception import marks_of
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
 from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key

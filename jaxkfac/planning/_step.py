@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import partition
 from jaxkfac._errors import CompilerError, JaxkfacError
+from jaxkfac._jaxpr_compat import body_of, call_kind, open_jaxpr
 from jaxkfac.curvature import Eigenbases, Inverses, natural_gradient
 from jaxkfac.factors import Factors, exchanged_bytes
-from jaxkfac.interception import body_of, call_kind, open_jaxpr, partition
 from jaxkfac.optim import AdaptationState, KfacState, KfeAdamState, ScaleByBasesState
 from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nbytes, nodes_of

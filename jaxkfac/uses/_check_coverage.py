@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import check_arrays, check_function, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
@@ -24,15 +25,8 @@ from jaxkfac.factors import (
     as_batch,
     value_grad_and_factors,
 )
-from jaxkfac.interception import (
-    Answer,
-    Layer,
-    check_arrays,
-    check_function,
-    leaves_by_path,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Layer
+from jaxkfac.interception.coupling import Answer
 
 DRAWS = 2  # number of parameter draws at which examples are replaced
 _STEP = 0.1  # distance of a draw, relative to a parameter's size

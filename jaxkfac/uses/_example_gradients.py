@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._errors import LostRowsError
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import Eigenbases, read_many, write_many
 from jaxkfac.factors import Origin, gradient_rows
 from jaxkfac.interception import (
@@ -27,7 +28,6 @@ from jaxkfac.interception import (
     SlotEntry,
     Traced,
     Use,
-    cast_varying,
     kind_named,
 )
 from jaxkfac.kinds import LowRankMatrices

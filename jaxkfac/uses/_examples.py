@@ -42,7 +42,8 @@ from jaxkfac.factors import (
     apart_remedy,
     check_word,
 )
-from jaxkfac.interception import Atoms, Layer, Traced, Word
+from jaxkfac.interception import Atoms, Layer, Traced
+from jaxkfac.interception.coupling import Word
 from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
 from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
 

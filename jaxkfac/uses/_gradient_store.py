@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jaxkfac._arguments import partition
 from jaxkfac._errors import at_least_one
 from jaxkfac._text import number as number_text
 from jaxkfac.curvature import (
@@ -26,7 +27,8 @@ from jaxkfac.curvature import (
     owned_blocks,
 )
 from jaxkfac.factors import Objective
-from jaxkfac.interception import Layer, Word, partition
+from jaxkfac.interception import Layer
+from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, check_values, chosen

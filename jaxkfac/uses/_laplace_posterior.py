@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._errors import at_least_one, check_key
+from jaxkfac._jaxpr_compat import replicated
 from jaxkfac.factors import Batch, Gaussian, LongSum, ModelCall
-from jaxkfac.interception import replicated
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._laplace_programs import (

@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac.factors import Batch, Gaussian, ModelCall
-from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._linearised_variance import (

@@ -11,18 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
+from jaxkfac._arguments import partition, with_leaves
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
-from jaxkfac.interception import (
-    Layer,
-    Slot,
-    SlotEntry,
-    Traced,
-    Use,
-    cast_varying,
-    fast_convolutions,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use, fast_convolutions
 from jaxkfac.kinds import Basis
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from jaxkfac._arguments import check_arrays, partition
 from jaxkfac._errors import (
     NonFiniteFactorError,
     UncoveredParameterError,
@@ -18,7 +19,7 @@ from jaxkfac._errors import (
 )
 from jaxkfac.curvature import covered_indices, uncovered_mask
 from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor
-from jaxkfac.interception import Layer, check_arrays, partition
+from jaxkfac.interception import Layer
 from jaxkfac.uses._posterior_precision import check_positive
 
 _EXACT = jax.lax.Precision.HIGHEST

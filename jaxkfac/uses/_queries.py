@@ -15,7 +15,8 @@ from jaxkfac.curvature import (
     read_many,
 )
 from jaxkfac.factors import Batch, ModelCall, Objective
-from jaxkfac.interception import Layer, Word, fast_convolutions
+from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import in_sequence, map_over_chunks
 from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, ModelCall, Objective
-from jaxkfac.interception import Layer, Word, fast_convolutions
+from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._example_gradients import block_dtype

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
+from jaxkfac._arguments import check_function
 from jaxkfac._errors import (
     CoupledExamplesError,
     LostRowsError,
@@ -34,14 +35,8 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    Traced,
-    Word,
-    check_function,
-    fast_convolutions,
-)
+from jaxkfac.interception import Layer, LayerTable, Traced, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import sum_over_chunks
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature.operators._exact import (
     ExactOperator,
@@ -35,13 +36,7 @@ from jaxkfac.factors import (
     estimator_of,
     returned,
 )
-from jaxkfac.interception import (
-    check_arrays,
-    check_function,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import fast_convolutions
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
 # ---------------- the Fisher matrix

@@ -10,6 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxkfac._arguments import (
+    check_arrays,
+    check_function,
+    check_params,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
@@ -29,19 +37,7 @@ from jaxkfac.factors import (
     number_kept,
     takes_key,
 )
-from jaxkfac.interception import (
-    Marked,
-    OutputMark,
-    check_arrays,
-    check_function,
-    check_params,
-    fast_convolutions,
-    leaves_by_path,
-    lifted,
-    marks_of,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Marked, OutputMark, fast_convolutions, lifted, marks_of
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 # ---------------- checks of chunks

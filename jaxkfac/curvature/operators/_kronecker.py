@@ -7,12 +7,12 @@ from typing import Any, get_args
 import jax
 from jaxtyping import Array
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import one_of
 from jaxkfac.curvature._apply import Missing, apply_power
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.operators._exact import shapes
 from jaxkfac.curvature.operators._operator import Operator, as_tree
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping
 
 # ---------------- the Kronecker curvature

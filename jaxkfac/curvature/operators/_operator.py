@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from jaxkfac._arguments import is_differentiable, partition, with_leaves
 from jaxkfac._errors import nearest
-from jaxkfac.interception import is_differentiable, partition, with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 # ---------------- optional libraries

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._arguments import with_leaves
 from jaxkfac.factors import (
     Batch,
     Bernoulli,
@@ -18,7 +19,6 @@ from jaxkfac.factors import (
     Head,
     over_count,
 )
-from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 Leaves = dict[str, Array]

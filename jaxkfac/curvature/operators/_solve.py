@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import with_leaves
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature.operators._operator import (
     Operator,
@@ -16,7 +17,6 @@ from jaxkfac.curvature.operators._operator import (
     full_precision,
     load,
 )
-from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 PyTree = Any

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
-from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._paths import check_folder, find_checkpoint, no_checkpoint, numbered_files
 from jaxkfac.jobs.cli._progress import phase

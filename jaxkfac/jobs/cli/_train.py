@@ -10,9 +10,9 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._text import number
 from jaxkfac.files import write_text
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
     Checkpoint,
     CheckpointWriter,

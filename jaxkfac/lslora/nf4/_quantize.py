@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from jaxkfac.interception import Layer, LayerTable, is_encoded, path_of, selector
+from jaxkfac._arguments import path_of
+from jaxkfac.interception import Layer, LayerTable, is_encoded, selector
 from jaxkfac.lslora.nf4._tensor import (
     NESTED_BLOCK,
     NF4,

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.factors import Factors, Pass
-from jaxkfac.interception import Layer, leaves_by_path
+from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import TABLES, Folder, Part, StoredSums
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
 from jaxkfac.jobs.cli.analysis._texts import Texts, on_device

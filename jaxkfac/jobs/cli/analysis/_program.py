@@ -11,8 +11,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.factors import PLAIN_TERMS, BudgetedCollector, Pass
-from jaxkfac.interception import LayerTable, leaves_by_path
+from jaxkfac.interception import LayerTable
 from jaxkfac.jobs.cli._options import ModelAnalysis
 from jaxkfac.memory import bytes_text, resident_bytes
 

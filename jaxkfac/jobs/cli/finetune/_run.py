@@ -10,8 +10,9 @@ import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.files import write_text
-from jaxkfac.interception import leaves_by_path, selector
+from jaxkfac.interception import selector
 from jaxkfac.jobs.cli._checkpoint import check_output, remove_checkpoints
 from jaxkfac.jobs.cli._devices import devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun

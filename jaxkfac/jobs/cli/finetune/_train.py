@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxkfac.interception import leaves_by_path
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
     DATA_CRC,
     Checkpoint,

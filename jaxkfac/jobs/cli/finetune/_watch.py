@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import with_leaves
 from jaxkfac._text import number
 from jaxkfac.files import Archive, write_archive
-from jaxkfac.interception import with_leaves
 from jaxkfac.jobs.cli._checkpoint import flatten_state, remove_checkpoints
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._progress import phase

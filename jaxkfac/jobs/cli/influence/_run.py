@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.files import whole_file, write_text
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._progress import host_memory, phase

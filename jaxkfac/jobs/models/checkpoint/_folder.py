@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.files import whole_file, write_text
-from jaxkfac.interception import NnxApply, leaves_by_path
+from jaxkfac.interception import NnxApply
 from jaxkfac.jobs.models.checkpoint._fill import Leaf
 from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors
