@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxkfac._arguments import is_differentiable, leaves_by_path
+from jaxkfac._arguments import ArrayTree, is_differentiable, leaves_by_path
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_sums, over
@@ -36,8 +36,6 @@ from jaxkfac.linalg import (
     unfolded,
     unfolded_size,
 )
-
-PyTree = Any
 
 
 @serializable
@@ -347,7 +345,7 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
     )
 
 
-def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
+def precondition(tree: ArrayTree, inverses: Inverses) -> ArrayTree:
     r"""Compute $(A + \delta_A)^{-1} W (G + \delta_G)^{-1}$ for every layer of a parameter tree.
 
     Args:

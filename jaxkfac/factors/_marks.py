@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._loss_terms import Head, LossTerms
 from jaxkfac.interception import Layer, OutputMark, Traced, leading_to, marks_of
@@ -170,7 +171,9 @@ class MarkedTerms(LossTerms):
     masks: Mapping[int, Any]
     meeting: Callable[[int], str] = lambda mark: ""
 
-    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+    def heads(
+        self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
+    ) -> list[Head]:
         """The mask is always the marks' own; the argument is ignored."""
         return [
             Head(

@@ -13,10 +13,10 @@ from typing import Any, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Shaped
 
 from jaxkfac import _jaxpr_compat
-from jaxkfac._arguments import path_of
+from jaxkfac._arguments import ArrayTree, path_of
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac._jaxpr_compat import Eqn
 
@@ -45,7 +45,7 @@ def is_encoded(x: object) -> TypeGuard[EncodedParameter]:
     return isinstance(x, EncodedParameter)
 
 
-def decoded_shapes(tree: PyTree) -> PyTree:
+def decoded_shapes(tree: ArrayTree) -> ArrayTree:
     """The tree with a ``jax.ShapeDtypeStruct`` in place of each encoded parameter."""
 
     def shape(x: object) -> object:
@@ -54,7 +54,7 @@ def decoded_shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree, is_leaf=is_encoded)
 
 
-def encoded_paths(tree: PyTree) -> frozenset[str]:
+def encoded_paths(tree: ArrayTree) -> frozenset[str]:
     """Paths of the encoded parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_encoded)
     return frozenset(path_of(path) for path, leaf in leaves if is_encoded(leaf))

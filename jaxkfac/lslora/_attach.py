@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree, UInt32
+from jaxtyping import Array, Int, Key, UInt32
 
-from jaxkfac._arguments import check_arrays, check_function, leaves_by_path, with_leaves
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
 from jaxkfac.interception import (
@@ -51,7 +51,7 @@ class Adapted:
 
     def __call__(
         self,
-        params: PyTree,
+        params: ArrayTree,
         adapters: Adapters | Bank,
         inputs: Any,
         key: Key[Array, ""] | None = None,
@@ -80,7 +80,7 @@ class Adapted:
 
     def run(
         self,
-        params: PyTree,
+        params: ArrayTree,
         adapters: Adapters | Bank,
         inputs: Any,
         key: Key[Array, ""] | None = None,
@@ -125,7 +125,7 @@ class Adapted:
 
     def traced(
         self,
-        params: PyTree,
+        params: ArrayTree,
         inputs: Any,
         key: Key[Array, ""] | None,
         names: Sequence[str] | None = None,
@@ -140,7 +140,11 @@ class Adapted:
         return self._traces.get((params, inputs, key), make, static=names)
 
     def _trace(
-        self, params: PyTree, inputs: Any, key: Key[Array, ""] | None, names: Sequence[str] | None
+        self,
+        params: ArrayTree,
+        inputs: Any,
+        key: Key[Array, ""] | None,
+        names: Sequence[str] | None,
     ) -> Traced:
         pattern = None if names is None else "|".join(map(re.escape, names))
         try:
@@ -166,7 +170,7 @@ class Adapted:
             )
         return traced
 
-    def _forward(self, params: PyTree, inputs: Any, key: Key[Array, ""] | None) -> Any:
+    def _forward(self, params: ArrayTree, inputs: Any, key: Key[Array, ""] | None) -> Any:
         kwargs = {"key": key} if takes_key(self._apply) else {}
         return self._apply(params, inputs, **kwargs)
 
@@ -285,7 +289,7 @@ def adapt(options: Mapping[str, BranchOptions]) -> Handler:
     return handler
 
 
-def _check_saved(params: PyTree, saved: Mapping[str, Any]) -> None:
+def _check_saved(params: ArrayTree, saved: Mapping[str, Any]) -> None:
     leaves = leaves_by_path(decoded_shapes(params))
     for path, x in saved.items():
         if path in encoded_paths(params):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._arguments import check_function, leaves_by_path, with_leaves
+from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import instance_of, scalar
 from jaxkfac.curvature.operators import Operator, ggn
 from jaxkfac.factors import BatchCurvature
@@ -36,7 +36,6 @@ from jaxkfac.optim._trees import (
     where,
 )
 
-PyTree = Any
 Scalar = Float[Array, ""]
 _EVERY = 5  # updates between two trials if the damping is given
 
@@ -81,10 +80,10 @@ class BatchLoss(NamedTuple):
     """The loss of an update's batch: its value, the loss as a function, and its curvature."""
 
     value: Any
-    value_fn: Callable[[PyTree], Any]
+    value_fn: Callable[[ArrayTree], Any]
     curvature: Operator
 
-    def of_whole(self, params: PyTree) -> "BatchLoss":
+    def of_whole(self, params: ArrayTree) -> "BatchLoss":
         """The same loss for parameters gathered on every device, if ``params`` are sharded."""
         return BatchLoss(
             gathered(self.value),
@@ -163,7 +162,7 @@ class Adaptation:
         """Whether the factors have a damping of their own."""
         return self.by_model and self.rule is not None and self.rule.factor_every > 0
 
-    def initial(self, params: PyTree, damping: Any, decay: Any) -> AdaptationState:
+    def initial(self, params: ArrayTree, damping: Any, decay: Any) -> AdaptationState:
         """The state before the first update; ``decay`` is the weight decay."""
         dtype = sum_dtype(params)
 
@@ -186,7 +185,7 @@ class Adaptation:
             travelled=number(0),
         )
 
-    def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
+    def loss(self, params: ArrayTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
         """Check the arguments that describe the loss of a batch, and collect them.
 
         Raises:
@@ -211,7 +210,7 @@ class Adaptation:
         )
         return BatchLoss(value, value_fn, curvature)
 
-    def check(self, state: Any, params: PyTree, terms: Any, loss: BatchLoss) -> None:
+    def check(self, state: Any, params: ArrayTree, terms: Any, loss: BatchLoss) -> None:
         """Refuse what concrete values show to be wrong, outside ``jit``.
 
         Args:
@@ -257,8 +256,8 @@ class Adaptation:
     def tried_factor_damping(
         self,
         state: Any,
-        gradient: PyTree,
-        direction: Callable[[Scalar], PyTree],
+        gradient: ArrayTree,
+        direction: Callable[[Scalar], ArrayTree],
         damping: Any,
         loss: BatchLoss,
         numbers: Numbers,
@@ -293,7 +292,9 @@ class Adaptation:
 
         return jax.lax.cond(due, fast_convolutions(trial), lambda: adapted.factor_damping)
 
-    def gradient_of(self, grads: PyTree, params: PyTree, moving: PyTree, decay: Any) -> PyTree:
+    def gradient_of(
+        self, grads: ArrayTree, params: ArrayTree, moving: ArrayTree, decay: Any
+    ) -> ArrayTree:
         """The gradient of the model's objective, with weight decay if the model includes it."""
         if not (self.by_model and may_be_positive(decay)):
             return grads
@@ -305,7 +306,7 @@ class Adaptation:
         }
         return with_leaves(grads, decayed)
 
-    def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
+    def _displaced(self, state: Any, params: ArrayTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
 
         Only the component along the momentum is compared: it must be off by a hundredth of the
@@ -325,9 +326,9 @@ class Adaptation:
     def advance(
         self,
         state: Any,
-        params: PyTree,
-        gradient: PyTree,
-        steps: PyTree,
+        params: ArrayTree,
+        gradient: ArrayTree,
+        steps: ArrayTree,
         numbers: Numbers,
         damping: Any,
         loss: BatchLoss,
@@ -336,7 +337,7 @@ class Adaptation:
         upcoming: Any,
         num_updates: Int[Array, ""],
         is_made: Bool[Array, ""],
-    ) -> tuple[PyTree, PyTree, AdaptationState]:
+    ) -> tuple[ArrayTree, ArrayTree, AdaptationState]:
         """Compute the update, the new momentum, and the adapted numbers.
 
         Args:
@@ -445,7 +446,7 @@ class Adaptation:
     def _tried(
         self,
         state: AdaptationState,
-        params: PyTree,
+        params: ArrayTree,
         update: Leaves,
         change: Callable[[], Scalar],
         loss: BatchLoss,
@@ -520,7 +521,7 @@ def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
         )
 
 
-def _at(tree: PyTree, paths: Leaves) -> Leaves:
+def _at(tree: ArrayTree, paths: Leaves) -> Leaves:
     by_path = leaves_by_path(tree)
     return {path: by_path[path] for path in paths}
 

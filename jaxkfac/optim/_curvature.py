@@ -11,6 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import MeshAxis, covered_indices
 from jaxkfac.factors import (
     Factors,
@@ -34,8 +35,6 @@ from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import covered_leaves
 from jaxkfac.optim._watch import begun_anew, check_measured_between
-
-PyTree = Any
 
 
 def shapes_of(like: Factors) -> Factors:
@@ -214,12 +213,12 @@ class Others:
         if others is None:
             return cls(None, covered)
 
-        def not_ours(tree: PyTree) -> PyTree:
+        def not_ours(tree: ArrayTree) -> ArrayTree:
             return jax.tree.map(lambda ours: not ours, covered_leaves(tree, covered))
 
         return cls(optax.masked(others, not_ours), covered)
 
-    def init(self, params: PyTree) -> Any:
+    def init(self, params: ArrayTree) -> Any:
         """Its state."""
         return () if self.tx is None else self.tx.init(params)
 
@@ -229,7 +228,7 @@ class Others:
             return {}
         return {name: x for name, x in arguments.items() if x is not None}
 
-    def joined(self, updates: PyTree, own_updates: Any) -> PyTree:
+    def joined(self, updates: ArrayTree, own_updates: Any) -> ArrayTree:
         """The covered leaves of ``updates``, and all other leaves of its own updates."""
         if self.tx is None:
             return updates

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.factors import Factors
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import sharded_like
 from jaxkfac.optim._watch import StateWatch
-
-PyTree = Any
 
 
 class KfacState(NamedTuple):
@@ -48,7 +47,7 @@ class KfacState(NamedTuple):
     step: Int[Array, ""]
     stacked_average: Factors
     stacked_bases: Eigenbases | Inverses
-    momentum: PyTree
+    momentum: ArrayTree
     others: Any
     skipped: Int[Array, ""]
     kept: Int[Array, ""]

@@ -10,6 +10,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, owners, parameters_outside
@@ -48,7 +49,6 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
 
-PyTree = Any
 Covariance = Literal["factors", "gradient"]
 
 
@@ -104,7 +104,7 @@ class KfeAdamState(NamedTuple):
     step: Int[Array, ""]
     stacked_average: Factors
     stacked_bases: Eigenbases
-    first: PyTree
+    first: ArrayTree
     second: dict[str, Array]
     others: Any
     skipped: Int[Array, ""]
@@ -454,7 +454,7 @@ class _KfeAdam:
     eps: float
     weight_decay: ArrayLike
 
-    def init(self, params: PyTree) -> KfeAdamState:
+    def init(self, params: ArrayTree) -> KfeAdamState:
         """The state before the first update."""
         check_some_covered("params", params, self.collected.covered, "like=")
         average, bases = self.curvature.initial(0.0)
@@ -487,15 +487,15 @@ class _KfeAdam:
 
     def update(
         self,
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         value: ArrayLike | None = None,
         value_fn: Any = None,
         curvature: Any = None,
         **extra: Any,
-    ) -> tuple[PyTree, KfeAdamState]:
+    ) -> tuple[ArrayTree, KfeAdamState]:
         """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
         grads, factors = updates, required_factors("kfe_adam", extra)
         if params is None and may_be_positive(self.weight_decay):
@@ -531,14 +531,14 @@ class _KfeAdam:
 
     def advance(
         self,
-        grads: PyTree,
+        grads: ArrayTree,
         state: KfeAdamState,
-        params: PyTree | None,
+        params: ArrayTree | None,
         factors: Factors | None,
         rate: Any,
         value: Any,
         extra: dict[str, Any],
-    ) -> tuple[PyTree, KfeAdamState]:
+    ) -> tuple[ArrayTree, KfeAdamState]:
         """One update: average, refresh, moments, rotated step; skipped if not finite."""
         curvature, others, gradient = self.curvature, self.others, gradients_only(grads)
         stacks = self.collected.stacks

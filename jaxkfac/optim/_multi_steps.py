@@ -11,6 +11,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import named, scalar
 from jaxkfac.factors import (
     Factors,
@@ -54,7 +55,6 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
-PyTree = Any
 Schedule = int | Callable[[Any], Any]
 
 _WHOLE = "a whole number of micro-batches, or a function of the number of groups so far"
@@ -195,7 +195,7 @@ class _Groups:
     storage_dtype: Any
     memory_kind: MemoryKind
 
-    def init(self, params: PyTree) -> MultiStepsState:
+    def init(self, params: ArrayTree) -> MultiStepsState:
         check_memory(self.memory_kind, params)
         inner_state = self.inner.init(params)
         check_not_nested(inner_state)
@@ -218,14 +218,14 @@ class _Groups:
 
     def update(
         self,
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         factors: Factors | None = None,
         terms: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, MultiStepsState]:
+    ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
         factors = _checked_factors(grads, state, factors, terms)
         brings_factors = factors is not None
@@ -247,14 +247,14 @@ class _Groups:
         # Before the cond, whose operands are arrays: a sum in full width never becomes one.
         mean = _mean(grads, total)
 
-        def run(inner_state: Any) -> tuple[PyTree, Any]:
+        def run(inner_state: Any) -> tuple[ArrayTree, Any]:
             pooled = {}
             if factors is not None:
                 pooled["factors"] = _pooled(accumulators.unfolded(total)["factors"], factors)
             updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
 
-        def wait(inner_state: Any) -> tuple[PyTree, Any]:
+        def wait(inner_state: Any) -> tuple[ArrayTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         updates, inner_state = jax.lax.cond(ended & some, fast_convolutions(run), wait, state.inner)
@@ -291,7 +291,7 @@ class _Groups:
 
 
 def _checked_factors(
-    grads: PyTree, state: Any, factors: Factors | None, terms: ArrayLike | None
+    grads: ArrayTree, state: Any, factors: Factors | None, terms: ArrayLike | None
 ) -> Factors | None:
     """The factors in the form that is stored; refuses what does not fit the state."""
     check_state("multi_steps", state, MultiStepsState)
@@ -322,7 +322,7 @@ def _as_summed(factors: Factors | None, stored: Sums, accumulators: Accumulators
     return zeros_like(shapes["factors"])  # they are collected at other micro-steps
 
 
-def _mean(grads: PyTree, total: Sums) -> PyTree:
+def _mean(grads: ArrayTree, total: Sums) -> ArrayTree:
     """The mean gradient of a group, in the dtypes of ``grads``."""
     divisor = jnp.where(total["terms"] > 0, total["terms"], 1)
     return jax.tree.map(
@@ -339,7 +339,7 @@ def _pooled(total: Factors, factors: Factors) -> Factors:
 
 
 def _sums(
-    grads: PyTree, factors: Factors | None, count: Array, dtype: np.dtype
+    grads: ArrayTree, factors: Factors | None, count: Array, dtype: np.dtype
 ) -> tuple[Sums, Bool[Array, ""]]:
     """The contribution of a micro-batch, zero if it is left out; and whether it counts."""
     some = count > 0
@@ -347,7 +347,7 @@ def _sums(
     if factors is not None:
         factors = without_empty(factors)
 
-    def weighted(grads: PyTree) -> PyTree:
+    def weighted(grads: ArrayTree) -> ArrayTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
     ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)

@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import scalar
 from jaxkfac.factors import (
     Factors,
@@ -38,8 +39,6 @@ from jaxkfac.optim._trees import (
     with_constants,
 )
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
-
-PyTree = Any
 
 
 class MultiStepsState(NamedTuple):
@@ -164,7 +163,7 @@ def single_steps(
         memory_kind: Memory of accumulators; checked like that of larger groups.
     """
 
-    def init(params: PyTree) -> MultiStepsState:
+    def init(params: ArrayTree) -> MultiStepsState:
         check_memory(memory_kind, params)
         inner_state = inner.init(params)
         check_not_nested(inner_state)
@@ -179,14 +178,14 @@ def single_steps(
         )
 
     def update(
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         factors: Factors | None = None,
         terms: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, MultiStepsState]:
+    ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
         check_state("multi_steps", state, MultiStepsState)
         check_like_momentum(grads, {} if params is None else gradients_only(params))
@@ -217,12 +216,12 @@ def single_steps(
             curvature = as_operator(extra.get("curvature"))
             check_batch(curvature, jnp.where(ok, count, jnp.zeros_like(count)), left_out)
 
-        def run(inner_state: Any) -> tuple[PyTree, Any]:
+        def run(inner_state: Any) -> tuple[ArrayTree, Any]:
             given = {} if factors is None else {"factors": factors}
             updates, inner_state = inner.update(grads, inner_state, params, **given, **extra)
             return cast_like(grads, updates), inner_state
 
-        def wait(inner_state: Any) -> tuple[PyTree, Any]:
+        def wait(inner_state: Any) -> tuple[ArrayTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         # A cond, not a select of every leaf; see ``once_where``.

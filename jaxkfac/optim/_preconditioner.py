@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.curvature import (
     Eigenbases,
@@ -29,7 +30,6 @@ from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._schedules import Clipping
 
-PyTree = Any
 InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]
 
 
@@ -128,7 +128,7 @@ class Preconditioner(abc.ABC):
         return current
 
     @abc.abstractmethod
-    def apply(self, grads: PyTree, current: Any, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, current: Any, damping: Damping) -> ArrayTree:
         """Precondition gradients; leaves that no layer covers stay unchanged."""
 
 
@@ -151,7 +151,7 @@ class _Eigenvectors(Preconditioner):
     ) -> tuple[Eigenbases, Int[Array, ""]]:
         return refresh_bases(current, average)
 
-    def apply(self, grads: PyTree, bases: Eigenbases, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, bases: Eigenbases, damping: Damping) -> ArrayTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
         return natural_gradient(grads, bases, damping=damping, **options)
 
@@ -233,7 +233,7 @@ class _CholeskyInverses(Preconditioner):
         how: Any = {"damping": damping, "damping_mode": self._mode}
         return refresh_inverses(current, average, **how)
 
-    def apply(self, grads: PyTree, inverses: Inverses, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, inverses: Inverses, damping: Damping) -> ArrayTree:
         return precondition(grads, inverses)
 
 

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac._arguments import leaves_by_path, with_leaves
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Corrections, Factors
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import Spectrum
-
-PyTree = Any
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
 # it are few, or so large that a big model cannot afford to copy all of them at once.
@@ -97,7 +95,7 @@ class Stacks:
 
     # -- trees like the parameters ------------------------------------------------------
 
-    def tree(self, tree: PyTree) -> dict[str, Any]:
+    def tree(self, tree: ArrayTree) -> dict[str, Any]:
         """``{path: leaf}`` with the leaves of each stack joined; a missing leaf counts as zeros.
 
         Mixed dtypes in one stack are promoted. A stack without any leaf is left out.
@@ -119,7 +117,7 @@ class Stacks:
                 )
         return leaves
 
-    def unstacked_tree(self, stacked: dict[str, Any], like: PyTree) -> PyTree:
+    def unstacked_tree(self, stacked: dict[str, Any], like: ArrayTree) -> ArrayTree:
         """The inverse of :meth:`tree`, in the shapes and dtypes of ``like``."""
         leaves, shapes = dict(stacked), leaves_by_path(like)
         for group in self._several:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac._arguments import check_arrays, is_differentiable, leaves_by_path, path_of
+from jaxkfac._arguments import ArrayTree, check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac._errors import instance_of, named, nearest, scalar
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.linalg import inner_product, is_all_finite
@@ -22,20 +22,17 @@ from jaxkfac.optim._schedules import may_be_positive
 # ---------------- trees of gradients
 
 
-PyTree = Any
-
-
-def all_finite(*trees: PyTree) -> Bool[Array, ""]:
+def all_finite(*trees: ArrayTree) -> Bool[Array, ""]:
     """Whether every inexact element of the trees is finite."""
     return is_all_finite(*(x for x in jax.tree.leaves(trees) if is_differentiable(x)))
 
 
-def gradients_only(tree: PyTree) -> PyTree:
+def gradients_only(tree: ArrayTree) -> ArrayTree:
     """``tree`` without the leaves that are not gradients (integers, keys, float0)."""
     return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
 
 
-def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
+def cast_like(grads: ArrayTree, updates: ArrayTree) -> ArrayTree:
     """``updates`` in the dtypes of ``grads``, without the leaves that are not gradients."""
     return jax.tree.map(
         lambda g, u: u.astype(g.dtype) if is_differentiable(g) else optax.MaskedNode(),
@@ -44,7 +41,7 @@ def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
     )
 
 
-def with_constants(grads: PyTree, updates: PyTree) -> PyTree:
+def with_constants(grads: ArrayTree, updates: ArrayTree) -> ArrayTree:
     """``updates`` with the leaves that are not gradients put back unchanged."""
     return jax.tree.map(lambda g, u: g if isinstance(u, optax.MaskedNode) else u, grads, updates)
 
@@ -54,18 +51,18 @@ def scaled(factor: ArrayLike, leaf: Array) -> Array:
     return jnp.asarray(factor, leaf.dtype) * leaf
 
 
-def sum_dtype(*trees: PyTree) -> Any:
+def sum_dtype(*trees: ArrayTree) -> Any:
     """float64 if any leaf is float64, else float32: sums never run in half precision."""
     dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
-def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
+def covered_leaves(tree: ArrayTree, covered: Collection[str]) -> ArrayTree:
     """True on the leaves at the covered paths."""
     return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in covered, tree)
 
 
-def check_some_covered(what: str, tree: PyTree, covered: Collection[str], of: str) -> None:
+def check_some_covered(what: str, tree: ArrayTree, covered: Collection[str], of: str) -> None:
     """Refuse parameters or gradients of another model than the factors or bases.
 
     ``optax.masked`` passes only some of them, so one match is enough.
@@ -89,7 +86,7 @@ def check_state(what: str, state: Any, kind: type) -> None:
     instance_of(f"{what}: the state", state, kind, "as tx.init(params) gives it")
 
 
-def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
+def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
     """Refuse gradients that do not match the parameters for which the state was made."""
     by_path = leaves_by_path(grads)
     absent = [path for path in leaves_by_path(momentum) if path not in by_path]
@@ -135,7 +132,7 @@ def checked_value(value: Any) -> Any:
 
 
 def norm_scale(
-    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
+    steps: ArrayTree, grads: ArrayTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
 ) -> Float[Array, ""]:
     r"""The factor of at most 1 that makes $\eta^2 \langle p, \nabla \rangle$ at most ``limit``.
 
@@ -153,13 +150,13 @@ def norm_scale(
     return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
 
 
-def scale_covered(factor: Array, steps: PyTree, covered: Collection[str]) -> PyTree:
+def scale_covered(factor: Array, steps: ArrayTree, covered: Collection[str]) -> ArrayTree:
     """The steps, scaled at the covered paths."""
     ours = covered_leaves(steps, covered)
     return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
 
 
-def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool) -> PyTree:
+def zero_momentum(params: ArrayTree, covered: Collection[str], *, everywhere: bool) -> ArrayTree:
     """Zeros like the parameters at the covered paths, or like all parameters with a gradient."""
     return jax.tree.map(
         lambda mine, x: (
@@ -172,7 +169,7 @@ def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool)
     )
 
 
-def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTree:
+def advance_momentum(decay: ArrayLike, momentum: ArrayTree, steps: ArrayTree) -> ArrayTree:
     r"""$m \leftarrow \mu m + p$ for leaves with a momentum, in its dtype."""
     return jax.tree.map(
         lambda p, m: m if isinstance(m, optax.MaskedNode) else scaled(decay, m) + p.astype(m.dtype),
@@ -182,8 +179,12 @@ def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTre
 
 
 def descend(
-    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: ArrayLike
-) -> PyTree:
+    momentum: ArrayTree,
+    grads: ArrayTree,
+    params: ArrayTree | None,
+    rate: ArrayLike,
+    weight_decay: ArrayLike,
+) -> ArrayTree:
     r"""$-\eta (m + w \theta)$ for leaves with a momentum, and the gradient for all others.
 
     ``params`` may have more leaves than ``grads``: those without a gradient.
@@ -231,12 +232,12 @@ def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
     return loop(chosen, carry, *closed_over)
 
 
-def where(done: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+def where(done: Bool[Array, ""], new: ArrayTree, old: ArrayTree) -> ArrayTree:
     """``new`` if ``done``, else ``old``, leaf by leaf."""
     return jax.tree.map(lambda x, y: jnp.where(done, x, y), new, old)
 
 
-def zero_unless(done: Bool[Array, ""], tree: PyTree) -> PyTree:
+def zero_unless(done: Bool[Array, ""], tree: ArrayTree) -> ArrayTree:
     """``tree`` if ``done``, else zeros.
 
     The zero is not a constant for XLA. It would make one array of it, share that with the zeros
@@ -251,12 +252,12 @@ def zero_unless(done: Bool[Array, ""], tree: PyTree) -> PyTree:
 # ---------------- explicit sharding
 
 
-def is_sharded(tree: PyTree) -> bool:
+def is_sharded(tree: ArrayTree) -> bool:
     """Whether the type of any array is sharded; automatic axes do not appear in types."""
     return any(any(spec) for x in jax.tree.leaves(tree) if (spec := _spec(x)) is not None)
 
 
-def gathered(tree: PyTree) -> PyTree:
+def gathered(tree: ArrayTree) -> ArrayTree:
     """Replicate every array on every device.
 
     Otherwise each product of sharded arrays would have to state the sharding of its result. XLA
@@ -267,7 +268,7 @@ def gathered(tree: PyTree) -> PyTree:
     )
 
 
-def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
+def sharded_like(tree: ArrayTree, like: ArrayTree) -> ArrayTree:
     """Shard the arrays of ``tree`` like those of ``like``."""
 
     def sharded(x: Any, like: Any) -> Any:
@@ -287,10 +288,10 @@ class GatheredOperator(Operator):
     """
 
     operator: Operator
-    params: PyTree
+    params: ArrayTree
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return self.operator.like
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
@@ -304,7 +305,7 @@ class GatheredOperator(Operator):
         return {path: sharded_like(x, param_leaves.get(path)) for path, x in leaves.items()}
 
 
-def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
+def on_mesh_of(like: ArrayTree, tree: ArrayTree) -> ArrayTree:
     """Put ``tree`` on the explicit mesh of ``like``, if it has one, like the result of a step.
 
     Arrays that are not sharded are replicated. Results of a step have a spec with an entry for

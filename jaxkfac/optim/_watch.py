@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors import Factors, arrays_of_turn, with_arrays_of_turn, without_turn
 from jaxkfac.linalg import diagonal
 from jaxkfac.optim._trees import is_concrete, sum_dtype
@@ -139,8 +140,6 @@ def _diagonals(factors: Factors) -> Iterator[Array]:
 # ---------------- the watch over losses and factors
 
 
-PyTree = Any
-
 PATIENCE = 10  # steps in a row with a loss out of bounds before a warning
 
 
@@ -167,7 +166,7 @@ class StateWatch(NamedTuple):
     restarted: Int[Array, ""]
 
     @classmethod
-    def initial(cls, params: PyTree) -> "StateWatch":
+    def initial(cls, params: ArrayTree) -> "StateWatch":
         """Before the first update."""
         return cls(
             jnp.full((), jnp.inf, sum_dtype(params)),
@@ -255,7 +254,7 @@ def _diverged(state: Any) -> str:
     return _DIVERGED.format(name="kfe_adam" if name == "kfeadam" else name, remedy=remedy)
 
 
-def check_state(state: PyTree) -> None:
+def check_state(state: ArrayTree) -> None:
     """Warn, with the remedy, if something in the optimizer's state is wrong.
 
     Call it after a logging interval, outside ``jit``; it waits for the state's counters, a few

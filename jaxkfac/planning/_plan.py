@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from jaxkfac import lslora
-from jaxkfac._arguments import check_arrays, check_function
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function
 from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.factors import check_decay
@@ -35,11 +34,11 @@ CompiledSets = Literal["chosen", "all", "none"]
 
 def plan_memory(
     objective: Callable[..., Any],
-    params: PyTree,
+    params: ArrayTree,
     batch: Any,
     *,
-    state: PyTree | None = None,
-    frozen: PyTree | None = None,
+    state: ArrayTree | None = None,
+    frozen: ArrayTree | None = None,
     optimizer: optax.GradientTransformation | None = None,
     device_bytes: ByteSize,
     host_bytes: ByteSize | None = None,

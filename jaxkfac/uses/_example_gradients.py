@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import Eigenbases, read_many, write_many
@@ -136,9 +137,9 @@ class ExampleGradients:
         self._traced, self._dtype, self._queries = traced, dtype, queries
         self._rows, self._number = rows, number
         self._layers = {layer.name: layer for layer in layers}
-        self._data: PyTree = ()
+        self._data: ArrayTree = ()
 
-    def of(self, data: PyTree) -> "ExampleGradients":
+    def of(self, data: ArrayTree) -> "ExampleGradients":
         """A copy for use inside ``shard_map``, where each device has different examples.
 
         Args:

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key
 
-from jaxkfac._arguments import check_function
+from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import (
     CoupledExamplesError,
     LostRowsError,
@@ -53,12 +53,12 @@ class EigenvalueCorrector:
 
     def __call__(
         self,
-        params: PyTree,
+        params: ArrayTree,
         batch: Any,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree | None = None,
-        state: PyTree | None = None,
+        labels: ArrayTree | None = None,
+        state: ArrayTree | None = None,
     ) -> Eigenbases:
         """Measure the eigenvalues of one batch, and return the bases with them.
 
@@ -159,7 +159,7 @@ def _isolated(
     """
     assert at.terms_of is not None
 
-    def contribution(cotangent: PyTree) -> Squares:
+    def contribution(cotangent: ArrayTree) -> Squares:
         def one(examples: Int[Array, " 1"], _: Array | None) -> Squares:
             def alone(x: Array) -> Array:
                 mine = jnp.arange(number) == examples

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import (
+    ArrayTree,
     check_arrays,
     check_function,
     check_params,
@@ -43,10 +44,7 @@ from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 # ---------------- checks of chunks
 
 
-PyTree = Any
-
-
-def check_chunk(chunk: int | None, examples: PyTree) -> None:
+def check_chunk(chunk: int | None, examples: ArrayTree) -> None:
     """Refuse a chunk below one, and arrays whose first axis is not the examples.
 
     Raises:
@@ -98,7 +96,7 @@ class ExactOperator(Operator):
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return chosen_shapes(self.params, self.only)
 
     @property
@@ -180,7 +178,7 @@ def _forms(
 
 
 def checked_batch(
-    objective: Objective, call: ModelCall, chunk: int | None, labels: PyTree | None = None
+    objective: Objective, call: ModelCall, chunk: int | None, labels: ArrayTree | None = None
 ) -> Batch:
     """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
@@ -194,7 +192,7 @@ def checked_batch(
     out = objective.batch(batch)
     check_chunk(chunk, out)
 
-    def check(params: PyTree, inputs: Any) -> None:
+    def check(params: ArrayTree, inputs: Any) -> None:
         outputs, _ = objective.outputs(params, inputs, key, state)
         objective.check(outputs, out.targets, out.mask)
         if labels is not None:
@@ -204,12 +202,12 @@ def checked_batch(
     return out
 
 
-def shapes(tree: PyTree) -> PyTree:
+def shapes(tree: ArrayTree) -> ArrayTree:
     """The shapes and dtypes of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
-def chosen_shapes(params: PyTree, only: tuple[str, ...] | None) -> PyTree:
+def chosen_shapes(params: ArrayTree, only: tuple[str, ...] | None) -> ArrayTree:
     """Shapes and dtypes of the parameters, or ``{path: leaf}`` of the chosen ones."""
     if only is None:
         return shapes(params)
@@ -217,7 +215,7 @@ def chosen_shapes(params: PyTree, only: tuple[str, ...] | None) -> PyTree:
     return {path: shapes(leaves[path]) for path in only}
 
 
-def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
+def chosen_paths(only: str | None, params: ArrayTree) -> tuple[str, ...] | None:
     """The paths of floating parameters that a pattern matches in full; ``None`` for ``None``.
 
     Raises:
@@ -286,7 +284,7 @@ class MarkedGaussNewton(Operator):
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return chosen_shapes(self.params, self.only)
 
     @property
@@ -301,7 +299,7 @@ class MarkedGaussNewton(Operator):
 
 
 def _call(
-    function: Callable[..., Any], params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+    function: Callable[..., Any], params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None
 ) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
 

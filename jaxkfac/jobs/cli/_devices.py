@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._processes import ALONE, RunProcesses
 from jaxkfac.memory import bytes_text, place_once, put_leaf
 
@@ -48,27 +49,27 @@ class RunDevices(NamedTuple):
 
         return jax.tree.map(of, tree)
 
-    def put_base(self, params: PyTree) -> PyTree:
+    def put_base(self, params: ArrayTree) -> ArrayTree:
         """Shard a frozen model over ``model``, or over ``data`` alone; reuses its memory."""
         if self.mesh is None:
             return params
         axis = "model" if self.mesh.shape["model"] > 1 else "data"
         return place_once(params, self.shardings(params, axis))
 
-    def put(self, tree: PyTree) -> PyTree:
+    def put(self, tree: ArrayTree) -> ArrayTree:
         """Shard parameters or an optimizer state."""
         if self.mesh is None:
             return tree
         return jax.tree.map(put_leaf, tree, self.shardings(tree))
 
-    def replicated(self, tree: PyTree) -> PyTree:
+    def replicated(self, tree: ArrayTree) -> ArrayTree:
         """Replicate data on every device."""
         if self.mesh is None:
             return tree
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: put_leaf(x, everywhere), tree)
 
-    def put_batch(self, batch: PyTree) -> PyTree:
+    def put_batch(self, batch: ArrayTree) -> ArrayTree:
         """Shard a batch of NumPy arrays over ``data``; each process sends its devices' rows."""
         if self.mesh is None:
             return jax.tree.map(jax.numpy.asarray, batch)

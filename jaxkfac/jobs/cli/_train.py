@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac._arguments import leaves_by_path
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._text import number
 from jaxkfac.files import write_text
 from jaxkfac.jobs.cli._checkpoint import (
@@ -160,9 +160,6 @@ def _start(
 # ---------------- the command
 
 
-PyTree = Any
-
-
 def run_train(arguments: TrainArguments) -> None:
     """Train, write the results, and print the summary.
 
@@ -273,14 +270,14 @@ def _print(
     console.print(f"report: {summary['report']}", soft_wrap=True, highlight=False)
 
 
-def factor_average(optimizer_state: PyTree) -> Any:
+def factor_average(optimizer_state: ArrayTree) -> Any:
     """The running average of the factors inside an optimizer's state, or ``None``."""
     states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, KfacState))
     return next((s.average for s in states if isinstance(s, KfacState)), None)
 
 
 def spectra_of(
-    optimizer_state: PyTree, experiment: Experiment, max_condition: float | None = None
+    optimizer_state: ArrayTree, experiment: Experiment, max_condition: float | None = None
 ) -> list[SpectrumRecord]:
     """Spectra of the factor average, clipped as in the run or at ``max_condition``."""
     bases = jk.eigendecompose(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
-from jaxkfac._arguments import leaves_by_path
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.factors import PLAIN_TERMS, BudgetedCollector, Pass
 from jaxkfac.interception import LayerTable
 from jaxkfac.jobs.cli._options import ModelAnalysis
@@ -85,7 +85,6 @@ def with_sums(one: Pass, batches: int = 1) -> int:
 # ---------------- an analyzed model
 
 
-PyTree = Any
 _TRIES = 6  # largest number of budgets to compile
 _HALVINGS = 12
 _SPREAD = 1.15  # a pass needed up to 1.14 times the bytes of the pass with the largest factors
@@ -117,8 +116,8 @@ class AnalyzedModel:
         self,
         options: ModelAnalysis,
         apply_fn: Any,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         exist: Any,
         *,
         batches: int = 1,
@@ -269,7 +268,7 @@ class AnalyzedModel:
     def product(self) -> Any:
         """``product(params, batch, vector)`` with the exact Fisher; vectors are flat float32."""
 
-        def product(params: PyTree, batch: Any, vector: Any) -> Any:
+        def product(params: ArrayTree, batch: Any, vector: Any) -> Any:
             operator = jk.operators.fisher(self.objective, params, batch)
             like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
             unflatten = ravel_pytree(like)[1]

@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.jobs.cli._problem import warmup_schedule
@@ -65,9 +66,6 @@ def _classes(targets: Array) -> Array:
 # ---------------- the problem
 
 
-PyTree = Any
-
-
 class FinetuneProblem(NamedTuple):
     """Everything that training and its evaluations read, before any training.
 
@@ -106,7 +104,7 @@ class FinetuneProblem(NamedTuple):
     reference: Mapping[str, float] = MappingProxyType({})
 
     @property
-    def params(self) -> PyTree:
+    def params(self) -> ArrayTree:
         return self.pretrained.params
 
     @property
@@ -153,7 +151,7 @@ class FinetuneProblem(NamedTuple):
             return position["tally"]["learnt"]
         return self.encoded.num_learnt
 
-    def weights(self, adapters: PyTree) -> Any:
+    def weights(self, adapters: ArrayTree) -> Any:
         """The model with these adapters, and the keyword arguments to call it, for generation."""
         if self.config is None:
             return self.pretrained._replace(params=adapters), {}
@@ -203,7 +201,7 @@ def _all_parameters(
 ) -> FinetuneProblem:
     apply_fn, params_once = pretrained.apply_fn, [pretrained.params]
 
-    def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+    def adapted(params: ArrayTree, adapters: ArrayTree, inputs: Any, key: Any = None) -> Any:
         return apply_fn(adapters, inputs, key=key)
 
     return FinetuneProblem(
@@ -359,7 +357,7 @@ def _registered(nonlinearity: str) -> str:
 
 
 def objective_of(
-    experiment: Finetuning, problem: FinetuneProblem, params: PyTree, *, drops: bool = True
+    experiment: Finetuning, problem: FinetuneProblem, params: ArrayTree, *, drops: bool = True
 ) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac._arguments import leaves_by_path
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import write_text
 from jaxkfac.interception import selector
 from jaxkfac.jobs.cli._checkpoint import check_output, remove_checkpoints
@@ -51,9 +51,6 @@ from jaxkfac.jobs.report import (
 )
 
 # ---------------- curvature of the adapter: coverage, spectra and capacity
-
-
-PyTree = Any
 
 
 class AdapterCurvature(NamedTuple):
@@ -106,7 +103,7 @@ def adapter_curvature(
     devices = problem.devices
 
     @functools.partial(jax.jit, **devices.of_program())
-    def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
+    def collect(params: ArrayTree, adapters: ArrayTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
             objective_of(experiment, problem, params, drops=False),
             fisher=experiment.kfac.fisher,

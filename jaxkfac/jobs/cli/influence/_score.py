@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import PLAIN_TERMS, Factors, LongSum
 from jaxkfac.jobs.cli._progress import phase, progress
@@ -67,7 +68,6 @@ def total_of(summed: Any) -> Factors:
 # ---------------- stages of a run
 
 
-PyTree = Any
 _SECONDS = 30.0  # between two saves of the scores
 
 
@@ -205,7 +205,7 @@ def _collected(scoring: Scoring) -> jk.Factors:
     texts, arguments, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
     key = jax.random.key(arguments.seed)
 
-    def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
+    def collect(params: ArrayTree, batch: Any, key: jax.Array) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
 
     add: Any = operator.add
