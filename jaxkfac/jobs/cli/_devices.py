@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._processes import ALONE, RunProcesses
@@ -42,7 +43,7 @@ class RunDevices(NamedTuple):
         assert self.mesh is not None
         mesh, count = self.mesh, self.mesh.shape[axis]
 
-        def of(x: Any) -> NamedSharding:
+        def of(x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
             split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
             axes = [*[None] * (len(x.shape) - 1), axis] if split else []
             return NamedSharding(mesh, PartitionSpec(*axes))
@@ -90,7 +91,7 @@ class RunDevices(NamedTuple):
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return {"out_shardings": (*map(self.shardings, trees), replicated) if trees else replicated}
 
-    def described(self, state: PyTree) -> dict[str, Any]:
+    def described(self, state: ArrayTree) -> dict[str, Any]:
         """The mesh, and the bytes of parameters and optimizer state on one device."""
         first = jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
         nbytes = sum(

@@ -76,7 +76,7 @@ def make_epoch(
         return (images, train.labels[indices]), label_key
 
     def micro_step(
-        carry: tuple[ArrayTree, ArrayTree], row: Row, train: Digits, group: Any = None
+        carry: tuple[ArrayTree, ArrayTree], row: Row, train: Digits, group: ArrayTree = None
     ) -> tuple[tuple[ArrayTree, ArrayTree], tuple[Float[Array, ""], Float[Array, ""]]]:
         params, state = carry
         batch, label_key = batch_of(row, train)
@@ -90,7 +90,7 @@ def make_epoch(
             updates, state = tx.update(grads, state, params, terms=len(batch[1]))
         return (optax.apply_updates(params, updates), state), (loss, gradient_norm(grads))
 
-    def update(carry: Any, rows: Row, train: Digits) -> Any:
+    def update(carry: tuple[ArrayTree, ArrayTree], rows: Row, train: Digits) -> Any:
         """All micro-steps of one update; each of them sees the examples of the whole update."""
         batches, _ = jax.vmap(lambda row: batch_of(row, train))(rows)
         group = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)

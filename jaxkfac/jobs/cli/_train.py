@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from rich.console import Console
 
 import jaxkfac as jk
@@ -93,7 +94,7 @@ def train_one(
 def _train_to_the_end(
     name: Optimizer,
     problem: DigitsProblem,
-    tx: Any,
+    tx: optax.GradientTransformation,
     state: TrainState,
     arguments: TrainArguments,
     config: dict[str, Any],
@@ -145,7 +146,10 @@ def _train_to_the_end(
 
 
 def _start(
-    problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+    problem: DigitsProblem,
+    tx: optax.GradientTransformation,
+    folder: Path | None,
+    config: dict[str, Any],
 ) -> TrainState:
     """The state from the checkpoint in ``folder``, or a new one without a checkpoint."""
     if folder is not None and find_checkpoint(folder):

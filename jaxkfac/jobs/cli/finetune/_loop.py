@@ -169,7 +169,7 @@ def _micro_step(
         params: ArrayTree,
         adapters: ArrayTree,
         state: ArrayTree,
-        batch: Any,
+        batch: ArrayTree,
         number: jax.Array,
     ) -> MicroResult:
         objective = objective_of(experiment, problem, params)
@@ -249,7 +249,7 @@ class Tuning:
         self,
         experiment: Finetuning,
         problem: FinetuneProblem,
-        tx: Any,
+        tx: optax.GradientTransformation,
         state: TuneState,
         *,
         total: int,

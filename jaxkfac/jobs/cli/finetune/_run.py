@@ -103,7 +103,7 @@ def adapter_curvature(
     devices = problem.devices
 
     @functools.partial(jax.jit, **devices.of_program())
-    def collect(params: ArrayTree, adapters: ArrayTree, batch: Any, key: jax.Array) -> Any:
+    def collect(params: ArrayTree, adapters: ArrayTree, batch: ArrayTree, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
             objective_of(experiment, problem, params, drops=False),
             fisher=experiment.kfac.fisher,
@@ -248,7 +248,9 @@ def _check(arguments: FinetuneArguments) -> None:
     check_loggers(arguments.log)
 
 
-def _save(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> dict[str, str]:
+def _save(
+    arguments: FinetuneArguments, problem: FinetuneProblem, adapters: ArrayTree
+) -> dict[str, str]:
     """Write the adapter, or the model; return its kind and path."""
     pretrained, config, output = problem.pretrained, problem.config, arguments.output
     if config is None:

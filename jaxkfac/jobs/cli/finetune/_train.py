@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from jaxkfac._arguments import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
@@ -193,7 +194,7 @@ def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
 def _start(
     experiment: Finetuning,
     problem: FinetuneProblem,
-    tx: Any,
+    tx: optax.GradientTransformation,
     folder: Path | None,
     config: dict[str, Any],
 ) -> TuneState:
