@@ -64,10 +64,10 @@ class Accumulators:
     def zeros(self, params: ArrayTree, like: Factors | None) -> Sums:
         """Sums before the first micro-batch, made one array at a time; see :meth:`save`."""
 
-        def zero(x: Any) -> Array:
+        def zero(x: Array | jax.ShapeDtypeStruct) -> Array:
             return self._put(jnp.zeros_like(x, dtype=self.kept))
 
-        def zero_matrix(x: Any) -> Array:
+        def zero_matrix(x: Array | jax.ShapeDtypeStruct) -> Array:
             if not self.narrow:
                 return zero(x)
             shape = jax.eval_shape(fold_triangle, x).shape

@@ -93,7 +93,7 @@ class KfacState(NamedTuple):
         return _read(self.stacks.unstacked_bases, self.stacked_bases)
 
 
-def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
+def _read(function: Callable[[Any], Any], stacked: ArrayTree) -> Any:
     """``function(stacked)``; if ``stacked`` holds shapes, the shapes of the result."""
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
     return jax.eval_shape(function, stacked) if shapes else function(stacked)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature, Factors
 from jaxkfac.interception import Staged, TraceCache
+from jaxkfac.linalg import Damping
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others
 from jaxkfac.optim._kfac_state import (
@@ -216,7 +217,7 @@ class KfacTransformation:
         params: ArrayTree | None,
         factors: Factors | None,
         numbers: tuple[Any, ...],
-        extra: Any,
+        extra: dict[str, Any],
         from_host: Eigenbases | None = None,
         *,
         axis: MeshAxis | None,
@@ -312,7 +313,7 @@ class KfacTransformation:
         self,
         update: "_Update",
         average: Factors,
-        extra: Any,
+        extra: dict[str, Any],
         from_host: Eigenbases | None,
         axis: MeshAxis | None,
         unmoved: "_Results",
@@ -359,7 +360,7 @@ class KfacTransformation:
         adaptation, curvature, state = self.adaptation, self.curvature, update.state
         assert adaptation is not None and update.loss is not None
 
-        def direction(damping: Any) -> ArrayTree:
+        def direction(damping: Damping) -> ArrayTree:
             bases = curvature.fresh(state, average, damping) if early_bases is None else early_bases
             steps = curvature.method.apply(update.stacked, bases, damping)
             return curvature.stacks.unstacked_tree(steps, update.gradient)
@@ -445,7 +446,7 @@ class KfacTransformation:
         return _Descent(out, velocity, others_update, others_state, adapted)
 
 
-def _either(one: Any, other: Any) -> Any:
+def _either(one: Bool[Array, ""] | None, other: Bool[Array, ""] | None) -> Bool[Array, ""] | None:
     """Whether one of two holds, either of which may be ``None``."""
     return other if one is None else one if other is None else one | other
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
@@ -266,7 +266,7 @@ class Block(NamedTuple):
     bias: bool
     joint: bool
 
-    def read(self, leaves: dict[str, Array], dtype: Any) -> dict[str, Array]:
+    def read(self, leaves: dict[str, Array], dtype: DTypeLike) -> dict[str, Array]:
         """``{name of second moment: (stack..., in[+1], out)}``, for the leaves in the tree."""
         layer = self.layer
         shapes = (layer.in_features, layer.out_features), (1, layer.out_features)
@@ -492,8 +492,8 @@ class _KfeAdam:
         params: ArrayTree | None = None,
         *,
         value: ArrayLike | None = None,
-        value_fn: Any = None,
-        curvature: Any = None,
+        value_fn: object = None,
+        curvature: object = None,
         **extra: Any,
     ) -> tuple[ArrayTree, KfeAdamState]:
         """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
@@ -535,8 +535,8 @@ class _KfeAdam:
         state: KfeAdamState,
         params: ArrayTree | None,
         factors: Factors | None,
-        rate: Any,
-        value: Any,
+        rate: ArrayLike,
+        value: ArrayLike | None,
         extra: dict[str, Any],
     ) -> tuple[ArrayTree, KfeAdamState]:
         """One update: average, refresh, moments, rotated step; skipped if not finite."""
@@ -547,10 +547,10 @@ class _KfeAdam:
         finite = all_finite(stacked, new)
         sound = finite & is_in_range(new)
 
-        def averaged(carry: Any) -> Any:
+        def averaged(carry: tuple[Any, ...]) -> Any:
             return *curvature.averaged(carry[0], new), state.skipped
 
-        def step(carry: Any) -> Any:
+        def step(carry: tuple[Any, ...]) -> Any:
             steps, old_bases, old_first, old_second, (_, others_state), *_ = carry
             before = state._replace(stacked_bases=old_bases)
             bases, num_failed = curvature.refreshed(before, decomposed, new, 0.0)

@@ -247,14 +247,14 @@ class _Groups:
         # Before the cond, whose operands are arrays: a sum in full width never becomes one.
         mean = _mean(grads, total)
 
-        def run(inner_state: Any) -> tuple[ArrayTree, Any]:
+        def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             pooled = {}
             if factors is not None:
                 pooled["factors"] = _pooled(accumulators.unfolded(total)["factors"], factors)
             updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
 
-        def wait(inner_state: Any) -> tuple[ArrayTree, Any]:
+        def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         updates, inner_state = jax.lax.cond(ended & some, fast_convolutions(run), wait, state.inner)

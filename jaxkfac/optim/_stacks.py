@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
@@ -269,13 +270,13 @@ def _stacked_layer(members: tuple[Layer, ...], name: str, owner: str) -> Layer:
     )
 
 
-def _joined(members: Any, field: str) -> str:
+def _joined(members: Sequence[Layer] | Sequence[ParameterMatrix], field: str) -> str:
     """One name for several layers."""
     first, *more = (getattr(member, field) for member in members)
     return f"{first} and {len(more)} more" if more else first
 
 
-def _unstacked(x: Any, axes: int) -> list[Any]:
+def _unstacked(x: Array, axes: int) -> list[Any]:
     """The members of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
     axis = x.ndim - axes
     return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]

@@ -81,7 +81,7 @@ def check_some_covered(what: str, tree: ArrayTree, covered: Collection[str], of:
         )
 
 
-def check_state(what: str, state: Any, kind: type) -> None:
+def check_state(what: str, state: object, kind: type) -> None:
     """Refuse a state that another transformation made."""
     instance_of(f"{what}: the state", state, kind, "as tx.init(params) gives it")
 
@@ -98,7 +98,7 @@ def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
     check_arrays("grads", grads)
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Whether ``x`` is an array with values: not traced, not a float0, not a Python number."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
@@ -118,7 +118,7 @@ def required_factors(what: str, arguments: dict[str, Any]) -> Any:
     return arguments.pop("factors")
 
 
-def checked_value(value: Any) -> Any:
+def checked_value(value: object) -> Any:
     """Check ``value=`` of an update.
 
     Raises:
@@ -190,12 +190,12 @@ def descend(
     ``params`` may have more leaves than ``grads``: those without a gradient.
     """
 
-    def decayed(x: Array, m: Any) -> Any:
+    def decayed(x: Array, m: Array | optax.MaskedNode) -> Any:
         if isinstance(m, optax.MaskedNode):
             return m
         return m + scaled(weight_decay, x.astype(m.dtype))
 
-    def step(g: Array, m: Any) -> Array:
+    def step(g: Array, m: Array | optax.MaskedNode) -> Array:
         return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
 
     if may_be_positive(weight_decay):
@@ -203,7 +203,7 @@ def descend(
     return jax.tree.map(step, grads, momentum)
 
 
-def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+def once_where(chosen: ArrayLike, function: Callable[[Any], Any], carry: ArrayTree) -> Any:
     """``function(carry)`` where it is chosen, else ``carry``.
 
     This is a loop of one iteration or none, because a loop updates its carry in place. If one
@@ -218,14 +218,14 @@ def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
     function, closed_over = jax.closure_convert(function, carry)
 
     @jax.custom_jvp
-    def loop(chosen: Any, carry: Any, *closed_over: Any) -> Any:
-        def body(state: Any) -> Any:
+    def loop(chosen: ArrayLike, carry: ArrayTree, *closed_over: Any) -> Any:
+        def body(state: tuple[Any, ...]) -> Any:
             again, carry = state
             return again & False, function(carry, *closed_over)
 
         return jax.lax.while_loop(lambda state: state[0], body, (chosen, carry))[1]
 
-    def branches(chosen: Any, carry: Any, *closed_over: Any) -> Any:
+    def branches(chosen: ArrayLike, carry: ArrayTree, *closed_over: Any) -> Any:
         return jax.lax.cond(chosen, function, lambda carry, *_: carry, carry, *closed_over)
 
     loop.defjvp(functools.partial(jax.jvp, branches))
@@ -271,7 +271,7 @@ def gathered(tree: ArrayTree) -> ArrayTree:
 def sharded_like(tree: ArrayTree, like: ArrayTree) -> ArrayTree:
     """Shard the arrays of ``tree`` like those of ``like``."""
 
-    def sharded(x: Any, like: Any) -> Any:
+    def sharded(x: Any, like: object) -> Any:
         spec = _spec(like)
         return x if not any(spec or ()) else jax.sharding.reshard(x, spec)
 
@@ -318,7 +318,7 @@ def on_mesh_of(like: ArrayTree, tree: ArrayTree) -> ArrayTree:
         return tree
     sharding: Any = placed.sharding
 
-    def put(x: Any) -> Any:
+    def put(x: object) -> Any:
         if not isinstance(x, Array):
             return x
         spec = _spec(x) or ()
@@ -328,7 +328,7 @@ def on_mesh_of(like: ArrayTree, tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(put, tree)
 
 
-def _spec(x: Any) -> PartitionSpec | None:
+def _spec(x: object) -> PartitionSpec | None:
     if not isinstance(x, Array) or jax.typeof(x).sharding.mesh.empty:
         return None
     return jax.typeof(x).sharding.spec

@@ -21,7 +21,7 @@ from jaxkfac.optim._trees import is_concrete, sum_dtype
 # ---------------- whether factors come when they are needed
 
 
-def check_factors_have_come(missed: Any, *seen: Factors | None) -> None:
+def check_factors_have_come(missed: ArrayLike, *seen: Factors | None) -> None:
     """Refuse to continue as gradient descent if factors are collected and never arrive.
 
     Args:
@@ -43,7 +43,7 @@ def check_factors_have_come(missed: Any, *seen: Factors | None) -> None:
         )
 
 
-def check_measured_between(every: Any, *, measures: bool) -> None:
+def check_measured_between(every: ArrayLike, *, measures: bool) -> None:
     """Refuse eigenvalues measured in eigenvectors that no step uses again.
 
     Raises:
@@ -177,7 +177,9 @@ class StateWatch(NamedTuple):
             jnp.zeros((), jnp.int32),
         )
 
-    def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "StateWatch":
+    def after(
+        self, value: ArrayLike | None, *, came: ArrayLike, due: ArrayLike, begun: ArrayLike
+    ) -> "StateWatch":
         """The counters after an update.
 
         Args:
@@ -200,7 +202,7 @@ class StateWatch(NamedTuple):
         diverged = jnp.where(beyond, self.diverged + 1, 0).astype(jnp.int32)
         return new._replace(first_value=first, diverged=diverged)
 
-    def counting(self, *, outsized: Any, restarted: Any) -> "StateWatch":
+    def counting(self, *, outsized: Array, restarted: Array) -> "StateWatch":
         """Count an update with factors that were too large, and the averages that restarted."""
         return self._replace(
             outsized=self.outsized + outsized.astype(jnp.int32),
@@ -246,7 +248,7 @@ def warn_if_diverged(state: Watched, *, stacklevel: int) -> None:
         warnings.warn(_diverged(state), stacklevel=stacklevel)
 
 
-def _diverged(state: Any) -> str:
+def _diverged(state: object) -> str:
     name = type(state).__name__.removesuffix("State").lower()
     remedy = _ADAPTIVE if name == "kfac" else _SMALLER_RATE
     if getattr(state, "adaptation", ()):
@@ -254,7 +256,7 @@ def _diverged(state: Any) -> str:
     return _DIVERGED.format(name="kfe_adam" if name == "kfeadam" else name, remedy=remedy)
 
 
-def check_state(state: ArrayTree) -> None:
+def check_state(state: object) -> None:
     """Warn, with the remedy, if something in the optimizer's state is wrong.
 
     Call it after a logging interval, outside ``jit``; it waits for the state's counters, a few
@@ -292,16 +294,16 @@ def check_state(state: ArrayTree) -> None:
             warnings.warn(message, stacklevel=2)
 
 
-def _is_watched(node: Any) -> bool:
+def _is_watched(node: object) -> bool:
     return isinstance(getattr(node, "watch", None), StateWatch)
 
 
-def _accumulates(node: Any) -> bool:
+def _accumulates(node: object) -> bool:
     """Whether it is the state of ``multi_steps``, which counts left-out batches itself."""
     return isinstance(getattr(node, "accumulation", None), optax.MultiStepsState)
 
 
-def _number(counter: Any) -> Array:
+def _number(counter: ArrayTree) -> Array:
     """A counter's value; in ``nnx.Optimizer`` the counter is a variable.
 
     Raises:
