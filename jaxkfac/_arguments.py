@@ -32,7 +32,7 @@ else:
 
         The tests check annotations at run time: a model, a function or a text among the leaves is
         a type error there. ``jaxtyping.PyTree[ArrayLike]`` would say the same, and takes 3 ms for
-        20 leaves; this takes 20 us.
+        20 leaves; this takes 25 us.
         """
 
 
