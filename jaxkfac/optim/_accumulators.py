@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -64,10 +65,10 @@ class Accumulators:
     def zeros(self, params: ArrayTree, like: Factors | None) -> Sums:
         """Sums before the first micro-batch, made one array at a time; see :meth:`save`."""
 
-        def zero(x: Array | jax.ShapeDtypeStruct) -> Array:
+        def zero(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> Array:
             return self._put(jnp.zeros_like(x, dtype=self.kept))
 
-        def zero_matrix(x: Array | jax.ShapeDtypeStruct) -> Array:
+        def zero_matrix(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> Array:
             if not self.narrow:
                 return zero(x)
             shape = jax.eval_shape(fold_triangle, x).shape

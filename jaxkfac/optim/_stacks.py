@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
@@ -276,7 +277,7 @@ def _joined(members: Sequence[Layer] | Sequence[ParameterMatrix], field: str) ->
     return f"{first} and {len(more)} more" if more else first
 
 
-def _unstacked(x: Array, axes: int) -> list[Any]:
+def _unstacked(x: Array | np.ndarray, axes: int) -> list[Any]:
     """The members of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
     axis = x.ndim - axes
     return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]

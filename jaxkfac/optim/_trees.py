@@ -190,12 +190,12 @@ def descend(
     ``params`` may have more leaves than ``grads``: those without a gradient.
     """
 
-    def decayed(x: Array, m: Array | optax.MaskedNode) -> Any:
+    def decayed(x: Array, m: ArrayTree) -> Any:
         if isinstance(m, optax.MaskedNode):
             return m
         return m + scaled(weight_decay, x.astype(m.dtype))
 
-    def step(g: Array, m: Array | optax.MaskedNode) -> Array:
+    def step(g: Array, m: ArrayTree) -> Array:
         return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
 
     if may_be_positive(weight_decay):
@@ -252,12 +252,15 @@ def zero_unless(done: Bool[Array, ""], tree: ArrayTree) -> ArrayTree:
 # ---------------- explicit sharding
 
 
-def is_sharded(tree: ArrayTree) -> bool:
-    """Whether the type of any array is sharded; automatic axes do not appear in types."""
+def is_sharded(tree: Any) -> bool:
+    """Whether the type of any array is sharded; automatic axes do not appear in types.
+
+    Arguments of an update may have functions among their leaves, which stay as they are.
+    """
     return any(any(spec) for x in jax.tree.leaves(tree) if (spec := _spec(x)) is not None)
 
 
-def gathered(tree: ArrayTree) -> ArrayTree:
+def gathered(tree: Any) -> Any:
     """Replicate every array on every device.
 
     Otherwise each product of sharded arrays would have to state the sharding of its result. XLA
