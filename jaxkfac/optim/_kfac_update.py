@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, MeshAxis
@@ -446,7 +446,7 @@ class KfacTransformation:
         return _Descent(out, velocity, others_update, others_state, adapted)
 
 
-def _either(one: Bool[Array, ""] | None, other: Bool[Array, ""] | None) -> Bool[Array, ""] | None:
+def _either(one: ArrayLike | None, other: ArrayLike | None) -> ArrayLike | None:
     """Whether one of two holds, either of which may be ``None``."""
     return other if one is None else one if other is None else one | other
 

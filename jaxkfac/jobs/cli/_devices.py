@@ -43,7 +43,7 @@ class RunDevices(NamedTuple):
         assert self.mesh is not None
         mesh, count = self.mesh, self.mesh.shape[axis]
 
-        def of(x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
+        def of(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> NamedSharding:
             split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
             axes = [*[None] * (len(x.shape) - 1), axis] if split else []
             return NamedSharding(mesh, PartitionSpec(*axes))
