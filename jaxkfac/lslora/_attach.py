@@ -53,7 +53,7 @@ class Adapted:
         self,
         params: ArrayTree,
         adapters: Adapters | Bank,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
         adapter: int | Int[Array, ""] | Int[Array, " n"] | Int[np.ndarray, "..."] | None = None,
     ) -> Any:
@@ -82,7 +82,7 @@ class Adapted:
         self,
         params: ArrayTree,
         adapters: Adapters | Bank,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
         adapter: Any = None,
         *,
@@ -126,7 +126,7 @@ class Adapted:
     def traced(
         self,
         params: ArrayTree,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None,
         names: Sequence[str] | None = None,
     ) -> Traced:
@@ -142,7 +142,7 @@ class Adapted:
     def _trace(
         self,
         params: ArrayTree,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None,
         names: Sequence[str] | None,
     ) -> Traced:
@@ -170,7 +170,7 @@ class Adapted:
             )
         return traced
 
-    def _forward(self, params: ArrayTree, inputs: Any, key: Key[Array, ""] | None) -> Any:
+    def _forward(self, params: ArrayTree, inputs: ArrayTree, key: Key[Array, ""] | None) -> Any:
         kwargs = {"key": key} if takes_key(self._apply) else {}
         return self._apply(params, inputs, **kwargs)
 

@@ -30,7 +30,7 @@ def measure(
     adapted: Adapted,
     params: ArrayTree,
     adapters: Adapters,
-    inputs: Any,
+    inputs: ArrayTree,
     statistic: Statistic,
     like: Mapping[str, ArrayTree],
 ) -> dict[str, ArrayTree]:
@@ -76,16 +76,16 @@ def measure(
 
 
 @jax.custom_vjp
-def _emit(slot: ArrayTree, sums: ArrayTree, out: Any) -> Any:
+def _emit(slot: ArrayTree, sums: ArrayTree, out: ArrayTree) -> Any:
     """Return ``out``; the cotangent of ``slot`` is ``sums``, whatever the cotangent of ``out``."""
     return out
 
 
-def _forward(slot: ArrayTree, sums: ArrayTree, out: Any) -> tuple[Any, ArrayTree]:
+def _forward(slot: ArrayTree, sums: ArrayTree, out: ArrayTree) -> tuple[Any, ArrayTree]:
     return out, sums
 
 
-def _backward(sums: ArrayTree, cotangent: Any) -> tuple[ArrayTree, ArrayTree, Any]:
+def _backward(sums: ArrayTree, cotangent: ArrayTree) -> tuple[ArrayTree, ArrayTree, Any]:
     return sums, jax.tree.map(jnp.zeros_like, sums), cotangent
 
 
@@ -185,7 +185,7 @@ def diagnose(
     adapters: Adapters,
     adapted: Adapted | None = None,
     params: ArrayTree = None,
-    inputs: Any = None,
+    inputs: ArrayTree = None,
     *,
     nonlinearity: str | None = None,
 ) -> dict[str, Diagnosis]:

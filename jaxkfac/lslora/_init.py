@@ -132,7 +132,12 @@ def directions(
 
 
 def calibrate(
-    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Any, *, factor: float = 1.0
+    adapted: Adapted,
+    params: ArrayTree,
+    adapters: Adapters,
+    inputs: ArrayTree,
+    *,
+    factor: float = 1.0,
 ) -> Adapters:
     r"""Set $\sigma$ to ``factor`` times the root mean square of $z$ over a batch.
 
@@ -158,7 +163,7 @@ def calibrate(
 
 
 def measured_sigmas(
-    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Any, *, fresh: bool
+    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree, *, fresh: bool
 ) -> dict[str, Array]:
     r"""Root mean square of $z$ for each slice of each layer with a nonlinearity.
 
@@ -199,10 +204,10 @@ def init(
     apply_fn: Callable[..., Any],
     config: Config,
     params: ArrayTree,
-    inputs: Any,
+    inputs: ArrayTree,
     *,
     key: Key[Array, ""],
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     init: Init = "default",
     factors: Factors | None = None,
     gradient: ArrayTree = None,

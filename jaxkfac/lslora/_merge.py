@@ -38,7 +38,7 @@ class ApproximateMerge(NamedTuple):
     errors: dict[str, Float[np.ndarray, "*stack"]]
 
 
-def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Any) -> ArrayTree:
+def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree) -> ArrayTree:
     """Add plain LoRA to the base model's kernels: the same function, without a branch.
 
     Args:
@@ -82,7 +82,7 @@ def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Any) 
 
 
 def approximate_merge(
-    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Any
+    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree
 ) -> ApproximateMerge:
     r"""Replace each branch of the model by the linear map nearest to it on a batch.
 
@@ -153,7 +153,7 @@ def _written(
     adapted: Adapted,
     params: ArrayTree,
     adapters: Adapters,
-    inputs: Any,
+    inputs: ArrayTree,
     change: Callable[[Layer], tuple[Any, Any]],
 ) -> ArrayTree:
     """Add the changes to kernels and biases, and replace parameters that were trained in full."""

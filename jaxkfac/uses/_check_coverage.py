@@ -121,7 +121,7 @@ class CoverageCheck:
 def check_coverage(
     objective: Callable[..., Any],
     params: ArrayTree,
-    batch: Any,
+    batch: ArrayTree,
     key: Key[Array, ""] | None = None,
     *,
     state: ArrayTree | None = None,

@@ -153,7 +153,7 @@ class Examples:
             return self._source.dtype(layer)
         return block_dtype(self._source, layer)
 
-    def checked(self, params: ArrayTree, batch: Any, state: ArrayTree) -> Batch:
+    def checked(self, params: ArrayTree, batch: ArrayTree, state: ArrayTree) -> Batch:
         """Check that a batch fits the objective, the parameters and the bases, and return it.
 
         Raises:

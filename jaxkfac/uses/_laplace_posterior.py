@@ -333,7 +333,7 @@ class LaplacePosterior:
         prior, noise = (jnp.asarray(x, dtype) for x in (prior_precision, noise))
         return dataclasses.replace(self, prior_precision=prior, noise=noise)
 
-    def checked(self, batch: Any) -> Batch:
+    def checked(self, batch: ArrayTree) -> Batch:
         """Check that a batch fits the model and the bases; see ``Examples``.
 
         Raises:

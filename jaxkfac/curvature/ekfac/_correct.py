@@ -54,7 +54,7 @@ class EigenvalueCorrector:
     def __call__(
         self,
         params: ArrayTree,
-        batch: Any,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: ArrayTree | None = None,

@@ -55,7 +55,7 @@ _PRODUCTS: Mapping[type[Estimator], Callable[[Chunk, Leaves], Leaves]] = {
 def fisher(
     objective: Callable[..., Any],
     params: ArrayTree,
-    batch: Any,
+    batch: ArrayTree,
     *,
     fisher: FisherType | Estimator = "exact",
     key: Key[Array, ""] | None = None,
@@ -178,7 +178,7 @@ def _sample(operator: ExactOperator, samples: int) -> ArrayTree:
 def ggn(
     objective: Callable[..., Any],
     params: ArrayTree,
-    batch: Any,
+    batch: ArrayTree,
     *,
     key: Key[Array, ""] | None = None,
     chunk: int | None = None,
@@ -247,7 +247,7 @@ def ggn(
 def hessian(
     objective: Callable[..., Any],
     params: ArrayTree,
-    batch: Any,
+    batch: ArrayTree,
     *,
     key: Key[Array, ""] | None = None,
     chunk: int | None = None,

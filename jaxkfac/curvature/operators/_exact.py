@@ -192,7 +192,7 @@ def checked_batch(
     out = objective.batch(batch)
     check_chunk(chunk, out)
 
-    def check(params: ArrayTree, inputs: Any) -> None:
+    def check(params: ArrayTree, inputs: ArrayTree) -> None:
         outputs, _ = objective.outputs(params, inputs, key, state)
         objective.check(outputs, out.targets, out.mask)
         if labels is not None:
