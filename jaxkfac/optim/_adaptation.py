@@ -251,8 +251,7 @@ class Adaptation:
 
     def numbers_of(self, rate: ArrayLike, momentum: ArrayLike, decay: ArrayLike) -> Numbers:
         """The numbers of an update, except those that the model chooses."""
-        rate, momentum = None if self.rate else rate, None if self.momentum else momentum
-        return Numbers(rate, momentum, decay)
+        return Numbers(None if self.rate else rate, None if self.momentum else momentum, decay)
 
     def damping_of(self, state: AdaptedState, numbers_of: Damping, decay: ArrayLike) -> Any:
         r"""$\lambda$ of an update, plus $w$ if the model includes the weight decay."""

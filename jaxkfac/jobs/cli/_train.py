@@ -94,7 +94,7 @@ def train_one(
 def _train_to_the_end(
     name: Optimizer,
     problem: DigitsProblem,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     state: TrainState,
     arguments: TrainArguments,
     config: dict[str, Any],
@@ -147,7 +147,7 @@ def _train_to_the_end(
 
 def _start(
     problem: DigitsProblem,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     folder: Path | None,
     config: dict[str, Any],
 ) -> TrainState:

@@ -248,9 +248,7 @@ class AnalyzedModel:
     def _with_sums(self, one: Pass) -> int:
         return with_sums(one, self.batches)
 
-    def call(
-        self, batch: ArrayTree, exist: ArrayTree, key: Array | jax.ShapeDtypeStruct | None
-    ) -> Any:
+    def call(self, batch: ArrayTree, exist: ArrayTree, key: Array | None) -> Any:
         """The arguments of a pass program."""
         return self.collector.call(batch, key, exist)
 

@@ -249,7 +249,7 @@ class Tuning:
         self,
         experiment: Finetuning,
         problem: FinetuneProblem,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformationExtraArgs,
         state: TuneState,
         *,
         total: int,

@@ -194,7 +194,7 @@ def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
 def _start(
     experiment: Finetuning,
     problem: FinetuneProblem,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     folder: Path | None,
     config: dict[str, Any],
 ) -> TuneState:

@@ -212,7 +212,8 @@ def _collected(scoring: Scoring) -> jk.Factors:
     on_host = scoring.max_bytes is not None  # budgeted passes compile themselves, return NumPy
     if not on_host:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    total, done, batches = None, 0, -(-len(texts) // arguments.batch_size)
+    total: Any = None
+    done, batches = 0, -(-len(texts) // arguments.batch_size)
     doing = "collecting factors"
     with phase(doing), _explained(arguments), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
