@@ -82,6 +82,7 @@ def house() -> dict[str, Any]:
             100 * comments / sum(lines[path] for path in reasoned), 1
         ),
         "largest door": f"{doors[largest]} names ({largest})",
+        "doors of more than 40 names, by the room that alone imports them": _crowded(trees),
         "longest function": "{} code lines ({})".format(*max(functions)),
         "largest complexity": _most_complex(),
         "parameters typed Any, PyTree or not": _share(_says_nothing(x) for x in parameters),
@@ -142,11 +143,33 @@ def _is_index(path: Path) -> bool:
 
 
 def _door(tree: ast.Module) -> int:
-    """How many names a package's ``__all__`` has."""
+    return len(_names(tree))
+
+
+def _names(tree: ast.Module) -> list[str]:
+    """A package's ``__all__``."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return len(ast.literal_eval(node.value))
-    return 0
+            return ast.literal_eval(node.value)
+    return []
+
+
+def _crowded(trees: dict[Path, ast.Module]) -> dict[str, dict[str, int]]:
+    """For each large door of the library, how many names one room alone imports; ``""`` is none."""
+    rooms: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    for path, tree in trees.items():
+        for node in _walked(tree):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    rooms[node.module or "", alias.name].add(_room(path))
+    crowded = {}
+    for path, tree in trees.items():
+        if _is_index(path) and _room(path) != "jobs" and _door(tree) > 40:
+            door = ".".join(path.parent.relative_to(ROOT).parts)
+            users = [rooms[door, name] - {_room(path)} for name in _names(tree)]
+            single = ("several" if len(x) > 1 else next(iter(x), "") for x in users)
+            crowded[door] = dict(collections.Counter(single).most_common())
+    return crowded
 
 
 def _circles(trees: dict[Path, ast.Module]) -> list[set[str]]:

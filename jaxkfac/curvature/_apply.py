@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree, check_arrays, is_differentiable, leaves_by_path
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest, one_of
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature._layer_power import (
@@ -30,13 +31,11 @@ from jaxkfac.curvature._layer_power import (
     write_solved,
 )
 from jaxkfac.curvature._placement import put_result, result_sharding
-from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 # ---------------- stacking small layers
 
 
-PyTree = Any
 Name = TypeVar("Name", bound=Hashable)
 
 # Stacking copies the eigenvectors, n^2 elements for each side. Measured for 48 layers on two CPU
@@ -52,8 +51,8 @@ def is_small(*sides: int) -> bool:
 
 
 def map_in_batches(
-    function: Callable[[Any, PyTree], PyTree], problems: Mapping[Name, tuple[Any, PyTree]]
-) -> dict[Name, PyTree]:
+    function: Callable[[Any, ArrayTree], ArrayTree], problems: Mapping[Name, tuple[Any, ArrayTree]]
+) -> dict[Name, ArrayTree]:
     """``{name: function(static, arrays)}``, with one call for all problems that look alike.
 
     Problems look alike if their static parts are equal, and their arrays agree in structure,
@@ -71,7 +70,7 @@ def map_in_batches(
     for name, (static, arrays) in problems.items():
         leaves, structure = jax.tree.flatten(arrays)
         alike[static, structure, *map(_looks, leaves)].append(name)
-    results: dict[Name, PyTree] = {}
+    results: dict[Name, ArrayTree] = {}
     for names in alike.values():
         static = problems[names[0]][0]
         arrays = [problems[name][1] for name in names]
@@ -178,14 +177,14 @@ Missing = Literal["raise", "identity", "zero"]
 
 
 def apply_power(
-    tree: PyTree,
+    tree: ArrayTree,
     bases: Eigenbases,
     power: float = -1.0,
     damping: Damping = 0.0,
     damping_mode: DampingMode = "exact",
     missing: Missing = "raise",
     cut: float = 0.0,
-) -> PyTree:
+) -> ArrayTree:
     r"""Apply $(F + \delta)^p$ to a tree shaped like the parameters, block by block.
 
     A layer's block is $F = A \otimes G$ on its matrix $W$, with the bias as the last row
@@ -306,14 +305,14 @@ def _solve_small(
 
 
 def natural_gradient(
-    grads: PyTree,
+    grads: ArrayTree,
     bases: Eigenbases,
     *,
     damping: Damping,
     damping_mode: DampingMode = "exact",
     missing: Missing = "raise",
     cut: float = 0.0,
-) -> PyTree:
+) -> ArrayTree:
     r"""$(F + \delta)^{-1} \nabla$: :func:`apply_power` with power -1 and clipped values.
 
     For a kernel ``(in, out)`` this is $A^{-1} \nabla G^{-1}$. The arguments are those of
@@ -333,7 +332,9 @@ def natural_gradient(
     return apply_power(grads, bases, -1.0, damping, damping_mode, missing, cut)
 
 
-def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing = "raise") -> PyTree:
+def fisher_vector_product(
+    tree: ArrayTree, bases: Eigenbases, *, missing: Missing = "raise"
+) -> ArrayTree:
     r"""$F v$: :func:`apply_power` with power +1, raw eigenvalues and no damping.
 
     Example:

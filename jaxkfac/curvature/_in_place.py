@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
@@ -36,7 +37,6 @@ from jaxkfac.linalg import (
     unfolded_size,
 )
 
-PyTree = Any
 Failed = Int[Array, ""]
 
 
@@ -151,7 +151,7 @@ def _kept_where_not_finite(new: Array, old: Array, by_row: bool) -> tuple[Array,
     return kept, (~ok).sum(dtype=jnp.int32)
 
 
-Solve = Callable[..., tuple[PyTree, Array]]
+Solve = Callable[..., tuple[ArrayTree, Array]]
 
 
 @functools.partial(jax.jit, static_argnames=("solve", "at_once"))
@@ -159,13 +159,13 @@ def _solved(
     solve: Solve,
     sums: Array,
     divisor: Array,
-    old: PyTree,
+    old: ArrayTree,
     by_matrix: tuple[Array, ...],
     numbers: tuple[Any, ...],
     after: Array,
     *,
     at_once: int,
-) -> tuple[PyTree, Failed]:
+) -> tuple[ArrayTree, Failed]:
     """``solve`` for each matrix of a stack, written over ``old`` where the result is finite.
 
     Args:
@@ -192,7 +192,7 @@ def _solved(
     sums, old = jax.lax.optimization_barrier(jax.tree.map(in_rows, (sums, old)))
     operands = (sums, *per_matrix)
 
-    def one(operands: tuple[Array, ...], rows: PyTree) -> tuple[PyTree, Array]:
+    def one(operands: tuple[Array, ...], rows: ArrayTree) -> tuple[ArrayTree, Array]:
         sums, divisor, *more = operands
         mean = (sums / divisor).reshape(matrix_shape)
         matrix = unfolded(in_sequence(mean, after))
@@ -200,9 +200,9 @@ def _solved(
         new, ok = solve(matrix, old, *more, *numbers)
         return jax.tree.map(lambda x, row: jnp.where(ok, x.reshape(-1), row), new, rows), ~ok
 
-    def in_groups(size: int) -> Callable[..., tuple[PyTree, Array]]:
-        def run(operands: tuple[Array, ...], old: PyTree) -> tuple[PyTree, Array]:
-            def group(i: ArrayLike, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+    def in_groups(size: int) -> Callable[..., tuple[ArrayTree, Array]]:
+        def run(operands: tuple[Array, ...], old: ArrayTree) -> tuple[ArrayTree, Array]:
+            def group(i: ArrayLike, carry: tuple[ArrayTree, Array]) -> tuple[ArrayTree, Array]:
                 old, failed = carry
                 read = lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size)
                 if size > 1:

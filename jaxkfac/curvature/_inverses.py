@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree, is_differentiable, leaves_by_path
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_sums, over
@@ -17,7 +18,7 @@ from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, wri
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.factors import BiasMode, Factors, check_all_layers, packed_matrix
-from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
+from jaxkfac.interception import Layer
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
@@ -35,8 +36,6 @@ from jaxkfac.linalg import (
     unfolded,
     unfolded_size,
 )
-
-PyTree = Any
 
 
 @serializable
@@ -346,7 +345,7 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
     )
 
 
-def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
+def precondition(tree: ArrayTree, inverses: Inverses) -> ArrayTree:
     r"""Compute $(A + \delta_A)^{-1} W (G + \delta_G)^{-1}$ for every layer of a parameter tree.
 
     Args:

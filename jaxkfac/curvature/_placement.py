@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import NonFiniteFactorError, nearest
 from jaxkfac.curvature._layout import EigenBlock
 from jaxkfac.linalg import HostDType, HostSpectrum, Spectrum, eigh_on_host, in_sequence
@@ -131,9 +132,6 @@ def put_result(result: np.ndarray, like: ResultSharding, *, gives_up: bool = Fal
 # ---------------- work divided among the devices of a mesh axis
 
 
-PyTree = Any
-
-
 class MeshAxis(NamedTuple):
     """An axis of a mesh, over whose devices work is divided.
 
@@ -165,7 +163,7 @@ class MeshAxis(NamedTuple):
             )
 
     @classmethod
-    def of(cls, name: str, *trees: PyTree) -> "MeshAxis":
+    def of(cls, name: str, *trees: ArrayTree) -> "MeshAxis":
         """The axis of that name, in the mesh set by ``jax.set_mesh`` or the mesh of the arrays.
 
         Args:
@@ -210,8 +208,8 @@ def _mesh_of(x: object) -> Mesh | AbstractMesh | None:
 
 
 def solve_divided(
-    problems: Sequence[tuple[Array, ...]], solve: Callable[..., PyTree], axis: MeshAxis
-) -> list[PyTree]:
+    problems: Sequence[tuple[Array, ...]], solve: Callable[..., ArrayTree], axis: MeshAxis
+) -> list[ArrayTree]:
     """Solve each problem on one device of an axis, and return the results on all of them.
 
     Slices of stacks are separate problems. They are divided by the cubes of their sizes, the
@@ -242,10 +240,10 @@ def solve_divided(
     owners = in_equal_shares(cubes, axis.size)
     like = [jax.eval_shape(solve, *problem) for problem in flat]
 
-    def of_device(device: int) -> Callable[[list[tuple[Array, ...]]], list[PyTree]]:
+    def of_device(device: int) -> Callable[[list[tuple[Array, ...]]], list[ArrayTree]]:
         assigned = [unit for unit, owner in zip(units, owners, strict=True) if owner == device]
 
-        def run(flat: list[tuple[Array, ...]]) -> list[PyTree]:
+        def run(flat: list[tuple[Array, ...]]) -> list[ArrayTree]:
             out = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree) for tree in like]
             after: Array | None = None
             by_size: dict[Any, list[tuple[int, int]]] = defaultdict(list)
@@ -265,7 +263,7 @@ def solve_divided(
 
         return run
 
-    def on_each(flat: list[tuple[Array, ...]]) -> list[PyTree]:
+    def on_each(flat: list[tuple[Array, ...]]) -> list[ArrayTree]:
         # Each device has another list of sizes, and a branch is the only way in which one program
         # has all of them.
         branches = [of_device(device) for device in range(axis.size)]

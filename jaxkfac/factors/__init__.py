@@ -14,10 +14,10 @@ from jaxkfac.factors._average import (
     with_arrays_of_turn,
     zeros_like,
 )
-from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
+from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import check_word, value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
+from jaxkfac.factors._corrections import Corrections, MeasuredValues
 from jaxkfac.factors._diagonal_pass import (
     apart_remedy,
     check_alone,
@@ -25,8 +25,6 @@ from jaxkfac.factors._diagonal_pass import (
 )
 from jaxkfac.factors._factors import (
     BiasMode,
-    CorrectedDiagonal,
-    CorrectedFactor,
     DiagonalFactor,
     Factors,
     KroneckerFactor,
@@ -48,7 +46,7 @@ from jaxkfac.factors._fisher import (
     over_count,
 )
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_kept
+from jaxkfac.factors._loss_terms import Head, kept_targets, number_kept
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
@@ -61,7 +59,6 @@ from jaxkfac.factors._objective import (
 )
 from jaxkfac.factors._origin import (
     Origin,
-    Turn,
     check_all_layers,
     check_same_origin,
     check_turn,
@@ -77,7 +74,7 @@ from jaxkfac.factors._passes import (
     smallest_budget,
 )
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.factors._scalar_loss import AdaptationOfBatch, BatchCurvature
+from jaxkfac.factors._scalar_loss import BatchCurvature
 from jaxkfac.factors._statistics import Statistics
 from jaxkfac.factors._taps import gradient_rows
 
@@ -85,16 +82,12 @@ __all__ = [
     "FISHER_TYPES",
     "LABEL_FOLD",
     "PLAIN_TERMS",
-    "AdaptationOfBatch",
     "Batch",
     "BatchCurvature",
     "Bernoulli",
     "BiasMode",
     "BudgetedCollector",
-    "Budgets",
     "Categorical",
-    "CorrectedDiagonal",
-    "CorrectedFactor",
     "Corrections",
     "DiagonalFactor",
     "Estimator",
@@ -106,19 +99,15 @@ __all__ = [
     "Likelihood",
     "Linearised",
     "LongSum",
-    "LossTerms",
     "MarkedTerms",
-    "Measurable",
     "MeasuredValues",
     "ModelCall",
     "Objective",
     "Origin",
     "Pass",
     "PassPlan",
-    "PassResult",
     "Program",
     "Statistics",
-    "Turn",
     "ValueGradAndFactors",
     "apart_remedy",
     "arguments",

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._origin import Origin
@@ -79,12 +80,12 @@ class BudgetedCollector:
 
     def __call__(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree = None,
-        state: PyTree | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
         *,
         step: int | None = None,
     ) -> ValueGradAndFactors:
@@ -150,12 +151,12 @@ class BudgetedCollector:
 
     def plan(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree = None,
-        state: PyTree | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""
         call = self._collector.checked(batch, key, positions, labels, state)
@@ -164,7 +165,9 @@ class BudgetedCollector:
             self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
         )
 
-    def budgets(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Budgets:
+    def budgets(
+        self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None
+    ) -> Budgets:
         """The least budget, and the least budget of a single pass; nothing is computed."""
         traced = self._collector.traced(params, self._collector.checked(batch, key))
         statistics, vjps = self._collector.statistics(traced), self._collector.vjps
@@ -173,7 +176,7 @@ class BudgetedCollector:
 
     def call(
         self,
-        batch: PyTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
     ) -> Call:
@@ -193,7 +196,7 @@ class BudgetedCollector:
         return self._programs[program_key]
 
     def lower(
-        self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
+        self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None
     ) -> list[tuple[Pass, Any]]:
         """Each pass with its lowered program; ``.compile()`` it to read memory and cost."""
         plan = self.plan(params, batch, key)
@@ -207,7 +210,7 @@ class BudgetedCollector:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         return self._collector.factor_shapes(*args, **kwargs)
 
-    def _without_factors(self, params: PyTree, call: Call) -> ValueGradAndFactors:
+    def _without_factors(self, params: ArrayTree, call: Call) -> ValueGradAndFactors:
         """The gradient alone; factors are zeros in host memory, or empty with a sink."""
         if self._gradient is None:
             self._gradient = jax.jit(self._run_gradient)
@@ -220,7 +223,7 @@ class BudgetedCollector:
         factors = dataclasses.replace(zeros, loss_terms=np.array(loss_terms))
         return ValueGradAndFactors(value, grads, factors)
 
-    def _run_gradient(self, params: PyTree, call: Call) -> tuple[PyTree, PyTree, Array]:
+    def _run_gradient(self, params: ArrayTree, call: Call) -> tuple[ArrayTree, ArrayTree, Array]:
         value, grads, factors = self._collector.without_factors(params, call)
         return value, grads, factors.loss_terms
 
@@ -232,7 +235,7 @@ class BudgetedCollector:
         return self._programs[program_key]
 
     def _run(
-        self, what: _Key, params: PyTree, call: Call, at: Int[Array, ""]
+        self, what: _Key, params: ArrayTree, call: Call, at: Int[Array, ""]
     ) -> ValueGradAndFactors | PassResult | Factors:
         parts = dict(what.parts)
         windows = {

@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal, get_args, overload
 
+from jaxkfac._arguments import check_function
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector, Uncovered
@@ -13,7 +14,7 @@ from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Word, check_function
+from jaxkfac.interception.coupling import Word
 from jaxkfac.kinds import Precision
 from jaxkfac.memory import ByteSize, parse_bytes
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Key, PyTree
+from jaxtyping import Array, Bool, Key
 
+from jaxkfac._arguments import ArrayTree, check_arrays, leaves_by_path, with_leaves
 from jaxkfac._errors import check_key, instance_of
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import (
@@ -36,18 +38,7 @@ from jaxkfac.factors._scalar_loss import (
     warn_of_sum,
 )
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.interception import (
-    Layer,
-    Staged,
-    TraceCache,
-    Traced,
-    Window,
-    cast_varying,
-    check_arrays,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, Staged, TraceCache, Traced, Window, fast_convolutions
 from jaxkfac.kinds import Precision, Products
 from jaxkfac.linalg import statistics_dtype
 
@@ -75,7 +66,7 @@ class Call(NamedTuple):
     state: Any = None
     bases: Any = None
 
-    def of_model(self, params: PyTree) -> ModelCall:
+    def of_model(self, params: ArrayTree) -> ModelCall:
         """The model's own arguments."""
         return ModelCall(params, self.batch, self.key, self.state)
 
@@ -88,7 +79,7 @@ class ValueGradAndFactors(NamedTuple):
     """What one call returns."""
 
     value: Any
-    grads: PyTree
+    grads: ArrayTree
     factors: Factors
 
 
@@ -117,12 +108,12 @@ class FactorCollector:
 
     def __call__(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree = None,
-        state: PyTree | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
         *,
         step: ArrayLike | None = None,
         bases: Measurable | None = None,
@@ -186,7 +177,7 @@ class FactorCollector:
         static = due if turn is None else int(turn.number)
         return self._staged.get((params, call), stage, static=static)(params, call)
 
-    def _warn_of_sum(self, params: PyTree, call: Call) -> None:
+    def _warn_of_sum(self, params: ArrayTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
         is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
         if is_mean or self._warned:
@@ -216,7 +207,7 @@ class FactorCollector:
             return Turn(np.asarray(number, np.int32), {}, self._collect)
         return Turn(number.astype(jnp.int32), {}, self._collect)
 
-    def _gather_turn(self, turn: Turn, params: PyTree, call: Call) -> ValueGradAndFactors:
+    def _gather_turn(self, turn: Turn, params: ArrayTree, call: Call) -> ValueGradAndFactors:
         """``gather`` for one group of the layers."""
         traced = self.traced(params, call)
         static = not isinstance(turn.number, Tracer)
@@ -255,13 +246,13 @@ class FactorCollector:
         return dataclasses.replace(factors, turn=Turn(number, counts, self._collect))
 
     def _gather_where(
-        self, due: Bool[Array, ""], params: PyTree, call: Call
+        self, due: Bool[Array, ""], params: ArrayTree, call: Call
     ) -> ValueGradAndFactors:
         """``gather`` if it is due, otherwise the gradient alone; both in one program."""
         collect = Staged.of(fast_convolutions(self.gather), params, call)
 
         @fast_convolutions
-        def skip(params: PyTree, call: Call) -> ValueGradAndFactors:
+        def skip(params: ArrayTree, call: Call) -> ValueGradAndFactors:
             out = self.without_factors(params, call, collect.types.factors)
             return jax.tree.map(cast_varying, out, collect.types)  # needed inside shard_map
 
@@ -280,11 +271,11 @@ class FactorCollector:
 
     def checked(
         self,
-        batch: PyTree,
+        batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree = None,
-        state: PyTree | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
         bases: Measurable | None = None,
     ) -> Call:
         """Check that the arguments fit together, and return them in the program's form."""
@@ -325,13 +316,13 @@ class FactorCollector:
             packed=self._packed,
         )
 
-    def traced(self, params: PyTree, call: Call) -> Traced:
+    def traced(self, params: ArrayTree, call: Call) -> Traced:
         """The program for these shapes."""
         return self._program.traced(call.of_model(params))
 
     def gather(
         self,
-        params: PyTree,
+        params: ArrayTree,
         call: Call,
         *,
         parts: Mapping[str, PassPart] | None = None,
@@ -372,12 +363,12 @@ class FactorCollector:
             factors = dataclasses.replace(factors, corrections=self._corrections(params, call))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
-    def _corrections(self, params: PyTree, call: Call) -> Corrections:
+    def _corrections(self, params: ArrayTree, call: Call) -> Corrections:
         at = call.of_model(params)
         return call.bases.measured(self._program, call.estimator, at, call.positions)
 
     def without_factors(
-        self, params: PyTree, call: Call, like: Factors | None = None
+        self, params: ArrayTree, call: Call, like: Factors | None = None
     ) -> ValueGradAndFactors:
         """Value and gradient, with factors whose sums and counts are zero.
 
@@ -424,11 +415,11 @@ class FactorCollector:
 
     def adaptation(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         *,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
     ) -> AdaptationOfBatch:
         """The keyword arguments that the update of an adaptive optimizer needs for a batch.
 
@@ -472,11 +463,11 @@ class FactorCollector:
 
     def factor_shapes(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
         *,
         bases: Measurable | None = None,
     ) -> Factors:
@@ -496,7 +487,7 @@ class FactorCollector:
             shapes = self.types(params, call)
         return self._in_turns(shapes, self.traced(params, call))
 
-    def types(self, params: PyTree, call: Call) -> Factors:
+    def types(self, params: ArrayTree, call: Call) -> Factors:
         """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
         if self._second_pass(traced, params) or traced.marks or call.bases is not None:
@@ -517,7 +508,7 @@ class FactorCollector:
         likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
         return Origin.of(self._estimator.name, likelihoods, self._program.examples)
 
-    def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
+    def _second_pass(self, traced: Traced, params: ArrayTree) -> list[Layer]:
         """The layers whose diagonals come from gradients of single examples."""
         behind = list(traced.table.second_pass)
         if self._uncovered != "diagonal":
@@ -528,7 +519,7 @@ class FactorCollector:
         self,
         traced: Traced,
         layers: list[Layer],
-        params: PyTree,
+        params: ArrayTree,
         call: Call,
         factors: Factors,
         at: Linearised,
@@ -570,7 +561,7 @@ def _number_of(step: Any, why: str) -> Any:
     return step
 
 
-def _gradient(params: PyTree, grads: dict[str, Array]) -> PyTree:
+def _gradient(params: ArrayTree, grads: dict[str, Array]) -> ArrayTree:
     """The gradient tree; leaves without a gradient get zeros, or stay if they are no numbers."""
     without_gradient = {p: x for p, x in leaves_by_path(params).items() if p not in grads}
     zeros = {

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._text import short_repr
 from jaxkfac.factors._objective import ModelCall
 from jaxkfac.interception import Layer
@@ -65,7 +66,7 @@ class Corrections(NamedTuple):
         clipped = clip_eigenvalues(rows, max_condition).reshape(raw.shape)
         return MeasuredValues(jnp.maximum(clipped, floor / root / root), raw, root)
 
-    def where_any(self, measured: PyTree, otherwise: PyTree) -> PyTree:
+    def where_any(self, measured: ArrayTree, otherwise: ArrayTree) -> ArrayTree:
         """``measured``, or the values of ``otherwise`` if there were no terms."""
         has_terms = self.terms > 0
         return jax.tree.map(

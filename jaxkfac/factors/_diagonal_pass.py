@@ -5,25 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
+from jaxkfac._jaxpr_compat import cast_varying, replicated, varying_axes
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._objective import Batch, ModelCall, Objective
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    ParameterMatrix,
-    Traced,
-    cast_varying,
-    fast_convolutions,
-    leaves_by_path,
-    replicated,
-    varying_axes,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, LayerTable, ParameterMatrix, Traced, fast_convolutions
 from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis
 
 # ---------------- examples run one by one
@@ -32,7 +23,7 @@ from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis
 CHUNK = 8  # examples whose gradients are alive at once
 
 
-def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
+def diagonal_layers(table: LayerTable, params: ArrayTree) -> list[Layer]:
     """Describe a diagonal block for each uncovered parameter.
 
     Raises:
@@ -108,13 +99,13 @@ def per_example_diagonals(
         one, its = example
         one = jax.tree.map(lambda x: x[None], one)
 
-        def outputs_of(uncovered: dict[str, Array]) -> PyTree:
+        def outputs_of(uncovered: dict[str, Array]) -> ArrayTree:
             return objective.outputs(with_leaves(params, uncovered), one.inputs, key, state)[0]
 
         outputs, vjp = jax.vjp(outputs_of, uncovered)
         terms = total_count(objective.heads(outputs, None, one.mask))
 
-        def contribution(cotangents: PyTree) -> dict[str, Array]:
+        def contribution(cotangents: ArrayTree) -> dict[str, Array]:
             cotangents = objective.in_batch(cotangents, one.mask, batch)
             return {
                 path: jnp.square(x.astype(statistics_dtype(x.dtype)) * terms)
@@ -173,14 +164,14 @@ def marked_diagonals(
     assert at.gradient is not None
     gradient = at.gradient
 
-    def squares(cotangents: PyTree) -> dict[str, Array]:
+    def squares(cotangents: ArrayTree) -> dict[str, Array]:
         totals = []
         for marks, number in _marks_by_examples(traced):
             one = fast_convolutions(lambda n, marks=marks: of_example(n, marks, cotangents))
             totals.append(jax.lax.map(one, jnp.arange(number)))
         return jax.tree.map(lambda *chunks: sum(chunk.sum(0) for chunk in chunks), *totals)
 
-    def of_example(n: Int[Array, ""], marks: set[int], cotangents: PyTree) -> dict[str, Array]:
+    def of_example(n: Int[Array, ""], marks: set[int], cotangents: ArrayTree) -> dict[str, Array]:
         rows = [
             _row_alone(x, n) if k in marks else jnp.zeros_like(x) for k, x in enumerate(cotangents)
         ]

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import check_key, one_of
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._objective import Batch, check_array
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Slot, fast_convolutions, varying_axes
+from jaxkfac.interception import Slot, fast_convolutions
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 # ---------------- the interface of a Fisher type
@@ -80,10 +82,10 @@ class Estimator(abc.ABC):
     def expectation(
         self,
         objective: LossTerms,
-        outputs: PyTree,
+        outputs: ArrayTree,
         batch: Batch,
-        contribution: Callable[[PyTree], PyTree],
-    ) -> PyTree:
+        contribution: Callable[[ArrayTree], ArrayTree],
+    ) -> ArrayTree:
         """Sum of contributions over the cotangents that stand for the expectation over labels.
 
         Args:
@@ -101,11 +103,11 @@ class Estimator(abc.ABC):
 
     def gathered(
         self,
-        objective: Callable[..., PyTree],
+        objective: Callable[..., ArrayTree],
         at: Linearised,
-        batch: PyTree,
-        outputs: Callable[[Mapping[str, Slot]], PyTree],
-    ) -> PyTree:
+        batch: ArrayTree,
+        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+    ) -> ArrayTree:
         """Compute the output sides of a linearized program.
 
         Args:
@@ -129,7 +131,7 @@ class Estimator(abc.ABC):
     def bound(
         self,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
-        labels: PyTree,
+        labels: ArrayTree,
         batch: Batch | None,
     ) -> "Estimator":
         """A copy with the key or the labels of one call.
@@ -147,7 +149,7 @@ class Estimator(abc.ABC):
             self._check_labels(labels, batch)
         return dataclasses.replace(self, key=key if self.samples_labels else None, labels=labels)
 
-    def _check_labels(self, labels: PyTree, batch: Batch | None) -> None:
+    def _check_labels(self, labels: ArrayTree, batch: Batch | None) -> None:
         if not self.samples_labels:
             raise ValueError(f'labels= are for fisher="mc", and this is fisher={self.name!r}')
         if batch is None:  # the loss marks its outputs
@@ -169,7 +171,7 @@ class Estimator(abc.ABC):
                     f"(samples, {', '.join(map(str, targets.shape))})"
                 )
 
-    def check_values(self, objective: LossTerms, outputs: PyTree, batch: Batch) -> None:
+    def check_values(self, objective: LossTerms, outputs: ArrayTree, batch: Batch) -> None:
         """Refuse targets and labels that the likelihood refuses, where values are concrete."""
         objective.check(outputs, batch.targets, batch.mask)
         if self.labels is not None:
@@ -192,9 +194,9 @@ class Estimator(abc.ABC):
 
 def check_label_values(
     objective: LossTerms,
-    outputs: PyTree,
-    labels: PyTree,
-    mask: PyTree,
+    outputs: ArrayTree,
+    labels: ArrayTree,
+    mask: ArrayTree,
 ) -> None:
     """Refuse labels that the likelihood refuses as targets, where values are concrete."""
     leaves = jax.tree.leaves(labels)
@@ -220,11 +222,11 @@ class Empirical(Estimator):
 
     def gathered(
         self,
-        objective: Callable[..., PyTree],
+        objective: Callable[..., ArrayTree],
         at: Linearised,
-        batch: PyTree,
-        outputs: Callable[[Mapping[str, Slot]], PyTree],
-    ) -> PyTree:
+        batch: ArrayTree,
+        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+    ) -> ArrayTree:
         # With several outputs of unlike shares, the loss's cotangents are no common multiple of the
         # Fisher's, so the given targets take a pass of their own.
         if at.own is not None:
@@ -237,10 +239,10 @@ class Empirical(Estimator):
     def expectation(
         self,
         objective: LossTerms,
-        outputs: PyTree,
+        outputs: ArrayTree,
         batch: Batch,
-        contribution: Callable[[PyTree], PyTree],
-    ) -> PyTree:
+        contribution: Callable[[ArrayTree], ArrayTree],
+    ) -> ArrayTree:
         return contribution(objective.scores(outputs, batch.targets, batch.mask))
 
     @property
@@ -258,11 +260,11 @@ class MonteCarlo(Estimator):
     def expectation(
         self,
         objective: LossTerms,
-        outputs: PyTree,
+        outputs: ArrayTree,
         batch: Batch,
-        contribution: Callable[[PyTree], PyTree],
-    ) -> PyTree:
-        def at_labels(targets: PyTree) -> PyTree:
+        contribution: Callable[[ArrayTree], ArrayTree],
+    ) -> ArrayTree:
+        def at_labels(targets: ArrayTree) -> ArrayTree:
             return contribution(objective.scores(outputs, targets, batch.mask))
 
         samples, labels = self.samples, self.labels
@@ -299,10 +301,10 @@ class Exact(Estimator):
     def expectation(
         self,
         objective: LossTerms,
-        outputs: PyTree,
+        outputs: ArrayTree,
         batch: Batch,
-        contribution: Callable[[PyTree], PyTree],
-    ) -> PyTree:
+        contribution: Callable[[ArrayTree], ArrayTree],
+    ) -> ArrayTree:
         totals, every = [], objective.columns(outputs, batch.mask)
         heads = objective.heads(outputs, None, batch.mask)
         meeting = next(filter(None, (head.meeting() for head in heads)), "")
@@ -316,7 +318,7 @@ class Exact(Estimator):
             )
         for columns, rows, column in every:
 
-            def at_column(index: Int[Array, ""], columns=columns, column=column) -> PyTree:
+            def at_column(index: Int[Array, ""], columns=columns, column=column) -> ArrayTree:
                 # One column at one term: two terms of an example in a pass would add the cross
                 # products of their columns, which the expectation does not have.
                 return contribution(column(index % columns, index // columns))
@@ -337,11 +339,11 @@ class ExactIfTermsDoNotMix(Estimator):
 
     def gathered(
         self,
-        objective: Callable[..., PyTree],
+        objective: Callable[..., ArrayTree],
         at: Linearised,
-        batch: PyTree,
-        outputs: Callable[[Mapping[str, Slot]], PyTree],
-    ) -> PyTree:
+        batch: ArrayTree,
+        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+    ) -> ArrayTree:
         heads = [] if at.terms_of is None else at.terms_of.heads(at.outputs)
         if meeting := next(filter(None, (head.meeting() for head in heads)), ""):
             raise ValueError(
@@ -353,10 +355,10 @@ class ExactIfTermsDoNotMix(Estimator):
     def expectation(
         self,
         objective: LossTerms,
-        outputs: PyTree,
+        outputs: ArrayTree,
         batch: Batch,
-        contribution: Callable[[PyTree], PyTree],
-    ) -> PyTree:
+        contribution: Callable[[ArrayTree], ArrayTree],
+    ) -> ArrayTree:
         totals = [
             _sum(lambda i, column=column: contribution(column(i, None)), jnp.arange(n), self.chunk)
             for n, _, column in objective.columns(outputs, batch.mask)
@@ -429,7 +431,7 @@ def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array,
     return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
-def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
+def of_this_device(key: Key[Array, ""], outputs: ArrayTree) -> Key[Array, ""]:
     """The key with the device index folded in, if outputs differ between devices."""
     axes = set().union(*map(varying_axes, jax.tree.leaves(outputs)))
     # A set of names has another order in each process; the keys must be the same.
@@ -438,18 +440,18 @@ def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
     return key
 
 
-def _added(totals: list[PyTree]) -> PyTree:
+def _added(totals: list[ArrayTree]) -> ArrayTree:
     first, *more = totals
     return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), first, *more)
 
 
-def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
+def _sum(fn: Callable[[Any], ArrayTree], xs: ArrayTree, chunk: int) -> ArrayTree:
     """Sum of ``fn`` over the leading axes of ``xs``, ``chunk`` entries at a time."""
     # One entry at a time needs no `vmap`, which refuses a model with an operation that JAX cannot
     # batch.
     one_by_one = min(chunk, len(jax.tree.leaves(xs)[0])) == 1
 
-    def sum_of_chunk(xs: PyTree, _: Int[Array, ""] | None) -> PyTree:
+    def sum_of_chunk(xs: ArrayTree, _: Int[Array, ""] | None) -> ArrayTree:
         if one_by_one:
             return fn(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))

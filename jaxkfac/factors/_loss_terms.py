@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from jaxkfac._arguments import ArrayTree
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors._likelihoods import masked_mean
-from jaxkfac.interception import cast_varying
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -241,7 +242,9 @@ class LossTerms(abc.ABC):
     """Outputs with likelihoods, as a Fisher type sees them."""
 
     @abc.abstractmethod
-    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+    def heads(
+        self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
+    ) -> list[Head]:
         """Each output with its likelihood, targets, mask and weight."""
 
     @abc.abstractmethod
@@ -249,7 +252,7 @@ class LossTerms(abc.ABC):
         """Put one entry for each output into the structure of the outputs."""
 
     def loss(
-        self, outputs: PyTree, targets: PyTree, mask: PyTree
+        self, outputs: ArrayTree, targets: ArrayTree, mask: ArrayTree
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """``(weighted sum of the means over kept terms, number of all kept terms)``."""
         heads = self.heads(outputs, targets, mask)
@@ -261,12 +264,12 @@ class LossTerms(abc.ABC):
             counts.append(count)
         return _sum(means), _sum(counts)
 
-    def check(self, outputs: PyTree, targets: PyTree, mask: PyTree) -> None:
+    def check(self, outputs: ArrayTree, targets: ArrayTree, mask: ArrayTree) -> None:
         """Refuse targets or a mask that do not fit the outputs."""
         for head in self.heads(outputs, targets, mask):
             head.check()
 
-    def scores(self, outputs: PyTree, targets: PyTree, mask: PyTree) -> PyTree:
+    def scores(self, outputs: ArrayTree, targets: ArrayTree, mask: ArrayTree) -> ArrayTree:
         """The cotangents of the Fisher at given targets."""
         heads = self.heads(outputs, targets, mask)
         seeds, cotangents = _seeds(heads), []
@@ -277,7 +280,7 @@ class LossTerms(abc.ABC):
             cotangents.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
         return self.tree(cotangents)
 
-    def rescaled(self, outputs: PyTree, cotangents: PyTree, mask: PyTree) -> PyTree:
+    def rescaled(self, outputs: ArrayTree, cotangents: ArrayTree, mask: ArrayTree) -> ArrayTree:
         """Rescale the loss's own cotangents to those of its Fisher."""
         heads = self.heads(outputs, None, mask)
         # `heads` only takes the tree of cotangents apart, in the order of the outputs.
@@ -285,8 +288,8 @@ class LossTerms(abc.ABC):
         return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
 
     def over_counts(
-        self, cotangents: PyTree, mask: PyTree, counts: Sequence[Float[Array, ""]]
-    ) -> PyTree:
+        self, cotangents: ArrayTree, mask: ArrayTree, counts: Sequence[Float[Array, ""]]
+    ) -> ArrayTree:
         r"""Rescale one example's cotangents to its sum of terms over $\sqrt{T_m}$.
 
         With this scale the Fisher of a batch's mean loss is the sum of the outer products of its
@@ -305,7 +308,7 @@ class LossTerms(abc.ABC):
         ]
         return self.tree([times(h.outputs, s) for h, s in zip(heads, scales, strict=True)])
 
-    def sample(self, key: Key[Array, ""], outputs: PyTree) -> PyTree:
+    def sample(self, key: Key[Array, ""], outputs: ArrayTree) -> ArrayTree:
         """Labels drawn from the model, independently for each term of each output."""
         heads = self.heads(outputs)
         # With one output the key itself, so that its labels do not change if the model gets an
@@ -314,7 +317,7 @@ class LossTerms(abc.ABC):
         return self.tree([head.sample(k) for head, k in zip(heads, keys, strict=True)])
 
     def columns(
-        self, outputs: PyTree, mask: PyTree
+        self, outputs: ArrayTree, mask: ArrayTree
     ) -> list[tuple[int, int, Callable[[Any, Any], PyTree]]]:
         """The square root of the outputs' Fisher, output by output.
 
@@ -330,7 +333,7 @@ class LossTerms(abc.ABC):
             # `count` is at least one, so a mask that drops all terms gives zeros.
             head, share = heads[at], seeds[at] / heads[at].count
 
-            def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> PyTree:
+            def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> ArrayTree:
                 one = times(head.column(index), share)
                 if term is not None:
                     shape = head.terms_at_once
@@ -389,7 +392,9 @@ class CoupledTerms(LossTerms):
     def __init__(self, terms: LossTerms, meeting: Callable[[], str]) -> None:
         self._terms, self._meeting = terms, meeting
 
-    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+    def heads(
+        self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
+    ) -> list[Head]:
         """Each output with its likelihood, targets, mask and weight."""
         heads = self._terms.heads(outputs, targets, mask)
         return [head._replace(meeting=self._meeting) for head in heads]

@@ -8,9 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._loss_terms import Head, LossTerms
-from jaxkfac.interception import Layer, OutputMark, Traced, Word, leading_to, marks_of
+from jaxkfac.interception import Layer, OutputMark, Traced, leading_to, marks_of
+from jaxkfac.interception.coupling import Word
 
 
 def refuse_marks(traced: Traced) -> None:
@@ -169,7 +171,9 @@ class MarkedTerms(LossTerms):
     masks: Mapping[int, Any]
     meeting: Callable[[int], str] = lambda mark: ""
 
-    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+    def heads(
+        self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
+    ) -> list[Head]:
         """The mask is always the marks' own; the argument is ignored."""
         return [
             Head(

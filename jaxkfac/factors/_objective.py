@@ -15,15 +15,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import (
-    check_function,
-    check_likelihood,
-    decoded_shapes,
-    leaves_by_path,
-    trace,
-)
+from jaxkfac.interception import check_likelihood, decoded_shapes, trace
 
 # ---------------- compiled programs of an objective
 
@@ -66,9 +61,9 @@ class Batch(NamedTuple):
     Targets and mask are arrays, or trees of them in the form of an ``Objective``'s likelihoods.
     """
 
-    inputs: PyTree
-    targets: PyTree
-    mask: PyTree = None
+    inputs: ArrayTree
+    targets: ArrayTree
+    mask: ArrayTree = None
 
     @property
     def num_examples(self) -> int:
@@ -88,13 +83,13 @@ class ModelCall(NamedTuple):
     For a trace, shapes may stand for all of these.
     """
 
-    params: PyTree
+    params: ArrayTree
     batch: Any
     key: Key[Array, ""] | None = None
-    state: PyTree | None = None
+    state: ArrayTree | None = None
 
 
-def as_batch(batch: PyTree) -> Batch:
+def as_batch(batch: ArrayTree) -> Batch:
     """Check a batch's form.
 
     Raises:
@@ -309,7 +304,9 @@ class Objective(LossTerms):
     def tree(self, entries: Sequence[Any]) -> PyTree:
         return jax.tree.unflatten(self._form, list(entries))
 
-    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+    def heads(
+        self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
+    ) -> list[Head]:
         names = [jax.tree_util.keystr(at) for at, _ in _with_path(self.likelihood)]
         none = [None] * len(names)
         return [
@@ -325,7 +322,7 @@ class Objective(LossTerms):
             )
         ]
 
-    def batch(self, batch: PyTree) -> Batch:
+    def batch(self, batch: ArrayTree) -> Batch:
         """Check a batch's form, and mask the terms that the targets themselves leave out.
 
         Raises:
@@ -345,7 +342,7 @@ class Objective(LossTerms):
         changed = any(new is not old for new, old in zip(joined, masks, strict=True))
         return as_batch((*out[:2], self.tree(joined))) if changed else out
 
-    def in_batch(self, cotangents: PyTree, mask: PyTree, batch: Batch) -> PyTree:
+    def in_batch(self, cotangents: ArrayTree, mask: ArrayTree, batch: Batch) -> ArrayTree:
         """Rescale the cotangents of a single example to its share of the whole batch's loss."""
         if self.num_outputs == 1:
             return cotangents
@@ -369,11 +366,11 @@ class Objective(LossTerms):
 
     def outputs(
         self,
-        params: PyTree,
-        inputs: PyTree,
+        params: ArrayTree,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
-        state: PyTree | None = None,
-    ) -> tuple[PyTree, Any]:
+        state: ArrayTree | None = None,
+    ) -> tuple[ArrayTree, Any]:
         """The outputs, and the rest of what a call returns; see ``returned``."""
         args = arguments(self.apply_fn, params, inputs, key, state)
         outputs, beside = returned("apply_fn", self.apply_fn, args, key, state, self.has_aux)
@@ -381,7 +378,7 @@ class Objective(LossTerms):
             _check_outputs(head)
         return outputs, beside
 
-    def probabilities(self, outputs: PyTree) -> dict[str, str]:
+    def probabilities(self, outputs: ArrayTree) -> dict[str, str]:
         """By name, the outputs that look like probabilities where logits belong, with the remedy.
 
         Outputs without values here (traced, or on other processes) are left out.
@@ -395,10 +392,10 @@ class Objective(LossTerms):
 
     def meeting(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
     ) -> Callable[[], str]:
         """A function that says where examples of such a batch meet, or may; for ``find_layers``.
 
@@ -426,10 +423,10 @@ class Objective(LossTerms):
 
     def __call__(
         self,
-        params: PyTree,
-        batch: PyTree,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
     ) -> Any:
         """The loss of the batch.
 
@@ -451,10 +448,10 @@ class Objective(LossTerms):
 
 def arguments(
     apply_fn: Callable[..., Any],
-    params: PyTree,
-    inputs: PyTree,
+    params: ArrayTree,
+    inputs: ArrayTree,
     key: Any = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
 ) -> tuple[Any, ...]:
     """The positional arguments of ``apply_fn``.
 

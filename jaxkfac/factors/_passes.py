@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors._marks import weighed
 from jaxkfac.factors._origin import Turn
 from jaxkfac.factors._statistics import PassPart, Statistics
@@ -192,13 +192,13 @@ def _written(slot: Mapping[str, Any], *, dense: bool) -> int:
     return total
 
 
-def _extra(slot: PyTree, sums: jax.ShapeDtypeStruct) -> int:
+def _extra(slot: ArrayTree, sums: jax.ShapeDtypeStruct) -> int:
     """Bytes of a slot beside the factor formed from it; an entry of that shape is the factor."""
     becomes = any(leaf.shape == sums.shape for leaf in jax.tree.leaves(slot))
     return _bytes(slot) - becomes * _bytes(sums)
 
 
-def _bytes(tree: PyTree) -> int:
+def _bytes(tree: ArrayTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -8,9 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree, Shaped
+from jaxtyping import Array, Float, Key, Shaped
 
+from jaxkfac._arguments import (
+    ArrayTree,
+    check_arrays,
+    check_params,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
 from jaxkfac._errors import LostRowsError
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
 from jaxkfac.factors._marks import (
     MarkedTerms,
@@ -28,23 +37,16 @@ from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array,
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
-    Question,
     RowMask,
     Site,
     Slot,
     TraceCache,
     Traced,
     Window,
-    Word,
-    check_arrays,
-    check_params,
-    leaves_by_path,
-    partition,
     trace,
     trace_marked,
-    varying_axes,
-    with_leaves,
 )
+from jaxkfac.interception.coupling import Question, Word
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -78,10 +80,10 @@ class Linearised(NamedTuple):
     vjp: Any = None
     terms_of: LossTerms | None = None
     batch: Any = None
-    own: Callable[[], PyTree] | None = None
+    own: Callable[[], ArrayTree] | None = None
     own_scale: Any = None
-    cotangents: Callable[[], PyTree] | None = None
-    gradient: Callable[[PyTree], dict[str, Any]] | None = None
+    cotangents: Callable[[], ArrayTree] | None = None
+    gradient: Callable[[ArrayTree], dict[str, Any]] | None = None
 
     @property
     def squares_to_sums(self) -> Float[Array, ""]:
@@ -246,7 +248,9 @@ class Program:
     ) -> Linearised:
         """Value, gradient and statistics of a loss that marks its outputs."""
 
-        def forward(free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]) -> PyTree:
+        def forward(
+            free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]
+        ) -> ArrayTree:
             out = run(free, slots, shifts)
             value, aux = out.result
             return (out.outputs, value), (aux, out.weights, out.masks)
@@ -269,7 +273,7 @@ class Program:
 
         beside = any(mark.beside for mark in traced.marks)
 
-        def fisher_cotangents() -> PyTree:
+        def fisher_cotangents() -> ArrayTree:
             refuse_beside(traced)
             refuse_chained(traced)
             return terms_of.rescaled(fixed, cotangents, None)
@@ -290,7 +294,7 @@ class Program:
             lambda g: vjp((g, jnp.zeros_like(value)))[0],
         )
 
-    def output_shapes(self, traced: Traced) -> PyTree:
+    def output_shapes(self, traced: Traced) -> ArrayTree:
         """Shapes of the outputs that have a likelihood, in its form."""
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
 
@@ -299,8 +303,12 @@ class Program:
         return self._forward(*call)[0]
 
     def _forward(
-        self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
-    ) -> PyTree:
+        self,
+        params: ArrayTree,
+        data: ArrayTree,
+        key: Key[Array, ""] | None,
+        state: ArrayTree | None,
+    ) -> ArrayTree:
         if isinstance(self.objective, Objective):
             return self.objective.outputs(params, data, key, state)
         value, beside = returned(
@@ -356,7 +364,7 @@ class Program:
         masks = _masks(traced, positions)
         handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
-        def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
+        def run(free: dict[str, Array], slots: dict[str, Slot], *more: ArrayTree) -> ArrayTree:
             # Put back inside the differentiated function, where they are closed over and get no
             # cotangent.
             slots_with_constants = {
@@ -389,7 +397,7 @@ class Program:
 
         outputs, vjp, aux = jax.vjp(run, free, zero_slots, has_aux=True)
 
-        def loss(outputs: PyTree) -> tuple[Array, Array]:
+        def loss(outputs: ArrayTree) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
 
         # The loss is differentiated apart from the model, so that other cotangents can be sent
@@ -401,7 +409,7 @@ class Program:
         # not differentiate them too.
         fixed = jax.lax.stop_gradient(outputs)
 
-        def fisher_cotangents() -> PyTree:
+        def fisher_cotangents() -> ArrayTree:
             return objective.rescaled(fixed, cotangents, batch.mask)
 
         scale = None

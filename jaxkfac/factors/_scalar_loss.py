@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import Head
 from jaxkfac.factors._objective import ModelCall, Objective, check_array, returned
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Traced, leaves_by_path
+from jaxkfac.interception import Traced
 
 # ---------------- the loss of one batch, for adaptive optimizers
 
@@ -33,12 +34,12 @@ class BatchCurvature(NamedTuple):
     """
 
     loss: Callable[..., Any]
-    params: PyTree
-    batch: PyTree
+    params: ArrayTree
+    batch: ArrayTree
     key: Any
-    state: PyTree
+    state: ArrayTree
 
-    def check_params(self, params: PyTree) -> None:
+    def check_params(self, params: ArrayTree) -> None:
         """Refuse parameters other than those of the update, as far as that can be seen.
 
         Raises:
@@ -75,7 +76,7 @@ class AdaptationOfBatch(TypedDict):
     """
 
     value: Float[Array, ""]
-    value_fn: Callable[[PyTree], Float[Array, ""]]
+    value_fn: Callable[[ArrayTree], Float[Array, ""]]
     curvature: BatchCurvature
 
 
@@ -83,7 +84,7 @@ def adaptation_of(loss: Callable[..., Any], call: ModelCall, *, has_aux: bool) -
     """What an adaptive optimizer needs from a batch; ``has_aux`` describes a scalar loss."""
     _, batch, key, state = call
 
-    def value_fn(params: PyTree) -> Float[Array, ""]:
+    def value_fn(params: ArrayTree) -> Float[Array, ""]:
         if isinstance(loss, Objective):
             out = loss(params, batch, key, state)
             return out[0] if loss.has_aux or state is not None else out
@@ -158,7 +159,7 @@ def check_scalar_loss(
         )
 
 
-def warn_of_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> bool:
+def warn_of_sum(loss: Callable[[ArrayTree], Float[Array, ""]], batch: ArrayTree) -> bool:
     """Warn if a loss looks like a sum over rows, where values are concrete.
 
     The loss is evaluated on a third of the rows, once, twice and three times over. A mean stays
@@ -177,7 +178,7 @@ def warn_of_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> bo
     ((rows,),) = sizes
     some = max(rows // 3, 1)
 
-    def repeated(times: int) -> PyTree:
+    def repeated(times: int) -> ArrayTree:
         def of(x: Array) -> Array:
             return jnp.concatenate([x[:some]] * times)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
+from jaxkfac._jaxpr_compat import call_kind, equation_signature
 from jaxkfac.factors._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
 from jaxkfac.factors._taps import (
     example_counts,
@@ -30,8 +31,6 @@ from jaxkfac.interception import (
     SlotEntry,
     Traced,
     Use,
-    call_kind,
-    equation_signature,
     kind_named,
 )
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs

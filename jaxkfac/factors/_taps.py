@@ -20,18 +20,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import (
-    Atoms,
-    Entries,
-    Handler,
-    Layer,
-    LayerVjp,
-    Site,
-    Slot,
-    Use,
-    automatic,
-    cast_varying,
-)
+from jaxkfac._jaxpr_compat import automatic, cast_varying
+from jaxkfac.interception import Atoms, Entries, Handler, Layer, LayerVjp, Site, Slot, Use
 from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 

@@ -50,33 +50,8 @@ Example:
     True
 """
 
-from jaxkfac.interception._arguments import (
-    check_arrays,
-    check_function,
-    check_params,
-    is_differentiable,
-    leaves_by_path,
-    partition,
-    path_of,
-    with_leaves,
-)
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import (
-    Eqn,
-    automatic,
-    bind,
-    body_of,
-    call_kind,
-    cast_varying,
-    equation_signature,
-    evaluate,
-    is_var,
-    open_jaxpr,
-    replicated,
-    scan_counts,
-    scan_like,
-    varying_axes,
-)
 from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -108,10 +83,8 @@ from jaxkfac.interception._traced import Traced
 from jaxkfac.interception._use_groups import scanned_by
 from jaxkfac.interception._values import View
 from jaxkfac.interception._views import broadcast_axes, reversal
-from jaxkfac.interception.coupling import Answer, Question, Word
 
 __all__ = [
-    "Answer",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -119,7 +92,6 @@ __all__ = [
     "DeferredParameter",
     "EncodedParameter",
     "Entries",
-    "Eqn",
     "Handler",
     "Index",
     "Kind",
@@ -132,7 +104,6 @@ __all__ = [
     "OutputMark",
     "ParameterMatrix",
     "Piece",
-    "Question",
     "Range",
     "RowMask",
     "Site",
@@ -144,29 +115,16 @@ __all__ = [
     "Use",
     "View",
     "Window",
-    "Word",
     "as_state",
-    "automatic",
-    "bind",
-    "body_of",
     "broadcast_axes",
-    "call_kind",
-    "cast_varying",
-    "check_arrays",
-    "check_function",
     "check_likelihood",
-    "check_params",
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
-    "equation_signature",
-    "evaluate",
     "fast_convolutions",
     "find_layers",
     "from_nnx",
-    "is_differentiable",
     "is_encoded",
-    "is_var",
     "kind_named",
     "leading_to",
     "leaves_by_path",
@@ -174,21 +132,14 @@ __all__ = [
     "mark_outputs",
     "mark_rows",
     "marks_of",
-    "open_jaxpr",
     "own_atoms",
-    "partition",
-    "path_of",
     "pieces_of",
     "register_kind",
-    "replicated",
     "reversal",
-    "scan_counts",
-    "scan_like",
     "scanned_by",
     "selector",
     "slices",
     "trace",
     "trace_marked",
-    "varying_axes",
     "with_leaves",
 ]

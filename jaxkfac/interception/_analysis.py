@@ -16,8 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.interception._axes import Axes, fresh
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
@@ -29,6 +28,7 @@ from jaxkfac.interception._compat import (
     is_var,
     scan_counts,
 )
+from jaxkfac.interception._axes import Axes, fresh
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._custom import (
     APART,

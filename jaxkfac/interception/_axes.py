@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac._jaxpr_compat import Eqn, read_order
 
 # ---------------- axis atoms
 #

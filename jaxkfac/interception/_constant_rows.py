@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import ELEMENTWISE, Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
@@ -30,6 +29,7 @@ from jaxkfac.interception._compat import (
     scan_counts,
     scan_like,
 )
+from jaxkfac.interception._axes import ELEMENTWISE, Atoms, Axes, AxisTable
 from jaxkfac.interception._kind import Use
 
 # These keep all axes, as elementwise functions do, but would mix copies along the examples.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jaxtyping import Array
 
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
     Literal,

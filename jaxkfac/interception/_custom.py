@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.interception._axes import fresh
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
@@ -27,6 +26,7 @@ from jaxkfac.interception._compat import (
     is_var,
     scan_counts,
 )
+from jaxkfac.interception._axes import fresh
 from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
-from jaxkfac.interception._compat import Eqn, bind
+from jaxkfac._jaxpr_compat import Eqn, bind
 from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._functions import JOINS, Lookup, is_function
 from jaxkfac.interception._index import Index, shape_of, slices

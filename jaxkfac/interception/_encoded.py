@@ -13,12 +13,12 @@ from typing import Any, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Shaped
 
+from jaxkfac import _jaxpr_compat
+from jaxkfac._arguments import ArrayTree, path_of
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.interception import _compat
-from jaxkfac.interception._arguments import path_of
-from jaxkfac.interception._compat import Eqn
+from jaxkfac._jaxpr_compat import Eqn
 
 
 class EncodedParameter:
@@ -45,7 +45,7 @@ def is_encoded(x: object) -> TypeGuard[EncodedParameter]:
     return isinstance(x, EncodedParameter)
 
 
-def decoded_shapes(tree: PyTree) -> PyTree:
+def decoded_shapes(tree: ArrayTree) -> ArrayTree:
     """The tree with a ``jax.ShapeDtypeStruct`` in place of each encoded parameter."""
 
     def shape(x: object) -> object:
@@ -54,7 +54,7 @@ def decoded_shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree, is_leaf=is_encoded)
 
 
-def encoded_paths(tree: PyTree) -> frozenset[str]:
+def encoded_paths(tree: ArrayTree) -> frozenset[str]:
     """Paths of the encoded parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_encoded)
     return frozenset(path_of(path) for path, leaf in leaves if is_encoded(leaf))
@@ -176,12 +176,12 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
             (i for i, v in enumerate(operands) if isinstance(v, DeferredParameter)), None
         )
         if position is None:
-            return _compat.bind(eqn)(*operands)
+            return _jaxpr_compat.bind(eqn)(*operands)
         other_operands = [v for i, v in enumerate(operands) if i != position]
 
         def decoded(deferred: DeferredParameter, *other_operands: ArrayLike) -> Any:
             values = [*other_operands[:position], deferred.decode(), *other_operands[position:]]
-            return _compat.bind(eqn)(*values)
+            return _jaxpr_compat.bind(eqn)(*values)
 
         product = jax.custom_jvp(decoded)
 
@@ -260,7 +260,7 @@ def _untouched(eqn: Eqn, position: int) -> int:
     if name == "squeeze":
         return min(eqn.params["dimensions"], default=len(before))
     # Leading axes that keep their size in a row-major reshape are left alone by it.
-    if name == "reshape" and _compat.read_order(eqn) == tuple(range(len(before))):
+    if name == "reshape" and _jaxpr_compat.read_order(eqn) == tuple(range(len(before))):
         return _agreeing(before, eqn.outvars[0].aval.shape)
     return 0
 
@@ -285,7 +285,7 @@ def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> _View:
             return jax.lax.squeeze(x, [d - lead for d in p["dimensions"]])
         if lead and name == "reshape":
             return x.reshape(eqn.outvars[0].aval.shape[lead:])
-        out = _compat.bind(eqn)(*other_operands[:position], x, *other_operands[position:])
+        out = _jaxpr_compat.bind(eqn)(*other_operands[:position], x, *other_operands[position:])
         return out[result] if eqn.primitive.multiple_results else out
 
     return view

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Sequence, Set
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception._axes import fresh, propagate
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     Eqn,
     Var,
     call_kind,
@@ -15,6 +14,7 @@ from jaxkfac.interception._compat import (
     is_mutable,
     is_stateful,
 )
+from jaxkfac.interception._axes import fresh, propagate
 from jaxkfac.interception._functions import (
     looked_up_by_constants,
     seen_in,

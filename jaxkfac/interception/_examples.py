@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
+from jaxkfac._jaxpr_compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._index import pieces_of
 from jaxkfac.interception._kind import Data, Use

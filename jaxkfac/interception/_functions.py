@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind
 from jaxkfac.interception._axes import Atoms, Axes
-from jaxkfac.interception._compat import Eqn, body_of, call_kind
 from jaxkfac.interception._index import Join
 from jaxkfac.interception._kind import Data, Use, Value
 from jaxkfac.interception._plan import Facts

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 from jaxtyping import Array, Bool, Shaped
 
+from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import bind
 from jaxkfac.interception._slots import Slot, SlotEntry
 from jaxkfac.interception._values import Constant, Parameter, View

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Shaped
 
 from jaxkfac._errors import HiddenMarkError
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import named
-from jaxkfac.interception._arguments import leaves_by_path
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
@@ -137,7 +137,7 @@ class NnxApply:
         )
         # Only the structures are stored: a second copy of the parameters is never held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
-        self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
+        self.state: ArrayTree | None = nnx.to_pure_dict(state) if self._state.paths else None
         self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]
         named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
         self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
@@ -156,10 +156,10 @@ class NnxApply:
 
     def __call__(
         self,
-        params: PyTree,
+        params: ArrayTree,
         *inputs: Any,
         key: Key[Array, ""] | None = None,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
     ) -> Any:
         if state is not None and self.state is None:
             raise ValueError(
@@ -296,7 +296,7 @@ class _Form(NamedTuple):
         plain = nnx.to_pure_dict(state)
         return cls(what, paths, jax.tree.structure(state), jax.tree.structure(plain))
 
-    def filled(self, values: PyTree) -> nnx.State:
+    def filled(self, values: ArrayTree) -> nnx.State:
         """The part of the model with other values."""
         if isinstance(values, nnx.State):
             # NNX's optimizers and checkpoints hold a `State`.
@@ -305,7 +305,7 @@ class _Form(NamedTuple):
             raise ValueError(f"{self.what}: {self._difference(values)}")
         return jax.tree.unflatten(self.variables, jax.tree.leaves(values))
 
-    def _difference(self, values: PyTree) -> str:
+    def _difference(self, values: ArrayTree) -> str:
         expected = list(leaves_by_path(jax.tree.unflatten(self.plain, [0] * self.plain.num_leaves)))
         if not isinstance(values, dict):
             return f"expected the dictionary that jk.from_nnx returned, got {type(values).__name__}"
@@ -322,7 +322,7 @@ class _Form(NamedTuple):
         )
 
 
-def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTree]:
+def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, ArrayTree]:
     """Split an NNX model into an apply function and its parameters.
 
     Args:
@@ -362,7 +362,7 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTre
     return apply_fn, params
 
 
-def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
+def as_state(grads: ArrayTree, model: nnx.Module) -> nnx.State:
     """Convert gradients to the form that ``nnx.Optimizer.update`` takes.
 
     Args:
@@ -412,7 +412,7 @@ def _is_variable(value: object) -> bool:
     return isinstance(value, nnx.Variable)  # beside them a model may hold bare arrays
 
 
-def _nested(like: PyTree, values: dict[Path, Any], path: Path = ()) -> PyTree:
+def _nested(like: ArrayTree, values: dict[Path, Any], path: Path = ()) -> ArrayTree:
     """A nested dictionary like ``like``, of values by path."""
     if isinstance(like, dict):
         return {k: _nested(v, values, (*path, k)) for k, v in like.items()}

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception import partition, with_leaves
+from jaxkfac._arguments import partition, with_leaves
 
 TREE = {
     "kernel": jnp.ones((2, 2)),

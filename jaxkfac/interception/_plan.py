@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from jaxkfac.interception import _compat
+from jaxkfac import _jaxpr_compat
+from jaxkfac._jaxpr_compat import Eqn, Jaxpr, Var, is_stateful
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import Eqn, Jaxpr, Var, is_stateful
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._values import (
@@ -234,16 +234,16 @@ def _split(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
             runs[-1].append(position)
         else:
             runs.append([position])
-    needed = {v for v in jaxpr.outvars if _compat.is_var(v)}
+    needed = {v for v in jaxpr.outvars if _jaxpr_compat.is_var(v)}
     steps: list[Segment | int] = []
     for run in reversed(runs):
         eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
         written = {v: None for e in eqns for v in e.outvars}
-        read = {v: None for e in eqns for v in e.invars if _compat.is_var(v)}
+        read = {v: None for e in eqns for v in e.invars if _jaxpr_compat.is_var(v)}
         if isinstance(run, list):
             outvars = [v for v in written if v in needed]
             invars = [v for v in read if v not in written]
-            run_eqns = _compat.evaluate(eqns, invars, outvars, jaxpr)
+            run_eqns = _jaxpr_compat.evaluate(eqns, invars, outvars, jaxpr)
             steps.append(Segment(run_eqns, invars, outvars, eqns))
         else:
             steps.append(run)

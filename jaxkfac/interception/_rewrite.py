@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool
 
-from jaxkfac.interception import _compat
+from jaxkfac import _jaxpr_compat
+from jaxkfac._jaxpr_compat import Eqn, Literal, Var
 from jaxkfac.interception._axes import Axes, AxisTable
-from jaxkfac.interception._compat import Eqn, Literal, Var
 from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._elements import Elements, SlotRule, Slots, stacked_slots
 from jaxkfac.interception._encoded import (
@@ -104,14 +104,14 @@ class Rewriter:
                 continue
             eqn = plan.jaxpr.eqns[step]
             values = [read(v) for v in eqn.invars]
-            in_slots = [slot_env.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
+            in_slots = [slot_env.get(v, {}) if _jaxpr_compat.is_var(v) else {} for v in eqn.invars]
             if step in plan.uses:
                 out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = bind(eqn)(*values)  # kept: a later trace of this program reads the mark too
             elif step in plan.views:
-                run = _compat.of_operands(eqn, plan.jaxpr)
+                run = _jaxpr_compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
                 rows, picks = plan.choices.get(step), step in plan.lookups
                 index, into = plan.views[step], self.traced_indices
@@ -131,7 +131,7 @@ class Rewriter:
             env.update(zip(eqn.outvars, out, strict=True))
         outs = plan.jaxpr.outvars
         return [read(v) for v in outs], [
-            slot_env.get(v, {}) if _compat.is_var(v) else {} for v in outs
+            slot_env.get(v, {}) if _jaxpr_compat.is_var(v) else {} for v in outs
         ]
 
     def _use(
@@ -174,7 +174,7 @@ class Rewriter:
     def _call(
         self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
     ) -> list[Any]:
-        kind = _compat.call_kind(eqn)
+        kind = _jaxpr_compat.call_kind(eqn)
         if kind == "scan":
             return self._scan(eqn, inner, values, in_slots, around)
         if kind == "custom":
@@ -188,7 +188,7 @@ class Rewriter:
             split = [
                 (i, values[i])
                 for i, (v, w) in enumerate(
-                    zip(eqn.invars, _compat.body_of(eqn)[0].invars, strict=True)
+                    zip(eqn.invars, _jaxpr_compat.body_of(eqn)[0].invars, strict=True)
                 )
                 if v.aval.shape != w.aval.shape
             ]
@@ -225,17 +225,17 @@ class Rewriter:
             return run(inner, *flat)
 
         if kind == "checkpoint":
-            return _compat.checkpoint_like(eqn, body)(*arrays, *extras)
+            return _jaxpr_compat.checkpoint_like(eqn, body)(*arrays, *extras)
         if kind == "shard_map":
             # A slot that enters replicated has a cotangent that is summed over the devices.
             specs = (PartitionSpec(),) * len(extras)
-            return _compat.shard_map_like(eqn, body, specs)(*arrays, *extras)
-        return _compat.jit_like(eqn, body, len(extras))(*arrays, *extras)
+            return _jaxpr_compat.shard_map_like(eqn, body, specs)(*arrays, *extras)
+        return _jaxpr_compat.jit_like(eqn, body, len(extras))(*arrays, *extras)
 
     def _scan(
         self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
     ) -> list[Any]:
-        (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
+        (nc, nk), length = _jaxpr_compat.scan_counts(eqn), eqn.params["length"]
         values = list(values)
         for k, use in inner.entries.items():  # states that the first iteration starts from
             values[k] = self._use(use.eqn, [use], [values[k]], [in_slots[k]], around)
@@ -285,7 +285,7 @@ class Rewriter:
         scanned = [
             v.scanned() if isinstance(v, DeferredParameter) else v for v in values[nc + nk :]
         ]
-        (state, _), ys = _compat.scan_like(
+        (state, _), ys = _jaxpr_compat.scan_like(
             eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )
         return [*state, *ys]
@@ -297,8 +297,8 @@ def _is_too_deep(eqn: Eqn, around: Around) -> bool:
     As a jit it takes 13 frames, and 10 more when it is differentiated: 77 levels would exhaust
     Python's limit of 1,000 frames, while JAX itself traces 120.
     """
-    deep = around.depth >= _NESTED_JITS and _compat.call_kind(eqn) == "jit"
-    return deep and not _compat.states_placement(eqn)
+    deep = around.depth >= _NESTED_JITS and _jaxpr_compat.call_kind(eqn) == "jit"
+    return deep and not _jaxpr_compat.states_placement(eqn)
 
 
 def _at_use(slot: Slot | Elements) -> Slot:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxkfac.interception._compat import call_kind
+from jaxkfac._jaxpr_compat import call_kind
 from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._trace import trace
 

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
+from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._plan import MARK_ROWS
 from jaxkfac.interception._values import Constant

@@ -5,8 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from jax.typing import ArrayLike
 
-from jaxkfac.interception._axes import Atoms, AxisTable, fresh, merge
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
     body_of,
@@ -15,6 +14,7 @@ from jaxkfac.interception._compat import (
     read_order,
     scan_counts,
 )
+from jaxkfac.interception._axes import Atoms, AxisTable, fresh, merge
 from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._values import (

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path
 from jaxkfac._errors import UncoveredParameterError
+from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._arguments import check_arrays, check_function, leaves_by_path
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._compat import varying_axes
 from jaxkfac.interception._encoded import (
     decoded_shapes,
     encoded_paths,
@@ -39,14 +38,14 @@ _PARTLY = "is in a layer for some of its readings: its factors leave out those t
 
 def trace(
     fn: Callable[..., Any],
-    params: PyTree,
+    params: ArrayTree,
     *args: Any,
     layers: str | None = None,
     max_dense: int = 16384,
     experts: str | None = None,
     scale_blocks: bool = False,
     num_outputs: int = 0,
-    state: PyTree = None,
+    state: ArrayTree = None,
 ) -> Traced:
     """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
 
@@ -179,7 +178,7 @@ def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> 
             )
 
 
-def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> Traced:
+def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) -> Traced:
     """The program changed so that it returns a ``Marked``; unchanged if it has no marks.
 
     Its last argument is a list of zeros in the shape of each mark.
@@ -193,7 +192,7 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
     if not marks:
         return traced
 
-    def again(params: PyTree, *args: Any) -> Any:
+    def again(params: ArrayTree, *args: Any) -> Any:
         leaves = jax.tree.leaves((params, *args[:-1]))
         out = lifted(closed.jaxpr, closed.consts, leaves, args[-1])
         return out._replace(result=jax.tree.unflatten(tree, out.result))
@@ -227,7 +226,7 @@ def _refuse_encoded_parts(uses: Sequence[Use], encoded: frozenset[str]) -> None:
 
 def find_layers(
     fn: Callable[..., Any],
-    params: PyTree,
+    params: ArrayTree,
     *args: Any,
     layers: str | None = None,
     max_dense: int = 16384,
@@ -263,7 +262,7 @@ def find_layers(
         (3, 'b')
     """
 
-    def called(params: PyTree, named: dict[str, Any], *args: Any) -> Any:
+    def called(params: ArrayTree, named: dict[str, Any], *args: Any) -> Any:
         return fn(params, *args, **named)
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}

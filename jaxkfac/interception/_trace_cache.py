@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex
-from jaxtyping import PyTree
+
+from jaxkfac._arguments import ArrayTree
 
 # ---------------- Python's limit of frames, and how deep functions may be nested
 
@@ -57,7 +58,7 @@ class TraceCache(Generic[Trace]):
     def __init__(self) -> None:
         self._traces: dict[Hashable, Trace] = {}
 
-    def get(self, args: PyTree, make: Callable[[], Trace], *, static: Hashable = None) -> Trace:
+    def get(self, args: ArrayTree, make: Callable[[], Trace], *, static: Hashable = None) -> Trace:
         """The trace for these arguments; ``make`` is called if it is not cached.
 
         Args:
@@ -93,18 +94,18 @@ class Staged(NamedTuple):
     out_tree: Any
 
     @property
-    def types(self) -> PyTree:
+    def types(self) -> ArrayTree:
         """The result's tree of types."""
         return jax.tree.unflatten(self.out_tree, self.closed.out_avals)
 
     @classmethod
-    def of(cls, fn: Callable[..., PyTree], *args: PyTree) -> "Staged":
+    def of(cls, fn: Callable[..., ArrayTree], *args: ArrayTree) -> "Staged":
         """Stage a function out for arguments of these types; nothing is computed."""
         with depth_explained():
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         return cls(closed, jax.tree.structure(shapes))
 
-    def __call__(self, *args: PyTree) -> PyTree:
+    def __call__(self, *args: ArrayTree) -> ArrayTree:
         leaves = jex.jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
         # A result that is known at trace time is a literal, which is no jax.Array.
         return jax.tree.unflatten(self.out_tree, map(jnp.asarray, leaves))

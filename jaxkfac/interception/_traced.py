@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._arguments import leaves_by_path
 from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
@@ -240,7 +239,7 @@ class Traced:
     def emit(
         self,
         handler: Handler,
-        params: PyTree,
+        params: ArrayTree,
         slots: Mapping[str, Slot],
         *args: Any,
         entries: Entries | None = None,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from jaxkfac._jaxpr_compat import Eqn, read_order
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._compat import Eqn, read_order
 from jaxkfac.interception._index import Range
 from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts

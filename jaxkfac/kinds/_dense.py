@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import (
     Atoms,
     Axes,
     AxisTable,
-    Eqn,
     LayerVjp,
     Use,
     broadcast_axes,

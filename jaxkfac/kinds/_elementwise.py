@@ -8,19 +8,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxkfac._jaxpr_compat import Eqn, bind
 from jaxkfac.interception import (
     Atoms,
     Axes,
     AxisTable,
     Data,
-    Eqn,
     Kind,
     LayerVjp,
     Slot,
     SlotEntry,
     Use,
     View,
-    bind,
     cuts_of,
     pieces_of,
     register_kind,

@@ -6,17 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.interception import (
-    Atoms,
-    AxisTable,
-    Eqn,
-    LayerVjp,
-    Lookup,
-    Use,
-    cast_varying,
-    is_var,
-    register_kind,
-)
+from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
+from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Lookup, Use, register_kind
 from jaxkfac.kinds._moments import Products
 from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
 from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot

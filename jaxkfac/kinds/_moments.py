@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkfac.interception import Eqn, LayerVjp, Slot, Use, cast_varying
+from jaxkfac._jaxpr_compat import Eqn, cast_varying
+from jaxkfac.interception import LayerVjp, Slot, Use
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import (
     PANELS_FROM,

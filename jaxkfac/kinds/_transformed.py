@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, AxisTable, Eqn, LayerVjp, Slot, Use, register_kind
+from jaxkfac._jaxpr_compat import Eqn
+from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Slot, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example

@@ -16,6 +16,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Inexact
 
+from jaxkfac._arguments import ArrayTree
+
 # ---------------- sums over chunks of a leading axis
 
 
@@ -29,11 +31,11 @@ def _unchanged(body: PerChunk) -> PerChunk:
 
 def sum_over_chunks(
     per_chunk: PerChunk,
-    examples: PyTree,
+    examples: ArrayTree,
     chunk: int | None,
     *,
     in_loop: Callable[[PerChunk], PerChunk] = _unchanged,
-) -> PyTree:
+) -> ArrayTree:
     """The sum of ``per_chunk(chunk of examples, its index)``; the last chunk may be shorter.
 
     The index is ``None`` if there is only one chunk, the full batch. With several chunks,
@@ -60,11 +62,11 @@ def sum_over_chunks(
 
 def map_over_chunks(
     per_chunk: PerChunk,
-    examples: PyTree,
+    examples: ArrayTree,
     chunk: int | None,
     *,
     in_loop: Callable[[PerChunk], PerChunk] = _unchanged,
-) -> PyTree:
+) -> ArrayTree:
     """The results of ``per_chunk`` for each chunk, concatenated; see ``sum_over_chunks``."""
     chunks = _cut(examples, chunk)
     if chunks is None:
@@ -89,7 +91,7 @@ def sum_over_axis(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     return jnp.tensordot(ones, x, ((0,), (axis,)), precision=jax.lax.Precision.HIGHEST)
 
 
-def _cut(examples: PyTree, chunk: int | None) -> tuple[PyTree, Any, PyTree] | None:
+def _cut(examples: ArrayTree, chunk: int | None) -> tuple[ArrayTree, Any, ArrayTree] | None:
     """Full chunks stacked, their indices, and the shorter last chunk, if there is one."""
     number = jax.tree.leaves(examples)[0].shape[0]
     if chunk is None or chunk >= number:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree, UInt32
+from jaxtyping import Array, Int, Key, UInt32
 
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
 from jaxkfac.interception import (
@@ -18,13 +19,9 @@ from jaxkfac.interception import (
     SlotEntry,
     TraceCache,
     Traced,
-    check_arrays,
-    check_function,
     decoded_shapes,
     encoded_paths,
-    leaves_by_path,
     trace,
-    with_leaves,
 )
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product
@@ -54,9 +51,9 @@ class Adapted:
 
     def __call__(
         self,
-        params: PyTree,
+        params: ArrayTree,
         adapters: Adapters | Bank,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
         adapter: int | Int[Array, ""] | Int[Array, " n"] | Int[np.ndarray, "..."] | None = None,
     ) -> Any:
@@ -83,9 +80,9 @@ class Adapted:
 
     def run(
         self,
-        params: PyTree,
+        params: ArrayTree,
         adapters: Adapters | Bank,
-        inputs: Any,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
         adapter: Any = None,
         *,
@@ -128,8 +125,8 @@ class Adapted:
 
     def traced(
         self,
-        params: PyTree,
-        inputs: Any,
+        params: ArrayTree,
+        inputs: ArrayTree,
         key: Key[Array, ""] | None,
         names: Sequence[str] | None = None,
     ) -> Traced:
@@ -143,7 +140,11 @@ class Adapted:
         return self._traces.get((params, inputs, key), make, static=names)
 
     def _trace(
-        self, params: PyTree, inputs: Any, key: Key[Array, ""] | None, names: Sequence[str] | None
+        self,
+        params: ArrayTree,
+        inputs: ArrayTree,
+        key: Key[Array, ""] | None,
+        names: Sequence[str] | None,
     ) -> Traced:
         pattern = None if names is None else "|".join(map(re.escape, names))
         try:
@@ -169,7 +170,7 @@ class Adapted:
             )
         return traced
 
-    def _forward(self, params: PyTree, inputs: Any, key: Key[Array, ""] | None) -> Any:
+    def _forward(self, params: ArrayTree, inputs: ArrayTree, key: Key[Array, ""] | None) -> Any:
         kwargs = {"key": key} if takes_key(self._apply) else {}
         return self._apply(params, inputs, **kwargs)
 
@@ -288,7 +289,7 @@ def adapt(options: Mapping[str, BranchOptions]) -> Handler:
     return handler
 
 
-def _check_saved(params: PyTree, saved: Mapping[str, Any]) -> None:
+def _check_saved(params: ArrayTree, saved: Mapping[str, Any]) -> None:
     leaves = leaves_by_path(decoded_shapes(params))
     for path, x in saved.items():
         if path in encoded_paths(params):

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import Atoms, DeferredParameter, Site, Use, cast_varying
+from jaxkfac._jaxpr_compat import cast_varying
+from jaxkfac.interception import Atoms, DeferredParameter, Site, Use
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._text import short_repr
 from jaxkfac.interception import Handler, Site
 from jaxkfac.lslora._attach import Adapted
@@ -27,12 +28,12 @@ Statistic = Callable[[Site, list[Any], Branch], PyTree]
 
 def measure(
     adapted: Adapted,
-    params: PyTree,
+    params: ArrayTree,
     adapters: Adapters,
-    inputs: Any,
+    inputs: ArrayTree,
     statistic: Statistic,
-    like: Mapping[str, PyTree],
-) -> dict[str, PyTree]:
+    like: Mapping[str, ArrayTree],
+) -> dict[str, ArrayTree]:
     """Sums of a statistic over a batch.
 
     Args:
@@ -66,7 +67,7 @@ def measure(
 
         return handler
 
-    def total(extra: Mapping[str, PyTree]) -> Any:
+    def total(extra: Mapping[str, ArrayTree]) -> Any:
         out = adapted.run(params, adapters, inputs, handler=handle, extra=extra)
         floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
         return sum(x.astype(jnp.float32).sum() for x in floats)
@@ -75,16 +76,16 @@ def measure(
 
 
 @jax.custom_vjp
-def _emit(slot: PyTree, sums: PyTree, out: Any) -> Any:
+def _emit(slot: ArrayTree, sums: ArrayTree, out: ArrayTree) -> Any:
     """Return ``out``; the cotangent of ``slot`` is ``sums``, whatever the cotangent of ``out``."""
     return out
 
 
-def _forward(slot: PyTree, sums: PyTree, out: Any) -> tuple[Any, PyTree]:
+def _forward(slot: ArrayTree, sums: ArrayTree, out: ArrayTree) -> tuple[Any, ArrayTree]:
     return out, sums
 
 
-def _backward(sums: PyTree, cotangent: Any) -> tuple[PyTree, PyTree, Any]:
+def _backward(sums: ArrayTree, cotangent: ArrayTree) -> tuple[ArrayTree, ArrayTree, Any]:
     return sums, jax.tree.map(jnp.zeros_like, sums), cotangent
 
 
@@ -183,8 +184,8 @@ class Diagnosis(NamedTuple):
 def diagnose(
     adapters: Adapters,
     adapted: Adapted | None = None,
-    params: PyTree = None,
-    inputs: Any = None,
+    params: ArrayTree = None,
+    inputs: ArrayTree = None,
     *,
     nonlinearity: str | None = None,
 ) -> dict[str, Diagnosis]:

@@ -9,19 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
 from jaxkfac.factors import Factors
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    Site,
-    decoded_shapes,
-    encoded_paths,
-    leaves_by_path,
-    selector,
-)
+from jaxkfac.interception import Layer, LayerTable, Site, decoded_shapes, encoded_paths, selector
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted, attach, check_order
 from jaxkfac.lslora._branch import Branch
@@ -44,7 +37,7 @@ _NAMES = {"eva": "factors", "gradient": "gradient"}
 _ROUNDING = 1e-6  # relative to the largest value: what float32 sums of squares can tell from zero
 
 
-def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
+def check_source(init: Init, factors: Factors | None, gradient: ArrayTree) -> None:
     """Refuse a source that ``init`` does not use, and a missing one.
 
     Raises:
@@ -90,7 +83,7 @@ def covariance(factors: Factors, layer: Layer) -> Any:
     return sums
 
 
-def gradient_of(gradient: PyTree, layer: Layer) -> Any:
+def gradient_of(gradient: ArrayTree, layer: Layer) -> Any:
     """The gradient of a layer's matrix, ``(stack..., in, out)``."""
     leaves, path = leaves_by_path(gradient), layer.weight.path
     if path not in leaves:
@@ -103,7 +96,7 @@ def gradient_of(gradient: PyTree, layer: Layer) -> Any:
 
 
 def directions(
-    init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: PyTree
+    init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: ArrayTree
 ) -> Float[Array, "*stack in r"]:
     """Orthonormal columns, the strongest first, each with a positive largest entry.
 
@@ -139,7 +132,12 @@ def directions(
 
 
 def calibrate(
-    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, factor: float = 1.0
+    adapted: Adapted,
+    params: ArrayTree,
+    adapters: Adapters,
+    inputs: ArrayTree,
+    *,
+    factor: float = 1.0,
 ) -> Adapters:
     r"""Set $\sigma$ to ``factor`` times the root mean square of $z$ over a batch.
 
@@ -165,7 +163,7 @@ def calibrate(
 
 
 def measured_sigmas(
-    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, fresh: bool
+    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree, *, fresh: bool
 ) -> dict[str, Array]:
     r"""Root mean square of $z$ for each slice of each layer with a nonlinearity.
 
@@ -205,14 +203,14 @@ def measured_sigmas(
 def init(
     apply_fn: Callable[..., Any],
     config: Config,
-    params: PyTree,
-    inputs: Any,
+    params: ArrayTree,
+    inputs: ArrayTree,
     *,
     key: Key[Array, ""],
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     init: Init = "default",
     factors: Factors | None = None,
-    gradient: PyTree = None,
+    gradient: ArrayTree = None,
 ) -> Adapters:
     r"""Create adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
-from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths, leaves_by_path, with_leaves
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
+from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths
 from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted
@@ -33,11 +34,11 @@ class ApproximateMerge(NamedTuple):
             1e-3 are rounding.
     """
 
-    params: PyTree
+    params: ArrayTree
     errors: dict[str, Float[np.ndarray, "*stack"]]
 
 
-def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> PyTree:
+def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree) -> ArrayTree:
     """Add plain LoRA to the base model's kernels: the same function, without a branch.
 
     Args:
@@ -81,7 +82,7 @@ def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> 
 
 
 def approximate_merge(
-    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any
+    adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree
 ) -> ApproximateMerge:
     r"""Replace each branch of the model by the linear map nearest to it on a batch.
 
@@ -150,11 +151,11 @@ def approximate_merge(
 
 def _written(
     adapted: Adapted,
-    params: PyTree,
+    params: ArrayTree,
     adapters: Adapters,
-    inputs: Any,
+    inputs: ArrayTree,
     change: Callable[[Layer], tuple[Any, Any]],
-) -> PyTree:
+) -> ArrayTree:
     """Add the changes to kernels and biases, and replace parameters that were trained in full."""
     own_adapters = only_adapters(adapters)
     if quantised := sorted(encoded_paths(params)):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import CheckpointMismatchError, nearest
-from jaxkfac.interception import decoded_shapes, encoded_paths, leaves_by_path
+from jaxkfac.interception import decoded_shapes, encoded_paths
 from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
 from jaxkfac.lslora._modules import ModuleNames, Parts
@@ -168,7 +168,7 @@ class PretrainedModel(Protocol):
         ...
 
     @property
-    def params(self) -> PyTree:
+    def params(self) -> ArrayTree:
         """Nested dictionary in which blocks are stacked."""
         ...
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import leaves_by_path, trace, with_leaves
+from jaxkfac.interception import trace
 from jaxkfac.lslora import Config, attach, init, stack
 
 

@@ -6,15 +6,16 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import fold_triangle, unfold_triangle
 
-PyTree = Any
 Sums = dict[str, Any]
 MemoryKind = Literal["device", "pinned_host"]
 
@@ -61,13 +62,13 @@ class Accumulators:
         """The dtype in which one triangle takes as many bytes as the whole matrix in ``kept``."""
         return jnp.dtype(jnp.float32 if self.kept.itemsize == 2 else jnp.float64)
 
-    def zeros(self, params: PyTree, like: Factors | None) -> Sums:
+    def zeros(self, params: ArrayTree, like: Factors | None) -> Sums:
         """Sums before the first micro-batch, made one array at a time; see :meth:`save`."""
 
-        def zero(x: Any) -> Array:
+        def zero(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> Array:
             return self._put(jnp.zeros_like(x, dtype=self.kept))
 
-        def zero_matrix(x: Any) -> Array:
+        def zero_matrix(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> Array:
             if not self.narrow:
                 return zero(x)
             shape = jax.eval_shape(fold_triangle, x).shape
@@ -130,7 +131,7 @@ def checked_accumulator_dtype(dtype: DTypeLike | None) -> Any:
     return dtype
 
 
-def check_memory(memory_kind: MemoryKind, params: PyTree) -> None:
+def check_memory(memory_kind: MemoryKind, params: ArrayTree) -> None:
     """Refuse a memory that the device of ``params`` lacks.
 
     Raises:

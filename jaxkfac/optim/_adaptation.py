@@ -2,21 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import instance_of, scalar
 from jaxkfac.curvature.operators import Operator, ggn
 from jaxkfac.factors import BatchCurvature
-from jaxkfac.interception import (
-    check_function,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import fast_convolutions
+from jaxkfac.linalg import Damping
 from jaxkfac.optim._levenberg_marquardt import (
     Leaves,
     LevenbergMarquardt,
@@ -40,7 +38,6 @@ from jaxkfac.optim._trees import (
     where,
 )
 
-PyTree = Any
 Scalar = Float[Array, ""]
 _EVERY = 5  # updates between two trials if the damping is given
 
@@ -81,14 +78,24 @@ class AdaptationState(NamedTuple):
     travelled: Scalar
 
 
+@runtime_checkable
+class AdaptedState(Protocol):
+    """What the adaptation reads in the state of ``kfac``."""
+
+    @property
+    def momentum(self) -> ArrayTree: ...
+    @property
+    def adaptation(self) -> Any: ...
+
+
 class BatchLoss(NamedTuple):
     """The loss of an update's batch: its value, the loss as a function, and its curvature."""
 
     value: Any
-    value_fn: Callable[[PyTree], Any]
+    value_fn: Callable[[ArrayTree], Any]
     curvature: Operator
 
-    def of_whole(self, params: PyTree) -> "BatchLoss":
+    def of_whole(self, params: ArrayTree) -> "BatchLoss":
         """The same loss for parameters gathered on every device, if ``params`` are sharded."""
         return BatchLoss(
             gathered(self.value),
@@ -121,7 +128,7 @@ class Adaptation:
 
     @staticmethod
     def of(
-        learning_rate: Any, momentum: Any, damping: Any, norm_constraint: Any
+        learning_rate: object, momentum: object, damping: object, norm_constraint: object
     ) -> "Adaptation | None":
         """The adaptation that the arguments of ``kfac`` request; ``None`` if all are given.
 
@@ -167,11 +174,11 @@ class Adaptation:
         """Whether the factors have a damping of their own."""
         return self.by_model and self.rule is not None and self.rule.factor_every > 0
 
-    def initial(self, params: PyTree, damping: Any, decay: Any) -> AdaptationState:
+    def initial(self, params: ArrayTree, damping: ArrayLike, decay: ArrayLike) -> AdaptationState:
         """The state before the first update; ``decay`` is the weight decay."""
         dtype = sum_dtype(params)
 
-        def number(value: Any) -> Scalar:  # a buffer for each number: a state may be donated
+        def number(value: ArrayLike) -> Scalar:  # a buffer for each number: a state may be donated
             return jnp.array(value, dtype)
 
         def count() -> Int[Array, ""]:
@@ -190,7 +197,9 @@ class Adaptation:
             travelled=number(0),
         )
 
-    def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
+    def loss(
+        self, params: ArrayTree, value: ArrayLike | None, value_fn: Any, curvature: Any
+    ) -> BatchLoss:
         """Check the arguments that describe the loss of a batch, and collect them.
 
         Raises:
@@ -215,7 +224,9 @@ class Adaptation:
         )
         return BatchLoss(value, value_fn, curvature)
 
-    def check(self, state: Any, params: PyTree, terms: Any, loss: BatchLoss) -> None:
+    def check(
+        self, state: AdaptedState, params: ArrayTree, terms: ArrayLike | None, loss: BatchLoss
+    ) -> None:
         """Refuse what concrete values show to be wrong, outside ``jit``.
 
         Args:
@@ -238,21 +249,20 @@ class Adaptation:
                 "again with tx.init(params)"
             )
 
-    def numbers_of(self, rate: Any, momentum: Any, decay: Any) -> Numbers:
+    def numbers_of(self, rate: ArrayLike, momentum: ArrayLike, decay: ArrayLike) -> Numbers:
         """The numbers of an update, except those that the model chooses."""
-        rate, momentum = None if self.rate else rate, None if self.momentum else momentum
-        return Numbers(rate, momentum, decay)
+        return Numbers(None if self.rate else rate, None if self.momentum else momentum, decay)
 
-    def damping_of(self, state: Any, numbers_of: Any, decay: Any) -> Any:
+    def damping_of(self, state: AdaptedState, numbers_of: Damping, decay: ArrayLike) -> Any:
         r"""$\lambda$ of an update, plus $w$ if the model includes the weight decay."""
         damping = numbers_of if self.rule is None else state.adaptation.damping
         return damping + decay if self.by_model else damping
 
-    def factor_damping_of(self, state: Any, damping: Any) -> Any:
+    def factor_damping_of(self, state: AdaptedState, damping: Damping) -> Any:
         """The damping of the factors before any trial; the model's ``damping`` without its own."""
         return state.adaptation.factor_damping if self.two_dampings else damping
 
-    def is_trial_due(self, step: Any, refresh_every: Any) -> Any:
+    def is_trial_due(self, step: ArrayLike, refresh_every: ArrayLike) -> Any:
         """Whether the factors' damping is tried at an update, provided that it refreshes."""
         assert self.rule is not None
         periods = jnp.maximum(1, jnp.round(self.rule.factor_every / jnp.asarray(refresh_every)))
@@ -260,14 +270,14 @@ class Adaptation:
 
     def tried_factor_damping(
         self,
-        state: Any,
-        gradient: PyTree,
-        direction: Callable[[Scalar], PyTree],
-        damping: Any,
+        state: AdaptedState,
+        gradient: ArrayTree,
+        direction: Callable[[Scalar], ArrayTree],
+        damping: ArrayLike,
         loss: BatchLoss,
         numbers: Numbers,
         *,
-        due: Any,
+        due: Bool[Array, ""],
     ) -> Scalar:
         """The factors' damping after a trial, if one is due.
 
@@ -297,7 +307,9 @@ class Adaptation:
 
         return jax.lax.cond(due, fast_convolutions(trial), lambda: adapted.factor_damping)
 
-    def gradient_of(self, grads: PyTree, params: PyTree, moving: PyTree, decay: Any) -> PyTree:
+    def gradient_of(
+        self, grads: ArrayTree, params: ArrayTree, moving: ArrayTree, decay: ArrayLike
+    ) -> ArrayTree:
         """The gradient of the model's objective, with weight decay if the model includes it."""
         if not (self.by_model and may_be_positive(decay)):
             return grads
@@ -309,7 +321,7 @@ class Adaptation:
         }
         return with_leaves(grads, decayed)
 
-    def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
+    def _displaced(self, state: AdaptedState, params: ArrayTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
 
         Only the component along the momentum is compared: it must be off by a hundredth of the
@@ -328,19 +340,19 @@ class Adaptation:
 
     def advance(
         self,
-        state: Any,
-        params: PyTree,
-        gradient: PyTree,
-        steps: PyTree,
+        state: AdaptedState,
+        params: ArrayTree,
+        gradient: ArrayTree,
+        steps: ArrayTree,
         numbers: Numbers,
-        damping: Any,
+        damping: ArrayLike,
         loss: BatchLoss,
         *,
-        factor_damping: Any,
-        upcoming: Any,
+        factor_damping: ArrayLike,
+        upcoming: ArrayLike | None,
         num_updates: Int[Array, ""],
         is_made: Bool[Array, ""],
-    ) -> tuple[PyTree, PyTree, AdaptationState]:
+    ) -> tuple[ArrayTree, ArrayTree, AdaptationState]:
         """Compute the update, the new momentum, and the adapted numbers.
 
         Args:
@@ -404,7 +416,11 @@ class Adaptation:
         )
 
     def _following(
-        self, factor_damping: Scalar, before: AdaptationState, new: AdaptationState, decay: Any
+        self,
+        factor_damping: Scalar,
+        before: AdaptationState,
+        new: AdaptationState,
+        decay: ArrayLike,
     ) -> Scalar:
         """The factors' damping after a trial of the model's; their ratio changes only by a trial.
 
@@ -449,11 +465,11 @@ class Adaptation:
     def _tried(
         self,
         state: AdaptationState,
-        params: PyTree,
+        params: ArrayTree,
         update: Leaves,
         change: Callable[[], Scalar],
         loss: BatchLoss,
-        decay: Any,
+        decay: ArrayLike,
         num_updates: Int[Array, ""],
         is_made: Bool[Array, ""],
     ) -> tuple[Bool[Array, ""], AdaptationState]:
@@ -491,7 +507,7 @@ class Adaptation:
         )
 
 
-def as_operator(curvature: Any) -> Any:
+def as_operator(curvature: object) -> Any:
     """Build the operator of a ``BatchCurvature``; return any other operator unchanged."""
     if not isinstance(curvature, BatchCurvature):
         return curvature
@@ -499,7 +515,7 @@ def as_operator(curvature: Any) -> Any:
     return ggn(*problem, key=curvature.key, state=curvature.state)
 
 
-def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
+def check_batch(curvature: object, terms: Any, left_out: ArrayLike = 0) -> None:
     """Refuse curvature of another batch than the gradient's, if both counts are concrete.
 
     Args:
@@ -524,7 +540,7 @@ def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
         )
 
 
-def _at(tree: PyTree, paths: Leaves) -> Leaves:
+def _at(tree: ArrayTree, paths: Leaves) -> Leaves:
     by_path = leaves_by_path(tree)
     return {path: by_path[path] for path in paths}
 

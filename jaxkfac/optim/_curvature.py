@@ -11,7 +11,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import MeshAxis, covered_indices
+from jaxkfac._arguments import ArrayTree
+from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
 from jaxkfac.factors import (
     Factors,
     check_decay,
@@ -29,13 +30,11 @@ from jaxkfac.factors import (
 )
 from jaxkfac.linalg import Damping
 from jaxkfac.optim._preconditioner import Preconditioner
-from jaxkfac.optim._refresh import RefreshInGraph
+from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import covered_leaves
 from jaxkfac.optim._watch import begun_anew, check_measured_between
-
-PyTree = Any
 
 
 def shapes_of(like: Factors) -> Factors:
@@ -153,13 +152,13 @@ class Curvature:
 
     def refreshed(
         self,
-        state: Any,
+        state: RefreshedState,
         average: Factors,
         new: Factors | None,
         damping: Damping,
         *,
         axis: MeshAxis | None = None,
-        from_host: Any = None,
+        from_host: Eigenbases | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """The bases or inverses for a step, and how many decompositions failed."""
         bare_bases, measured = self.method.advanced(state.stacked_bases, new, self.decay)
@@ -172,17 +171,17 @@ class Curvature:
             due = self.refresh.is_due(state) & (average.terms > 0)
         return self.method.measured_since(bases, measured, due), num_failed
 
-    def fresh(self, state: Any, average: Factors, damping: Damping) -> Any:
+    def fresh(self, state: RefreshedState, average: Factors, damping: Damping) -> Any:
         """The result of a refresh with this average; every device computes all of it."""
         clipping = clipping_of(state.stacked_bases, self.clipping)
         return self.method.fresh(average, damping, clipping, None)
 
-    def unchanged(self, state: Any, new: Factors | None) -> Any:
+    def unchanged(self, state: RefreshedState, new: Factors | None) -> Any:
         """The bases of a skipped step, in the structure of a step with factors."""
         bases, measured = self.method.advanced(state.stacked_bases, new, None)
         return self.method.measured_since(bases, measured, jnp.asarray(False))
 
-    def from_host(self, state: Any, factors: Factors | None) -> Any:
+    def from_host(self, state: RefreshedState, factors: Factors | None) -> Any:
         """The host's bases of the average if a refresh is due, otherwise ``None``."""
         new = None if factors is None else self.stacks.factors(factors)
         average, _ = self.averaged(state.stacked_average, new)
@@ -191,7 +190,7 @@ class Curvature:
         clipping = clipping_of(state.stacked_bases, self.clipping)
         return self.method.fresh(average, 0.0, clipping, None)
 
-    def as_kept(self, factors: Factors, state: Any) -> Factors:
+    def as_kept(self, factors: Factors, state: RefreshedState) -> Factors:
         """The factors with the origin of the average, so that the state keeps its structure."""
         return with_origin(factors, state.stacked_average.origin)
 
@@ -214,12 +213,12 @@ class Others:
         if others is None:
             return cls(None, covered)
 
-        def not_ours(tree: PyTree) -> PyTree:
+        def not_ours(tree: ArrayTree) -> ArrayTree:
             return jax.tree.map(lambda ours: not ours, covered_leaves(tree, covered))
 
         return cls(optax.masked(others, not_ours), covered)
 
-    def init(self, params: PyTree) -> Any:
+    def init(self, params: ArrayTree) -> Any:
         """Its state."""
         return () if self.tx is None else self.tx.init(params)
 
@@ -229,7 +228,7 @@ class Others:
             return {}
         return {name: x for name, x in arguments.items() if x is not None}
 
-    def joined(self, updates: PyTree, own_updates: Any) -> PyTree:
+    def joined(self, updates: ArrayTree, own_updates: ArrayTree) -> ArrayTree:
         """The covered leaves of ``updates``, and all other leaves of its own updates."""
         if self.tx is None:
             return updates

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.factors import Factors
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import sharded_like
 from jaxkfac.optim._watch import StateWatch
-
-PyTree = Any
 
 
 class KfacState(NamedTuple):
@@ -48,7 +47,7 @@ class KfacState(NamedTuple):
     step: Int[Array, ""]
     stacked_average: Factors
     stacked_bases: Eigenbases | Inverses
-    momentum: PyTree
+    momentum: ArrayTree
     others: Any
     skipped: Int[Array, ""]
     kept: Int[Array, ""]
@@ -94,7 +93,7 @@ class KfacState(NamedTuple):
         return _read(self.stacks.unstacked_bases, self.stacked_bases)
 
 
-def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
+def _read(function: Callable[[Any], Any], stacked: ArrayTree) -> Any:
     """``function(stacked)``; if ``stacked`` holds shapes, the shapes of the result."""
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
     return jax.eval_shape(function, stacked) if shapes else function(stacked)

@@ -11,10 +11,12 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature, Factors
 from jaxkfac.interception import Staged, TraceCache
+from jaxkfac.linalg import Damping
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others
 from jaxkfac.optim._kfac_state import (
@@ -55,8 +57,6 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import StateWatch, check_factors_have_come, is_in_range, warn_if_diverged
 
-PyTree = Any
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KfacTransformation:
@@ -85,7 +85,7 @@ class KfacTransformation:
     distribute: str | None
     staged: TraceCache[Staged] = dataclasses.field(default_factory=TraceCache)
 
-    def init(self, params: PyTree) -> KfacState:
+    def init(self, params: ArrayTree) -> KfacState:
         """The state before the first update."""
         curvature, adaptation, covered = self.curvature, self.adaptation, self.curvature.covered
         check_some_covered("params", params, covered, "like=")
@@ -111,15 +111,15 @@ class KfacTransformation:
 
     def update(
         self,
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         value: ArrayLike | None = None,
-        value_fn: Callable[[PyTree], ArrayLike] | None = None,
+        value_fn: Callable[[ArrayTree], ArrayLike] | None = None,
         curvature: Operator | BatchCurvature | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, KfacState]:
+    ) -> tuple[ArrayTree, KfacState]:
         """Check the arguments, then advance; outside ``jit`` by a cached trace."""
         grads, ours = updates, self.curvature  # optax calls both inputs and outputs updates
         if params is None and may_be_positive(self.weight_decay):
@@ -173,9 +173,9 @@ class KfacTransformation:
 
     def _advance_gathered(
         self,
-        grads: PyTree,
+        grads: ArrayTree,
         state: KfacState,
-        params: PyTree | None,
+        params: ArrayTree | None,
         *more: Any,
         axis: MeshAxis | None,
         loss: BatchLoss | None,
@@ -194,7 +194,7 @@ class KfacTransformation:
         return cast(AdaptationState, state.adaptation).burned_in < self.adaptation.burn_in
 
     def _from_host(
-        self, concrete: bool, grads: PyTree, state: KfacState, factors: Factors | None
+        self, concrete: bool, grads: ArrayTree, state: KfacState, factors: Factors | None
     ) -> Eigenbases | None:
         """New bases if they are due and the step is not going to be skipped."""
         if not concrete:
@@ -212,17 +212,17 @@ class KfacTransformation:
 
     def advance(
         self,
-        grads: PyTree,
+        grads: ArrayTree,
         state: KfacState,
-        params: PyTree | None,
+        params: ArrayTree | None,
         factors: Factors | None,
         numbers: tuple[Any, ...],
-        extra: Any,
+        extra: dict[str, Any],
         from_host: Eigenbases | None = None,
         *,
         axis: MeshAxis | None,
         loss: BatchLoss | None,
-    ) -> tuple[PyTree, KfacState]:
+    ) -> tuple[ArrayTree, KfacState]:
         """One update: average, refresh, precondition, constrain; skip or step; then descend."""
         update = self._prepared(grads, state, params, factors, numbers, loss)
         average, restarted, skipped = self._averaged(update)
@@ -257,9 +257,9 @@ class KfacTransformation:
 
     def _prepared(
         self,
-        grads: PyTree,
+        grads: ArrayTree,
         state: KfacState,
-        params: PyTree | None,
+        params: ArrayTree | None,
         factors: Factors | None,
         numbers: tuple[Any, ...],
         loss: BatchLoss | None,
@@ -313,7 +313,7 @@ class KfacTransformation:
         self,
         update: "_Update",
         average: Factors,
-        extra: Any,
+        extra: dict[str, Any],
         from_host: Eigenbases | None,
         axis: MeshAxis | None,
         unmoved: "_Results",
@@ -360,7 +360,7 @@ class KfacTransformation:
         adaptation, curvature, state = self.adaptation, self.curvature, update.state
         assert adaptation is not None and update.loss is not None
 
-        def direction(damping: Any) -> PyTree:
+        def direction(damping: Damping) -> ArrayTree:
             bases = curvature.fresh(state, average, damping) if early_bases is None else early_bases
             steps = curvature.method.apply(update.stacked, bases, damping)
             return curvature.stacks.unstacked_tree(steps, update.gradient)
@@ -410,7 +410,7 @@ class KfacTransformation:
         return watch, missed
 
     def _descend(
-        self, update: "_Update", results: "_Results", steps: PyTree, done: Array
+        self, update: "_Update", results: "_Results", steps: ArrayTree, done: Array
     ) -> "_Descent":
         """Momentum, rate and weight decay; those that the model chooses, with its adaptation."""
         state, adaptation, burning = update.state, self.adaptation, update.burning
@@ -446,7 +446,7 @@ class KfacTransformation:
         return _Descent(out, velocity, others_update, others_state, adapted)
 
 
-def _either(one: Any, other: Any) -> Any:
+def _either(one: ArrayLike | None, other: ArrayLike | None) -> ArrayLike | None:
     """Whether one of two holds, either of which may be ``None``."""
     return other if one is None else one if other is None else one | other
 
@@ -474,10 +474,10 @@ class _Update(NamedTuple):
         sound: Whether they are finite, in range and of one group, so that the update is made.
     """
 
-    grads: PyTree
+    grads: ArrayTree
     state: KfacState
-    params: PyTree | None
-    gradient: PyTree
+    params: ArrayTree | None
+    gradient: ArrayTree
     stacked: dict[str, Array]
     factors: Factors | None
     rate: Any
@@ -508,7 +508,7 @@ class _Results(NamedTuple):
     steps: Any
     scale: Array | None
     bases: Any
-    others_update: PyTree
+    others_update: ArrayTree
     others_state: Any
     factor_damping: Any
     num_updates: Array
@@ -518,8 +518,8 @@ class _Results(NamedTuple):
 class _Descent(NamedTuple):
     """Where an update leads: the steps of both kinds of parameters, and the states after them."""
 
-    covered: PyTree
-    velocity: PyTree
-    others_update: PyTree
+    covered: ArrayTree
+    velocity: ArrayTree
+    others_update: ArrayTree
     others_state: Any
     adaptation: Any

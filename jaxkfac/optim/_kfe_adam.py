@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, owners, parameters_outside
@@ -49,7 +50,6 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
 
-PyTree = Any
 Covariance = Literal["factors", "gradient"]
 
 
@@ -105,7 +105,7 @@ class KfeAdamState(NamedTuple):
     step: Int[Array, ""]
     stacked_average: Factors
     stacked_bases: Eigenbases
-    first: PyTree
+    first: ArrayTree
     second: dict[str, Array]
     others: Any
     skipped: Int[Array, ""]
@@ -268,7 +268,7 @@ class Block(NamedTuple):
     bias: bool
     joint: bool
 
-    def read(self, leaves: dict[str, Array], dtype: Any) -> dict[str, Array]:
+    def read(self, leaves: dict[str, Array], dtype: DTypeLike) -> dict[str, Array]:
         """``{name of second moment: (stack..., in[+1], out)}``, for the leaves in the tree."""
         layer = self.layer
         shapes = (layer.in_features, layer.out_features), (1, layer.out_features)
@@ -457,7 +457,7 @@ class _KfeAdam:
     eps: float
     weight_decay: ArrayLike
 
-    def init(self, params: PyTree) -> KfeAdamState:
+    def init(self, params: ArrayTree) -> KfeAdamState:
         """The state before the first update."""
         check_some_covered("params", params, self.collected.covered, "like=")
         average, bases = self.curvature.initial(0.0)
@@ -490,15 +490,15 @@ class _KfeAdam:
 
     def update(
         self,
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         value: ArrayLike | None = None,
-        value_fn: Any = None,
-        curvature: Any = None,
+        value_fn: object = None,
+        curvature: object = None,
         **extra: Any,
-    ) -> tuple[PyTree, KfeAdamState]:
+    ) -> tuple[ArrayTree, KfeAdamState]:
         """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
         grads, factors = updates, required_factors("kfe_adam", extra)
         if params is None and may_be_positive(self.weight_decay):
@@ -537,14 +537,14 @@ class _KfeAdam:
 
     def advance(
         self,
-        grads: PyTree,
+        grads: ArrayTree,
         state: KfeAdamState,
-        params: PyTree | None,
+        params: ArrayTree | None,
         factors: Factors | None,
-        rate: Any,
-        value: Any,
+        rate: ArrayLike,
+        value: ArrayLike | None,
         extra: dict[str, Any],
-    ) -> tuple[PyTree, KfeAdamState]:
+    ) -> tuple[ArrayTree, KfeAdamState]:
         """One update: average, refresh, moments, rotated step; skipped if not finite."""
         curvature, others, gradient = self.curvature, self.others, gradients_only(grads)
         stacks = self.collected.stacks
@@ -553,10 +553,10 @@ class _KfeAdam:
         finite = all_finite(stacked, new)
         sound = finite & is_in_range(new)
 
-        def averaged(carry: Any) -> Any:
+        def averaged(carry: tuple[Any, ...]) -> Any:
             return *curvature.averaged(carry[0], new), state.skipped
 
-        def step(carry: Any) -> Any:
+        def step(carry: tuple[Any, ...]) -> Any:
             steps, old_bases, old_first, old_second, (_, others_state), *_ = carry
             before = state._replace(stacked_bases=old_bases)
             bases, num_failed = curvature.refreshed(before, decomposed, new, 0.0)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import at_least_one, scalar
@@ -19,7 +20,7 @@ Leaves = dict[str, Array]
 Scalar = Float[Array, ""]
 
 
-def dot(x_leaves: Leaves, y_leaves: Leaves, dtype: Any) -> Scalar:
+def dot(x_leaves: Leaves, y_leaves: Leaves, dtype: DTypeLike) -> Scalar:
     """The inner product of two trees with the same paths."""
     return inner_product(list(x_leaves.values()), [y_leaves[path] for path in x_leaves], dtype)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import named, scalar
 from jaxkfac.factors import (
     Factors,
@@ -25,6 +27,7 @@ from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
+    Sums,
     check_memory,
     check_memory_kind,
     checked_accumulator_dtype,
@@ -52,7 +55,7 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
-PyTree = Any
+Schedule = int | Callable[[Any], Any]
 
 _WHOLE = "a whole number of micro-batches, or a function of the number of groups so far"
 
@@ -65,7 +68,7 @@ def has_updated(state: MultiStepsState) -> Bool[Array, ""]:
 
 def multi_steps(
     tx: optax.GradientTransformation,
-    every_k_schedule: int | Callable[[Any], Any],
+    every_k_schedule: Schedule,
     *,
     like: Factors | None = None,
     accumulator_dtype: DTypeLike | None = None,
@@ -147,13 +150,7 @@ def multi_steps(
         False [0. 0.]
         True [-0.02 -0.02]
     """
-    if not callable(every_k_schedule):
-        scalar("every_k_schedule", every_k_schedule, _WHOLE)
-        if every_k_schedule < 1:
-            raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
-        if every_k_schedule != int(every_k_schedule):
-            raise ValueError(f"every_k_schedule: expected {_WHOLE}, got {every_k_schedule}")
-        every_k_schedule = int(every_k_schedule)
+    every_k_schedule = _checked_schedule(every_k_schedule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"tx: expected an optax transformation, as jk.kfac(...), got {named(tx)}")
     if like is not None:
@@ -164,133 +161,193 @@ def multi_steps(
     inner = optax.with_extra_args_support(tx)
     if every_k_schedule == 1:
         return single_steps(inner, like, accumulator_memory_kind)
+    groups = _Groups(inner, every_k_schedule, like, storage_dtype, accumulator_memory_kind)
+    return optax.GradientTransformationExtraArgs(groups.init, groups.update)
 
-    def multi(dtype: Any) -> optax.MultiSteps:
-        return optax.MultiSteps(
-            optax.identity(), every_k_schedule, use_grad_mean=False, accumulator_dtype=dtype
-        )
 
-    def accumulators(wide: Any) -> Accumulators:
-        return Accumulators(
-            wide, wide if storage_dtype is None else storage_dtype, accumulator_memory_kind
-        )
+def _checked_schedule(every_k_schedule: Schedule) -> Schedule:
+    """A number of micro-batches as an ``int``; a function of the number of groups unchanged."""
+    if callable(every_k_schedule):
+        return every_k_schedule
+    scalar("every_k_schedule", every_k_schedule, _WHOLE)
+    if every_k_schedule < 1:
+        raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
+    if every_k_schedule != int(every_k_schedule):
+        raise ValueError(f"every_k_schedule: expected {_WHOLE}, got {every_k_schedule}")
+    return int(every_k_schedule)
 
-    def init(params: PyTree) -> MultiStepsState:
-        check_memory(accumulator_memory_kind, params)
-        inner_state = inner.init(params)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Groups:
+    """Groups of several micro-batches, each one step of ``inner``; see :func:`multi_steps`.
+
+    Attributes:
+        inner: The inner transformation.
+        every_k_schedule: Micro-batches of a group, or a function of the number of groups so far.
+        like: Factors that ``inner`` takes and does not keep in its state; ``None`` for none.
+        storage_dtype: Dtype of sums between micro-steps; ``None`` for that of the additions.
+        memory_kind: Memory of sums between micro-steps.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    every_k_schedule: Schedule
+    like: Factors | None
+    storage_dtype: Any
+    memory_kind: MemoryKind
+
+    def init(self, params: ArrayTree) -> MultiStepsState:
+        check_memory(self.memory_kind, params)
+        inner_state = self.inner.init(params)
         check_not_nested(inner_state)
-        shapes = like if like is not None else factors_in(inner_state)
+        shapes = self.like if self.like is not None else factors_in(inner_state)
         if shapes is not None and shapes.turn is not None:
             shapes = shapes_of_turn(shapes)
         wide = sum_dtype(params, shapes)
-        if storage_dtype is not None:
-            wide = max(wide, storage_dtype, key=lambda dtype: dtype.itemsize)
-        if shapes is not None and accumulators(wide).narrow:
+        if self.storage_dtype is not None:
+            wide = max(wide, self.storage_dtype, key=lambda dtype: dtype.itemsize)
+        accumulators = self._accumulators(wide)
+        if shapes is not None and accumulators.narrow:
             shapes = jax.eval_shape(Factors.unpacked, shapes)  # small matrices are folded too
-        zeros = accumulators(wide).zeros(gradients_only(params), shapes)
+        zeros = accumulators.zeros(gradients_only(params), shapes)
         return MultiStepsState(
-            accumulation=multi(wide).init({})._replace(acc_grads=zeros),
+            accumulation=self._counters(wide).init({})._replace(acc_grads=zeros),
             inner=inner_state,
             skipped=jnp.zeros((), jnp.int32),
             empty=jnp.zeros((), jnp.int32),
         )
 
     def update(
-        updates: PyTree,
+        self,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         factors: Factors | None = None,
         terms: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, MultiStepsState]:
+    ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
-        check_state("multi_steps", state, MultiStepsState)
+        factors = _checked_factors(grads, state, factors, terms)
+        brings_factors = factors is not None
+        if factors is not None and terms is None:
+            terms = factors.terms if factors.loss_terms is None else factors.loss_terms
         stored = state.accumulation.acc_grads
-        check_like_momentum(grads, stored["grads"])
-        kept_layers = () if stored["factors"] is None else stored["factors"].layers
-        if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
-            factors = of_parameters(factors)  # the form that the inner transformation keeps
-        check_statistics(factors, terms, stored["factors"])
-        if factors is not None:
-            check_structure_of_turn(factors, stored["factors"])
-        if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
-            for node in kfac_states(state.inner):
-                check_factors_have_come(
-                    node.missed, node.stacked_average, stored["factors"], factors
-                )
-        wide, brings_factors = stored["terms"].dtype, factors is not None
-        accumulator = accumulators(wide)
-        if factors is not None:
-            num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
-            terms = num_terms if terms is None else terms
-            factors = with_origin(without_loss_terms(factors), stored["factors"].origin)
-            if accumulator.narrow:
-                factors = factors.unpacked()  # folded below, the small ones too
-            else:
-                factors = stored_like(factors, stored["factors"])
-        elif stored["factors"] is not None:  # they are collected at other micro-steps
-            shapes = jax.eval_shape(
-                lambda storage_dtype: accumulator.unfolded(accumulator.load(storage_dtype)), stored
-            )
-            factors = zeros_like(shapes["factors"])
-        count = jnp.asarray(terms, wide)
-        sums, ok = _sums(gradients_only(grads), factors, count, wide)
+        wide = stored["terms"].dtype
+        accumulators = self._accumulators(wide)
+        factors = _as_summed(factors, stored, accumulators)
+        sums, ok = _sums(gradients_only(grads), factors, jnp.asarray(terms, wide), wide)
         if factors is not None and factors.turn is not None:
             sums = _with_group(sums, stored, factors.turn.number, ok & brings_factors)
-        accumulation = state.accumulation._replace(acc_grads=accumulator.load(stored))
-        with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
-            pooled_sums, accumulation = multi(wide).update(accumulator.folded(sums), accumulation)
-        total: Any = pooled_sums
-        accumulation = accumulation._replace(acc_grads=accumulator.save(accumulation.acc_grads))
-        ended = jnp.asarray(multi(wide).has_updated(accumulation))
+        total, accumulation = self._added(sums, state.accumulation)
+        skipped = state.skipped + (~ok).astype(jnp.int32)
+        ended = jnp.asarray(self._counters(wide).has_updated(accumulation))
         some = total["terms"] > 0
         if is_concrete(ended) and ended:
-            left_out = state.skipped + (~ok).astype(jnp.int32)
-            check_batch(as_operator(extra.get("curvature")), total["terms"], left_out)
+            check_batch(as_operator(extra.get("curvature")), total["terms"], skipped)
         # Before the cond, whose operands are arrays: a sum in full width never becomes one.
-        divisor = jnp.where(some, total["terms"], 1)
-        mean = jax.tree.map(
-            lambda g, t: g if isinstance(t, optax.MaskedNode) else (t / divisor).astype(g.dtype),
-            grads,
-            total["grads"],
-        )
+        mean = _mean(grads, total)
 
-        def run(inner_state: Any) -> tuple[PyTree, Any]:
+        def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             pooled = {}
             if factors is not None:
-                pooled["factors"] = jax.tree.map(
-                    lambda f, t: t.astype(f.dtype), factors, accumulator.unfolded(total)["factors"]
-                )
-                if factors.turn is not None:
-                    pooled["factors"] = _with_number(pooled["factors"])
-            updates, inner_state = inner.update(mean, inner_state, params, **pooled, **extra)
+                pooled["factors"] = _pooled(accumulators.unfolded(total)["factors"], factors)
+            updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
 
-        def wait(inner_state: Any) -> tuple[PyTree, Any]:
+        def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         updates, inner_state = jax.lax.cond(ended & some, fast_convolutions(run), wait, state.inner)
         return with_constants(grads, updates), MultiStepsState(
             accumulation=accumulation,
             inner=inner_state,
-            skipped=state.skipped + (~ok).astype(jnp.int32),
+            skipped=skipped,
             empty=state.empty + (ended & ~some).astype(jnp.int32),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _added(
+        self, sums: Sums, accumulation: optax.MultiStepsState
+    ) -> tuple[Sums, optax.MultiStepsState]:
+        """Sums of the group with those of a micro-batch, folded, and what is stored of them."""
+        stored: Any = accumulation.acc_grads
+        wide = stored["terms"].dtype
+        accumulators = self._accumulators(wide)
+        loaded = accumulation._replace(acc_grads=accumulators.load(stored))
+        total: Any
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
+            total, added = self._counters(wide).update(accumulators.folded(sums), loaded)
+        stored = added.acc_grads
+        return total, added._replace(acc_grads=accumulators.save(stored))
+
+    def _counters(self, wide: np.dtype) -> optax.MultiSteps:
+        """Optax's accumulation, of sums."""
+        return optax.MultiSteps(
+            optax.identity(), self.every_k_schedule, use_grad_mean=False, accumulator_dtype=wide
+        )
+
+    def _accumulators(self, wide: np.dtype) -> Accumulators:
+        storage_dtype = wide if self.storage_dtype is None else self.storage_dtype
+        return Accumulators(wide, storage_dtype, self.memory_kind)
+
+
+def _checked_factors(
+    grads: ArrayTree, state: Any, factors: Factors | None, terms: ArrayLike | None
+) -> Factors | None:
+    """The factors in the form that is stored; refuses what does not fit the state."""
+    check_state("multi_steps", state, MultiStepsState)
+    stored = state.accumulation.acc_grads
+    check_like_momentum(grads, stored["grads"])
+    stored_layers = () if stored["factors"] is None else stored["factors"].layers
+    if isinstance(factors, Factors) and not any(x.computed_from for x in stored_layers):
+        factors = of_parameters(factors)  # the form that the inner transformation keeps
+    check_statistics(factors, terms, stored["factors"])
+    if factors is not None:
+        check_structure_of_turn(factors, stored["factors"])
+    if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
+        for node in kfac_states(state.inner):
+            check_factors_have_come(node.missed, node.stacked_average, stored["factors"], factors)
+    return factors
+
+
+def _as_summed(factors: Factors | None, stored: Sums, accumulators: Accumulators) -> Factors | None:
+    """The factors of a micro-batch with the structure of the sums; zeros if none have come."""
+    if factors is not None:
+        factors = with_origin(without_loss_terms(factors), stored["factors"].origin)
+        if accumulators.narrow:
+            return factors.unpacked()  # folded later, the small ones too
+        return stored_like(factors, stored["factors"])
+    if stored["factors"] is None:
+        return None
+    shapes = jax.eval_shape(lambda sums: accumulators.unfolded(accumulators.load(sums)), stored)
+    return zeros_like(shapes["factors"])  # they are collected at other micro-steps
+
+
+def _mean(grads: ArrayTree, total: Sums) -> ArrayTree:
+    """The mean gradient of a group, in the dtypes of ``grads``."""
+    divisor = jnp.where(total["terms"] > 0, total["terms"], 1)
+    return jax.tree.map(
+        lambda g, t: g if isinstance(t, optax.MaskedNode) else (t / divisor).astype(g.dtype),
+        grads,
+        total["grads"],
+    )
+
+
+def _pooled(total: Factors, factors: Factors) -> Factors:
+    """Factors of a group in the dtypes of a micro-batch's."""
+    pooled = jax.tree.map(lambda f, t: t.astype(f.dtype), factors, total)
+    return pooled if factors.turn is None else _with_number(pooled)
 
 
 def _sums(
-    grads: PyTree, factors: Factors | None, count: Array, dtype: Any
-) -> tuple[dict[str, Any], Bool[Array, ""]]:
+    grads: ArrayTree, factors: Factors | None, count: Array, dtype: np.dtype
+) -> tuple[Sums, Bool[Array, ""]]:
     """The contribution of a micro-batch, zero if it is left out; and whether it counts."""
     some = count > 0
     grads = jax.tree.map(lambda g: jnp.where(some, g, jnp.zeros_like(g)), grads)
     if factors is not None:
         factors = without_empty(factors)
 
-    def weighted(grads: PyTree) -> PyTree:
+    def weighted(grads: ArrayTree) -> ArrayTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
     ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
@@ -304,9 +361,7 @@ def _sums(
     return {"grads": weighted(grads), "factors": factors, "terms": count}, ok
 
 
-def _with_group(
-    sums: dict[str, Any], stored: dict[str, Any], number: Array, comes: Bool[Array, ""]
-) -> dict[str, Any]:
+def _with_group(sums: Sums, stored: Sums, number: Array, comes: Bool[Array, ""]) -> Sums:
     """The contribution of a micro-batch whose sum with what is stored says the group so far.
 
     The stored number is 1 more than that of the group, so that 0 says that none has come; it is -1

@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import scalar
 from jaxkfac.factors import (
     Factors,
@@ -39,8 +40,6 @@ from jaxkfac.optim._trees import (
 )
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
-PyTree = Any
-
 
 class MultiStepsState(NamedTuple):
     """State of :func:`multi_steps`.
@@ -69,7 +68,7 @@ class MultiStepsState(NamedTuple):
     empty: Int[Array, ""]
 
 
-def check_not_nested(state: Any) -> None:
+def check_not_nested(state: ArrayTree) -> None:
     """Refuse an inner transformation that accumulates: groups would look like micro-batches."""
     names = {MultiStepsState: "jk.multi_steps", optax.MultiStepsState: "optax.MultiSteps"}
     for node in jax.tree.leaves(state, is_leaf=lambda x: type(x) in names):
@@ -94,13 +93,13 @@ def check_structure_of_turn(factors: Factors, stored: Factors) -> None:
             )
 
 
-def kfac_states(state: Any) -> list[KfacState]:
+def kfac_states(state: ArrayTree) -> list[KfacState]:
     """The states of :func:`jaxkfac.kfac` inside a state."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KfacState))
     return [node for node in nodes if isinstance(node, KfacState)]
 
 
-def factors_in(state: Any) -> Factors | None:
+def factors_in(state: ArrayTree) -> Factors | None:
     """The factors that an inner transformation averages, if any."""
     ours = KfacState, KfeAdamState
     types = (Factors, *ours)
@@ -115,7 +114,9 @@ def factors_in(state: Any) -> Factors | None:
     return all_factors[0].packed() if is_packed else all_factors[0]
 
 
-def check_statistics(factors: Any, terms: Any, stored: Factors | None) -> None:
+def check_statistics(
+    factors: Factors | None, terms: ArrayLike | None, stored: Factors | None
+) -> None:
     """Refuse an update without counts, or with factors other than those that are expected.
 
     Args:
@@ -164,7 +165,7 @@ def single_steps(
         memory_kind: Memory of accumulators; checked like that of larger groups.
     """
 
-    def init(params: PyTree) -> MultiStepsState:
+    def init(params: ArrayTree) -> MultiStepsState:
         check_memory(memory_kind, params)
         inner_state = inner.init(params)
         check_not_nested(inner_state)
@@ -179,14 +180,14 @@ def single_steps(
         )
 
     def update(
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         factors: Factors | None = None,
         terms: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, MultiStepsState]:
+    ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
         check_state("multi_steps", state, MultiStepsState)
         check_like_momentum(grads, {} if params is None else gradients_only(params))
@@ -217,12 +218,12 @@ def single_steps(
             curvature = as_operator(extra.get("curvature"))
             check_batch(curvature, jnp.where(ok, count, jnp.zeros_like(count)), left_out)
 
-        def run(inner_state: Any) -> tuple[PyTree, Any]:
+        def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             given = {} if factors is None else {"factors": factors}
             updates, inner_state = inner.update(grads, inner_state, params, **given, **extra)
             return cast_like(grads, updates), inner_state
 
-        def wait(inner_state: Any) -> tuple[PyTree, Any]:
+        def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         # A cond, not a select of every leaf; see ``once_where``.

@@ -2,13 +2,14 @@
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.curvature import (
     Eigenbases,
@@ -29,11 +30,11 @@ from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._schedules import Clipping
 
-PyTree = Any
 InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]
+Bases = TypeVar("Bases", Eigenbases, Inverses)
 
 
-class Preconditioner(abc.ABC):
+class Preconditioner(abc.ABC, Generic[Bases]):
     """Computed from a factor average at a refresh, stored in the state, applied at every step.
 
     Args:
@@ -48,24 +49,24 @@ class Preconditioner(abc.ABC):
         self._mode = damping_mode
 
     @abc.abstractmethod
-    def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Any:
+    def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Bases:
         """Bases or inverses of identity factors."""
 
     @abc.abstractmethod
     def fresh(
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
-    ) -> Any:
+    ) -> Bases:
         """Compute bases or inverses from an average, on the devices of a mesh axis, if given."""
 
     def renewed(
         self,
-        current: Any,
+        current: Bases,
         first: Bool[Array, ""],
         average: Factors,
         damping: Damping,
         clipping: Clipping,
         axis: MeshAxis | None,
-    ) -> tuple[Any, Int[Array, ""]]:
+    ) -> tuple[Bases, Int[Array, ""]]:
         """What replaces ``current`` for the layers of an average, and how many sides failed.
 
         ``first`` says that ``current`` has seen no factors yet. With an axis, devices share the
@@ -78,11 +79,11 @@ class Preconditioner(abc.ABC):
 
     @abc.abstractmethod
     def in_place(
-        self, current: Any, first: Bool[Array, ""], average: Factors, damping: Damping
-    ) -> tuple[Any, Int[Array, ""]]:
+        self, current: Bases, first: Bool[Array, ""], average: Factors, damping: Damping
+    ) -> tuple[Bases, Int[Array, ""]]:
         """Refresh ``current`` in place, one matrix after the other."""
 
-    def with_corrections(self, current: Any, like: Corrections | None) -> Any:
+    def with_corrections(self, current: Bases, like: Corrections | None) -> Bases:
         """Add empty measured eigenvalues, if ``like`` has their shapes."""
         return current
 
@@ -113,8 +114,8 @@ class Preconditioner(abc.ABC):
             )
 
     def advanced(
-        self, current: Any, factors: Factors | None, decay: ArrayLike | None
-    ) -> tuple[Any, Corrections | None]:
+        self, current: Bases, factors: Factors | None, decay: ArrayLike | None
+    ) -> tuple[Bases, Corrections | None]:
         """Split off the measured eigenvalues, and add a step's to them.
 
         Without a ``decay`` they stay unchanged.
@@ -122,17 +123,17 @@ class Preconditioner(abc.ABC):
         return current, None
 
     def measured_since(
-        self, current: Any, corrections: Corrections | None, renewed: Bool[Array, ""]
-    ) -> Any:
+        self, current: Bases, corrections: Corrections | None, renewed: Bool[Array, ""]
+    ) -> Bases:
         """Put measured eigenvalues back; they restart from zero if the eigenvectors are new."""
         return current
 
     @abc.abstractmethod
-    def apply(self, grads: PyTree, current: Any, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, current: Bases, damping: Damping) -> ArrayTree:
         """Precondition gradients; leaves that no layer covers stay unchanged."""
 
 
-class _Eigenvectors(Preconditioner):
+class _Eigenvectors(Preconditioner[Eigenbases]):
     """Eigenvectors: four products for each layer, with the damping of the step."""
 
     stored_type = Eigenbases
@@ -151,7 +152,7 @@ class _Eigenvectors(Preconditioner):
     ) -> tuple[Eigenbases, Int[Array, ""]]:
         return refresh_bases(current, average)
 
-    def apply(self, grads: PyTree, bases: Eigenbases, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, bases: Eigenbases, damping: Damping) -> ArrayTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
         return natural_gradient(grads, bases, damping=damping, **options)
 
@@ -211,7 +212,7 @@ class _IteratedEigenvectors(_Eigenvectors):
         return refresh_bases(current, average, iterate=~first)
 
 
-class _CholeskyInverses(Preconditioner):
+class _CholeskyInverses(Preconditioner[Inverses]):
     """Inverses: two products for each layer, with the damping of the refresh."""
 
     stored_type = Inverses
@@ -233,7 +234,7 @@ class _CholeskyInverses(Preconditioner):
         how: Any = {"damping": damping, "damping_mode": self._mode}
         return refresh_inverses(current, average, **how)
 
-    def apply(self, grads: PyTree, inverses: Inverses, damping: Damping) -> PyTree:
+    def apply(self, grads: ArrayTree, inverses: Inverses, damping: Damping) -> ArrayTree:
         return precondition(grads, inverses)
 
 
@@ -250,7 +251,7 @@ METHODS: dict[str, type[Preconditioner]] = {
 
 
 def preconditioner_of(
-    inverse: InverseMethod, damping: Any, damping_mode: DampingMode, *, measures: bool
+    inverse: InverseMethod, damping: object, damping_mode: DampingMode, *, measures: bool
 ) -> Preconditioner:
     """The preconditioner that ``inverse=`` names.
 
@@ -277,7 +278,7 @@ def preconditioner_of(
     return METHODS[inverse](damping_mode)
 
 
-def of_layers_in(group: Any, bases: Any) -> Any:
+def of_layers_in(group: Bases, bases: Bases) -> Bases:
     """Select the layers of ``group`` from ``bases``."""
     tables = {
         table: {k: getattr(bases, table)[k] for k in getattr(group, table)}
@@ -286,19 +287,19 @@ def of_layers_in(group: Any, bases: Any) -> Any:
     return dataclasses.replace(group, **tables)
 
 
-def tables_of(bases: Any) -> list[str]:
+def tables_of(bases: Eigenbases | Inverses) -> list[str]:
     """Names of the fields of bases or inverses that are tables."""
     return [f.name for f in dataclasses.fields(bases) if isinstance(getattr(bases, f.name), dict)]
 
 
-def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
+def keep_where_not_finite(new: Bases, old: Bases) -> tuple[Bases, Int[Array, ""]]:
     """Replace each factor of ``new`` that failed to decompose by ``old``; count them.
 
     A solver that does not converge on an accelerator returns NaN and raises nothing.
     """
     failed: list[Array] = []
 
-    def pick(fresh: Any, stale: Any) -> Any:
+    def pick(fresh: Spectrum | Array, stale: Any) -> Any:
         if isinstance(fresh, Spectrum):
             ok = _counted(jnp.isfinite(fresh.values).all(-1), failed)
             values = jnp.where(ok[..., None], fresh.values, stale.values)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,28 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import MeshAxis
+from jaxkfac._arguments import ArrayTree
+from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis
 from jaxkfac.factors import Factors, balanced_groups
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
-from jaxkfac.optim._preconditioner import Preconditioner, tables_of
+from jaxkfac.optim._preconditioner import Bases, Preconditioner, tables_of
 from jaxkfac.optim._schedules import Clipping
 from jaxkfac.optim._trees import once_where
 
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
+
+
+@runtime_checkable
+class RefreshedState(Protocol):
+    """What a refresh reads in the state of an optimizer."""
+
+    @property
+    def step(self) -> Int[Array, ""]: ...
+    @property
+    def stacked_average(self) -> Factors: ...
+    @property
+    def stacked_bases(self) -> Eigenbases | Inverses: ...
 
 
 class RefreshGroup(NamedTuple):
@@ -76,31 +89,31 @@ class RefreshInGraph:
                 rows = i * length // parts, (i + 1) * length // parts
                 self._groups.append(RefreshGroup(i * number // parts, layers, rows))
 
-    def is_due(self, state: Any) -> Any:
+    def is_due(self, state: RefreshedState) -> Any:
         """Whether all layers are due: at the first step with factors, and then by the step."""
         return self._due(state, 0)
 
-    def is_missed(self, state: Any, average: Factors) -> Any:
+    def is_missed(self, state: RefreshedState, average: Factors) -> Any:
         """Whether a refresh is due but there are no factors to compute it from."""
         return (state.step % self._every == 0) & (average.terms == 0)
 
-    def _due(self, state: Any, offset: int) -> Any:
+    def _due(self, state: RefreshedState, offset: int) -> Any:
         return self._is_first(state) | (state.step % self._every == offset)
 
-    def _is_first(self, state: Any) -> Any:
+    def _is_first(self, state: RefreshedState) -> Any:
         # Factors may be collected at some steps only, the first later than step 0. After a burn-in
         # the average is not empty at step 0.
         return (state.stacked_average.terms == 0) | (state.step == 0)
 
     def __call__(
         self,
-        state: Any,
-        bases: Any,
+        state: RefreshedState,
+        bases: Bases,
         average: Factors,
         damping: Damping,
         clipping: Clipping,
         axis: MeshAxis | None,
-    ) -> tuple[Any, Int[Array, ""]]:
+    ) -> tuple[Bases, Int[Array, ""]]:
         """The bases or inverses after this step, and how many decompositions failed."""
         failed, first = jnp.zeros((), jnp.int32), self._is_first(state)
         for group in self._groups:
@@ -160,7 +173,7 @@ def _part_of(factors: Factors, group: RefreshGroup) -> Factors:
     return dataclasses.replace(factors, layers=layers, turn=None, **tables)
 
 
-def _rows_of(bases: Any, group: RefreshGroup) -> Any:
+def _rows_of(bases: Bases, group: RefreshGroup) -> Bases:
     """The bases or inverses of a group, as its refresh reads them."""
     if group.iterations is None:
         return bases
@@ -177,10 +190,10 @@ def _rows_of(bases: Any, group: RefreshGroup) -> Any:
     return dataclasses.replace(bases, **tables)
 
 
-def _written(bases: Any, new: Any, group: RefreshGroup) -> Any:
+def _written(bases: Bases, new: Bases, group: RefreshGroup) -> Bases:
     """``bases`` with those of ``group`` replaced."""
 
-    def rows(old: Any, new: Any) -> Any:
+    def rows(old: ArrayTree, new: ArrayTree) -> Any:
         start, _ = group.iterations or (0, 0)
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), old, new

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_bases, covered_indices
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
 from jaxkfac.optim._trees import check_some_covered, check_state
-
-PyTree = Any
 
 
 class ScaleByBasesState(NamedTuple):
@@ -70,18 +69,18 @@ def scale_by_bases(
     check_scheduled_damping(damping, damping_mode)
     one_of("missing", missing, get_args(Missing))
 
-    def init(params: PyTree) -> ScaleByBasesState:
+    def init(params: ArrayTree) -> ScaleByBasesState:
         del params
         return ScaleByBasesState(step=jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree,
+        updates: ArrayTree,
         state: Any,
-        params: PyTree | None = None,
+        params: ArrayTree | None = None,
         *,
         bases: Eigenbases | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, ScaleByBasesState]:
+    ) -> tuple[ArrayTree, ScaleByBasesState]:
         del params, extra
         if bases is None:
             raise ValueError("scale_by_bases needs bases: tx.update(grads, state, bases=bases)")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._errors import scalar
@@ -44,7 +45,7 @@ def at_step(value: Any, step: Array) -> Any:
     return value(step) if callable(value) else value
 
 
-def has_schedule(value: Any) -> bool:
+def has_schedule(value: object) -> bool:
     """Whether the value, or one of a pair, is a schedule."""
     return any(map(callable, value if isinstance(value, tuple) else (value,)))
 
@@ -80,7 +81,7 @@ def check_weight_decay(weight_decay: Any) -> None:
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
 
 
-def _number(name: str, value: Any, expected: str) -> None:
+def _number(name: str, value: object, expected: str) -> None:
     if callable(value):
         raise TypeError(
             f"{name}: expected {expected}, got a function: only learning_rate and damping take "
@@ -89,7 +90,7 @@ def _number(name: str, value: Any, expected: str) -> None:
     scalar(name, value, expected)
 
 
-def may_be_positive(number: Any) -> bool:
+def may_be_positive(number: ArrayLike) -> bool:
     """Whether a number may be positive: it is traced, or not zero."""
     return isinstance(number, Tracer) or bool(number)
 

@@ -3,19 +3,20 @@
 import dataclasses
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Corrections, Factors
-from jaxkfac.interception import Layer, ParameterMatrix, leaves_by_path, with_leaves
+from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import Spectrum
-
-PyTree = Any
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
 # it are few, or so large that a big model cannot afford to copy all of them at once.
@@ -96,7 +97,7 @@ class Stacks:
 
     # -- trees like the parameters ------------------------------------------------------
 
-    def tree(self, tree: PyTree) -> dict[str, Any]:
+    def tree(self, tree: ArrayTree) -> dict[str, Any]:
         """``{path: leaf}`` with the leaves of each stack joined; a missing leaf counts as zeros.
 
         Mixed dtypes in one stack are promoted. A stack without any leaf is left out.
@@ -118,7 +119,7 @@ class Stacks:
                 )
         return leaves
 
-    def unstacked_tree(self, stacked: dict[str, Any], like: PyTree) -> PyTree:
+    def unstacked_tree(self, stacked: dict[str, Any], like: ArrayTree) -> ArrayTree:
         """The inverse of :meth:`tree`, in the shapes and dtypes of ``like``."""
         leaves, shapes = dict(stacked), leaves_by_path(like)
         for group in self._several:
@@ -270,13 +271,13 @@ def _stacked_layer(members: tuple[Layer, ...], name: str, owner: str) -> Layer:
     )
 
 
-def _joined(members: Any, field: str) -> str:
+def _joined(members: Sequence[Layer] | Sequence[ParameterMatrix], field: str) -> str:
     """One name for several layers."""
     first, *more = (getattr(member, field) for member in members)
     return f"{first} and {len(more)} more" if more else first
 
 
-def _unstacked(x: Any, axes: int) -> list[Any]:
+def _unstacked(x: Array | np.ndarray, axes: int) -> list[Any]:
     """The members of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
     axis = x.ndim - axes
     return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]

@@ -13,29 +13,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from jaxkfac._arguments import ArrayTree, check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac._errors import instance_of, named, nearest, scalar
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac.linalg import inner_product, is_all_finite
 from jaxkfac.optim._schedules import may_be_positive
 
 # ---------------- trees of gradients
 
 
-PyTree = Any
-
-
-def all_finite(*trees: PyTree) -> Bool[Array, ""]:
+def all_finite(*trees: ArrayTree) -> Bool[Array, ""]:
     """Whether every inexact element of the trees is finite."""
     return is_all_finite(*(x for x in jax.tree.leaves(trees) if is_differentiable(x)))
 
 
-def gradients_only(tree: PyTree) -> PyTree:
+def gradients_only(tree: ArrayTree) -> ArrayTree:
     """``tree`` without the leaves that are not gradients (integers, keys, float0)."""
     return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
 
 
-def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
+def cast_like(grads: ArrayTree, updates: ArrayTree) -> ArrayTree:
     """``updates`` in the dtypes of ``grads``, without the leaves that are not gradients."""
     return jax.tree.map(
         lambda g, u: u.astype(g.dtype) if is_differentiable(g) else optax.MaskedNode(),
@@ -44,7 +41,7 @@ def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
     )
 
 
-def with_constants(grads: PyTree, updates: PyTree) -> PyTree:
+def with_constants(grads: ArrayTree, updates: ArrayTree) -> ArrayTree:
     """``updates`` with the leaves that are not gradients put back unchanged."""
     return jax.tree.map(lambda g, u: g if isinstance(u, optax.MaskedNode) else u, grads, updates)
 
@@ -54,18 +51,18 @@ def scaled(factor: ArrayLike, leaf: Array) -> Array:
     return jnp.asarray(factor, leaf.dtype) * leaf
 
 
-def sum_dtype(*trees: PyTree) -> Any:
+def sum_dtype(*trees: ArrayTree) -> Any:
     """float64 if any leaf is float64, else float32: sums never run in half precision."""
     dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
-def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
+def covered_leaves(tree: ArrayTree, covered: Collection[str]) -> ArrayTree:
     """True on the leaves at the covered paths."""
     return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in covered, tree)
 
 
-def check_some_covered(what: str, tree: PyTree, covered: Collection[str], of: str) -> None:
+def check_some_covered(what: str, tree: ArrayTree, covered: Collection[str], of: str) -> None:
     """Refuse parameters or gradients of another model than the factors or bases.
 
     ``optax.masked`` passes only some of them, so one match is enough.
@@ -84,12 +81,12 @@ def check_some_covered(what: str, tree: PyTree, covered: Collection[str], of: st
         )
 
 
-def check_state(what: str, state: Any, kind: type) -> None:
+def check_state(what: str, state: object, kind: type) -> None:
     """Refuse a state that another transformation made."""
     instance_of(f"{what}: the state", state, kind, "as tx.init(params) gives it")
 
 
-def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
+def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
     """Refuse gradients that do not match the parameters for which the state was made."""
     by_path = leaves_by_path(grads)
     absent = [path for path in leaves_by_path(momentum) if path not in by_path]
@@ -101,7 +98,7 @@ def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
     check_arrays("grads", grads)
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Whether ``x`` is an array with values: not traced, not a float0, not a Python number."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
@@ -121,7 +118,7 @@ def required_factors(what: str, arguments: dict[str, Any]) -> Any:
     return arguments.pop("factors")
 
 
-def checked_value(value: Any) -> Any:
+def checked_value(value: object) -> Any:
     """Check ``value=`` of an update.
 
     Raises:
@@ -135,7 +132,7 @@ def checked_value(value: Any) -> Any:
 
 
 def norm_scale(
-    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
+    steps: ArrayTree, grads: ArrayTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
 ) -> Float[Array, ""]:
     r"""The factor of at most 1 that makes $\eta^2 \langle p, \nabla \rangle$ at most ``limit``.
 
@@ -153,13 +150,13 @@ def norm_scale(
     return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
 
 
-def scale_covered(factor: Array, steps: PyTree, covered: Collection[str]) -> PyTree:
+def scale_covered(factor: Array, steps: ArrayTree, covered: Collection[str]) -> ArrayTree:
     """The steps, scaled at the covered paths."""
     ours = covered_leaves(steps, covered)
     return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
 
 
-def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool) -> PyTree:
+def zero_momentum(params: ArrayTree, covered: Collection[str], *, everywhere: bool) -> ArrayTree:
     """Zeros like the parameters at the covered paths, or like all parameters with a gradient."""
     return jax.tree.map(
         lambda mine, x: (
@@ -172,7 +169,7 @@ def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool)
     )
 
 
-def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTree:
+def advance_momentum(decay: ArrayLike, momentum: ArrayTree, steps: ArrayTree) -> ArrayTree:
     r"""$m \leftarrow \mu m + p$ for leaves with a momentum, in its dtype."""
     return jax.tree.map(
         lambda p, m: m if isinstance(m, optax.MaskedNode) else scaled(decay, m) + p.astype(m.dtype),
@@ -182,19 +179,23 @@ def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTre
 
 
 def descend(
-    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: ArrayLike
-) -> PyTree:
+    momentum: ArrayTree,
+    grads: ArrayTree,
+    params: ArrayTree | None,
+    rate: ArrayLike,
+    weight_decay: ArrayLike,
+) -> ArrayTree:
     r"""$-\eta (m + w \theta)$ for leaves with a momentum, and the gradient for all others.
 
     ``params`` may have more leaves than ``grads``: those without a gradient.
     """
 
-    def decayed(x: Array, m: Any) -> Any:
+    def decayed(x: Array, m: ArrayTree) -> Any:
         if isinstance(m, optax.MaskedNode):
             return m
         return m + scaled(weight_decay, x.astype(m.dtype))
 
-    def step(g: Array, m: Any) -> Array:
+    def step(g: Array, m: ArrayTree) -> Array:
         return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
 
     if may_be_positive(weight_decay):
@@ -202,7 +203,7 @@ def descend(
     return jax.tree.map(step, grads, momentum)
 
 
-def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+def once_where(chosen: ArrayLike, function: Callable[[Any], Any], carry: ArrayTree) -> Any:
     """``function(carry)`` where it is chosen, else ``carry``.
 
     This is a loop of one iteration or none, because a loop updates its carry in place. If one
@@ -217,26 +218,26 @@ def once_where(chosen: Any, function: Callable[[Any], Any], carry: Any) -> Any:
     function, closed_over = jax.closure_convert(function, carry)
 
     @jax.custom_jvp
-    def loop(chosen: Any, carry: Any, *closed_over: Any) -> Any:
-        def body(state: Any) -> Any:
+    def loop(chosen: ArrayLike, carry: ArrayTree, *closed_over: Any) -> Any:
+        def body(state: tuple[Any, ...]) -> Any:
             again, carry = state
             return again & False, function(carry, *closed_over)
 
         return jax.lax.while_loop(lambda state: state[0], body, (chosen, carry))[1]
 
-    def branches(chosen: Any, carry: Any, *closed_over: Any) -> Any:
+    def branches(chosen: ArrayLike, carry: ArrayTree, *closed_over: Any) -> Any:
         return jax.lax.cond(chosen, function, lambda carry, *_: carry, carry, *closed_over)
 
     loop.defjvp(functools.partial(jax.jvp, branches))
     return loop(chosen, carry, *closed_over)
 
 
-def where(done: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+def where(done: Bool[Array, ""], new: ArrayTree, old: ArrayTree) -> ArrayTree:
     """``new`` if ``done``, else ``old``, leaf by leaf."""
     return jax.tree.map(lambda x, y: jnp.where(done, x, y), new, old)
 
 
-def zero_unless(done: Bool[Array, ""], tree: PyTree) -> PyTree:
+def zero_unless(done: Bool[Array, ""], tree: ArrayTree) -> ArrayTree:
     """``tree`` if ``done``, else zeros.
 
     The zero is not a constant for XLA. It would make one array of it, share that with the zeros
@@ -251,12 +252,15 @@ def zero_unless(done: Bool[Array, ""], tree: PyTree) -> PyTree:
 # ---------------- explicit sharding
 
 
-def is_sharded(tree: PyTree) -> bool:
-    """Whether the type of any array is sharded; automatic axes do not appear in types."""
+def is_sharded(tree: Any) -> bool:
+    """Whether the type of any array is sharded; automatic axes do not appear in types.
+
+    Arguments of an update may have functions among their leaves, which stay as they are.
+    """
     return any(any(spec) for x in jax.tree.leaves(tree) if (spec := _spec(x)) is not None)
 
 
-def gathered(tree: PyTree) -> PyTree:
+def gathered(tree: Any) -> Any:
     """Replicate every array on every device.
 
     Otherwise each product of sharded arrays would have to state the sharding of its result. XLA
@@ -267,10 +271,10 @@ def gathered(tree: PyTree) -> PyTree:
     )
 
 
-def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
+def sharded_like(tree: ArrayTree, like: ArrayTree) -> ArrayTree:
     """Shard the arrays of ``tree`` like those of ``like``."""
 
-    def sharded(x: Any, like: Any) -> Any:
+    def sharded(x: Any, like: object) -> Any:
         spec = _spec(like)
         return x if not any(spec or ()) else jax.sharding.reshard(x, spec)
 
@@ -287,10 +291,10 @@ class GatheredOperator(Operator):
     """
 
     operator: Operator
-    params: PyTree
+    params: ArrayTree
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return self.operator.like
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
@@ -304,7 +308,7 @@ class GatheredOperator(Operator):
         return {path: sharded_like(x, param_leaves.get(path)) for path, x in leaves.items()}
 
 
-def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
+def on_mesh_of(like: ArrayTree, tree: ArrayTree) -> ArrayTree:
     """Put ``tree`` on the explicit mesh of ``like``, if it has one, like the result of a step.
 
     Arrays that are not sharded are replicated. Results of a step have a spec with an entry for
@@ -317,7 +321,7 @@ def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
         return tree
     sharding: Any = placed.sharding
 
-    def put(x: Any) -> Any:
+    def put(x: object) -> Any:
         if not isinstance(x, Array):
             return x
         spec = _spec(x) or ()
@@ -327,7 +331,7 @@ def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(put, tree)
 
 
-def _spec(x: Any) -> PartitionSpec | None:
+def _spec(x: object) -> PartitionSpec | None:
     if not isinstance(x, Array) or jax.typeof(x).sharding.mesh.empty:
         return None
     return jax.typeof(x).sharding.spec

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors import Factors, arrays_of_turn, with_arrays_of_turn, without_turn
 from jaxkfac.linalg import diagonal
 from jaxkfac.optim._trees import is_concrete, sum_dtype
@@ -20,7 +21,7 @@ from jaxkfac.optim._trees import is_concrete, sum_dtype
 # ---------------- whether factors come when they are needed
 
 
-def check_factors_have_come(missed: Any, *seen: Factors | None) -> None:
+def check_factors_have_come(missed: ArrayLike, *seen: Factors | None) -> None:
     """Refuse to continue as gradient descent if factors are collected and never arrive.
 
     Args:
@@ -42,7 +43,7 @@ def check_factors_have_come(missed: Any, *seen: Factors | None) -> None:
         )
 
 
-def check_measured_between(every: Any, *, measures: bool) -> None:
+def check_measured_between(every: ArrayLike, *, measures: bool) -> None:
     """Refuse eigenvalues measured in eigenvectors that no step uses again.
 
     Raises:
@@ -139,8 +140,6 @@ def _diagonals(factors: Factors) -> Iterator[Array]:
 # ---------------- the watch over losses and factors
 
 
-PyTree = Any
-
 PATIENCE = 10  # steps in a row with a loss out of bounds before a warning
 
 
@@ -167,7 +166,7 @@ class StateWatch(NamedTuple):
     restarted: Int[Array, ""]
 
     @classmethod
-    def initial(cls, params: PyTree) -> "StateWatch":
+    def initial(cls, params: ArrayTree) -> "StateWatch":
         """Before the first update."""
         return cls(
             jnp.full((), jnp.inf, sum_dtype(params)),
@@ -178,7 +177,9 @@ class StateWatch(NamedTuple):
             jnp.zeros((), jnp.int32),
         )
 
-    def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "StateWatch":
+    def after(
+        self, value: ArrayLike | None, *, came: ArrayLike, due: ArrayLike, begun: ArrayLike
+    ) -> "StateWatch":
         """The counters after an update.
 
         Args:
@@ -201,7 +202,7 @@ class StateWatch(NamedTuple):
         diverged = jnp.where(beyond, self.diverged + 1, 0).astype(jnp.int32)
         return new._replace(first_value=first, diverged=diverged)
 
-    def counting(self, *, outsized: Any, restarted: Any) -> "StateWatch":
+    def counting(self, *, outsized: Array, restarted: Array) -> "StateWatch":
         """Count an update with factors that were too large, and the averages that restarted."""
         return self._replace(
             outsized=self.outsized + outsized.astype(jnp.int32),
@@ -247,7 +248,7 @@ def warn_if_diverged(state: Watched, *, stacklevel: int) -> None:
         warnings.warn(_diverged(state), stacklevel=stacklevel)
 
 
-def _diverged(state: Any) -> str:
+def _diverged(state: object) -> str:
     name = type(state).__name__.removesuffix("State").lower()
     remedy = _ADAPTIVE if name == "kfac" else _SMALLER_RATE
     if getattr(state, "adaptation", ()):
@@ -255,7 +256,7 @@ def _diverged(state: Any) -> str:
     return _DIVERGED.format(name="kfe_adam" if name == "kfeadam" else name, remedy=remedy)
 
 
-def check_state(state: PyTree) -> None:
+def check_state(state: object) -> None:
     """Warn, with the remedy, if something in the optimizer's state is wrong.
 
     Call it after a logging interval, outside ``jit``; it waits for the state's counters, a few
@@ -293,16 +294,16 @@ def check_state(state: PyTree) -> None:
             warnings.warn(message, stacklevel=2)
 
 
-def _is_watched(node: Any) -> bool:
+def _is_watched(node: object) -> bool:
     return isinstance(getattr(node, "watch", None), StateWatch)
 
 
-def _accumulates(node: Any) -> bool:
+def _accumulates(node: object) -> bool:
     """Whether it is the state of ``multi_steps``, which counts left-out batches itself."""
     return isinstance(getattr(node, "accumulation", None), optax.MultiStepsState)
 
 
-def _number(counter: Any) -> Array:
+def _number(counter: ArrayTree) -> Array:
     """A counter's value; in ``nnx.Optimizer`` the counter is a variable.
 
     Raises:

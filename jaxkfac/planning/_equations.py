@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.interception import body_of, call_kind, is_var, open_jaxpr, scan_counts
+from jaxkfac._jaxpr_compat import body_of, call_kind, is_var, open_jaxpr, scan_counts
 
 # Computed once even with several readers, because recomputing them would cost time.
 DEAR = frozenset(

@@ -4,12 +4,15 @@ Shapes in names: B examples, T positions, S positions attended to, D stream, H h
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import nearest
 from jaxkfac.factors import Categorical, Objective
 from jaxkfac.linalg import statistics_dtype
@@ -58,7 +61,7 @@ class EncoderDecoderLayout:
     vocabulary: int
 
 
-def decoder_shapes(layout: DecoderLayout, dtype: Any) -> Shapes:
+def decoder_shapes(layout: DecoderLayout, dtype: DTypeLike) -> Shapes:
     """Parameters of :func:`decode`."""
     width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
     kernels = {"o": (width, width), "down": (hidden, width)}
@@ -72,7 +75,7 @@ def decoder_shapes(layout: DecoderLayout, dtype: Any) -> Shapes:
     return _ends(layout, dtype) | {"blocks": block | norms}
 
 
-def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: Any) -> Shapes:
+def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: DTypeLike) -> Shapes:
     """Parameters of :func:`encode_and_decode`."""
     width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
     mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -91,11 +94,11 @@ def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: Any) -> Shapes:
     }
 
 
-def decode(params: Any, ids_BxT: Array, heads: int, remat: bool = False) -> Array:
+def decode(params: ArrayTree, ids_BxT: Array, heads: int, remat: bool = False) -> Array:
     """Compute the logits of the next token."""
     x_BxTxD = params["embedding"][ids_BxT]
 
-    def block(x: Array, p: Any) -> tuple[Array, None]:
+    def block(x: Array, p: ArrayTree) -> tuple[Array, None]:
         h = _normalised(x, p["norm_mixer"])
         q, k, v = jnp.split(_dense(h, p["qkv"]), 3, -1) if "qkv" in p else _projections(h, p, "qkv")
         q, k, v = (_by_head(projection, heads) for projection in (q, k, v))
@@ -112,12 +115,14 @@ def decode(params: Any, ids_BxT: Array, heads: int, remat: bool = False) -> Arra
 
 
 def encode_and_decode(
-    params: Any, inputs: tuple[Array, Array], heads: int, remat: bool = False
+    params: ArrayTree, inputs: tuple[Array, Array], heads: int, remat: bool = False
 ) -> Array:
     """Compute the logits of the target's next token, from the source and the target so far."""
     source_BxS, target_BxT = inputs
 
-    def mixed(x: Array, p: Any, norm: str, names: str, memory: Array | None, causal: bool) -> Array:
+    def mixed(
+        x: Array, p: ArrayTree, norm: str, names: str, memory: Array | None, causal: bool
+    ) -> Array:
         prefix = "cross_" if memory is not None else ""
         h = _normalised(x, p[norm])
         attended_to = h if memory is None else memory
@@ -125,11 +130,11 @@ def encode_and_decode(
         k, v = (_by_head(_dense(attended_to, p[f"{prefix}{name}"]), heads) for name in names)
         return x + _dense(_attended(q, k, v, causal=causal), p[f"{prefix}o"])
 
-    def mlp(x: Array, p: Any) -> Array:
+    def mlp(x: Array, p: ArrayTree) -> Array:
         h = _normalised(x, p["norm_mlp"])
         return x + _dense(jax.nn.gelu(_dense(h, p["gate"])) * _dense(h, p["up"]), p["down"])
 
-    def encoder_block(x: Array, p: Any) -> tuple[Array, None]:
+    def encoder_block(x: Array, p: ArrayTree) -> tuple[Array, None]:
         return mlp(mixed(x, p, "norm_mixer", "kv", None, False), p), None
 
     memory_BxSxD, _ = jax.lax.scan(
@@ -137,7 +142,7 @@ def encode_and_decode(
     )
     memory_BxSxD = _normalised(memory_BxSxD, params["encoder_norm"])
 
-    def decoder_block(x: Array, p: Any) -> tuple[Array, None]:
+    def decoder_block(x: Array, p: ArrayTree) -> tuple[Array, None]:
         x = mixed(x, p, "norm_mixer", "kv", None, True)
         return mlp(mixed(x, p, "norm_cross", "kv", memory_BxSxD, False), p), None
 
@@ -147,20 +152,20 @@ def encode_and_decode(
     return _dense(_normalised(x_BxTxD, params["norm"]), params["head"])
 
 
-def _again(block: Any, remat: bool) -> Any:
+def _again(block: Callable[..., Any], remat: bool) -> Any:
     """The body of a scan, recomputed in the backward pass with ``remat``."""
     return jax.checkpoint(block, prevent_cse=False) if remat else block
 
 
-def _shape(*sizes: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def _shape(*sizes: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _kernel(*sizes: int, dtype: Any) -> Shapes:
+def _kernel(*sizes: int, dtype: DTypeLike) -> Shapes:
     return {"kernel": _shape(*sizes, dtype=dtype)}
 
 
-def _ends(layout: DecoderLayout | EncoderDecoderLayout, dtype: Any) -> Shapes:
+def _ends(layout: DecoderLayout | EncoderDecoderLayout, dtype: DTypeLike) -> Shapes:
     return {
         "embedding": _shape(layout.vocabulary, layout.width, dtype=dtype),
         "norm": _shape(layout.width, dtype=dtype),
@@ -168,11 +173,11 @@ def _ends(layout: DecoderLayout | EncoderDecoderLayout, dtype: Any) -> Shapes:
     }
 
 
-def _dense(x: Array, p: Any) -> Array:
+def _dense(x: Array, p: ArrayTree) -> Array:
     return x @ p["kernel"]
 
 
-def _projections(h: Array, p: Any, names: str) -> list[Array]:
+def _projections(h: Array, p: ArrayTree, names: str) -> list[Array]:
     return [_dense(h, p[name]) for name in names]
 
 
@@ -248,7 +253,7 @@ class Preset(NamedTuple):
 
 
 def preset(
-    name: str, *, examples: int, tokens: int, dtype: Any = jnp.float32, remat: bool = False
+    name: str, *, examples: int, tokens: int, dtype: DTypeLike = jnp.float32, remat: bool = False
 ) -> Preset:
     """The training of a preset layout.
 
@@ -269,7 +274,12 @@ def preset(
 
 
 def shaped(
-    layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float32, remat: bool = False
+    layout: Layout,
+    *,
+    examples: int,
+    tokens: int,
+    dtype: DTypeLike = jnp.float32,
+    remat: bool = False,
 ) -> Preset:
     """The training of a given layout; see :func:`preset`."""
     ids = jax.ShapeDtypeStruct((examples, tokens), jnp.int32)
@@ -281,8 +291,8 @@ def shaped(
     return Preset(Objective(_with(decode, layout.heads, remat), Categorical()), params, (ids, ids))
 
 
-def _with(apply: Any, heads: int, remat: bool) -> Any:
-    def apply_fn(params: Any, inputs: Any) -> Any:
+def _with(apply: Callable[..., Array], heads: int, remat: bool) -> Any:
+    def apply_fn(params: ArrayTree, inputs: ArrayTree) -> Any:
         return apply(params, inputs, heads, remat)
 
     return apply_fn

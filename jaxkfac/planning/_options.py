@@ -14,17 +14,10 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxkfac import lslora
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import JaxkfacError
+from jaxkfac._jaxpr_compat import body_of, call_kind, evaluate, is_var, scan_counts, scan_like
 from jaxkfac.factors import Objective, arguments, takes_key
-from jaxkfac.interception import (
-    body_of,
-    call_kind,
-    evaluate,
-    is_var,
-    leaves_by_path,
-    scan_counts,
-    scan_like,
-)
 from jaxkfac.lslora.nf4 import quantize
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning._option import Choice, HalfBases, HostBases, LowRank, Option

@@ -11,13 +11,12 @@ from typing import Any, Literal, get_args
 import jax
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from jaxkfac import lslora
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function
 from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.factors import check_decay
-from jaxkfac.interception import check_arrays, check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName
@@ -35,11 +34,11 @@ CompiledSets = Literal["chosen", "all", "none"]
 
 def plan_memory(
     objective: Callable[..., Any],
-    params: PyTree,
+    params: ArrayTree,
     batch: Any,
     *,
-    state: PyTree | None = None,
-    frozen: PyTree | None = None,
+    state: ArrayTree | None = None,
+    frozen: ArrayTree | None = None,
     optimizer: optax.GradientTransformation | None = None,
     device_bytes: ByteSize,
     host_bytes: ByteSize | None = None,
@@ -204,12 +203,7 @@ def plan_memory(
     placed = placement(mesh, num_devices, sharded=fully_sharded)
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
-    one_of("compiled", compiled, get_args(CompiledSets))
-    if fully_sharded and compiled == "none":
-        raise ValueError(
-            'fully_sharded=True with compiled="none": what is gathered is the compiler\'s choice; '
-            'take compiled="chosen"'
-        )
+    _check_compiled(compiled, fully_sharded=fully_sharded)
     unavailable = {
         name: "it is not planned for fully sharded training"
         for name in requested
@@ -288,6 +282,16 @@ def _check_choices(headroom: float, max_gradients: float | None, options: Sequen
         raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
     for name in options:
         one_of("options", name, tuple(OPTIONS))
+
+
+def _check_compiled(compiled: str, *, fully_sharded: bool) -> None:
+    """Refuse an unknown choice of what is compiled, and none where only a compiler can tell."""
+    one_of("compiled", compiled, get_args(CompiledSets))
+    if fully_sharded and compiled == "none":
+        raise ValueError(
+            'fully_sharded=True with compiled="none": what is gathered is the compiler\'s choice; '
+            'take compiled="chosen"'
+        )
 
 
 def _devices_of_mesh() -> int:

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh
-from jaxtyping import PyTree
 
 from jaxkfac import lslora
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
+from jaxkfac._jaxpr_compat import body_of, call_kind
 from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
@@ -24,7 +25,7 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, Window, body_of, call_kind
+from jaxkfac.interception import Layer, LayerTable, Window
 from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Needs, Temporaries
 
@@ -74,7 +75,7 @@ class ExtraInputs(NamedTuple):
     """
 
     key: Any
-    state: PyTree
+    state: ArrayTree
     step: Any
 
 
@@ -101,14 +102,14 @@ class TrainingProgram:
     """
 
     objective: Any
-    trained: PyTree
+    trained: ArrayTree
     batch: Any
-    frozen: PyTree
+    frozen: ArrayTree
     adapted: tuple[Layer, ...]
     collection: Mapping[str, Any]
     config: lslora.Config
     has_aux: bool
-    state: PyTree
+    state: ArrayTree
     temporaries: Temporaries
     placement: Placement = WHOLE
     base_table: LayerTable | None = None
@@ -116,7 +117,7 @@ class TrainingProgram:
     same_factors: "TrainingProgram | None" = None
     wider: "TrainingProgram | UnavailableError | None" = None
 
-    def divided(self, tree: PyTree) -> PyTree:
+    def divided(self, tree: ArrayTree) -> ArrayTree:
         """Shapes with the shardings of parameters, if a step is compiled; else plain shapes."""
         return self.placement.divided(tree) if self.temporaries.compiled else tree
 
@@ -169,7 +170,7 @@ class TrainingProgram:
             if layer_part.rows is not None
         }
 
-        def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
+        def run(trained: ArrayTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
             with self._of_each_device():
                 call = self.collector.checked(batch, extra.key, state=extra.state)
@@ -188,21 +189,21 @@ class TrainingProgram:
         """The trace of the objective."""
         return jax.make_jaxpr(self.value)(self.trained, self.batch, self.extra)
 
-    def value(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
+    def value(self, trained: ArrayTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Evaluate the objective."""
         kwargs = {"key": extra.key} if self._takes_key else {}
         if extra.state is not None:
             kwargs["state"] = extra.state
         return self.objective(trained, batch, **kwargs)
 
-    def gradient(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
+    def gradient(self, trained: ArrayTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Compute value and gradient."""
         beside = self.has_aux or extra.state is not None
         run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
         with self._of_each_device():
             return run(trained, batch, extra)
 
-    def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
+    def collect(self, trained: ArrayTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Compute value, gradient and factors."""
         with self._of_each_device():
             step = extra.step if self._largest_group is None else self._largest_group

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
+from jaxkfac._arguments import partition
 from jaxkfac.curvature.host import HostOptions
-from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._program import TrainingProgram, first_line

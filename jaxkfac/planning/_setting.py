@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from jaxkfac import lslora
+from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac.factors import Objective, takes_key
-from jaxkfac.interception import marks_of, partition
+from jaxkfac.interception import marks_of
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
 from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key
@@ -140,7 +140,9 @@ class Setting:
         return {option.name: option.cost(of, choice) for option in self.ordered}
 
 
-def _marks_outputs(loss: Callable[..., Any], params: PyTree, batch: Any, state: PyTree) -> bool:
+def _marks_outputs(
+    loss: Callable[..., Any], params: ArrayTree, batch: Any, state: ArrayTree
+) -> bool:
     extra = {"key": shape_of_key()} if takes_key(loss) else {}
     extra |= {} if state is None else {"state": state}
     traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, extra)
@@ -168,15 +170,15 @@ class TrainingPrograms:
     def __init__(
         self,
         objective: Callable[..., Any],
-        params: PyTree,
+        params: ArrayTree,
         batch: Any,
         config: lslora.Config,
         collection: Mapping[str, Any],
         temporaries: Temporaries,
-        state: PyTree = None,
+        state: ArrayTree = None,
         placement: Placement = WHOLE,
         *,
-        frozen: PyTree = None,
+        frozen: ArrayTree = None,
     ) -> None:
         self.temporaries = temporaries
         collection = dict(collection)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.memory import divided_shardings
 
 # ---------------- trees of shapes: bytes, casts, micro-batches
@@ -31,12 +32,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
 
 
-def nbytes(tree: PyTree) -> int:
+def nbytes(tree: ArrayTree) -> int:
     """Bytes of all leaves together."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def nelements(tree: PyTree) -> int:
+def nelements(tree: ArrayTree) -> int:
     """Number of elements of all leaves together."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
@@ -47,7 +48,7 @@ def nodes_of(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
     return [x for x in leaves if isinstance(x, kind)]
 
 
-def in_half(tree: PyTree) -> PyTree:
+def in_half(tree: ArrayTree) -> ArrayTree:
     """The tree with floating leaves in bfloat16."""
     return jax.tree.map(
         lambda x: (
@@ -59,7 +60,7 @@ def in_half(tree: PyTree) -> PyTree:
     )
 
 
-def num_examples(batch: PyTree) -> int:
+def num_examples(batch: ArrayTree) -> int:
     """Length of the first axis, which all arrays must share.
 
     Raises:
@@ -71,7 +72,7 @@ def num_examples(batch: PyTree) -> int:
     return int(lengths.pop()[0])
 
 
-def micro_batch(batch: PyTree, steps: int) -> PyTree:
+def micro_batch(batch: ArrayTree, steps: int) -> ArrayTree:
     """The shapes of one of ``steps`` equal micro-batches."""
     count = num_examples(batch) // steps
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), batch)
@@ -102,7 +103,7 @@ class Placement:
             return None
         return divided_shardings(tree, self.mesh, self.mesh.axis_names)
 
-    def nbytes(self, tree: PyTree) -> int:
+    def nbytes(self, tree: ArrayTree) -> int:
         """Bytes of the arrays on one device."""
         if self.mesh is None:
             return nbytes(tree)
@@ -110,13 +111,13 @@ class Placement:
         sizes = zip(jax.tree.leaves(tree), shardings, strict=True)
         return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in sizes)
 
-    def divided(self, tree: PyTree) -> PyTree:
+    def divided(self, tree: ArrayTree) -> ArrayTree:
         """Shapes with their shardings."""
         if self.mesh is None:
             return tree
         return jax.tree.map(_shape_at, tree, self.shardings(tree))
 
-    def batch(self, tree: PyTree) -> PyTree:
+    def batch(self, tree: ArrayTree) -> ArrayTree:
         """Shapes of the batch of all devices, given the part of one device."""
         if self.mesh is None:
             return tree
@@ -131,7 +132,7 @@ class Placement:
 
         return jax.tree.map(all_parts, tree)
 
-    def everywhere(self, tree: PyTree) -> PyTree:
+    def everywhere(self, tree: ArrayTree) -> ArrayTree:
         """Shapes of arrays that are replicated on each device."""
         if self.mesh is None:
             return tree
@@ -180,7 +181,7 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
     return Placement(mesh)
 
 
-def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
+def on_devices(tree: ArrayTree, mesh: Mesh) -> ArrayTree:
     """Move shapes from an abstract mesh to the devices of a concrete one."""
     return jax.tree.map(lambda x: _shape_at(x, NamedSharding(mesh, x.sharding.spec)), tree)
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import CompilerError, JaxkfacError
+from jaxkfac._jaxpr_compat import body_of, call_kind, open_jaxpr
 from jaxkfac.curvature import Eigenbases, Inverses, natural_gradient
 from jaxkfac.factors import Factors, exchanged_bytes
-from jaxkfac.interception import body_of, call_kind, open_jaxpr, partition
 from jaxkfac.optim import AdaptationState, KfacState, KfeAdamState, ScaleByBasesState
 from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nbytes, nodes_of
@@ -32,7 +32,7 @@ class Optimizer(NamedTuple):
         accumulators: Bytes of its sums over micro-batches; 0 if it does not accumulate.
     """
 
-    state: PyTree
+    state: ArrayTree
     nbytes: int
     averages: int
     bases: int
@@ -41,8 +41,8 @@ class Optimizer(NamedTuple):
 
 def optimizer_state(
     tx: optax.GradientTransformation | None,
-    params: PyTree,
-    nbytes: Callable[[PyTree], int] = nbytes,
+    params: ArrayTree,
+    nbytes: Callable[[ArrayTree], int] = nbytes,
 ) -> Optimizer:
     """The memory that ``tx.init`` would allocate, with bytes counted by ``nbytes``."""
     if tx is None:

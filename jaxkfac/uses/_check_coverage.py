@@ -10,8 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
+from jaxkfac._arguments import (
+    ArrayTree,
+    check_arrays,
+    check_function,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
@@ -24,15 +32,8 @@ from jaxkfac.factors import (
     as_batch,
     value_grad_and_factors,
 )
-from jaxkfac.interception import (
-    Answer,
-    Layer,
-    check_arrays,
-    check_function,
-    leaves_by_path,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Layer
+from jaxkfac.interception.coupling import Answer
 
 DRAWS = 2  # number of parameter draws at which examples are replaced
 _STEP = 0.1  # distance of a draw, relative to a parameter's size
@@ -119,11 +120,11 @@ class CoverageCheck:
 
 def check_coverage(
     objective: Callable[..., Any],
-    params: PyTree,
-    batch: Any,
+    params: ArrayTree,
+    batch: ArrayTree,
     key: Key[Array, ""] | None = None,
     *,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     layers: str | None = None,
     experts: str | None = None,
     max_examples: int = 8,
@@ -224,14 +225,14 @@ class _Trial:
 
     objective: Objective
     stats: Callable[..., ValueGradAndFactors]
-    params: PyTree
+    params: ArrayTree
     batch: Batch
     key: Any
     state: Any
     most: int
     remarks: list[str] = dataclasses.field(default_factory=list)
 
-    def outputs(self, params: PyTree, inputs: PyTree) -> list[Array]:
+    def outputs(self, params: ArrayTree, inputs: ArrayTree) -> list[Array]:
         """The model's outputs, one array for each likelihood."""
         return self.compiled(_outputs)(params, inputs, self.key, self.state)
 
@@ -243,7 +244,7 @@ class _Trial:
             doubts = {name: text for name, text in doubts.items() if name in far}
         return tuple(doubts.values())
 
-    def _doubts(self, params: PyTree) -> dict[str, str]:
+    def _doubts(self, params: ArrayTree) -> dict[str, str]:
         outputs = self.outputs(params, self.batch.inputs)
         return self.objective.probabilities(self.objective.tree(outputs))
 
@@ -290,7 +291,7 @@ class _Trial:
         leaves = jax.tree.leaves(self.batch.inputs)
         return [x for x in leaves if x.shape[:1] == (self.batch.num_examples,)]
 
-    def _with(self, i: int, j: int) -> PyTree:
+    def _with(self, i: int, j: int) -> ArrayTree:
         number = self.batch.num_examples
 
         def one(x: Array) -> Array:
@@ -383,10 +384,10 @@ class _Trial:
 
 def _outputs(
     objective: Objective,
-    params: PyTree,
-    inputs: PyTree,
+    params: ArrayTree,
+    inputs: ArrayTree,
     key: Key[Array, ""] | None,
-    state: PyTree | None,
+    state: ArrayTree | None,
 ) -> list[Array]:
     return jax.tree.leaves(objective.outputs(params, inputs, key, state)[0])
 
@@ -412,10 +413,10 @@ def _example_gradients(objective: Objective, call: ModelCall) -> dict[str, Array
 def _derivative_sizes(
     objective: Objective,
     free: tuple[int, ...],
-    params: PyTree,
-    inputs: PyTree,
+    params: ArrayTree,
+    inputs: ArrayTree,
     key: Key[Array, ""] | None,
-    state: PyTree | None,
+    state: ArrayTree | None,
     i: Array | int,
 ) -> Array:
     """By example, the largest derivative of example ``i``'s outputs in that example's inputs.
@@ -462,7 +463,7 @@ def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) ->
     return np.asarray(total)
 
 
-def drawn(params: PyTree, draw: int, step: float = _STEP) -> PyTree:
+def drawn(params: ArrayTree, draw: int, step: float = _STEP) -> ArrayTree:
     """Parameters of which each array is moved by ``step`` times its size, by default nearby."""
     free, _ = partition(params)
     moved = {}
@@ -493,7 +494,7 @@ def _of_gradient(
     beside = state is not None or getattr(objective, "has_aux", False)
     grads = stats(params, batch, key, **({} if state is None else {"state": state})).grads
 
-    def gradient(params: PyTree, batch: PyTree, named: dict[str, Any]) -> dict[str, Array]:
+    def gradient(params: ArrayTree, batch: ArrayTree, named: dict[str, Any]) -> dict[str, Array]:
         def loss(free: dict[str, Array]) -> Array:
             out = objective(with_leaves(params, free), batch, **named)
             return out[0] if beside else out

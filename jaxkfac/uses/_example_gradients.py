@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import Eigenbases, read_many, write_many
 from jaxkfac.factors import Origin, gradient_rows
 from jaxkfac.interception import (
@@ -27,7 +29,6 @@ from jaxkfac.interception import (
     SlotEntry,
     Traced,
     Use,
-    cast_varying,
     kind_named,
 )
 from jaxkfac.kinds import LowRankMatrices
@@ -136,9 +137,9 @@ class ExampleGradients:
         self._traced, self._dtype, self._queries = traced, dtype, queries
         self._rows, self._number = rows, number
         self._layers = {layer.name: layer for layer in layers}
-        self._data: PyTree = ()
+        self._data: ArrayTree = ()
 
-    def of(self, data: PyTree) -> "ExampleGradients":
+    def of(self, data: ArrayTree) -> "ExampleGradients":
         """A copy for use inside ``shard_map``, where each device has different examples.
 
         Args:

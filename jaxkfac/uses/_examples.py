@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import (
     CoupledExamplesError,
     NonFiniteFactorError,
@@ -42,7 +43,8 @@ from jaxkfac.factors import (
     apart_remedy,
     check_word,
 )
-from jaxkfac.interception import Atoms, Layer, Traced, Word
+from jaxkfac.interception import Atoms, Layer, Traced
+from jaxkfac.interception.coupling import Word
 from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
 from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
 
@@ -76,7 +78,7 @@ def batches_of(train: Any) -> Iterator[Any]:
 
 
 Per = Literal["sum", "layer", "token"]
-Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
+Measurement = Callable[[ArrayTree, Batch], Float[Array, ""]]
 _NOT_F = (
     "they hold no curvature of the loss, and results from them are not the Fisher's. Collect "
     "factors with fisher='mc', 'empirical' or 'exact'"
@@ -151,7 +153,7 @@ class Examples:
             return self._source.dtype(layer)
         return block_dtype(self._source, layer)
 
-    def checked(self, params: PyTree, batch: Any, state: PyTree) -> Batch:
+    def checked(self, params: ArrayTree, batch: ArrayTree, state: ArrayTree) -> Batch:
         """Check that a batch fits the objective, the parameters and the bases, and return it.
 
         Raises:
@@ -253,7 +255,7 @@ class Examples:
         # Each output's mean has its own number of terms, so this takes the cotangent of their sum.
         fixed, number = at.outputs, at.terms
 
-        def total(outputs: PyTree) -> Array:
+        def total(outputs: ArrayTree) -> Array:
             heads = self.objective.heads(outputs, call.batch.targets, call.batch.mask)
             sums = [head.kept_terms().sum(dtype=number.dtype) for head in heads]
             return jnp.stack(sums).sum() / number
@@ -314,7 +316,7 @@ class Examples:
 
     def outputs_and_vjp(
         self, traced: Traced, taps: ExampleGradients, call: ModelCall
-    ) -> tuple[PyTree, Callable[[PyTree], Mapping[str, Any]]]:
+    ) -> tuple[ArrayTree, Callable[[ArrayTree], Mapping[str, Any]]]:
         """The outputs, and a function from their cotangents to what the taps emit."""
         taps = taps.of((call.params, call.batch))
         at = self._program.linearise(traced, taps, call, differentiate=False)
@@ -333,7 +335,7 @@ class Examples:
 def _checked_measurement(measurement: Measurement) -> Measurement:
     """Wrap a measurement to refuse results other than one floating scalar."""
 
-    def measure(outputs: PyTree, query: Batch) -> Any:
+    def measure(outputs: ArrayTree, query: Batch) -> Any:
         value = measurement(outputs, query)
         shape = getattr(value, "shape", None)
         if shape != () or not jnp.issubdtype(value.dtype, jnp.floating):

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
+from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import at_least_one
 from jaxkfac._text import number as number_text
 from jaxkfac.curvature import (
@@ -26,7 +27,8 @@ from jaxkfac.curvature import (
     owned_blocks,
 )
 from jaxkfac.factors import Objective
-from jaxkfac.interception import Layer, Word, partition
+from jaxkfac.interception import Layer
+from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, check_values, chosen
@@ -109,9 +111,9 @@ class GradientStore:
     def check(
         self,
         objective: Objective,
-        params: PyTree,
+        params: ArrayTree,
         bases: Eigenbases | None,
-        state: PyTree | None = None,
+        state: ArrayTree | None = None,
     ) -> None:
         """Refuse a call that does not match the store.
 
@@ -252,7 +254,7 @@ class GradientStore:
 
 def gradient_store(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases,
     train: Any,
     path: str | os.PathLike[str] | None = None,
@@ -261,7 +263,7 @@ def gradient_store(
     rank: int | None = None,
     layers: str | None = None,
     num_examples: int | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
     max_bytes: ByteSize = 2**28,

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple, get_args, overload
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac._text import short_repr, table_html
 from jaxkfac.curvature import BlockDamping, Eigenbases
 from jaxkfac.factors import ModelCall, Objective
-from jaxkfac.interception import Word
+from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement, Per, batches_of, chosen
@@ -116,7 +117,7 @@ class TruncatedScores(NamedTuple):
 @overload
 def influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases | None,
     queries: Any,
     train: Any,
@@ -128,7 +129,7 @@ def influence(
     start: int | None = ...,
     query_rank: None = ...,
     max_bytes: ByteSize | None = ...,
-    state: PyTree | None = ...,
+    state: ArrayTree | None = ...,
     experts: str | None = ...,
     examples: Word | None = ...,
     measurement: Measurement | None = ...,
@@ -136,7 +137,7 @@ def influence(
 @overload
 def influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases | None,
     queries: Any,
     train: Any,
@@ -148,7 +149,7 @@ def influence(
     start: int | None = ...,
     query_rank: None = ...,
     max_bytes: ByteSize | None = ...,
-    state: PyTree | None = ...,
+    state: ArrayTree | None = ...,
     experts: str | None = ...,
     examples: Word | None = ...,
     measurement: Measurement | None = ...,
@@ -157,7 +158,7 @@ def influence(
 @overload
 def influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases | None,
     queries: Queries,
     train: Any,
@@ -169,7 +170,7 @@ def influence(
     start: int | None = ...,
     query_rank: int,
     max_bytes: ByteSize | None = ...,
-    state: PyTree | None = ...,
+    state: ArrayTree | None = ...,
     experts: str | None = ...,
     examples: Word | None = ...,
     measurement: Measurement | None = ...,
@@ -177,7 +178,7 @@ def influence(
 @overload
 def influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases | None,
     queries: Any,
     train: Any,
@@ -189,14 +190,14 @@ def influence(
     start: int | None = ...,
     query_rank: int,
     max_bytes: ByteSize | None = ...,
-    state: PyTree | None = ...,
+    state: ArrayTree | None = ...,
     experts: str | None = ...,
     examples: Word | None = ...,
     measurement: Measurement | None = ...,
 ) -> TruncatedScores: ...
 def influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases | None,
     queries: Any,
     train: Any,
@@ -208,7 +209,7 @@ def influence(
     start: int | None = None,
     query_rank: int | None = None,
     max_bytes: ByteSize | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
     measurement: Measurement | None = None,
@@ -390,13 +391,13 @@ def _warn_of_nan(numbers: list[Int[Array, ""]]) -> None:
 
 def scores_of_batches(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     queries: Queries,
     train: Any,
     *,
     per: Per = "sum",
     layers: str | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
 ) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, check_arrays, partition
 from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, parameters_outside
 from jaxkfac.factors import Gaussian, Objective
-from jaxkfac.interception import Word, check_arrays, partition
+from jaxkfac.interception.coupling import Word
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._posterior_precision import check_positive, raw, warn_of_empirical
@@ -16,7 +16,7 @@ from jaxkfac.uses._posterior_precision import check_positive, raw, warn_of_empir
 
 def laplace(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases,
     *,
     num_examples: float | int,
@@ -24,7 +24,7 @@ def laplace(
     noise: ArrayLike = 1.0,
     layers: str | None = None,
     terms_per_example: float | int | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
 ) -> LaplacePosterior:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, check_key
+from jaxkfac._jaxpr_compat import replicated
 from jaxkfac.factors import Batch, Gaussian, LongSum, ModelCall
-from jaxkfac.interception import replicated
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._laplace_programs import (
@@ -196,7 +197,7 @@ class LaplacePosterior:
 
     # -- predictions ------------------------------------------------------------------
 
-    def variance(self, inputs: PyTree, *, max_bytes: ByteSize = BYTES) -> Float[Array, "..."]:
+    def variance(self, inputs: ArrayTree, *, max_bytes: ByteSize = BYTES) -> Float[Array, "..."]:
         r"""The covariance $J_n P^{-1} J_n^\top$ of the outputs of the linearized model.
 
         The gradients of all examples and outputs are never stored together: examples, and if
@@ -220,7 +221,7 @@ class LaplacePosterior:
     @overload
     def predict(
         self,
-        inputs: PyTree,
+        inputs: ArrayTree,
         method: Method,
         *,
         key: Key[Array, ""] | None = ...,
@@ -230,7 +231,7 @@ class LaplacePosterior:
     @overload
     def predict(
         self,
-        inputs: PyTree,
+        inputs: ArrayTree,
         method: None = ...,
         *,
         key: Key[Array, ""] | None = ...,
@@ -239,7 +240,7 @@ class LaplacePosterior:
     ) -> Float[Array, "..."] | GaussianPrediction: ...
     def predict(
         self,
-        inputs: PyTree,
+        inputs: ArrayTree,
         method: Method | None = None,
         *,
         key: Key[Array, ""] | None = None,
@@ -289,7 +290,7 @@ class LaplacePosterior:
         covariance = with_noise(outputs.covariance, self.noise)
         return GaussianPrediction(outputs.mean.reshape(shape), covariance)
 
-    def sample(self, key: Key[Array, ""], num_samples: int) -> PyTree:
+    def sample(self, key: Key[Array, ""], num_samples: int) -> ArrayTree:
         """Parameters drawn from the posterior.
 
         Args:
@@ -332,7 +333,7 @@ class LaplacePosterior:
         prior, noise = (jnp.asarray(x, dtype) for x in (prior_precision, noise))
         return dataclasses.replace(self, prior_precision=prior, noise=noise)
 
-    def checked(self, batch: Any) -> Batch:
+    def checked(self, batch: ArrayTree) -> Batch:
         """Check that a batch fits the model and the bases; see ``Examples``.
 
         Raises:
@@ -349,7 +350,7 @@ class LaplacePosterior:
         return batch
 
     def _distribution(
-        self, inputs: PyTree, max_bytes: ByteSize
+        self, inputs: ArrayTree, max_bytes: ByteSize
     ) -> tuple[OutputDistribution, tuple[int, ...]]:
         """The distribution of the outputs, ``(N, ..., C)``, and their own shape, maybe ``(N,)``."""
         budget = parse_bytes(max_bytes, name="max_bytes")

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Key, PyTree
+from jaxtyping import Array, Bool, Float, Key
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac.factors import Batch, Gaussian, ModelCall
-from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._linearised_variance import (
@@ -52,7 +52,7 @@ class Posterior(Protocol):
     @property
     def precision(self) -> PosteriorPrecision: ...
     def replace(self, prior_precision: ArrayLike, noise: ArrayLike) -> Any: ...
-    def checked(self, batch: Any) -> Batch: ...
+    def checked(self, batch: ArrayTree) -> Batch: ...
 
 
 AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
@@ -110,7 +110,7 @@ def output_distribution(
 
 
 @functools.partial(jax.jit, static_argnames="number")
-def sampled(posterior: Posterior, key: Key[Array, ""], number: int) -> PyTree:
+def sampled(posterior: Posterior, key: Key[Array, ""], number: int) -> ArrayTree:
     r"""Samples $\theta + P^{-1/2} \varepsilon$."""
     leaves = leaves_by_path(posterior.params)
     paths = sorted({m.path for block in posterior.precision.blocks for m in block.parameters})

@@ -9,20 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
+from jaxkfac._arguments import ArrayTree, partition, with_leaves
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
-from jaxkfac.interception import (
-    Layer,
-    Slot,
-    SlotEntry,
-    Traced,
-    Use,
-    cast_varying,
-    fast_convolutions,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use, fast_convolutions
 from jaxkfac.kinds import Basis
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
@@ -168,8 +160,8 @@ class LinearisedVariance:
 
     examples: Examples
     precision: PosteriorPrecision
-    params: PyTree
-    state: PyTree
+    params: ArrayTree
+    state: ArrayTree
     max_bytes: int
     by_layer: bool = False
 
@@ -291,7 +283,7 @@ def _products(whitened: Float[Array, "C N n"], dtype: DTypeLike) -> Float[Array,
     return covariance.astype(dtype)
 
 
-def _over_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
+def _over_chunks(fn: Callable[[Any], Any], examples: ArrayTree, chunk: int) -> ArrayTree:
     """Apply a function to each chunk of examples, and join the results."""
     per_chunk = lambda chunk, _: fn(chunk)
     return map_over_chunks(per_chunk, examples, chunk, in_loop=fast_convolutions)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float
 
+from jaxkfac._arguments import ArrayTree, check_arrays, partition
 from jaxkfac._errors import (
     NonFiniteFactorError,
     UncoveredParameterError,
@@ -18,7 +19,7 @@ from jaxkfac._errors import (
 )
 from jaxkfac.curvature import covered_indices, uncovered_mask
 from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor
-from jaxkfac.interception import Layer, check_arrays, partition
+from jaxkfac.interception import Layer
 from jaxkfac.uses._posterior_precision import check_positive
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -35,7 +36,7 @@ class QuadraticPenalty:
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     joint: frozenset[str] = dataclasses.field(metadata={"static": True})  # A includes a bias's ones
 
-    def __call__(self, params: PyTree) -> Float[Array, ""]:
+    def __call__(self, params: ArrayTree) -> Float[Array, ""]:
         """The penalty, in the factors' dtype; ``ValueError`` if the anchor has other parameters."""
         check_arrays("params", params)
         leaves = partition(params)[0]
@@ -78,7 +79,7 @@ def _times(rows: Array, side: Array, *, dense: bool) -> Array:
 
 def quadratic_penalty(
     factors: Factors,
-    anchor: PyTree,
+    anchor: ArrayTree,
     *,
     strength: ArrayLike = 1.0,
     missing: Literal["raise", "zero"] = "raise",

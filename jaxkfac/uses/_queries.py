@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, named
 from jaxkfac.curvature import (
     BlockDamping,
@@ -15,7 +16,8 @@ from jaxkfac.curvature import (
     read_many,
 )
 from jaxkfac.factors import Batch, ModelCall, Objective
-from jaxkfac.interception import Layer, Word, fast_convolutions
+from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import in_sequence, map_over_chunks
 from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
@@ -120,7 +122,7 @@ _AT_ONCE = 2**24  # bytes of queries in work if no budget is given
 
 def prepare_queries(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases,
     queries: Any,
     *,
@@ -128,7 +130,7 @@ def prepare_queries(
     layers: str | None = None,
     query_rank: int | None = None,
     max_bytes: ByteSize | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
     measurement: Measurement | None = None,
@@ -268,5 +270,5 @@ def _is_smaller(layer: Layer, rank: int) -> bool:
     return rank * sum(sides) < sides[0] * sides[1]
 
 
-def _nbytes(tree: PyTree) -> int:
+def _nbytes(tree: ArrayTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

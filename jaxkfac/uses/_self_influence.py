@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, ModelCall, Objective
-from jaxkfac.interception import Layer, Word, fast_convolutions
+from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._example_gradients import block_dtype
@@ -22,13 +24,13 @@ GRADIENTS = 3  # alive at once for each example: the gradient, its copy by layer
 
 def self_influence(
     objective: Objective,
-    params: PyTree,
+    params: ArrayTree,
     bases: Eigenbases,
     train: Any,
     *,
     damping: BlockDamping = "heuristic",
     layers: str | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
     experts: str | None = None,
     max_bytes: ByteSize = 2**28,
     examples: Word | None = None,

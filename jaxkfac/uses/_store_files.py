@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.files import (
     PARTIAL,
@@ -277,7 +277,7 @@ def short_hash(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def digest_of(tree: PyTree) -> str:
+def digest_of(tree: ArrayTree) -> str:
     """A digest of a tree's paths, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=8)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

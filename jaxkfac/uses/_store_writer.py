@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, rotated_parts, rotated_squares
 from jaxkfac.factors import Corrections, ModelCall, Origin
 from jaxkfac.memory import aligned_empty, bytes_text
@@ -28,8 +29,8 @@ class StoreWriter:
     def __init__(
         self,
         source: Examples,
-        params: PyTree,
-        state: PyTree,
+        params: ArrayTree,
+        state: ArrayTree,
         row_parts: Parts,
         dtype: np.dtype,
         files: StoreFolder | StoreInMemory,

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key
 
+from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import (
     CoupledExamplesError,
     LostRowsError,
@@ -34,14 +35,8 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    Traced,
-    Word,
-    check_function,
-    fast_convolutions,
-)
+from jaxkfac.interception import Layer, LayerTable, Traced, fast_convolutions
+from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import sum_over_chunks
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
@@ -58,12 +53,12 @@ class EigenvalueCorrector:
 
     def __call__(
         self,
-        params: PyTree,
-        batch: Any,
+        params: ArrayTree,
+        batch: ArrayTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: PyTree | None = None,
-        state: PyTree | None = None,
+        labels: ArrayTree | None = None,
+        state: ArrayTree | None = None,
     ) -> Eigenbases:
         """Measure the eigenvalues of one batch, and return the bases with them.
 
@@ -164,7 +159,7 @@ def _isolated(
     """
     assert at.terms_of is not None
 
-    def contribution(cotangent: PyTree) -> Squares:
+    def contribution(cotangent: ArrayTree) -> Squares:
         def one(examples: Int[Array, " 1"], _: Array | None) -> Squares:
             def alone(x: Array) -> Array:
                 mine = jnp.arange(number) == examples

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
@@ -22,7 +23,6 @@ from jaxkfac.factors import (
     update_average,
     value_grad_and_factors,
 )
-from jaxkfac.interception import leaves_by_path
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("x64")]
 

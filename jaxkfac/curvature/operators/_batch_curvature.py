@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
+from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature.operators._exact import (
     ExactOperator,
@@ -35,13 +36,7 @@ from jaxkfac.factors import (
     estimator_of,
     returned,
 )
-from jaxkfac.interception import (
-    check_arrays,
-    check_function,
-    fast_convolutions,
-    leaves_by_path,
-    with_leaves,
-)
+from jaxkfac.interception import fast_convolutions
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
 # ---------------- the Fisher matrix
@@ -59,16 +54,16 @@ _PRODUCTS: Mapping[type[Estimator], Callable[[Chunk, Leaves], Leaves]] = {
 
 def fisher(
     objective: Callable[..., Any],
-    params: PyTree,
-    batch: Any,
+    params: ArrayTree,
+    batch: ArrayTree,
     *,
     fisher: FisherType | Estimator = "exact",
     key: Key[Array, ""] | None = None,
-    labels: PyTree | None = None,
+    labels: ArrayTree | None = None,
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
 ) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
@@ -156,18 +151,18 @@ def fisher(
     return dataclasses.replace(operator, labels=by_example)
 
 
-def _sample(operator: ExactOperator, samples: int) -> PyTree:
+def _sample(operator: ExactOperator, samples: int) -> ArrayTree:
     """Labels ``(N, samples, *targets)`` from the model's outputs."""
     base = jax.random.fold_in(operator.key, LABEL_FOLD)
     number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
 
-    def sample(key: Key[Array, ""], outputs: PyTree) -> PyTree:
+    def sample(key: Key[Array, ""], outputs: ArrayTree) -> ArrayTree:
         """Labels of one example; its outputs have no example axis."""
         batch_of_one = jax.tree.map(lambda y: y[None], outputs)
         return jax.tree.map(lambda y: y[0], operator.objective.sample(key, batch_of_one))
 
-    def labels(chunk: Chunk) -> PyTree:
+    def labels(chunk: Chunk) -> ArrayTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
         # Keys take the place of labels.
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
@@ -182,13 +177,13 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
 
 def ggn(
     objective: Callable[..., Any],
-    params: PyTree,
-    batch: Any,
+    params: ArrayTree,
+    batch: ArrayTree,
     *,
     key: Key[Array, ""] | None = None,
     chunk: int | None = None,
     only: str | None = None,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
 ) -> Operator:
     r"""The generalized Gauss-Newton matrix of the mean loss, as an operator.
 
@@ -251,14 +246,14 @@ def ggn(
 
 def hessian(
     objective: Callable[..., Any],
-    params: PyTree,
-    batch: Any,
+    params: ArrayTree,
+    batch: ArrayTree,
     *,
     key: Key[Array, ""] | None = None,
     chunk: int | None = None,
     only: str | None = None,
     has_aux: bool = False,
-    state: PyTree | None = None,
+    state: ArrayTree | None = None,
 ) -> Operator:
     r"""The Hessian $\nabla^2 L$ of the mean loss, as an operator; it may be indefinite.
 
@@ -325,7 +320,7 @@ class ScalarHessian(Operator):
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return chosen_shapes(self.params, self.only)
 
     def product(self, leaves: Leaves) -> Leaves:

@@ -10,6 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxkfac._arguments import (
+    ArrayTree,
+    check_arrays,
+    check_function,
+    check_params,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
@@ -29,28 +38,13 @@ from jaxkfac.factors import (
     number_kept,
     takes_key,
 )
-from jaxkfac.interception import (
-    Marked,
-    OutputMark,
-    check_arrays,
-    check_function,
-    check_params,
-    fast_convolutions,
-    leaves_by_path,
-    lifted,
-    marks_of,
-    partition,
-    with_leaves,
-)
+from jaxkfac.interception import Marked, OutputMark, fast_convolutions, lifted, marks_of
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 # ---------------- checks of chunks
 
 
-PyTree = Any
-
-
-def check_chunk(chunk: int | None, examples: PyTree) -> None:
+def check_chunk(chunk: int | None, examples: ArrayTree) -> None:
     """Refuse a chunk below one, and arrays whose first axis is not the examples.
 
     Raises:
@@ -102,7 +96,7 @@ class ExactOperator(Operator):
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return chosen_shapes(self.params, self.only)
 
     @property
@@ -184,7 +178,7 @@ def _forms(
 
 
 def checked_batch(
-    objective: Objective, call: ModelCall, chunk: int | None, labels: PyTree | None = None
+    objective: Objective, call: ModelCall, chunk: int | None, labels: ArrayTree | None = None
 ) -> Batch:
     """Check that batch and ``labels`` fit the objective and can be split into chunks.
 
@@ -198,7 +192,7 @@ def checked_batch(
     out = objective.batch(batch)
     check_chunk(chunk, out)
 
-    def check(params: PyTree, inputs: Any) -> None:
+    def check(params: ArrayTree, inputs: ArrayTree) -> None:
         outputs, _ = objective.outputs(params, inputs, key, state)
         objective.check(outputs, out.targets, out.mask)
         if labels is not None:
@@ -208,12 +202,12 @@ def checked_batch(
     return out
 
 
-def shapes(tree: PyTree) -> PyTree:
+def shapes(tree: ArrayTree) -> ArrayTree:
     """The shapes and dtypes of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
-def chosen_shapes(params: PyTree, only: tuple[str, ...] | None) -> PyTree:
+def chosen_shapes(params: ArrayTree, only: tuple[str, ...] | None) -> ArrayTree:
     """Shapes and dtypes of the parameters, or ``{path: leaf}`` of the chosen ones."""
     if only is None:
         return shapes(params)
@@ -221,7 +215,7 @@ def chosen_shapes(params: PyTree, only: tuple[str, ...] | None) -> PyTree:
     return {path: shapes(leaves[path]) for path in only}
 
 
-def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
+def chosen_paths(only: str | None, params: ArrayTree) -> tuple[str, ...] | None:
     """The paths of floating parameters that a pattern matches in full; ``None`` for ``None``.
 
     Raises:
@@ -290,7 +284,7 @@ class MarkedGaussNewton(Operator):
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return chosen_shapes(self.params, self.only)
 
     @property
@@ -305,7 +299,7 @@ class MarkedGaussNewton(Operator):
 
 
 def _call(
-    function: Callable[..., Any], params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+    function: Callable[..., Any], params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None
 ) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
 

@@ -7,18 +7,15 @@ from typing import Any, get_args
 import jax
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import one_of
 from jaxkfac.curvature._apply import Missing, apply_power
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.operators._exact import shapes
 from jaxkfac.curvature.operators._operator import Operator, as_tree
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping
 
 # ---------------- the Kronecker curvature
-
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +31,7 @@ class KroneckerOperator(Operator):
     structs: Any = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         if self.structs is None:
             return None
         structure, leaves = self.structs
@@ -48,7 +45,7 @@ class KroneckerOperator(Operator):
 
 def kronecker(
     bases: Eigenbases,
-    params: PyTree = None,
+    params: ArrayTree = None,
     *,
     power: float = 1.0,
     damping: Damping = 0.0,
@@ -105,11 +102,11 @@ class FunctionOperator(Operator):
     """A function that the caller declares linear and symmetric."""
 
     data: Any
-    function: Callable[[Any, PyTree], PyTree] = dataclasses.field(metadata={"static": True})
+    function: Callable[[Any, ArrayTree], ArrayTree] = dataclasses.field(metadata={"static": True})
     structs: Any = dataclasses.field(metadata={"static": True})
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         structure, leaves = self.structs
         return jax.tree.unflatten(structure, leaves)
 
@@ -120,7 +117,7 @@ class FunctionOperator(Operator):
 
 
 def from_function(
-    function: Callable[[Any, PyTree], PyTree], data: PyTree, like: PyTree
+    function: Callable[[Any, ArrayTree], ArrayTree], data: ArrayTree, like: ArrayTree
 ) -> FunctionOperator:
     """Make an operator from your own linear function.
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree, is_differentiable, partition, with_leaves
 from jaxkfac._errors import nearest
-from jaxkfac.interception import is_differentiable, partition, with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 # ---------------- optional libraries
@@ -135,9 +135,6 @@ def as_tree(like: Any, leaves: dict[str, Array]) -> Any:
 # ---------------- operators
 
 
-PyTree = Any
-
-
 class Operator(abc.ABC):
     r"""A symmetric linear map on trees shaped like the parameters.
 
@@ -164,7 +161,7 @@ class Operator(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         """The tree of ``jax.ShapeDtypeStruct`` that vectors are shaped like.
 
         ``None`` if the operator takes any tree and was not told the shapes (see ``kronecker``).
@@ -193,7 +190,7 @@ class Operator(abc.ABC):
         """The dimension, which is the number of elements of the floating leaves."""
         return sum(leaf.size for leaf in self.leaves.values())
 
-    def __call__(self, vector: PyTree) -> PyTree:
+    def __call__(self, vector: ArrayTree) -> ArrayTree:
         """The product with a tree shaped like ``like``.
 
         Raises:
@@ -205,7 +202,7 @@ class Operator(abc.ABC):
         # leaves.
         return with_leaves(vector, {p: x.astype(inputs[p].dtype) for p, x in out.items()})
 
-    def check(self, vector: PyTree) -> dict[str, Array]:
+    def check(self, vector: ArrayTree) -> dict[str, Array]:
         """Check a vector's paths and shapes against ``like``; return ``{path: floating leaf}``.
 
         Raises:
@@ -225,7 +222,7 @@ class Operator(abc.ABC):
         """
         return None
 
-    def inner_products(self, vectors: Sequence[PyTree]) -> Float[Array, "k k"]:
+    def inner_products(self, vectors: Sequence[ArrayTree]) -> Float[Array, "k k"]:
         r"""$v_i^\top A v_j$ of ``k`` vectors, in at least float32.
 
         The curvature of an ``Objective`` or a marked loss needs only forward passes for this.
@@ -251,7 +248,7 @@ class Operator(abc.ABC):
         r"""$A + \delta I$; ``damping`` is a scalar in the operator's units and may be traced."""
         return Damped(self, _scalar("damping", damping))
 
-    def __matmul__(self, vector: PyTree) -> PyTree:
+    def __matmul__(self, vector: ArrayTree) -> ArrayTree:
         return self(vector)
 
     def __add__(self, other: object) -> "Operator":
@@ -341,7 +338,7 @@ class Sum(Operator):
     terms: Any
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         likes = [term.like for term in self.terms]
         return next((like for like in likes if like is not None), None)
 
@@ -361,7 +358,7 @@ class Scaled(Operator):
     factor: Any
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return self.operator.like
 
     @property
@@ -382,7 +379,7 @@ class Damped(Operator):
     damping: Any
 
     @property
-    def like(self) -> PyTree:
+    def like(self) -> ArrayTree:
         return self.operator.like
 
     @property

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree, with_leaves
 from jaxkfac.factors import (
     Batch,
     Bernoulli,
@@ -18,7 +19,6 @@ from jaxkfac.factors import (
     Head,
     over_count,
 )
-from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 Leaves = dict[str, Array]
@@ -50,16 +50,16 @@ class Chunk(NamedTuple):
     key: Any
     state: Any = None
 
-    def outputs(self, leaves: Leaves) -> PyTree:
+    def outputs(self, leaves: Leaves) -> ArrayTree:
         """The model's outputs as a function of the chosen leaves."""
         params = with_leaves(self.params, leaves)
         return self.objective.outputs(params, self.batch.inputs, self.key, self.state)[0]
 
-    def heads(self, outputs: PyTree, targets: PyTree = None) -> list[Head]:
+    def heads(self, outputs: ArrayTree, targets: ArrayTree = None) -> list[Head]:
         """Each output with its likelihood, targets and mask."""
         return self.objective.heads(outputs, targets, self.batch.mask)
 
-    def losses(self, outputs: PyTree, targets: PyTree) -> list[Array]:
+    def losses(self, outputs: ArrayTree, targets: ArrayTree) -> list[Array]:
         """For each output, each example's sum of kept terms, ``(n,)``."""
         sums = []
         for head in self.heads(outputs, targets):
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
             sums.append(head.kept_terms().reshape(head.outputs.shape[0], -1).sum(-1))
         return sums
 
-    def loss(self, outputs: PyTree) -> Array:
+    def loss(self, outputs: ArrayTree) -> Array:
         """The chunk's share of the loss, which is the sum of the outputs' means."""
         sums = self.losses(outputs, self.batch.targets)
         shares = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
@@ -147,7 +147,7 @@ def expected_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
     outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
     heads = chunk.heads(outputs)
 
-    def curved(pushed: PyTree) -> PyTree:
+    def curved(pushed: ArrayTree) -> ArrayTree:
         along = [head.outputs for head in chunk.heads(pushed)]
         terms = zip(heads, along, chunk.counts, strict=True)
         return chunk.objective.tree([fisher_of_terms(head, y, n) for head, y, n in terms])
@@ -170,8 +170,8 @@ FORMS: Mapping[Callable[[Chunk, Leaves], Leaves], Callable[[Chunk, Leaves], Arra
 
 
 def _pushed(
-    function: Callable[[Leaves], PyTree], chunk: Chunk, vectors: Leaves
-) -> tuple[PyTree, PyTree]:
+    function: Callable[[Leaves], ArrayTree], chunk: Chunk, vectors: Leaves
+) -> tuple[ArrayTree, ArrayTree]:
     """The function's value, computed once, and its derivatives along stacked vectors."""
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in vectors.values()):
         # Under vmap, jax 0.10.2 accepts none of the model's products whose out_sharding has fewer
@@ -184,7 +184,7 @@ def _pushed(
     return along(vectors)
 
 
-def inner_products(xs: PyTree, ys: PyTree) -> Float[Array, "k k"]:
+def inner_products(xs: ArrayTree, ys: ArrayTree) -> Float[Array, "k k"]:
     """Inner products of stacked trees, in at least float32."""
 
     def product(x: Array, y: Array) -> Array:
@@ -198,7 +198,7 @@ def inner_products(xs: PyTree, ys: PyTree) -> Float[Array, "k k"]:
     return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, xs, ys)))
 
 
-def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
+def _shares(chunk: Chunk, outputs: ArrayTree, targets: ArrayTree) -> Array:
     r"""Each example's sum of terms, each output's divided by its $\sqrt{T}$, ``(n,)``.
 
     The squares of the gradients of these sums add up to the Fisher.
@@ -231,11 +231,11 @@ def estimated_products(chunk: Chunk, vector: Leaves) -> Leaves:
     objective = chunk.objective
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
 
-    def curved(example: tuple[Batch, Estimator, PyTree, PyTree]) -> PyTree:
+    def curved(example: tuple[Batch, Estimator, ArrayTree, ArrayTree]) -> ArrayTree:
         batch, estimator, at, pushed = example
         one, at, pushed = jax.tree.map(lambda x: x[None], (batch, at, pushed))
 
-        def contribution(cotangents: PyTree) -> PyTree:
+        def contribution(cotangents: ArrayTree) -> ArrayTree:
             # An estimator scales its cotangents to the mean over the one example that it sees; here
             # they become that example's share of the batch.
             shares = objective.over_counts(cotangents, one.mask, chunk.counts)
@@ -262,5 +262,5 @@ def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
     return jax.jvp(gradient, (chunk.leaves,), (vector,))[1]
 
 
-def _push(chunk: Chunk, vector: Leaves) -> PyTree:
+def _push(chunk: Chunk, vector: Leaves) -> ArrayTree:
     return jax.jvp(chunk.outputs, (chunk.leaves,), (vector,))[1]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._arguments import ArrayTree, with_leaves
 from jaxkfac._errors import at_least_one
 from jaxkfac.curvature.operators._operator import (
     Operator,
@@ -16,10 +17,8 @@ from jaxkfac.curvature.operators._operator import (
     full_precision,
     load,
 )
-from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 
-PyTree = Any
 Leaves = dict[str, Array]
 
 
@@ -36,7 +35,7 @@ class Solution(NamedTuple):
             recurrence, and rounding makes the true residual drift from it.
     """
 
-    solution: PyTree
+    solution: ArrayTree
     num_steps: Int[Array, ""]
     residual_norm: Float[Array, ""]
     converged: Bool[Array, ""]
@@ -44,7 +43,7 @@ class Solution(NamedTuple):
 
 def solve(
     operator: Operator,
-    rhs: PyTree,
+    rhs: ArrayTree,
     *,
     damping: Any = 0.0,
     preconditioner: Operator | None = None,

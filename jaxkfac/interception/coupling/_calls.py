@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from jaxkfac.interception._compat import Eqn, Var, body_of, is_var, open_jaxpr
+from jaxkfac._jaxpr_compat import Eqn, Var, body_of, is_var, open_jaxpr
 from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified

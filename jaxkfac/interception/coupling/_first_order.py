@@ -8,8 +8,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from jaxkfac._jaxpr_compat import Eqn, read_order
 from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS
-from jaxkfac.interception._compat import Eqn, read_order
 from jaxkfac.interception.coupling._indexing import (
     dynamic_slice,
     dynamic_update_slice,

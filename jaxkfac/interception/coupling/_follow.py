@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.interception._compat import (
+from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
     Literal,

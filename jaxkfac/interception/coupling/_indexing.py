@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn
+from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, overload
 import jax
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, VarOrLiteral, read_order
+from jaxkfac._jaxpr_compat import Eqn, VarOrLiteral, read_order
 
 # ---------------- labels: for each entry of an array, the one example that it depends on
 #

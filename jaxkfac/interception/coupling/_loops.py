@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
+from jaxkfac._jaxpr_compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.interception._compat import Eqn, body_of
+from jaxkfac._jaxpr_compat import Eqn, body_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,

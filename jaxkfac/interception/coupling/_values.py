@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception._compat import VarOrLiteral
+from jaxkfac._jaxpr_compat import VarOrLiteral
 from jaxkfac.interception.coupling._labels import (
     MIXED,
     Labels,

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
@@ -39,9 +40,6 @@ from jaxkfac.jobs.report import (
 # ---------------- restoring a checkpoint: problem, parameters and factor averages
 
 
-PyTree = Any
-
-
 class Restored(NamedTuple):
     """The starting point of an analysis.
 
@@ -54,7 +52,7 @@ class Restored(NamedTuple):
 
     experiment: Experiment
     problem: DigitsProblem
-    params: PyTree
+    params: ArrayTree
     factors: jk.Factors
 
     def decompose(self, factors: jk.Factors, max_condition: float | None) -> jk.Eigenbases:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
-from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._paths import check_folder, find_checkpoint, no_checkpoint, numbered_files
 from jaxkfac.jobs.cli._progress import phase
@@ -253,14 +253,13 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
 # ---------------- the state of a run as flat arrays, and back
 
 
-PyTree = Any
 _SHOWN = 12
 OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
 DATA_CRC = "data_crc32"  # an entry of a config in addition to the options: the checksum of the data
 
 
 def flatten_state(
-    params: PyTree, optimizer_state: PyTree, *, keep: bool = True
+    params: ArrayTree, optimizer_state: ArrayTree, *, keep: bool = True
 ) -> dict[str, np.ndarray]:
     """``{path: array}`` copies of everything that a run carries from one update to the next.
 
@@ -278,17 +277,17 @@ def flatten_state(
     return copies
 
 
-def is_whole(*trees: PyTree) -> bool:
+def is_whole(*trees: ArrayTree) -> bool:
     """Whether all arrays exist; an interrupted program has deleted those donated to it."""
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees))
 
 
 def restore_state(
     checkpoint: Checkpoint,
-    params: PyTree,
-    optimizer_state: PyTree,
+    params: ArrayTree,
+    optimizer_state: ArrayTree,
     config: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
+) -> tuple[ArrayTree, ArrayTree]:
     """The stored values in the structure of ``params`` and ``optimizer_state``.
 
     Both may hold ``jax.ShapeDtypeStruct``: only their shapes and dtypes are read.

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._processes import ALONE, RunProcesses
 from jaxkfac.memory import bytes_text, place_once, put_leaf
 
@@ -41,34 +43,34 @@ class RunDevices(NamedTuple):
         assert self.mesh is not None
         mesh, count = self.mesh, self.mesh.shape[axis]
 
-        def of(x: Any) -> NamedSharding:
+        def of(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> NamedSharding:
             split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
             axes = [*[None] * (len(x.shape) - 1), axis] if split else []
             return NamedSharding(mesh, PartitionSpec(*axes))
 
         return jax.tree.map(of, tree)
 
-    def put_base(self, params: PyTree) -> PyTree:
+    def put_base(self, params: ArrayTree) -> ArrayTree:
         """Shard a frozen model over ``model``, or over ``data`` alone; reuses its memory."""
         if self.mesh is None:
             return params
         axis = "model" if self.mesh.shape["model"] > 1 else "data"
         return place_once(params, self.shardings(params, axis))
 
-    def put(self, tree: PyTree) -> PyTree:
+    def put(self, tree: ArrayTree) -> ArrayTree:
         """Shard parameters or an optimizer state."""
         if self.mesh is None:
             return tree
         return jax.tree.map(put_leaf, tree, self.shardings(tree))
 
-    def replicated(self, tree: PyTree) -> PyTree:
+    def replicated(self, tree: ArrayTree) -> ArrayTree:
         """Replicate data on every device."""
         if self.mesh is None:
             return tree
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: put_leaf(x, everywhere), tree)
 
-    def put_batch(self, batch: PyTree) -> PyTree:
+    def put_batch(self, batch: ArrayTree) -> ArrayTree:
         """Shard a batch of NumPy arrays over ``data``; each process sends its devices' rows."""
         if self.mesh is None:
             return jax.tree.map(jax.numpy.asarray, batch)
@@ -89,7 +91,7 @@ class RunDevices(NamedTuple):
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return {"out_shardings": (*map(self.shardings, trees), replicated) if trees else replicated}
 
-    def described(self, state: PyTree) -> dict[str, Any]:
+    def described(self, state: ArrayTree) -> dict[str, Any]:
         """The mesh, and the bytes of parameters and optimizer state on one device."""
         first = jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
         nbytes = sum(

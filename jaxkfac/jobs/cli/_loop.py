@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
@@ -25,7 +26,6 @@ from jaxkfac.jobs.cli._progress import phase
 from jaxkfac.jobs.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.jobs.report import EpochRecord, RunRecords
 
-PyTree = Any
 Row = tuple[Int[Array, "*micro batch"], Int[Array, "*micro"]]  # example indices, numbers for keys
 
 
@@ -36,8 +36,8 @@ class NonFiniteLossError(JaxkfacError, FloatingPointError):
 class TrainState(NamedTuple):
     """State between epochs; the next epoch reuses its arrays' memory. ``records`` only grows."""
 
-    params: PyTree
-    optimizer: PyTree
+    params: ArrayTree
+    optimizer: ArrayTree
     step: int
     records: RunRecords
 
@@ -58,7 +58,7 @@ def make_epoch(
     tx: optax.GradientTransformationExtraArgs,
     *,
     factors: bool,
-) -> Callable[..., tuple[PyTree, PyTree, Float[Array, "2 updates"]]]:
+) -> Callable[..., tuple[ArrayTree, ArrayTree, Float[Array, "2 updates"]]]:
     """Return ``epoch(params, optimizer_state, rows, numbers, train)``, not yet compiled.
 
     ``rows`` ``(updates, micro, batch)`` are the indices of the examples; ``numbers``
@@ -76,8 +76,8 @@ def make_epoch(
         return (images, train.labels[indices]), label_key
 
     def micro_step(
-        carry: tuple[PyTree, PyTree], row: Row, train: Digits, group: Any = None
-    ) -> tuple[tuple[PyTree, PyTree], tuple[Float[Array, ""], Float[Array, ""]]]:
+        carry: tuple[ArrayTree, ArrayTree], row: Row, train: Digits, group: ArrayTree = None
+    ) -> tuple[tuple[ArrayTree, ArrayTree], tuple[Float[Array, ""], Float[Array, ""]]]:
         params, state = carry
         batch, label_key = batch_of(row, train)
         if factors:
@@ -90,15 +90,15 @@ def make_epoch(
             updates, state = tx.update(grads, state, params, terms=len(batch[1]))
         return (optax.apply_updates(params, updates), state), (loss, gradient_norm(grads))
 
-    def update(carry: Any, rows: Row, train: Digits) -> Any:
+    def update(carry: tuple[ArrayTree, ArrayTree], rows: Row, train: Digits) -> Any:
         """All micro-steps of one update; each of them sees the examples of the whole update."""
         batches, _ = jax.vmap(lambda row: batch_of(row, train))(rows)
         group = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)
         return jax.lax.scan(lambda carry, row: micro_step(carry, row, train, group), carry, rows)
 
     def epoch(
-        params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
-    ) -> tuple[PyTree, PyTree, Float[Array, "2 updates"]]:
+        params: ArrayTree, state: ArrayTree, rows: Array, numbers: Array, train: Digits
+    ) -> tuple[ArrayTree, ArrayTree, Float[Array, "2 updates"]]:
         if adapts:
             (params, state), measured = jax.lax.scan(
                 lambda carry, row: update(carry, row, train), (params, state), (rows, numbers)
@@ -135,11 +135,11 @@ def epoch_rows(
     return rows, numbers.reshape(len(rows), micro)
 
 
-def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[Array, Array]]:
+def make_evaluation(problem: DigitsProblem) -> Callable[[ArrayTree, Digits], tuple[Array, Array]]:
     """Return the compiled ``evaluate(params, data) -> (mean loss, accuracy)``."""
 
     @jax.jit
-    def evaluate(params: PyTree, data: Digits) -> tuple[Array, Array]:
+    def evaluate(params: ArrayTree, data: Digits) -> tuple[Array, Array]:
         logits = problem.apply_fn(params, data.images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.labels)
         return losses.mean(), jnp.mean(logits.argmax(-1) == data.labels, dtype=jnp.float32)
@@ -147,7 +147,7 @@ def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[
     return evaluate
 
 
-def gradient_norm(grads: PyTree) -> Float[Array, ""]:
+def gradient_norm(grads: ArrayTree) -> Float[Array, ""]:
     """Euclidean norm over all parameters, in float32 or wider."""
     squares = [
         jnp.sum(jnp.square(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))))
@@ -162,7 +162,7 @@ def finite_or_none(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
+def skipped_updates(optimizer_state: ArrayTree) -> Int[Array, ""]:
     """Number of micro-batches and updates that were skipped because something was not finite."""
     leaves = jax.tree_util.tree_leaves_with_path(optimizer_state)
     counts = [leaf for path, leaf in leaves if getattr(path[-1], "name", "") == "skipped"]

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.jobs.cli._options import Experiment, Optimizer
 from jaxkfac.jobs.data import Digits, load_digits
@@ -55,9 +56,6 @@ def warmup_schedule(
 # ---------------- the problem
 
 
-PyTree = Any
-
-
 class DigitsProblem(NamedTuple):
     """Data, model and objective, before any training.
 
@@ -78,8 +76,8 @@ class DigitsProblem(NamedTuple):
     validation: Digits
     test: Digits
     apply_fn: Callable[..., Any]
-    initial: Callable[[], PyTree]
-    shapes: PyTree
+    initial: Callable[[], ArrayTree]
+    shapes: ArrayTree
     objective: Any
     statistics: Any
     like: Any
@@ -120,7 +118,7 @@ def digits_on_host(experiment: Experiment) -> DigitsProblem:
         raise ValueError(f"batch_size must be at most {len(train.labels)} (examples), not {size}")
     like = statistics.factor_shapes(shapes, (train.images[:size], train.labels[:size]))
 
-    def initial() -> PyTree:
+    def initial() -> ArrayTree:
         return jk.from_nnx(model())[1]
 
     return DigitsProblem(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxkfac import __version__
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.jobs.cli._interrupts import Hold, Stopped, interrupts_deferred, nothing_begun
 from jaxkfac.memory import ProcessGroup, initialize_distributed, is_out_of_memory, note_on_cpus
@@ -72,7 +73,7 @@ class RunProcesses:
         else:
             self._group.agree(doing, repr(shared_values))
 
-    def compiled(self, lowered: Any) -> Any:
+    def compiled(self, lowered: jax.stages.Lowered) -> Any:
         """Compile a program if it is the same in every process.
 
         Different programs would wait for one another for ever.
@@ -123,7 +124,7 @@ class RunProcesses:
             return seconds
         return float(self._group.gathered(np.array([seconds], np.float32)).max())
 
-    def settled(self, tree: Any) -> Any:
+    def settled(self, tree: ArrayTree) -> Any:
         """Wait for ``tree`` where two programs must not run at the same time.
 
         On CPUs, independent programs run in any order, and gloo takes the first message that

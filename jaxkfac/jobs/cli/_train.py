@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._text import number
 from jaxkfac.files import write_text
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -93,7 +94,7 @@ def train_one(
 def _train_to_the_end(
     name: Optimizer,
     problem: DigitsProblem,
-    tx: Any,
+    tx: optax.GradientTransformationExtraArgs,
     state: TrainState,
     arguments: TrainArguments,
     config: dict[str, Any],
@@ -145,7 +146,10 @@ def _train_to_the_end(
 
 
 def _start(
-    problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+    problem: DigitsProblem,
+    tx: optax.GradientTransformationExtraArgs,
+    folder: Path | None,
+    config: dict[str, Any],
 ) -> TrainState:
     """The state from the checkpoint in ``folder``, or a new one without a checkpoint."""
     if folder is not None and find_checkpoint(folder):
@@ -158,9 +162,6 @@ def _start(
 
 
 # ---------------- the command
-
-
-PyTree = Any
 
 
 def run_train(arguments: TrainArguments) -> None:
@@ -273,14 +274,14 @@ def _print(
     console.print(f"report: {summary['report']}", soft_wrap=True, highlight=False)
 
 
-def factor_average(optimizer_state: PyTree) -> Any:
+def factor_average(optimizer_state: ArrayTree) -> Any:
     """The running average of the factors inside an optimizer's state, or ``None``."""
     states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, KfacState))
     return next((s.average for s in states if isinstance(s, KfacState)), None)
 
 
 def spectra_of(
-    optimizer_state: PyTree, experiment: Experiment, max_condition: float | None = None
+    optimizer_state: ArrayTree, experiment: Experiment, max_condition: float | None = None
 ) -> list[SpectrumRecord]:
     """Spectra of the factor average, clipped as in the run or at ``max_condition``."""
     bases = jk.eigendecompose(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import PyTree
 
-from jaxkfac.interception import Layer, LayerTable, is_encoded, path_of, selector
+from jaxkfac._arguments import ArrayTree, path_of
+from jaxkfac.interception import Layer, LayerTable, is_encoded, selector
 from jaxkfac.lslora.nf4._tensor import (
     NESTED_BLOCK,
     NF4,
@@ -145,14 +145,14 @@ def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
 
 
 def quantize(
-    params: PyTree,
+    params: ArrayTree,
     layers: str = r"(.*/)?kernel",
     *,
     stack: int = 0,
     table: LayerTable | None = None,
     block: int = 64,
     double: bool = True,
-) -> PyTree:
+) -> ArrayTree:
     r"""Quantize the kernels of dense layers to NF4, on the host, slice by slice.
 
     Each block of 64 inputs of one output is divided by its largest absolute value $s$ and
@@ -278,7 +278,7 @@ def quantize_slices(
     return built.result()
 
 
-def dequantize(tree: PyTree) -> PyTree:
+def dequantize(tree: ArrayTree) -> ArrayTree:
     """Decode every NF4 kernel of a tree to a full array; a single kernel is a tree too.
 
     Example:

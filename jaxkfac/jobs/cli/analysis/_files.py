@@ -317,7 +317,7 @@ class Folder:
         with Archive(path, _FORM, f"vector {number} of Lanczos") as stored:
             return stored.read("vector")
 
-    def _write(self, path: Path, about: Any, arrays: Any, what: str) -> None:
+    def _write(self, path: Path, about: dict[str, Any], arrays: Any, what: str) -> None:
         path.parent.mkdir(exist_ok=True)
         nbytes = sum(array.nbytes for _, array in arrays)
         remains = "what is done already stays: make room and continue with --resume"

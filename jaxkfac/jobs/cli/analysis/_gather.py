@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.factors import Factors, Pass
-from jaxkfac.interception import Layer, leaves_by_path
+from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import TABLES, Folder, Part, StoredSums
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
 from jaxkfac.jobs.cli.analysis._texts import Texts, on_device
@@ -21,7 +22,12 @@ from jaxkfac.linalg import pack, packed_shape
 
 
 def raise_non_finite(
-    analysis: AnalyzedModel, params: Any, batch: Any, exist: Any, bad: Part, texts: Sequence[int]
+    analysis: AnalyzedModel,
+    params: ArrayTree,
+    batch: ArrayTree,
+    exist: ArrayTree,
+    bad: Part,
+    texts: Sequence[int],
 ) -> NoReturn:
     """Raise with the name of the first layer with non-finite inputs, or else of the bad part.
 
@@ -50,7 +56,9 @@ def raise_non_finite(
     )
 
 
-def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) -> str | None:
+def _first_inputs(
+    analysis: AnalyzedModel, params: ArrayTree, batch: ArrayTree, exist: ArrayTree
+) -> str | None:
     """The first layer with non-finite inputs in program order, from the diagonals of all A."""
     collect = jk.value_grad_and_factors(
         analysis.objective, fisher="forward", max_dense=1, uncovered="ignore"
@@ -81,7 +89,7 @@ def _run(layers: Sequence[Layer], number: int) -> int:
 
 def gather(
     analysis: AnalyzedModel,
-    params: Any,
+    params: ArrayTree,
     texts: Texts,
     folder: Folder,
     *,
@@ -125,7 +133,7 @@ def gather(
 
 def _one_pass(
     analysis: AnalyzedModel,
-    params: Any,
+    params: ArrayTree,
     texts: Texts,
     folder: Folder,
     number: int,

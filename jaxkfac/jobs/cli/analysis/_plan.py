@@ -1,10 +1,10 @@
 """Memory that each stage of an analysis needs, before anything is loaded."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from jaxkfac.factors import Factors
 from jaxkfac.jobs.cli._out_of_memory import free_room
 from jaxkfac.jobs.cli.analysis._decompose import Chosen
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, enough_text, sums_dtype
@@ -130,7 +130,7 @@ def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True
     )
 
 
-def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
+def disk_bytes(analysis: AnalyzedModel, shapes: Factors) -> int:
     """Largest number of bytes on disk: folded factors, the sums of a pass, Lanczos vectors.
 
     At the end of a pass its folded factors exist twice, once in the dtype of the sums.

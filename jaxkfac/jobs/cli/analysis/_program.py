@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.factors import PLAIN_TERMS, BudgetedCollector, Pass
-from jaxkfac.interception import LayerTable, leaves_by_path
+from jaxkfac.interception import LayerTable
 from jaxkfac.jobs.cli._options import ModelAnalysis
 from jaxkfac.memory import bytes_text, resident_bytes
 
@@ -84,7 +86,6 @@ def with_sums(one: Pass, batches: int = 1) -> int:
 # ---------------- an analyzed model
 
 
-PyTree = Any
 _TRIES = 6  # largest number of budgets to compile
 _HALVINGS = 12
 _SPREAD = 1.15  # a pass needed up to 1.14 times the bytes of the pass with the largest factors
@@ -115,10 +116,10 @@ class AnalyzedModel:
     def __init__(
         self,
         options: ModelAnalysis,
-        apply_fn: Any,
-        params: PyTree,
-        batch: PyTree,
-        exist: Any,
+        apply_fn: Callable[..., Any],
+        params: ArrayTree,
+        batch: ArrayTree,
+        exist: ArrayTree,
         *,
         batches: int = 1,
     ) -> None:
@@ -247,7 +248,7 @@ class AnalyzedModel:
     def _with_sums(self, one: Pass) -> int:
         return with_sums(one, self.batches)
 
-    def call(self, batch: Any, exist: Any, key: Any) -> Any:
+    def call(self, batch: ArrayTree, exist: ArrayTree, key: Array | None) -> Any:
         """The arguments of a pass program."""
         return self.collector.call(batch, key, exist)
 
@@ -255,7 +256,7 @@ class AnalyzedModel:
         """The key for a batch's sampled labels."""
         return None if self._key is None else jax.random.fold_in(self._key, index)
 
-    def program(self, number: int, exist: Any) -> Callable[..., Any]:
+    def program(self, number: int, exist: Array | np.ndarray) -> Callable[..., Any]:
         """The program of a pass: the compiled one for full batches."""
         one = self.passes[number]
         if exist.shape == self._shapes[2].shape:
@@ -268,7 +269,7 @@ class AnalyzedModel:
     def product(self) -> Any:
         """``product(params, batch, vector)`` with the exact Fisher; vectors are flat float32."""
 
-        def product(params: PyTree, batch: Any, vector: Any) -> Any:
+        def product(params: ArrayTree, batch: ArrayTree, vector: ArrayTree) -> Any:
             operator = jk.operators.fisher(self.objective, params, batch)
             like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
             unflatten = ravel_pytree(like)[1]

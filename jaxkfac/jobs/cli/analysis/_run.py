@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -193,7 +192,7 @@ def _page(arguments: AnalyzeArguments) -> Path:
     return arguments.report or arguments.output / "report.html"
 
 
-def _print(console: Any, record: AnalysisRecord) -> None:
+def _print(console: Console, record: AnalysisRecord) -> None:
     console.print(spectra_summary_table(record.spectra))
     console.print(capacity_table(record.capacity))
     if (depth := depth_table(record.capacity)) is not None:

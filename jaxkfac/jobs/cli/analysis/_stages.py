@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
@@ -235,7 +236,7 @@ def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | N
     return ExactSpectrum(**stored["found"]) if is_same else None
 
 
-def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
+def _exact(ready: Prepared, params: ArrayTree) -> ExactSpectrum:
     analysis, options = ready.analysis, ready.analysis.options
     batch = ready.texts.batches[0]
     texts = min(options.exact_texts, len(ready.texts.exist[0]))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._family import Family, Text
@@ -17,6 +18,7 @@ from jaxkfac.jobs.cli.finetune._options import Finetuning
 from jaxkfac.jobs.data.readers import Bad, FileRows
 from jaxkfac.jobs.data.text import Completion
 from jaxkfac.jobs.data.wordnet import wordnet_pairs
+from jaxkfac.jobs.models import Pretrained
 
 _GLOSSES = 24  # glosses per embedded text: more than 128 tokens
 
@@ -107,7 +109,7 @@ def _first(rows: FileRows, count: int) -> Text:
     return Text(good, good, bad=bad)
 
 
-def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> Texts:
+def batches_of(what: Analyzed, pretrained: Pretrained, text: Text, batch_size: int) -> Texts:
     """The texts in the model's tokens.
 
     Raises:
@@ -133,7 +135,7 @@ def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> 
     return Texts(batches, exist, number, terms, len(text.bad), f"{crc:08x}")
 
 
-def on_device(batch: Any) -> Any:
+def on_device(batch: ArrayTree) -> Any:
     """A batch as JAX arrays."""
     return jax.tree.map(jnp.asarray, batch)
 

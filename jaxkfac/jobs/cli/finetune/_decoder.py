@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,
@@ -30,6 +32,7 @@ from jaxkfac.jobs.data.text import (
 )
 from jaxkfac.jobs.models import (
     DecoderConfig,
+    Pretrained,
     Tokens,
     decoder_shapes,
     load_decoder,
@@ -83,7 +86,7 @@ class DecoderFamily(Family):
             path = cached_file(weights)
         return decoder_shapes(path, **self._options(experiment))
 
-    def save(self, folder: Path, pretrained: Any) -> None:
+    def save(self, folder: Path, pretrained: Pretrained) -> None:
         raise ValueError(_ADAPTERS_ONLY)
 
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
@@ -176,7 +179,7 @@ class DecoderFamily(Family):
         ids, positions, segments, targets, mask = map(asarray, batch)
         return Tokens(ids, positions, segments), targets, mask
 
-    def exist(self, batch: Any) -> jax.Array:
+    def exist(self, batch: ArrayTree) -> jax.Array:
         return batch[0].segments > 0
 
     def examiner(self, problem: Any, arguments: Any) -> DecoderExaminer:
@@ -200,7 +203,7 @@ def _smollm2(options: dict[str, Any]) -> Any:
     return smollm2(**options)
 
 
-def _check_attention(experiment: Finetuning, dtype: Any) -> None:
+def _check_attention(experiment: Finetuning, dtype: DTypeLike) -> None:
     if experiment.attention != "cudnn":
         return
     if jax.default_backend() != "gpu":

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.interception import from_nnx
 from jaxkfac.jobs.cli.finetune._exam import PairExaminer
 from jaxkfac.jobs.cli.finetune._family import (
@@ -82,7 +83,7 @@ class EncoderDecoderFamily(Family):
         is_bytes = experiment.model == "t5-bytes"
         return shaped._replace(tokenizer=byte_tokenizer() if is_bytes else None)
 
-    def save(self, folder: Path, pretrained: Any) -> None:
+    def save(self, folder: Path, pretrained: Pretrained) -> None:
         save_encoder_decoder(folder, pretrained)
 
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
@@ -109,7 +110,7 @@ class EncoderDecoderFamily(Family):
         tokenizer, config = pretrained.tokenizer, pretrained.config
         ends = {"pad_id": config.pad_id, "start_id": config.start_id}
 
-        def encoded_of(pairs: Any) -> EncodedPairs:
+        def encoded_of(pairs: Sequence[Pair]) -> EncodedPairs:
             encoded = _encoded(experiment, tokenizer, pairs)
             sides = (ids for example in encoded.examples for ids in example)
             check_ids(max(int(ids.max()) for ids in sides), config.vocabulary)
@@ -167,7 +168,7 @@ class EncoderDecoderFamily(Family):
         source, source_mask, decoder_inputs, targets, mask = map(asarray, batch)
         return Pairs(source, source_mask, decoder_inputs), targets, mask
 
-    def exist(self, batch: Any) -> jax.Array:
+    def exist(self, batch: ArrayTree) -> jax.Array:
         return batch[2]  # for the target; the model derives the source's from its mask
 
     def dropout(self, experiment: Finetuning, config: EncoderDecoderConfig) -> float | int:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.data.choices import VARIANTS, compare, score_choices, target_log_likelihoods
 from jaxkfac.jobs.data.pairs import Pair, exact_match, rouge_l
 from jaxkfac.jobs.data.text import Completion, Record, TokenBatch
@@ -35,37 +36,37 @@ class Examiner(abc.ABC):
         compiled = functools.partial(jax.jit, **devices.of_program())
 
         @compiled
-        def each_token(params: Any, adapters: Any, batch: Any) -> jax.Array:
+        def each_token(params: ArrayTree, adapters: ArrayTree, batch: ArrayTree) -> jax.Array:
             inputs, targets, _ = batch
             return target_log_likelihoods(problem.adapted(params, adapters, inputs), targets)
 
         @compiled
-        def nonlinearity(params: Any, adapters: Any, inputs: Any) -> Any:
+        def nonlinearity(params: ArrayTree, adapters: ArrayTree, inputs: ArrayTree) -> Any:
             return jk.lslora.diagnose(adapters, problem.adapted, params, inputs)
 
         self._each_token, self._nonlinearity = each_token, nonlinearity
 
     @abc.abstractmethod
-    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+    def exam(self, step: int, adapters: ArrayTree) -> ExamRecord | None:
         """Measure loss and answers; ``None`` if there is nothing to evaluate."""
 
     @abc.abstractmethod
-    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+    def samples(self, step: int, adapters: ArrayTree, *, count: int) -> list[SampleRecord]:
         """Answers to the first prompts that fit the context."""
 
-    def nonlinearity(self, adapters: Any) -> Any:
+    def nonlinearity(self, adapters: ArrayTree) -> Any:
         """Measurements of every slice's nonlinearity, on the device; ``None`` for plain LoRA."""
         if self._probe is None:
             return None
         settled = self.problem.devices.processes.settled
         return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
 
-    def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
+    def log_likelihoods(self, adapters: ArrayTree, batch: Any) -> np.ndarray:
         """Log-likelihoods of every target of a batch, on the host."""
         arrays = self.problem.devices.replicated(self.problem.family.batch(batch))
         return np.asarray(self._each_token(self.problem.params, adapters, arrays))
 
-    def loss(self, adapters: Any) -> float | None:
+    def loss(self, adapters: ArrayTree) -> float | None:
         """Mean loss over the learned tokens of the validation text, nats."""
         if self.problem.validation is None:
             return None
@@ -93,7 +94,7 @@ def fourier_record(step: int, diagnoses: Any) -> FourierRecord:
 class PairExaminer(Examiner):
     """Evaluates an encoder-decoder."""
 
-    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+    def exam(self, step: int, adapters: ArrayTree) -> ExamRecord | None:
         """Validation loss, and scores of the targets generated for the first pairs."""
         if self.problem.validation is None:
             return None
@@ -105,7 +106,7 @@ class PairExaminer(Examiner):
                 scores["ROUGE-L"] = rouge_l(answers, targets)
         return ExamRecord(step, self.loss(adapters), {}, {}, scores)
 
-    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+    def samples(self, step: int, adapters: ArrayTree, *, count: int) -> list[SampleRecord]:
         """Generated targets of the first distinct sources, of the validation pairs if any."""
         text, first = self.problem.text, dict[str, Pair]()
         for one_pair in text.validation or text.train:
@@ -119,7 +120,7 @@ class PairExaminer(Examiner):
             for one_pair, answer in answers
         ]
 
-    def _answers(self, adapters: Any, pairs: Sequence[Pair]) -> list[str]:
+    def _answers(self, adapters: ArrayTree, pairs: Sequence[Pair]) -> list[str]:
         """Generate targets, with as many sources at a time as a batch has rows."""
         arguments, problem = self.arguments, self.problem
         experiment, tokenizer = arguments.experiment, problem.tokenizer
@@ -153,7 +154,7 @@ class DecoderExaminer(Examiner):
         """Largest number of tokens that the model reads."""
         return self.problem.pretrained.config.longest
 
-    def exam(self, step: int, adapters: Any) -> ExamRecord | None:
+    def exam(self, step: int, adapters: ArrayTree) -> ExamRecord | None:
         """Validation loss, and accuracy of the multiple-choice questions."""
         problem = self.problem
         if problem.validation is None and not problem.text.questions:
@@ -182,7 +183,7 @@ class DecoderExaminer(Examiner):
                 correct[variant] = scores.correct(variant).tolist()
         return ExamRecord(step, loss, accuracy, correct)
 
-    def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
+    def samples(self, step: int, adapters: ArrayTree, *, count: int) -> list[SampleRecord]:
         """Greedy answers to the first prompts: questions if there are any, else records."""
         problem, tokens = self.problem, self.arguments.sample_tokens or _SAMPLE_TOKENS
         prompts = _prompts(problem, count, room=self.context - tokens)

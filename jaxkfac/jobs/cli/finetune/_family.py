@@ -8,9 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli.finetune._options import Finetuning
 from jaxkfac.jobs.data.choices import Question
 from jaxkfac.jobs.data.readers import Bad, FileRows
+from jaxkfac.jobs.models import Pretrained
 
 
 class Text(NamedTuple):
@@ -102,7 +104,7 @@ class Family(abc.ABC):
         """Like :meth:`load`, with shapes as parameters; reads no weights."""
 
     @abc.abstractmethod
-    def save(self, folder: Path, pretrained: Any) -> None:
+    def save(self, folder: Path, pretrained: Pretrained) -> None:
         """Write a model of which every parameter was trained."""
 
     @abc.abstractmethod
@@ -129,7 +131,7 @@ class Family(abc.ABC):
         """``(inputs, targets, mask)`` for an objective, with arrays made by ``asarray``."""
 
     @abc.abstractmethod
-    def exist(self, batch: Any) -> jax.Array:
+    def exist(self, batch: ArrayTree) -> jax.Array:
         """Mask of the positions of such a batch that hold a token."""
 
     @abc.abstractmethod

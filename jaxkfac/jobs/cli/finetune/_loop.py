@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._checkpoint import is_whole
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._loop import (
@@ -42,7 +43,6 @@ from jaxkfac.jobs.report import FinetuneRecords
 # ---------------- one micro-batch as one compiled program
 
 
-PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key, so that labels and dropout get other bits
 
 
@@ -93,8 +93,8 @@ class MicroResult(NamedTuple):
             regularizer's.
     """
 
-    adapters: PyTree
-    optimizer: PyTree
+    adapters: ArrayTree
+    optimizer: ArrayTree
     numbers: jax.Array
 
 
@@ -131,7 +131,9 @@ class MicroStep:
         self._run = jax.jit(step, donate_argnums=(1, 2), **options)
         self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
-    def __call__(self, adapters: PyTree, optimizer: PyTree, prepared: PreparedStep) -> MicroResult:
+    def __call__(
+        self, adapters: ArrayTree, optimizer: ArrayTree, prepared: PreparedStep
+    ) -> MicroResult:
         """Process one micro-batch."""
         number = self._devices.replicated(jnp.asarray(prepared.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, prepared.batch, number)
@@ -159,15 +161,15 @@ def _micro_step(
     if config is not None:
         weight = 0.0 if config.fourier_placement == "none" else config.reg_weight
 
-    def penalty_of(adapters: PyTree) -> jax.Array:
+    def penalty_of(adapters: ArrayTree) -> jax.Array:
         assert config is not None
         return weight * jk.lslora.regulariser(adapters, config.nonlinearity)
 
     def micro_step(
-        params: PyTree,
-        adapters: PyTree,
-        state: PyTree,
-        batch: Any,
+        params: ArrayTree,
+        adapters: ArrayTree,
+        state: ArrayTree,
+        batch: ArrayTree,
         number: jax.Array,
     ) -> MicroResult:
         objective = objective_of(experiment, problem, params)
@@ -210,8 +212,8 @@ class TuneState(NamedTuple):
         position: Position in the data of the next update; ``None`` is the beginning.
     """
 
-    adapters: PyTree
-    optimizer: PyTree
+    adapters: ArrayTree
+    optimizer: ArrayTree
     step: int
     records: FinetuneRecords
     position: Position | None = None
@@ -247,12 +249,12 @@ class Tuning:
         self,
         experiment: Finetuning,
         problem: FinetuneProblem,
-        tx: Any,
+        tx: optax.GradientTransformationExtraArgs,
         state: TuneState,
         *,
         total: int,
         unread: int,
-        look: Callable[[int, PyTree], Any],
+        look: Callable[[int, ArrayTree], Any],
     ) -> None:
         """Start at ``state``.
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._out_of_memory import Need, RunShapes, free_room, remedy
 from jaxkfac.jobs.cli.finetune._family import dtype_of
 from jaxkfac.jobs.cli.finetune._load import load_text, model_shapes
@@ -52,7 +54,9 @@ def plan_run(experiment: Finetuning, problem: FinetuneProblem, **choices: Any) -
     inputs, targets, mask = problem.rows
 
     # The base is an input: an objective cannot close over shapes.
-    def apply(adapters: Any, base_and_inputs: Any, key: Any = None) -> jax.Array:
+    def apply(
+        adapters: ArrayTree, base_and_inputs: ArrayTree, key: Array | None = None
+    ) -> jax.Array:
         base, inputs = base_and_inputs
         return adapted(base, adapters, inputs, key=key if drops else None)
 
@@ -120,7 +124,7 @@ def _run_shapes(batches: Any, compiler: TargetName | None) -> RunShapes:
     return RunShapes(need, [*map(_changed, _LEAST)], least)
 
 
-def _nbytes(tree: Any) -> int:
+def _nbytes(tree: ArrayTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

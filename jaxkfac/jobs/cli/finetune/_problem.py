@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.jobs.cli._problem import warmup_schedule
@@ -21,6 +23,7 @@ from jaxkfac.jobs.cli.finetune._family import Family, Text
 from jaxkfac.jobs.cli.finetune._load import family_of
 from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.jobs.data.stream import BatchStream, Position, Tally
+from jaxkfac.jobs.models import Pretrained
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora import Adapters, Config, RmsSigma
 from jaxkfac.memory import bytes_text
@@ -65,9 +68,6 @@ def _classes(targets: Array) -> Array:
 # ---------------- the problem
 
 
-PyTree = Any
-
-
 class FinetuneProblem(NamedTuple):
     """Everything that training and its evaluations read, before any training.
 
@@ -106,7 +106,7 @@ class FinetuneProblem(NamedTuple):
     reference: Mapping[str, float] = MappingProxyType({})
 
     @property
-    def params(self) -> PyTree:
+    def params(self) -> ArrayTree:
         return self.pretrained.params
 
     @property
@@ -153,7 +153,7 @@ class FinetuneProblem(NamedTuple):
             return position["tally"]["learnt"]
         return self.encoded.num_learnt
 
-    def weights(self, adapters: PyTree) -> Any:
+    def weights(self, adapters: ArrayTree) -> Any:
         """The model with these adapters, and the keyword arguments to call it, for generation."""
         if self.config is None:
             return self.pretrained._replace(params=adapters), {}
@@ -167,7 +167,7 @@ class FinetuneProblem(NamedTuple):
 
 def build_problem(
     experiment: Finetuning,
-    pretrained: Any,
+    pretrained: Pretrained,
     text: Text,
     devices: RunDevices = ONE_DEVICE,
 ) -> FinetuneProblem:
@@ -186,7 +186,10 @@ def build_problem(
 
 
 def shaped_problem(
-    experiment: Finetuning, pretrained: Any, batches: Any = None, devices: RunDevices = ONE_DEVICE
+    experiment: Finetuning,
+    pretrained: Pretrained,
+    batches: Any = None,
+    devices: RunDevices = ONE_DEVICE,
 ) -> FinetuneProblem:
     """A problem without text, except for the longest rows of ``batches``."""
     family = family_of(experiment)
@@ -199,11 +202,13 @@ def shaped_problem(
 
 
 def _all_parameters(
-    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+    experiment: Finetuning, pretrained: Pretrained, rows: ArrayTree, devices: RunDevices
 ) -> FinetuneProblem:
     apply_fn, params_once = pretrained.apply_fn, [pretrained.params]
 
-    def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+    def adapted(
+        params: ArrayTree, adapters: ArrayTree, inputs: ArrayTree, key: Array | None = None
+    ) -> Any:
         return apply_fn(adapters, inputs, key=key)
 
     return FinetuneProblem(
@@ -219,7 +224,11 @@ def _all_parameters(
 
 
 def _adapters(
-    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices, batches: Any
+    experiment: Finetuning,
+    pretrained: Pretrained,
+    rows: ArrayTree,
+    devices: RunDevices,
+    batches: Any,
 ) -> FinetuneProblem:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
@@ -229,7 +238,7 @@ def _adapters(
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
 
-    def fresh(config: Config, inputs: Any) -> Adapters:
+    def fresh(config: Config, inputs: ArrayTree) -> Adapters:
         adapters = jk.lslora.init(
             apply_fn,
             config,
@@ -267,7 +276,7 @@ def _adapters(
     )
 
 
-def _donatable(x: Any) -> Any:
+def _donatable(x: ArrayTree) -> Any:
     """An adapter unchanged; a copy of a parameter trained in full, because training donates it."""
     if isinstance(x, jk.lslora.Adapter):
         return x
@@ -299,7 +308,7 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
     )
 
 
-def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
+def started(experiment: Finetuning, pretrained: Pretrained) -> tuple[Adapters, Config]:
     """The saved adapter that a run starts from, in float32, and its settings.
 
     Raises:
@@ -359,7 +368,7 @@ def _registered(nonlinearity: str) -> str:
 
 
 def objective_of(
-    experiment: Finetuning, problem: FinetuneProblem, params: PyTree, *, drops: bool = True
+    experiment: Finetuning, problem: FinetuneProblem, params: ArrayTree, *, drops: bool = True
 ) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
@@ -368,7 +377,7 @@ def objective_of(
     ``params`` must be an argument of that function: constants would be copied into the program.
     """
 
-    def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
+    def apply(adapters: Adapters, inputs: ArrayTree, key: Array | None = None) -> jax.Array:
         return problem.adapted(params, adapters, inputs, key=key if drops else None)
 
     return jk.Objective(apply, likelihood_of(experiment))
@@ -449,7 +458,7 @@ def build_optimizer(
     tx = one_step_optimizer(experiment, num_updates, like=like, distribute=divides)
     last = len(micro_batches(experiment, problem, num_updates - 1))
 
-    def group(update: Any) -> Any:
+    def group(update: ArrayLike) -> Any:
         return jnp.where(update < num_updates - 1, size, last)
 
     dtype = experiment.accumulator_dtype

@@ -10,8 +10,9 @@ import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import write_text
-from jaxkfac.interception import leaves_by_path, selector
+from jaxkfac.interception import selector
 from jaxkfac.jobs.cli._checkpoint import check_output, remove_checkpoints
 from jaxkfac.jobs.cli._devices import devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
@@ -50,9 +51,6 @@ from jaxkfac.jobs.report import (
 )
 
 # ---------------- curvature of the adapter: coverage, spectra and capacity
-
-
-PyTree = Any
 
 
 class AdapterCurvature(NamedTuple):
@@ -105,7 +103,7 @@ def adapter_curvature(
     devices = problem.devices
 
     @functools.partial(jax.jit, **devices.of_program())
-    def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
+    def collect(params: ArrayTree, adapters: ArrayTree, batch: ArrayTree, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
             objective_of(experiment, problem, params, drops=False),
             fisher=experiment.kfac.fisher,
@@ -250,7 +248,9 @@ def _check(arguments: FinetuneArguments) -> None:
     check_loggers(arguments.log)
 
 
-def _save(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> dict[str, str]:
+def _save(
+    arguments: FinetuneArguments, problem: FinetuneProblem, adapters: ArrayTree
+) -> dict[str, str]:
     """Write the adapter, or the model; return its kind and path."""
     pretrained, config, output = problem.pretrained, problem.config, arguments.output
     if config is None:

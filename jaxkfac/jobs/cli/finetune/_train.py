@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
-from jaxkfac.interception import leaves_by_path
+from jaxkfac._arguments import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import (
     DATA_CRC,
     Checkpoint,
@@ -193,7 +194,7 @@ def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
 def _start(
     experiment: Finetuning,
     problem: FinetuneProblem,
-    tx: Any,
+    tx: optax.GradientTransformationExtraArgs,
     folder: Path | None,
     config: dict[str, Any],
 ) -> TuneState:

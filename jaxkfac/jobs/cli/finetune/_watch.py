@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree, with_leaves
 from jaxkfac._text import number
 from jaxkfac.files import Archive, write_archive
-from jaxkfac.interception import with_leaves
 from jaxkfac.jobs.cli._checkpoint import flatten_state, remove_checkpoints
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._progress import phase
@@ -18,7 +18,7 @@ from jaxkfac.jobs.cli.finetune._loggers import MetricLogger
 from jaxkfac.jobs.cli.finetune._loop import TuneState
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
 from jaxkfac.jobs.cli.finetune._problem import FinetuneProblem
-from jaxkfac.jobs.report import ExamRecord, FinetuneRecords
+from jaxkfac.jobs.report import ExamRecord, FinetuneRecords, FourierRecord
 from jaxkfac.memory import bytes_text, resident_bytes
 
 # ---------------- the best state, kept on disk
@@ -144,7 +144,7 @@ class Watch:
         every = (arguments.log_every, arguments.checkpoint_every, arguments.evaluate_every)
         return step == self._total or any(step % n == 0 for n in every if n is not None)
 
-    def look(self, step: int, adapters: Any) -> Any:
+    def look(self, step: int, adapters: ArrayTree) -> Any:
         """Measure the adapter's nonlinearity if it is due, on the device."""
         if step % self._arguments.diagnose_every and step != self._total:
             return None
@@ -198,7 +198,7 @@ class Watch:
                 self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")
         return state._replace(records=records)
 
-    def _note_fourier(self, record: Any) -> None:
+    def _note_fourier(self, record: FourierRecord) -> None:
         for layer, values in record.layers.items():
             names = ("sigma", "deviation", "nonlinearity", "saturated")
             means = {f"{name}/{layer}": float(np.mean(values[name])) for name in names}

@@ -4,15 +4,14 @@ import io
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import whole_file, write_text
-from jaxkfac.interception import leaves_by_path
 from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._progress import host_memory, phase
@@ -117,7 +116,7 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
     return Scoring(arguments, family, pretrained, reader, train, queries, _crc(pretrained.params))
 
 
-def _crc(params: Any) -> str:
+def _crc(params: ArrayTree) -> str:
     crc = 0
     for path, leaf in leaves_by_path(params).items():
         crc = zlib.crc32(path.encode(), crc)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import PLAIN_TERMS, Factors, LongSum
 from jaxkfac.jobs.cli._progress import phase, progress
@@ -31,11 +32,11 @@ class HostSum:
         wide: Whether to accumulate in float64.
     """
 
-    def __init__(self, first: Any, *, wide: bool) -> None:
+    def __init__(self, first: Factors, *, wide: bool) -> None:
         self._sum = jax.tree.map(lambda x: np.array(x, np.float64 if wide else x.dtype), first)
         self._dtypes = jax.tree.map(lambda x: x.dtype, first)
 
-    def __add__(self, new: Any) -> "HostSum":
+    def __add__(self, new: Factors) -> "HostSum":
         jax.tree.map(lambda total, x: np.add(total, x, out=total), self._sum, new)
         return self
 
@@ -59,7 +60,7 @@ def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | Long
     return first if number <= PLAIN_TERMS else LongSum.zeros(first) + first
 
 
-def total_of(summed: Any) -> Factors:
+def total_of(summed: Factors | LongSum | HostSum) -> Factors:
     """The value of a sum that :func:`summed_from` has started."""
     return summed if isinstance(summed, Factors) else summed.total
 
@@ -67,7 +68,6 @@ def total_of(summed: Any) -> Factors:
 # ---------------- stages of a run
 
 
-PyTree = Any
 _SECONDS = 30.0  # between two saves of the scores
 
 
@@ -205,14 +205,15 @@ def _collected(scoring: Scoring) -> jk.Factors:
     texts, arguments, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
     key = jax.random.key(arguments.seed)
 
-    def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
+    def collect(params: ArrayTree, batch: ArrayTree, key: jax.Array) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
 
     add: Any = operator.add
     on_host = scoring.max_bytes is not None  # budgeted passes compile themselves, return NumPy
     if not on_host:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    total, done, batches = None, 0, -(-len(texts) // arguments.batch_size)
+    total: Any = None
+    done, batches = 0, -(-len(texts) // arguments.batch_size)
     doing = "collecting factors"
     with phase(doing), _explained(arguments), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):

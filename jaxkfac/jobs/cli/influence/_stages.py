@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.files import PARTIAL, Archive, write_archive
 from jaxkfac.jobs.cli._checkpoint import option_differences
@@ -34,7 +35,7 @@ class Stages:
         return self._goes_on and (self._folder / stage).is_file()
 
     def tree(
-        self, stage: str, config: Mapping[str, Any], like: Any, make: Callable[[], Any]
+        self, stage: str, config: Mapping[str, Any], like: ArrayTree, make: Callable[[], Any]
     ) -> Any:
         """A pytree of arrays, read if it is stored; otherwise made and stored.
 

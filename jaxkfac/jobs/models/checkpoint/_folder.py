@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import PyTree
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import whole_file, write_text
-from jaxkfac.interception import NnxApply, leaves_by_path
+from jaxkfac.interception import NnxApply
 from jaxkfac.jobs.models.checkpoint._fill import Leaf
 from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors
@@ -33,7 +33,7 @@ class Pretrained(NamedTuple):
 
     config: Any
     apply_fn: NnxApply
-    params: PyTree
+    params: ArrayTree
     tokenizer: Tokenizer | None
     path: str | None = None
 
@@ -144,7 +144,7 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 
 def save_folder(
     folder: Path | str,
-    params: PyTree,
+    params: ArrayTree,
     leaves: Mapping[str, Leaf],
     config: Mapping[str, Any],
     tokenizer: Tokenizer | None,

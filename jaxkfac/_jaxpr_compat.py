@@ -11,7 +11,8 @@ from jax.extend import core as jex
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
-from jaxtyping import PyTree
+
+from jaxkfac._arguments import ArrayTree
 
 if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every operand here has
     Eqn = Any
@@ -156,7 +157,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 
 def scan_like(
-    eqn: Eqn, body: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree
+    eqn: Eqn, body: Callable[[Any, Any], tuple[Any, Any]], init: ArrayTree, xs: ArrayTree
 ) -> tuple[Any, Any]:
     """``lax.scan`` with the settings of a scan equation."""
     p = eqn.params
@@ -234,7 +235,7 @@ def cast_varying(x: ArrayLike, like: Any) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def automatic(fn: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
+def automatic(fn: Callable[..., Any], like: ArrayTree) -> Callable[..., Any]:
     """``fn`` run on a mesh whose axes the compiler partitions, whatever their types are.
 
     On explicit axes every operation with an ambiguous result would have to name its sharding.
@@ -251,13 +252,13 @@ def automatic(fn: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
     return run
 
 
-def replicated(tree: PyTree) -> PyTree:
+def replicated(tree: ArrayTree) -> ArrayTree:
     """The tree with every array on every device, if types carry shardings."""
     mesh = _mesh_of(tree)
     return reshard(tree, NamedSharding(mesh, PartitionSpec())) if mesh.explicit_axes else tree
 
 
-def _mesh_of(tree: PyTree) -> AbstractMesh:
+def _mesh_of(tree: ArrayTree) -> AbstractMesh:
     """The mesh in context; without one, the mesh that the types carry."""
     mesh = jax.sharding.get_abstract_mesh()
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []
