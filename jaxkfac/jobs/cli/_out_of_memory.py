@@ -101,8 +101,7 @@ def flags(
     """
     flag_words = []
     if default is None:
-        preset = getattr(before, "preset", None)
-        default = PRESETS[preset] if preset in PRESETS else type(before)()
+        default = PRESETS.get(getattr(before, "preset", "")) or type(before)()
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
