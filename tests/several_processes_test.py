@@ -161,7 +161,7 @@ def test_a_process_without_data_is_not_waited_for_for_ever(tmp_path):
     assert "TimeoutError: waited 3 s for the other processes" in error
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # _several_processes_test of the command line kills one too
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_others_end_with_a_message_where_one_is_killed(tmp_path, count):
     *others, (killed, _, _) = ended("killed", count, tmp_path)

@@ -197,6 +197,7 @@ SLOW = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "decay"),
     [("windows that overlap", 0.0)]

@@ -267,6 +267,7 @@ def test_a_step_is_where_the_damped_model_is_least(given):
         assert (abs(optax.tree.vdot(residual, along)) < 1e-9 * size).item() is (name not in given)
 
 
+@pytest.mark.exhaustive
 def test_damping_alone_is_adapted_to_the_steps_that_are_made():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.1, every=1, factor=0.5)

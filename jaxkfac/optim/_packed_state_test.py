@@ -72,7 +72,7 @@ def nbytes(tree):
         ({"damping_mode": "pi"}, 1e-6),  # one triangle of a stored inverse counts
         pytest.param({"inverse": "qr"}, 1e-6, marks=pytest.mark.slow),
         # Rounding, through ratios of small numbers.
-        pytest.param({"learning_rate": "quadratic"}, 1e-5, marks=pytest.mark.slow),
+        pytest.param({"learning_rate": "quadratic"}, 1e-5, marks=pytest.mark.exhaustive),
     ],
     ids=["exact", "pi", "qr", "adaptive"],
 )
@@ -221,6 +221,7 @@ def test_accumulated_factors_are_packed_like_the_state(problem):
     assert nbytes(sums) < 0.56 * nbytes(expected)
 
 
+@pytest.mark.exhaustive
 def test_packed_and_dense_factors_serve_either_state(problem):
     objective, params, batch = problem
     stats = value_grad_and_factors(objective)

@@ -92,6 +92,7 @@ WAYS = {
 SLOW = ("eigenvectors, pi", "orthogonal iteration", "adaptive, exact", "exact, packed", "staggered")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in WAYS]
 )
@@ -171,6 +172,7 @@ def test_a_training_in_turns_is_that_of_averages_made_by_hand(x64):
     assert carry[1].step == 4
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_scan_and_of_a_loop_agree(x64):
     problem = as_float64(problem_of())
     step, _, carry = training(problem, 3, learning_rate=0.1, refresh_every=2)
@@ -198,6 +200,7 @@ def test_a_nan_in_one_turn_leaves_everything(options):
     assert carry[1].step == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
     problem = as_float64(problem_of())
@@ -220,6 +223,7 @@ def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
     assert seen["in", ...][1] % 2 != seen["out", ...][1] % 2
 
 
+@pytest.mark.exhaustive
 def test_gradients_wait_for_the_other_parameters_too():
     objective, params, batch = problem_of()
     stats = value_grad_and_factors(objective, collect=2, layers="blocks/.*|out", uncovered="ignore")
@@ -287,6 +291,7 @@ def test_a_group_of_micro_batches_of_two_turns_is_skipped_and_counted():
     assert state.inner.stacked_average.turn.number == 3
 
 
+@pytest.mark.exhaustive
 def test_single_micro_batches_pass_turns_on():
     objective, params, batch = problem_of()
     stats = value_grad_and_factors(objective, collect=2)
