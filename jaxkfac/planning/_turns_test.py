@@ -16,7 +16,8 @@ plan_memory = functools.partial(plan_by_default, device_bytes=1e12, compiler="cp
 EXAMPLES, WIDTH, ITERATIONS = 8, 128, 8
 MATRIX = 4 * WIDTH**2
 # docs/memory.md states 0.65 to 1.15 for totals that are counted from the equations, for a CPU. Here
-# the averages outweigh all else, and an average that XLA writes in place counts as copied: 1.28.
+# the averages outweigh all else, and 1.28 was measured, which that page says. Probably an average
+# that XLA writes in place counts as copied.
 LOWEST, HIGHEST = 0.65, 1.35
 
 

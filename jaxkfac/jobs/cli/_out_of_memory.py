@@ -183,7 +183,7 @@ def smallest_sets(
                 low = middle + 1
         fitting[numbers] = options[high]
     if smallest_bound is not None and not fitting:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a change that this model refuses, as above
             need = shapes.need(smallest_bound[1])
             if least is None or need.total < least[0].total:
                 least = need, smallest_bound[1]
