@@ -118,7 +118,11 @@ def unfold_triangle(rectangle: AnyArray) -> AnyArray:
     corner = rectangle[..., : n // 2, n % 2 :].mT
     right = _padded(corner, top=rectangle.shape[-1])
     matrix = xp.concatenate([rectangle[..., 1 - n % 2 :, :], right], -1)
-    return xp.where(xp.tri(n, dtype=bool), matrix, matrix.mT)
+    # A select between a matrix and its transpose, which says the same, is unrolled element by
+    # element by XLA 0.10's compiler for CPUs: 100 s at n = 1000. Adding -0 changes no bits.
+    zero = matrix.dtype.type(-0.0)
+    lower = xp.where(xp.tri(n, dtype=bool), matrix, zero)
+    return lower + xp.where(xp.tri(n, k=-1, dtype=bool), matrix, zero).mT
 
 
 def is_folded(x: HasShape) -> bool:

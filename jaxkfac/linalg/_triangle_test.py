@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +96,40 @@ def test_every_dtype_stays_and_keeps_its_bits(x64, dtype):
             assert type(given) is np.ndarray or isinstance(unfolded, jax.Array)
             assert folded.dtype == unfolded.dtype == given.dtype
             np.testing.assert_array_equal(unfolded, given)
+
+
+@pytest.mark.parametrize("unfold", [jax.jit(unfold_triangle), unfold_triangle])
+def test_signed_zeros_infinities_and_nans_keep_their_bits(unfold):
+    matrix = np.zeros((6, 6), np.float32)
+    matrix[3, 1] = matrix[1, 3] = matrix[2, 2] = matrix[5, 4] = matrix[4, 5] = -0.0
+    matrix[4, 0] = matrix[0, 4] = np.inf
+    matrix[5, 5] = -np.inf
+    matrix[5, 2] = matrix[2, 5] = np.nan
+    unfolded = np.asarray(unfold(fold_triangle(matrix)))
+    np.testing.assert_array_equal(unfolded.view(np.uint32), matrix.view(np.uint32))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("users_kernels")
+def test_users_compile_large_matrices_as_fast_as_small_ones():
+    """XLA 0.10 unrolls a select between a matrix and its transpose: 27 s at n = 500."""
+    program = (
+        "import jax, time\n"
+        "from jaxkfac.linalg import packed_shape, unfold_triangle\n"
+        "for n in (8, 500):\n"
+        "    x, start = jax.ShapeDtypeStruct(packed_shape(n), float), time.process_time()\n"
+        "    jax.jit(unfold_triangle).lower(x).compile()\n"
+        "    print(time.process_time() - start)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    small, large = map(float, run.stdout.split())
+    assert large < 5 * small + 1
 
 
 def test_derivatives_are_those_of_the_linear_maps(x64):

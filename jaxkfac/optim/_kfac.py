@@ -144,8 +144,7 @@ def kfac(
         packed: Whether the average, and stored inverses, hold one triangle of every matrix of size
             64 or more. ``state.average`` reads the same; eigenvectors cannot be packed. ``"auto"``
             packs if ``like`` is packed (``value_grad_and_factors(packed=True)``), or JAX's default
-            device is no CPU; on a CPU, unfolding costs more time than it saves, and XLA compiles a
-            step with large packed matrices for minutes.
+            device is no CPU; on a CPU, unfolding costs more time than it saves.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, except ``max_condition`` and ``floor``, which stay those of
