@@ -131,6 +131,12 @@ def trainings(scale: int = 4) -> dict[str, Callable[[], Training]]:
         "encoder-decoder, NF4": lambda: _adapters(_encoder_decoder(scale), quantised=True),
         "batch statistics, K-FAC, accumulation": lambda: _in_graph(*_residual(scale), steps=4),
         "scanned bfloat16, K-FAC staggered": lambda: _in_graph(_in_half(decoder()), stagger=True),
+        "scanned, K-FAC packed": lambda: _in_graph(
+            decoder(), collection={"packed": True}, damping_mode="pi"
+        ),
+        "scanned, K-FAC packed, in 4 turns": lambda: _in_graph(
+            decoder(), collection={"packed": True, "collect": 4}, damping_mode="pi"
+        ),
         **{
             f"{name}, fully sharded": lambda build=build: _sharded(build())
             for name, build in {
@@ -298,29 +304,37 @@ def _adapters(problem: Any, *, quantised: bool) -> Training:
 
 
 def _in_graph(
-    problem: Any, statistics: Any = None, *, steps: int = 1, stagger: bool = False
+    problem: Any,
+    statistics: Any = None,
+    *,
+    collection: Mapping[str, Any] | None = None,
+    steps: int = 1,
+    **options: Any,
 ) -> Training:
     """K-FAC in one program with the gradient.
 
     Args:
         problem: Objective, parameters and one micro-batch.
         statistics: State that a call changes.
+        collection: How factors are collected, for ``jk.value_grad_and_factors``.
         steps: Micro-batches a step.
-        stagger: Whether its refreshes are spread over steps.
+        options: Of ``jk.kfac``.
     """
     objective, params, batch = problem
-    stats = jk.value_grad_and_factors(objective)
+    collection = collection or {}
+    stats = jk.value_grad_and_factors(objective, **collection)
     like = stats.factor_shapes(params, batch, state=statistics)
-    kfac = jk.kfac(1e-3, like=like, damping=1e-3, stagger=stagger)
+    kfac = jk.kfac(1e-3, like=like, damping=1e-3, **options)
     tx = jk.multi_steps(kfac, steps) if steps > 1 else kfac
+    turn = {"step": jax.ShapeDtypeStruct((), jnp.int32)} if "collect" in collection else {}
 
-    def step(params: Any, state: Any, batch: Any, statistics: Any) -> Any:
-        value, grads, factors = stats(params, batch, state=statistics)
+    def step(params: Any, state: Any, batch: Any, statistics: Any, turn: Any) -> Any:
+        value, grads, factors = stats(params, batch, state=statistics, **turn)
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state, value
 
-    part = Part(step, (params, _state(tx, params), batch, statistics), (0, 1))
-    plan = {"optimizer": kfac, "state": statistics, "accumulation_steps": steps}
+    part = Part(step, (params, _state(tx, params), batch, statistics, turn), (0, 1))
+    plan = {"optimizer": kfac, "state": statistics, "accumulation_steps": steps, **collection}
     return Training(problem, plan, None, [part])
 
 

@@ -303,11 +303,6 @@ OTHERS = (
     Exempt("docs/memory.md", "fits one device of 80 GB", "the size of a device"),
     Exempt(
         "docs/memory.md",
-        "one small scanned model was counted 28 % too high",
-        "jaxkfac/planning/_turns_test.py holds it below 35 %",
-    ),
-    Exempt(
-        "docs/memory.md",
         "Gradients are then 0.4 % off over 16 micro-batches",
         "jaxkfac/optim/_accumulators_test.py holds it",
     ),
