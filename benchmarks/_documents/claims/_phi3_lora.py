@@ -174,10 +174,11 @@ CLAIMS = (
     ),
     Claim(
         "phi3-lora/save-copies",
-        "Saving makes no copy of the model.",
+        "The code makes no unnecessary copy or clone of the model.",
         Lies(0, 0),
         "true",
-        "Nothing is made where the model is.",
+        "Measured is the saving, the only step that the document shows in which one could be made: "
+        "nothing is made where the model is.",
         saving,
         "`jk.lslora.save` holds one host copy of the adapter",
     ),
