@@ -183,7 +183,8 @@ bench-quick: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.quick
 
 # In a copy of the last commit. Delete the record to draw new ones from it; what survives meets the
-# tests of every later commit in which this runs. MUTANTS=FILE takes another record.
+# tests of every later commit in which this runs; what a test killed is tried again by faults alone.
+# MUTANTS=FILE takes another record.
 MUTANTS ?= benchmarks/results/mutants.json
 FAULTS ?= benchmarks/results/faults.json
 # A copy of the last commit, in which lines are changed: $(call injected,module,record)

@@ -3,8 +3,10 @@
 Run: make faults, which calls python -m benchmarks.faults RECORD COMMIT in a copy of the commit.
 
 The record has the form of the mutants' (``benchmarks.mutants``): what no test has killed and no
-``why`` explains runs again each time. The tests of a fault are those of its own file, then the list
-of its room here: the room's tests beside the code, oracles, and parity in float64.
+``why`` explains runs again each time. What a test of an earlier commit killed is tried once on this
+commit, with that test alone and, if it passes, with all tests. These are the ones of the fault's
+own file, then the list of its room here: the room's tests beside the code, oracles, and parity in
+float64.
 """
 
 import sys
@@ -134,4 +136,5 @@ if __name__ == "__main__":
         sys.argv[2],
         draw=lambda: {"seed": SEED, "mutants": drawn_faults(Path())},
         tests_of=tests_of,
+        again=True,
     )

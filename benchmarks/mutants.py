@@ -15,7 +15,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,9 +167,40 @@ def failing(*tests: str) -> str | None:
 
 
 def killed_by(mutant: dict[str, Any]) -> str | None:
-    """The test that killed it, if one did: beside it, in a room above, or one written since."""
-    verdicts = [mutant.get(stage, {}) for stage in ("beside", "above", "since")]
+    """The test that killed it, if one did: beside it, in a room above, or one written since.
+
+    Where it was tried again on a later commit, that result counts alone.
+    """
+    stages = ("again",) if "again" in mutant else ("beside", "above", "since")
+    verdicts = [mutant.get(stage, {}) for stage in stages]
     return next((x["killed_by"] for x in verdicts if x.get("killed_by")), None)
+
+
+def passing_tests(tests: Sequence[str]) -> set[str]:
+    """Those that pass without a mutant: all in one process, or each alone if one of them fails."""
+    if not tests or not failing(*tests):
+        return set(tests)
+    return {test for test in tests if not failing(test)}
+
+
+def _line_of(mutant: Mapping[str, Any]) -> int | None:
+    """Which line of its file it changes, from 0: of equal ones the nearest to the recorded one."""
+    path = Path(mutant["file"])
+    rows = path.read_text().split("\n") if path.exists() else []
+    at = [i for i, row in enumerate(rows) if row == mutant["before"]]
+    return min(at, key=lambda i: abs(i + 1 - mutant["line"]), default=None)
+
+
+def _failing_with(mutant: Mapping[str, Any], line: int, *tests: str) -> str | None:
+    """The first test that fails while the mutant is in its file."""
+    path = Path(mutant["file"])
+    source = path.read_text()
+    rows = source.split("\n")
+    path.write_text("\n".join([*rows[:line], mutant["after"], *rows[line + 1 :]]))
+    try:
+        return failing(*tests)
+    finally:
+        path.write_text(source)
 
 
 def room_tests(mutant: dict[str, Any]) -> list[str]:
@@ -183,34 +214,45 @@ def run(
     *,
     draw: Callable[[], dict[str, Any]] = lambda: {"seed": 0, "mutants": drawn(Path(), 200, 0)},
     tests_of: Callable[[dict[str, Any]], list[str]] = room_tests,
+    again: bool = False,
 ) -> None:
     """Every mutant that is neither killed nor explained, in the current folder.
+
+    The record is written after each mutant, so that the next call goes on from there.
 
     Args:
         file: The record; a new one is made from ``draw`` and ``commit``.
         commit: The commit of the current folder.
         draw: Seed and mutants of a new record.
         tests_of: The tests of a mutant, after the ones of its own file.
+        again: Whether what an earlier commit's tests killed is tried on this commit, too: first
+            with the test that killed it, and with all of ``tests_of`` if that passes.
     """
     record: dict[str, Any] = {"commit": commit}
     passing: set[tuple[str, ...]] = set()
     record |= json.loads(file.read_text()) if file.exists() else draw()
-    for mutant in record["mutants"]:
-        path, tests = Path(mutant["file"]), tuple(tests_of(mutant))
-        rows = path.read_text().split("\n") if path.exists() else []
-        at = [i for i, row in enumerate(rows) if row == mutant["before"]]
-        if killed_by(mutant) or "why" in mutant or not at:
+    tried = [x for x in record["mutants"] if "why" not in x and _line_of(x) is not None]
+    old = [x for x in tried if killed_by(x) and x.get("again", {}).get("commit") != commit]
+    killers = passing_tests(sorted({killed_by(x) or "" for x in old})) if again else set[str]()
+    for mutant in tried:
+        killer, line = killed_by(mutant), _line_of(mutant)
+        if line is None or (killer and not (again and mutant in old)):
             continue
-        if tests not in passing and (failed := failing(*tests)):
-            sys.exit(f"without a mutant: {failed}")
-        passing.add(tests)
-        beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
-        line = min(at, key=lambda i: abs(i + 1 - mutant["line"]))
-        path.write_text("\n".join([*rows[:line], mutant["after"], *rows[line + 1 :]]))
-        stage = "since" if "beside" in mutant else "beside"
-        mutant[stage] = {"killed_by": failing(*beside, *tests)}
-        path.write_text("\n".join(rows))
-        print(f"{path}:{line + 1}: {killed_by(mutant) or 'SURVIVED'}", flush=True)
+        failed = _failing_with(mutant, line, killer) if killer and killer in killers else None
+        if not failed:
+            tests = tuple(tests_of(mutant))
+            if tests not in passing and (without := failing(*tests)):
+                sys.exit(f"without a mutant: {without}")
+            passing.add(tests)
+            path = Path(mutant["file"])
+            beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
+            failed = _failing_with(mutant, line, *beside, *tests)
+        mutant.pop("again", None)
+        if killer:
+            mutant["again"] = {"commit": commit, "killed_by": failed}
+        else:
+            mutant["since" if "beside" in mutant else "beside"] = {"killed_by": failed}
+        print(f"{mutant['file']}:{line + 1}: {failed or 'SURVIVED'}", flush=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import faults, mutants
 from benchmarks.mutants import RECORD, drawn, killed_by
 
 ROOT = Path(__file__).parent.parent
@@ -42,3 +42,54 @@ def test_every_named_fault_is_killed_and_every_drawn_one_killed_or_explained():
     assert all(killed_by(fault) for fault in named)
     assert all(killed_by(fault) or fault["why"] for fault in drawn_ones)
     assert len(record["mutants"]) == len(named) + len(drawn_ones)
+
+
+@pytest.fixture
+def three_killed(tmp_path, monkeypatch):
+    """A record of an old commit, and a suite in which only the fault of line 3 dies of another
+    test than before.
+    """
+    monkeypatch.chdir(tmp_path)
+    lines = ["x = 1", "y = 1", "z = 1"]
+    Path("source.py").write_text("\n".join(lines))
+    rows = [
+        {"room": "all", "file": "source.py", "line": i, "what": "number", "before": line}
+        | {"after": line.replace("1", "2"), "beside": {"killed_by": f"test_{line[0]}"}}
+        for i, line in enumerate(lines, 1)
+    ]
+    Path("record.json").write_text(json.dumps({"commit": "old", "mutants": rows}))
+    started = []
+
+    def failing(*tests):
+        started.append((Path("source.py").read_text(), tests))
+        source = started[-1][0]
+        if "z = 2" in source:
+            return "test_all" if "test_all" in tests else None
+        return next((test for test in tests if test.replace("test_", "") + " = 2" in source), None)
+
+    monkeypatch.setattr(mutants, "failing", failing)
+    return started
+
+
+def test_on_a_later_commit_the_killer_is_tried_first_and_then_all_tests(three_killed):
+    def run(commit):
+        three_killed.clear()
+        file = Path("record.json")
+        mutants.run(file, commit, tests_of=lambda mutant: ["test_all"], again=True)
+        return [x.get("again") for x in json.loads(file.read_text())["mutants"]]
+
+    killers = ["test_x", "test_y", "test_all"]
+    assert run("new") == [{"commit": "new", "killed_by": killer} for killer in killers]
+    alone = [tests for source, tests in three_killed if "2" in source]
+    assert alone == [("test_x",), ("test_y",), ("test_z",), ("test_all",)]
+    assert "2" not in Path("source.py").read_text()
+    assert run("new") and not three_killed  # the next call has nothing to do
+
+
+def test_a_killer_that_is_gone_or_fails_by_itself_kills_nothing(three_killed, monkeypatch):
+    failing = mutants.failing
+    broken = lambda *tests: "test_x" if "test_x" in tests else failing(*tests)
+    monkeypatch.setattr(mutants, "failing", broken)
+    mutants.run(Path("record.json"), "new", tests_of=lambda mutant: ["test_all"], again=True)
+    first, *others = json.loads(Path("record.json").read_text())["mutants"]
+    assert killed_by(first) is None and all(map(killed_by, others))

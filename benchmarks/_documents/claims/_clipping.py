@@ -122,7 +122,7 @@ CLAIMS = (
         "The rebuild becomes 10 to 20 % slower.",
         Lies(10, 20),
         "false",
-        "The document itself measures 5 ms on the device and at best 10 ms on the host, which is "
+        "The document itself gives 5 ms on the device and at best 10 ms on the host, which is "
         "100 % slower.",
         Figure(lambda: 100 * (10 - 5) / 5, "%"),
         "the same arithmetic",

@@ -171,15 +171,17 @@ def test_remedies_fit_when_they_are_taken_and_none_is_missed_that_a_grid_has(wor
     (command,) = (command for command in COMMANDS if command.name == "finetune")
     shapes, arguments = planned_shapes("h100"), _parse(command, words)
 
-    def bytes_of(changed, room):
+    def bytes_of(count, changed):
         try:
-            return shapes.need(changed).total if shapes.least(changed) <= room else math.inf
+            return count(changed)
         except ValueError:  # this model refuses the values
             return math.inf
 
     now = least = shapes.need(arguments).total
-    for changed in grid_of(arguments):
-        least = min(least, bytes_of(changed, least))
+    bounds = [(bytes_of(shapes.least, changed), changed) for changed in grid_of(arguments)]
+    for bound, changed in sorted(bounds, key=lambda pair: pair[0]):
+        if bound <= least:  # few are planned, as the smallest bounds come first
+            least = min(least, bytes_of(lambda x: shapes.need(x).total, changed))
     assert least < now
     for room in (int(0.6 * now), int(0.25 * now), least):
         fitting, _ = smallest_sets(arguments, shapes, room)
