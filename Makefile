@@ -182,10 +182,12 @@ bench: $(VENV)/.stamp-run
 bench-quick: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.quick
 
-# In a copy of the last commit. Delete the record to draw new ones from it; what survives meets the
-# tests of every later commit in which this runs; what a test killed is tried again by faults alone.
-# MUTANTS=FILE takes another record.
+# In a copy of the last commit. Delete the first record to draw new ones from it; what survives meets
+# the tests of every later commit in which this runs. MUTANTS=FILE takes another record. The second
+# record has the same mutants, found again in the code after the rooms were merged; these and the
+# faults are injected once more, and anew where "again" is deleted from the record.
 MUTANTS ?= benchmarks/results/mutants.json
+MUTANTS_AGAIN ?= benchmarks/results/mutants-again.json
 FAULTS ?= benchmarks/results/faults.json
 # A copy of the last commit, in which lines are changed: $(call injected,module,record)
 injected = rm -rf build/mutants && mkdir -p build/mutants && git archive HEAD | tar -x -C build/mutants && \
@@ -193,6 +195,7 @@ injected = rm -rf build/mutants && mkdir -p build/mutants && git archive HEAD | 
 
 mutants: $(VENV)/.stamp-test
 	$(call injected,mutants,$(MUTANTS))
+	$(call injected,mutants,$(MUTANTS_AGAIN))
 
 faults: $(VENV)/.stamp-test
 	$(call injected,faults,$(FAULTS))

@@ -2,6 +2,11 @@
 
 Run: make mutants, which calls python -m benchmarks.mutants RECORD COMMIT in a copy of the commit.
 
+``results/mutants.json`` is the draw. ``results/mutants-again.json`` has the same 200 nodes in
+today's code, in the same order: each by its function and line (``place`` says whether the text is
+the same), or, if its code was ``deleted``, a mutant of the same room drawn anew. ``first`` are the
+tests that killed the node before; they run first, and the tests of the room only if they pass.
+
 What no test has killed and no ``why``, written by hand into the record, explains runs again each
 time, where its line still is. Neither mutmut (no seed, no sample) nor cosmic-ray (one command for
 all mutants) draws and runs so. Left alone are docstrings, annotations, decorators, imports,
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RECORD = Path(__file__).parent / "results" / "mutants.json"
+AGAIN = RECORD.with_stem("mutants-again")
 ORACLES = [f"tests/{x}_test.py" for x in ("factors_oracle", "constant_rows", "invariants", "nf4")]
 ROOMS = {  # sources; folders whose tests run before the oracles
     "linalg": ("linalg/*", "linalg curvature"),
@@ -163,10 +169,12 @@ def failing(*tests: str) -> str | None:
     command = ["timeout", "1h", sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *tests], capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
-    return found[1] if found else f"pytest ends with {done.returncode}" if done.returncode else None
+    if found or done.returncode in (0, 5):  # 5: no test is left, because all are slow
+        return found[1] if found else None
+    return f"pytest ends with {done.returncode}"
 
 
-def killed_by(mutant: dict[str, Any]) -> str | None:
+def killed_by(mutant: Mapping[str, Any]) -> str | None:
     """The test that killed it, if one did: beside it, in a room above, or one written since.
 
     Where it was tried again on a later commit, that result counts alone.
@@ -174,6 +182,12 @@ def killed_by(mutant: dict[str, Any]) -> str | None:
     stages = ("again",) if "again" in mutant else ("beside", "above", "since")
     verdicts = [mutant.get(stage, {}) for stage in stages]
     return next((x["killed_by"] for x in verdicts if x.get("killed_by")), None)
+
+
+def first_tests(mutant: Mapping[str, Any]) -> list[str]:
+    """What killed it on an earlier commit, and is tried before all other tests."""
+    killer = killed_by(mutant)
+    return mutant.get("first", [killer] if killer else [])
 
 
 def passing_tests(tests: Sequence[str]) -> set[str]:
@@ -225,20 +239,23 @@ def run(
         commit: The commit of the current folder.
         draw: Seed and mutants of a new record.
         tests_of: The tests of a mutant, after the ones of its own file.
-        again: Whether what an earlier commit's tests killed is tried on this commit, too: first
-            with the test that killed it, and with all of ``tests_of`` if that passes.
+        again: Whether what a test of an earlier commit killed is tried once more: first with that
+            test, and with all of ``tests_of`` if it passes. So it is with a record that says so.
     """
     record: dict[str, Any] = {"commit": commit}
     passing: set[tuple[str, ...]] = set()
     record |= json.loads(file.read_text()) if file.exists() else draw()
+    again |= "again" in record
     tried = [x for x in record["mutants"] if "why" not in x and _line_of(x) is not None]
-    old = [x for x in tried if killed_by(x) and x.get("again", {}).get("commit") != commit]
-    killers = passing_tests(sorted({killed_by(x) or "" for x in old})) if again else set[str]()
+    tried = [x for x in tried if not killed_by(x) or (again and "again" not in x)]
+    earlier = sorted({test for x in tried for test in first_tests(x)}) if again else []
+    killers = passing_tests(earlier)
     for mutant in tried:
-        killer, line = killed_by(mutant), _line_of(mutant)
-        if line is None or (killer and not (again and mutant in old)):
+        first, line = first_tests(mutant), _line_of(mutant)
+        if line is None:
             continue
-        failed = _failing_with(mutant, line, killer) if killer and killer in killers else None
+        alone = [test for test in first if test in killers]
+        failed = _failing_with(mutant, line, *alone) if alone else None
         if not failed:
             tests = tuple(tests_of(mutant))
             if tests not in passing and (without := failing(*tests)):
@@ -247,11 +264,8 @@ def run(
             path = Path(mutant["file"])
             beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
             failed = _failing_with(mutant, line, *beside, *tests)
-        mutant.pop("again", None)
-        if killer:
-            mutant["again"] = {"commit": commit, "killed_by": failed}
-        else:
-            mutant["since" if "beside" in mutant else "beside"] = {"killed_by": failed}
+        stage = "again" if first else "since" if "beside" in mutant else "beside"
+        mutant[stage] = {"commit": commit, "killed_by": failed}
         print(f"{mutant['file']}:{line + 1}: {failed or 'SURVIVED'}", flush=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -147,7 +147,9 @@ NAMES = {
     "selector": _PART,
     # files
     "ZEROS": _SEAL,
+    "check_sha256": _SEAL,
     "checksum": _SEAL,
+    "checksum_of": _SEAL,
     "is_sealed": _SEAL,
     "read_json": _SEAL,
     "sealed": _SEAL,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import faults, mutants
-from benchmarks.mutants import RECORD, drawn, killed_by
+from benchmarks.mutants import AGAIN, RECORD, drawn, killed_by
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = ("room", "file", "line", "what", "before", "after")
@@ -34,6 +34,19 @@ def test_nine_of_ten_are_killed_and_every_other_one_is_explained():
     alive = [mutant for mutant in record["mutants"] if not killed_by(mutant)]
     assert len(alive) <= len(record["mutants"]) / 10
     assert all(mutant["why"] for mutant in alive)
+
+
+def test_the_second_record_has_the_same_200_mutants_in_order():
+    first, again = (json.loads(file.read_text())["mutants"] for file in (RECORD, AGAIN))
+    for old, new in zip(first, again, strict=True):
+        assert new["room"] == old["room"]
+        assert ("deleted" in new) == (new["place"] == "drawn anew")
+        assert "deleted" in new or new["what"] == old["what"]
+        if new["place"] == "same":
+            assert [new[x].strip() for x in ("before", "after")] == [
+                old[x].strip() for x in ("before", "after")
+            ]
+    assert len({(x["file"], x["line"], x["after"]) for x in again}) == len(again)
 
 
 def test_every_named_fault_is_killed_and_every_drawn_one_killed_or_explained():

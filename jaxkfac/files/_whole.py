@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,7 +158,33 @@ ZEROS = "0" * 8  # placeholder while the checksum is computed
 
 def checksum(data: bytes) -> str:
     """CRC-32 in hexadecimal digits; it detects every burst error of up to 32 bits."""
-    return f"{zlib.crc32(data):08x}"
+    return checksum_of([data])
+
+
+def checksum_of(parts: Iterable[bytes | memoryview]) -> str:
+    """:func:`checksum` of buffers one after another, without a copy of them all."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"
+
+
+def check_sha256(data: bytes, sha256: str, file: str) -> None:
+    """Compare the SHA-256 of data that the package contains.
+
+    Args:
+        data: The file, or what it unpacks to.
+        sha256: The expected digest.
+        file: Path of the file inside the package, for the error.
+
+    Raises:
+        ValueError: it differs; names both digests.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise ValueError(
+            f"{file} is damaged: sha256 {digest}, expected {sha256}; reinstall jaxkfac"
+        )
 
 
 def sealed(text: str, name: str) -> str:

@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import os
 import resource
 import signal
@@ -8,7 +9,16 @@ import sys
 
 import pytest
 
-from jaxkfac.files import PARTIAL, probe_folder, whole_file, write_text, write_together
+from jaxkfac.files import (
+    PARTIAL,
+    check_sha256,
+    checksum,
+    checksum_of,
+    probe_folder,
+    whole_file,
+    write_text,
+    write_together,
+)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -117,3 +127,15 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left on device.*choose another folder"):
         probe_folder(tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_checksum_of_parts_is_that_of_their_concatenation():
+    parts = [b"curvature", b"", bytes(range(256))]
+    assert checksum_of(iter(parts)) == checksum(b"".join(parts)) != checksum(b"")
+
+
+def test_other_data_than_the_packaged_is_named_with_both_digests():
+    digest = hashlib.sha256(b"iron").hexdigest()
+    check_sha256(b"iron", digest, "jaxkfac/jobs/data/elements.csv")
+    with pytest.raises(ValueError, match=rf"damaged: sha256 \w+, expected {digest}"):
+        check_sha256(b"gold", digest, "jaxkfac/jobs/data/elements.csv")

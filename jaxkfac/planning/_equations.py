@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import body_of, call_kind, is_var, open_jaxpr, scan_counts
+from jaxkfac._jaxpr_compat import Literal, body_of, call_kind, open_jaxpr, scan_counts
 
 # Computed once even with several readers, because recomputing them would cost time.
 DEAR = frozenset(
@@ -24,8 +25,12 @@ _FUSED = DEAR | frozenset(
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
 )
+# Operations that can compute their operands by fusion.
+FUSES = _FUSED | _REDUCTIONS
 # Operations that may write over an operand after its last use.
-_IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
+WRITES_OVER = FUSES | frozenset(
+    "dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split()
+)
 _VIEWS = frozenset("reshape squeeze stop_gradient sharding_constraint".split())
 
 
@@ -44,6 +49,9 @@ class Value:
     maker: int = -1
     fused: bool = False
     branch: int | None = None
+
+
+_MAKER = operator.attrgetter("maker")
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,16 +114,6 @@ class Equation:
         read_stacked = [v for v in self.makes[number:] if v in read]
         self.makes = [*(self.makes[k] for k in sorted(kept_carries)), *read_stacked]
 
-    @property
-    def fuses(self) -> bool:
-        """Whether it can compute its operands by fusion."""
-        return self.name in _FUSED or self.name in _REDUCTIONS
-
-    @property
-    def writes_over(self) -> bool:
-        """Whether its result may reuse the memory of an operand."""
-        return self.fuses or self.name in _IN_PLACE
-
 
 class EquationList:
     """Equations in the order of the trace.
@@ -134,13 +132,10 @@ class EquationList:
         environment: dict[Any, Value] = {v: Value() for v in jaxpr.constvars}
         environment |= dict(zip(jaxpr.invars, operands, strict=True))
 
-        def read(atom: Any) -> Value:
-            return environment[atom] if is_var(atom) else Value()
-
         for eqn in jaxpr.eqns:
-            makes = self._results(eqn, [read(x) for x in eqn.invars])
-            environment.update(zip(eqn.outvars, makes, strict=True))
-        return [read(x) for x in jaxpr.outvars]
+            reads = [Value() if isinstance(x, Literal) else environment[x] for x in eqn.invars]
+            environment.update(zip(eqn.outvars, self._results(eqn, reads), strict=True))
+        return [Value() if isinstance(x, Literal) else environment[x] for x in jaxpr.outvars]
 
     def _results(self, eqn: Any, reads: list[Value]) -> Sequence[Value]:
         name, kind = eqn.primitive.name, call_kind(eqn)
@@ -155,14 +150,14 @@ class EquationList:
             return reads[: len(eqn.outvars)]
         if name == "optimization_barrier":  # new values, so that later equations stay distinct
             return [self._append(name, [x], [x.nbytes], fused=True)[0] for x in reads]
-        equal = _signature(eqn, reads)
+        equal = _signature(eqn, kind, reads)
         if equal not in self._equal:
             if kind == "scan":
                 read = self._without_constants(eqn, reads)
                 bodies, reads = [self._iteration(eqn, read)], [reads[k] for k in read]
             else:
                 bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
-            sizes = [self._nbytes(v) for v in eqn.outvars]
+            sizes = list(map(self._nbytes, eqn.outvars))
             self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
             if name == "conv_general_dilated" and self._platform == "cpu":
                 self.equations[-1].copies = _transposed_bytes(eqn)
@@ -271,9 +266,9 @@ class EquationList:
         return self.equations
 
 
-def _signature(eqn: Any, reads: Sequence[Value]) -> Any:
+def _signature(eqn: Any, kind: str | None, reads: Sequence[Value]) -> Any:
     """A key that is equal for equations with the same computation on the same operands."""
-    if eqn.effects or call_kind(eqn) or any(v.maker < 0 for v in reads):
+    if eqn.effects or kind or -1 in map(_MAKER, reads):
         return object()
     return eqn.primitive.name, tuple(map(id, reads)), repr(eqn.params)
 

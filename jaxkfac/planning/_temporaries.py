@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from jaxkfac._errors import CompilerError
 from jaxkfac.memory import divided_shardings
 from jaxkfac.planning._compilers import TargetName, collective_bytes, compiled_bytes, target_of
-from jaxkfac.planning._equations import DEAR, Equation, EquationList, Value
+from jaxkfac.planning._equations import DEAR, FUSES, WRITES_OVER, Equation, EquationList, Value
 from jaxkfac.planning._shapes import mesh_here, mesh_of, on_devices
 
 # ---------------- counting temporaries from the equations, without compiling
@@ -72,6 +73,9 @@ def live_bytes(
     return _Lives(equations, results, platform=platform).peak(places)
 
 
+_NBYTES = operator.attrgetter("nbytes")
+
+
 class _Lives:
     """The lifetimes of values in memory.
 
@@ -94,12 +98,14 @@ class _Lives:
         self._equations, self._results, self._stacked = equations, results, stacked
         self._platform = platform
         self._readers: dict[Value, set[int]] = {}
+        self._names_of_readers: dict[Value, set[str]] = {}
         for k, equation in enumerate(equations):
             for v in equation.reads:
                 self._readers.setdefault(v, set()).add(k)
+                self._names_of_readers.setdefault(v, set()).add(equation.name)
         returned = {*results, *(stacked or ())}
         self._in_memory = {
-            v for e in equations for v in e.makes if v in returned or self._takes_room(e, v)
+            v for e in equations for v in e.makes if v in returned or self._takes_room(v)
         }
         self._follow()
         # On an H100, compiled bodies of loops keep such values; on a CPU, all programs do.
@@ -112,7 +118,7 @@ class _Lives:
         self._cached_sources: dict[Value, list[Value]] = {}
         self._last: dict[Value, int] = {}
         for k, equation in enumerate(self._equations):
-            if any(v in self._in_memory for v in equation.makes):
+            if not self._in_memory.isdisjoint(equation.makes):
                 self._last.update(dict.fromkeys(self._sources(equation.reads), k))
         self._last |= dict.fromkeys(self._sources(self._results), len(self._equations))
         for v in self._stacked or ():
@@ -120,12 +126,10 @@ class _Lives:
 
     def _is_computed_again(self, value: Value) -> bool:
         """Whether its operands live at least as long, so that keeping it gains nothing."""
-        maker = self._equations[value.maker]
-        readers = [self._equations[k] for k in self._readers.get(value, ())]
-        if not value.fused or not all(_computes(reader, maker) for reader in readers):
+        if not self._is_fused(value):
             return False
-        end = self._last.get(value, value.maker)
-        return all(self._last[source] >= end for source in self._sources(maker.reads))
+        end, reads = self._last.get(value, value.maker), self._equations[value.maker].reads
+        return all(self._last[source] >= end for source in self._sources(reads))
 
     def peak(self, places: Sequence[Value] = ()) -> int:
         """Peak bytes beside inputs and returned values.
@@ -135,21 +139,23 @@ class _Lives:
         """
         inside = self._inside_results(places)
         alive = {v for v in self._in_memory if v in self._last and v not in inside}
+        beginning: dict[int, list[Value]] = {}
         ending: dict[int, list[Value]] = {}
         for v in alive:
+            beginning.setdefault(v.maker, []).append(v)
             ending.setdefault(self._last[v], []).append(v)
         peak = live = 0
         for k, equation in enumerate(self._equations):
-            new_values = [v for v in equation.makes if v in alive]
-            ended = sum(v.nbytes for v in ending.get(k, ()))
-            if equation.writes_over:
-                sizes = [v.nbytes for v in new_values]
+            sizes = list(map(_NBYTES, beginning.get(k, ())))
+            made, ended = sum(sizes), sum(map(_NBYTES, ending.get(k, ())))
+            if equation.name in WRITES_OVER:
                 for v in ending.get(k, ()):
                     if v.maker < k and v.nbytes in sizes and not self._is_of_library(v):
                         sizes.remove(v.nbytes)
                         live, ended = live - v.nbytes, ended - v.nbytes
-            live += sum(v.nbytes for v in new_values)
-            peak = max(peak, live + self._inner_peak(equation))
+            live += made
+            inner = self._inner_peak(equation) if equation.bodies else 0
+            peak = max(peak, live + inner + equation.copies)
             live -= ended
         return peak
 
@@ -162,7 +168,7 @@ class _Lives:
         return primitive == "conv_general_dilated" and self._platform != "cpu"
 
     def _inner_peak(self, equation: Equation) -> int:
-        """Peak bytes of one iteration or of the most expensive branch, and copies of operands."""
+        """Peak bytes of one iteration, or of the most expensive branch."""
         peaks = []
         for body in equation.bodies:
             order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
@@ -170,24 +176,34 @@ class _Lives:
             stacked = body.stacked if is_scan else None
             lives = _Lives(order, body.results, stacked, platform=self._platform)
             peaks.append(lives.peak(() if is_scan else body.results))
-        return max(peaks, default=0) + equation.copies
+        return max(peaks)
 
-    def _takes_room(self, equation: Equation, value: Value) -> bool:
-        readers = [self._equations[k] for k in self._readers.get(value, ())]
-        if not value.fused or not all(_computes(reader, equation) for reader in readers):
+    def _is_fused(self, value: Value) -> bool:
+        """Whether all its readers compute it by fusion; a product reads a transpose directly."""
+        if not value.fused:
+            return False
+        names = self._names_of_readers.get(value, set())
+        if self._equations[value.maker].name == "transpose":
+            names = names - {"dot_general"}
+        return names <= FUSES
+
+    def _takes_room(self, value: Value) -> bool:
+        if not self._is_fused(value):
             return True
-        return len(readers) > 1 and not _is_cheap(equation)
+        is_shared = len(self._readers.get(value, ())) > 1
+        return is_shared and not _is_cheap(self._equations[value.maker])
 
     def _sources(self, values: Iterable[Value]) -> list[Value]:
         """The values in memory that are read, once fused ones are computed inside their readers."""
-        return list(dict.fromkeys(s for v in values for s in self._sources_of(v)))
-
-    def _sources_of(self, value: Value) -> list[Value]:
-        if value.maker < 0 or value in self._in_memory:
-            return [value] if value.maker >= 0 else []
-        if value not in self._cached_sources:
-            self._cached_sources[value] = self._sources(self._equations[value.maker].reads)
-        return self._cached_sources[value]
+        sources: dict[Value, None] = {}
+        for v in values:
+            if v in self._in_memory:
+                sources[v] = None
+            elif v.maker >= 0:
+                if v not in self._cached_sources:
+                    self._cached_sources[v] = self._sources(self._equations[v.maker].reads)
+                sources |= dict.fromkeys(self._cached_sources[v])
+        return list(sources)
 
     def _inside_results(self, places: Sequence[Value]) -> set[Value]:
         """Values without memory of their own, because they use that of a later result."""
@@ -196,7 +212,7 @@ class _Lives:
         inside, reusable = set(self._results), set(places)
         for k in reversed(range(len(self._equations))):
             equation = self._equations[k]
-            for v in reusable.intersection(equation.makes) if equation.writes_over else ():
+            for v in reusable.intersection(equation.makes) if equation.name in WRITES_OVER else ():
                 for source in self._sources(equation.reads):
                     over = source.nbytes == v.nbytes and self._last[source] == k
                     if over and source not in inside and not self._is_of_library(source):
@@ -216,20 +232,17 @@ class _Lives:
         remaining = [
             v for e in self._equations for v in e.makes if v in self._in_memory and v not in inside
         ]
-        for v in sorted(remaining, key=lambda v: -v.nbytes):
+        for v in sorted(remaining, key=_NBYTES, reverse=True):
             start, stop = v.maker, self._last.get(v, v.maker)
             for i in np.flatnonzero((sizes >= v.nbytes) & (makers > stop)):
-                intervals = lives[order[i]]
-                if all(stop < a or b < start for a, b in intervals):
-                    intervals.append((start, stop))
+                for first, last in lives[order[i]]:
+                    if first <= stop and start <= last:
+                        break
+                else:
+                    lives[order[i]].append((start, stop))
                     placed.add(v)
                     break
         return placed
-
-
-def _computes(reader: Equation, maker: Equation) -> bool:
-    """Whether a reader computes an operand by fusion; a product reads a transpose directly."""
-    return reader.fuses or (maker.name == "transpose" and reader.name == "dot_general")
 
 
 def _is_cheap(equation: Equation) -> bool:

@@ -1,6 +1,5 @@
 """Handwritten digits, embedded: real data without a download."""
 
-import hashlib
 import io
 from importlib import resources
 from typing import Literal, NamedTuple
@@ -9,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
+
+from jaxkfac.files import check_sha256
 
 # ---------------- the examples of a step: a pure function of a seed and an epoch
 
@@ -134,12 +135,8 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
     packed = resources.files("jaxkfac.jobs.data").joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
         pixels, classes = archive["images"], archive["labels"]
-    digest = hashlib.sha256(pixels.tobytes() + classes.tobytes()).hexdigest()
-    if digest != DIGITS_SHA256:
-        raise ValueError(
-            f"jaxkfac/jobs/data/digits.npz is damaged: sha256 {digest}, expected {DIGITS_SHA256}; "
-            "reinstall jaxkfac"
-        )
+    data = pixels.tobytes() + classes.tobytes()
+    check_sha256(data, DIGITS_SHA256, "jaxkfac/jobs/data/digits.npz")
     return pixels, classes
 
 

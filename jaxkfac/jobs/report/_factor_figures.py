@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkfac._text import shortened
 from jaxkfac.jobs.report._layer_table import distinct_names
@@ -66,26 +66,42 @@ def panels(
     return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in in_order]
 
 
-def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
-    color = SIDES[members[0].side]
-    hidden = sum(value <= 0 for record in members for value in record.raw)
-    shown = evenly(len(members), _MOST_LINES)
+class _Curve(NamedTuple):
+    """The eigenvalues of one factor that a panel shows, and its place from 0 to 1 in the panel."""
+
+    record: SpectrumRecord
+    place: float
+    ranks: list[int]
+    raw: list[float]
+    clipped: list[float]
+
+
+def _curves(members: Sequence[SpectrumRecord]) -> tuple[list[_Curve], list[str]]:
+    """What a panel shows of its members, and notes of what was raised or is not shown."""
+    shown, curves = evenly(len(members), _MOST_LINES), []
     for number in shown:
-        record, alpha = members[number], 1.0 - 0.6 * number / max(len(members) - 1, 1)
-        indices = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
-        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in indices]
+        record, place = members[number], number / max(len(members) - 1, 1)
+        at = evenly(len(record.raw), MOST_POINTS)
+        raw, clipped = ([values[i] for i in at] for values in (record.raw, record.clipped))
+        curves.append(_Curve(record, place, [i + 1 for i in at], raw, clipped))
+    raised = sum(record.raised for record in members)
+    hidden = sum(value <= 0 for record in members for value in record.raw)
+    notes = [f"{raised} raised"] if raised else []
+    notes += [f"{len(shown)} of {len(members)} shown"] if len(shown) < len(members) else []
+    return curves, notes + ([f"{hidden} not positive"] if hidden else [])
+
+
+def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
+    color, (curves, notes) = SIDES[members[0].side], _curves(members)
+    for _, place, ranks, raw, clipped in curves:
+        alpha, positive = 1.0 - 0.6 * place, [x if x > 0 else math.nan for x in raw]
         axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
     axis.set_title(title, fontsize=7.5, linespacing=1.25)
     axis.tick_params(labelsize=7)
     axis.set_axisbelow(True)
-    raised = sum(record.raised for record in members)
-    notes = [f"{raised} raised"] if raised else []
-    notes += [f"{len(shown)} of {len(members)} shown"] if len(shown) < len(members) else []
-    notes += [f"{hidden} not positive"] if hidden else []
-    place = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
-    axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **place)
+    style = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
+    axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **style)
     _whole_decades(axis, members)
 
 
@@ -266,7 +282,6 @@ def _conditions_legend(figure: Any) -> None:
 _COLORS = {"A": "a", "G": "g", "diagonal": "diagonal"}
 _LEGEND = (("a", "A, inputs"), ("g", "G, output gradients"), ("diagonal", "diagonal"))
 _TICK = 26  # letters of a name below a panel
-_MOST_SLICES = 12  # largest number of slices in one panel
 
 
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
@@ -308,24 +323,13 @@ def _name(record: SpectrumRecord) -> str:
 
 
 def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
-    step = -(-len(members) // _MOST_SLICES)
-    color, lines = _COLORS[members[0].side], []
-    for record in members[::step]:
-        indices = evenly(len(record.raw), MOST_POINTS)
-        ranks, clipped = [i + 1 for i in indices], [record.clipped[i] for i in indices]
+    color, (curves, notes), lines = _COLORS[members[0].side], _curves(members), []
+    for record, _, ranks, raw, clipped in curves:
         name = "".join(f"[{i}]" for i in record.slice)
-        raw, faint = [record.raw[i] for i in indices], len(members) > 1
         lines += [
             Line(f"clipped{name}", ranks, clipped, color),
-            Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=faint),
+            Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=len(members) > 1),
         ]
-    notes = []
-    if raised := sum(record.raised for record in members):
-        notes.append(f"{raised} raised")
-    if hidden := sum(value <= 0 for record in members for value in record.raw):
-        notes.append(f"{hidden} not positive")
-    if step > 1:
-        notes.append(f"{len(members[::step])} of {len(members)} slices")
     layer = " ".join(dict.fromkeys([title, *(r.layer for r in members)]))
     return panel_html(
         title.replace("\n", ": "),

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import shutil
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
@@ -277,11 +277,8 @@ def _weights(model: str) -> list[list[Any]]:
 
 
 def _crc(path: Path) -> str:
-    crc = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return f"{crc:08x}"
+        return checksum_of(iter(lambda: file.read(_BLOCK), b""))
 
 
 def _check_disk(path: Path, needed: int) -> None:

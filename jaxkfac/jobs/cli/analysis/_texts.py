@@ -1,7 +1,6 @@
 """Texts of an analysis as batches, in their order."""
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._family import Family, Text
@@ -121,7 +121,7 @@ def batches_of(what: Analyzed, pretrained: Pretrained, text: Text, batch_size: i
     encoded = what.family.tokens(what.experiment, pretrained, text).validation
     number = len(encoded.examples)
     size = min(batch_size, number)
-    batches, exist, crc = [], [], 0
+    batches, exist = [], []
     for index, batch in enumerate(dataclasses.replace(encoded, batch_size=size).in_order()):
         rows = min(size, number - index * size)
         arrays = what.family.batch(batch, np.asarray)
@@ -129,10 +129,9 @@ def batches_of(what: Analyzed, pretrained: Pretrained, text: Text, batch_size: i
         arrays = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), arrays)
         batches.append(arrays)
         exist.append(np.asarray(what.family.exist(on_device(arrays))))
-        for leaf in jax.tree.leaves(arrays):
-            crc = zlib.crc32(leaf.tobytes(), crc)
     terms = sum(int(batch[2].sum()) for batch in batches)
-    return Texts(batches, exist, number, terms, len(text.bad), f"{crc:08x}")
+    crc = checksum_of(leaf.tobytes() for leaf in jax.tree.leaves(batches))
+    return Texts(batches, exist, number, terms, len(text.bad), crc)
 
 
 def on_device(batch: ArrayTree) -> Any:

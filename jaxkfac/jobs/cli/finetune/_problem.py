@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-import zlib
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.jobs.cli._problem import warmup_schedule
@@ -120,17 +121,14 @@ class FinetuneProblem(NamedTuple):
         For streamed files it is taken over the files' bytes and the first batch.
         """
         examples = [] if self.validation is None else self.validation.examples
-        crc = 0
+        first: list[bytes] = []
         if isinstance(self.train, BatchStream):
-            crc = zlib.crc32(self.train.rows.checksum().encode())
-            for array in self.train.first():
-                crc = zlib.crc32(array.tobytes(), crc)
+            first = [self.train.rows.checksum().encode()]
+            first += [array.tobytes() for array in self.train.first()]
         else:
             examples = [*self.encoded.examples, *examples]
-        for example in examples:
-            for array in (np.int64(len(example[0])), *example):
-                crc = zlib.crc32(array.tobytes(), crc)
-        return f"{crc:08x}"
+        arrays = (x for tokens in examples for x in (np.int64(len(tokens[0])), *tokens))
+        return checksum_of(itertools.chain(first, (array.tobytes() for array in arrays)))
 
     @property
     def vocabulary(self) -> int:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import zlib
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
-from jaxkfac.files import whole_file, write_text
+from jaxkfac.files import checksum_of, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._progress import host_memory, phase
@@ -117,11 +116,11 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
 
 
 def _crc(params: ArrayTree) -> str:
-    crc = 0
-    for path, leaf in leaves_by_path(params).items():
-        crc = zlib.crc32(path.encode(), crc)
-        crc = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, crc)
-    return f"{crc:08x}"
+    return checksum_of(
+        part
+        for path, leaf in leaves_by_path(params).items()
+        for part in (path.encode(), np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data)
+    )
 
 
 def _say(train: ScoredTexts, queries: ScoredTexts) -> None:

@@ -1,13 +1,13 @@
 """Training texts and queries in tokens; rows keep their numbers, and cuts are counted."""
 
 import abc
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli.finetune._family import check_ids
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.data.pairs import Pair, PairExample, encode_pair, pair_batch, read_pairs
@@ -50,11 +50,9 @@ class ScoredTexts(NamedTuple):
     @property
     def crc(self) -> str:
         """CRC-32 of all tokens."""
-        crc = 0
-        for text in self.texts:
-            for array in (np.int64(len(text.example[0])), *text.example):
-                crc = zlib.crc32(array.tobytes(), crc)
-        return f"{crc:08x}"
+        examples = (text.example for text in self.texts)
+        arrays = (x for tokens in examples for x in (np.int64(len(tokens[0])), *tokens))
+        return checksum_of(array.tobytes() for array in arrays)
 
 
 class TextReader(abc.ABC):

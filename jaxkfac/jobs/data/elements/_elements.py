@@ -1,13 +1,13 @@
 """The chemical elements, embedded: facts to teach a language model, and questions about them."""
 
 import csv
-import hashlib
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxkfac.files import check_sha256
 from jaxkfac.jobs.data.choices._questions import Question
 from jaxkfac.jobs.data.text._encode import Chat, Message
 
@@ -51,12 +51,7 @@ def load_elements() -> tuple[Element, ...]:
         'Fe'
     """
     content = resources.files("jaxkfac.jobs.data").joinpath("elements.csv").read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != ELEMENTS_SHA256:
-        raise ValueError(
-            f"jaxkfac/jobs/data/elements.csv is damaged: sha256 {digest}, expected "
-            f"{ELEMENTS_SHA256}; reinstall jaxkfac"
-        )
+    check_sha256(content, ELEMENTS_SHA256, "jaxkfac/jobs/data/elements.csv")
     return tuple(_element(row) for row in csv.DictReader(content.decode("ascii").splitlines()))
 
 

@@ -1,7 +1,6 @@
 """Images by class and by split, and episodes with a few images of a few classes."""
 
 import dataclasses
-import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkfac._errors import at_least_one, one_of
+from jaxkfac.files import check_sha256
 
 # ---------------- images by class, and classes by split
 
@@ -272,12 +272,8 @@ def load_glyphs() -> Splits:
     packed = resources.files("jaxkfac.jobs.data").joinpath("glyphs.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    digest = hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest()
-    if digest != GLYPHS_SHA256:
-        raise ValueError(
-            f"jaxkfac/jobs/data/glyphs.npz is damaged: sha256 {digest}, expected {GLYPHS_SHA256}; "
-            "reinstall jaxkfac"
-        )
+    data = b"".join(x.tobytes() for x in arrays.values())
+    check_sha256(data, GLYPHS_SHA256, "jaxkfac/jobs/data/glyphs.npz")
     return Splits(*(_split(arrays, name) for name in _SPLIT_NAMES))
 
 

@@ -1,11 +1,11 @@
 """Rows of several files in sequence, and the position of the next one."""
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxkfac.files import checksum_of
 from jaxkfac.jobs.data.readers._reader import (
     BadRow,
     Reader,
@@ -127,15 +127,15 @@ class FileRows(Generic[_Parsed]):
 
     def checksum(self) -> str:
         """CRC-32 of names, sizes and contents; of large files up to 64 MiB each, 1 GiB in total."""
-        crc, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
-        for path in self.files:
-            size = path.stat().st_size
-            crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
-            with path.open("rb") as file:
-                for block in range(blocks):
-                    file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
-                    crc = zlib.crc32(file.read(_BLOCK), crc)
-        return f"{crc:08x}"
+        return checksum_of(part for path in self.files for part in self._blocks(path))
+
+    def _blocks(self, path: Path) -> Iterator[bytes]:
+        blocks, size = max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files))), path.stat().st_size
+        yield f"{path.name} {size}".encode()
+        with path.open("rb") as file:
+            for block in range(blocks):
+                file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
+                yield file.read(_BLOCK)
 
     @property
     def nbytes(self) -> int:

@@ -1,11 +1,11 @@
 """WordNet's words and glosses, embedded: pairs that an encoder-decoder can learn from scratch."""
 
-import hashlib
 import lzma
 import zlib
 from importlib import resources
 from typing import NamedTuple
 
+from jaxkfac.files import check_sha256
 from jaxkfac.jobs.data.pairs import Pair
 
 WORDNET_SHA256 = "46aa2087887c918784751660ff062b1308ee0fa62b226b0f208604f251330285"
@@ -43,12 +43,7 @@ def load_wordnet() -> tuple[WordGloss, ...]:
         WordGloss(word='tadpole', kind='noun', gloss='a larval frog or toad')
     """
     content = resources.files("jaxkfac.jobs.data").joinpath("wordnet.tsv.xz").read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != WORDNET_SHA256:
-        raise ValueError(
-            f"jaxkfac/jobs/data/wordnet.tsv.xz is damaged: sha256 {digest}, expected "
-            f"{WORDNET_SHA256}; reinstall jaxkfac"
-        )
+    check_sha256(content, WORDNET_SHA256, "jaxkfac/jobs/data/wordnet.tsv.xz")
     lines = lzma.decompress(content).decode("ascii").split("\n")
     return tuple(WordGloss(*line.split("\t")) for line in lines)
 
