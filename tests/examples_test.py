@@ -19,9 +19,10 @@ SHORT = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs_and_learns(path: Path, tmp_path: Path):
+def test_example_runs_and_learns(path: Path, tmp_path: Path, request: pytest.FixtureRequest):
+    if path.stem not in SHORT:
+        request.getfixturevalue("users_kernels")  # one of them; most of the others is compilation
     command = [sys.executable, path, *SHORT.get(path.stem, [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
