@@ -40,6 +40,10 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Bytecode is kept too, also where a container forbids it for all of its processes. Without, each of
+# the many processes that tests start compiles the library anew (1 s of 4), and each worker rewrites
+# the assertions of every test file (9 s). Python takes an empty value for none.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the thread count changes the last bits
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -50,6 +54,7 @@ import pytest
 
 from tests._typechecker import checked
 
+sys.dont_write_bytecode = False  # which this process has read before
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # a silent bf16 -> f32 is a bug
 
 # Every annotated call inside the library is checked, in this process only. The hook puts itself

@@ -80,6 +80,7 @@ def test_in_single_precision_eight_devices_differ_by_rounding():
         assert_close(found[layout]["params"], found["one"]["params"], 1e-6)
 
 
+@pytest.mark.exhaustive  # _divided_test of curvature has two devices in the default run
 @pytest.mark.slow
 def test_outside_of_jit_the_mesh_is_that_of_the_parameters():
     found = run("outside")

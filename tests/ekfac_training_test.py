@@ -32,8 +32,8 @@ def params():
 
 @pytest.fixture
 def batches():
-    keys = jax.random.split(jax.random.key(1), 5)
-    return [(jax.random.normal(k, (6 + i, 4)), jnp.arange(6 + i) % 3) for i, k in enumerate(keys)]
+    keys, sizes = jax.random.split(jax.random.key(1), 5), (6, 7, 6, 7, 10)  # few programs
+    return [(jax.random.normal(k, (n, 4)), jnp.arange(n) % 3) for n, k in zip(sizes, keys)]
 
 
 def like_for(params, batch):
@@ -80,8 +80,9 @@ def test_steps_use_measured_eigenvalues_begun_anew_at_a_refresh(params, batches)
     state = tx.init(params)
     average = bases = measured = None
     update = jax.jit(lambda *a: tx.update(*a[:3], factors=a[3]))
+    collect = jax.jit(lambda params, batch, bases: STATS(params, batch, bases=bases))
     for t, batch in enumerate(batches):
-        _, grads, factors = STATS(params, batch, bases=state.bases)
+        _, grads, factors = collect(params, batch, state.bases)
         updates, state = update(grads, state, params, factors)
         bare = dataclasses.replace(factors, corrections=None)
         average = bare if average is None else jk.update_average(average, bare, decay)

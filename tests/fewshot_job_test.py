@@ -169,6 +169,6 @@ def test_images_that_cannot_be_used_are_named(tmp_path):
 
 @pytest.mark.slow
 def test_the_plan_is_printed_before_anything_is_loaded(tmp_path):
-    done = run("--plan", "--data", tmp_path / "nowhere", "--backbone", "resnet10")
+    done = run("--plan", "--data", tmp_path / "nowhere")
     assert done.returncode == 0, done.stderr
     assert "parameters" in done.stdout and "activations" in done.stdout

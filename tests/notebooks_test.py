@@ -10,15 +10,18 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Half a minute and more. What they call runs in slow tests too, in examples or blocks of the docs.
+# All but one, of half a minute and more. What they call runs in slow tests too, in examples or
+# blocks of the docs.
 LONG = (
     "01_factors_in_one_backward_pass",
+    "02_clipping_and_conditioning",
     "04_accumulation",
     "05_what_the_nonlinearity_learns",
     "06_capacity_through_depth",
     "07_the_documents_measured",
     "08_any_loss",
     "09_influence",
+    "10_laplace",
     "11_forgetting",
 )
 

@@ -293,7 +293,7 @@ def _marked(model):
     return loss
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=4)
 @hypothesis.given(
     stack=st.lists(pieces, min_size=1, max_size=4),
     masked=st.booleans(),

@@ -75,8 +75,7 @@ def test_factors_of_a_part_are_unbiased(sharing, masked):
     assert_unbiased(objective, params, batch, THERE if masked else None, sharing=sharing)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"fisher": "exact"}, {"scales": "full_block"}])
 def test_so_are_those_of_other_fisher_types_and_whole_blocks(options):
     objective, params = scanned()

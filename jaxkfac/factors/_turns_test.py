@@ -186,22 +186,19 @@ CASES = {
     "packed": (lambda: scanned(3, 64), 2, {"packed": True, "fisher": "mc"}),
     "computed weights": (computed, 2, {}),
 }
-SLOW = (
-    "divisible",
-    "nested scans",
-    "reduce, biases apart",
-    "blocks of scales",
-    "exact",
-    "forward",
-    "computed weights",
-)
+# In the default run windows that overlap, and triangles of windows.
+SLOW = ("nested scans", "computed weights")
 
 
-@pytest.mark.sampled(2)
+def marks_of(case):
+    if case == "packed":
+        return []
+    return [pytest.mark.slow if case in SLOW else pytest.mark.exhaustive]
+
+
 @pytest.mark.parametrize(
     ("case", "decay"),
-    [("windows that overlap", 0.0)]
-    + [pytest.param(x, 0.9, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES],
+    [("windows that overlap", 0.0)] + [pytest.param(x, 0.9, marks=marks_of(x)) for x in CASES],
 )
 def test_a_round_on_one_batch_averages_to_all_factors_of_it(x64, case, decay):
     problem, groups, options = CASES[case]
@@ -216,7 +213,11 @@ def as_float64_problem(objective, params, batch):
     return objective, as_float64(params), as_float64(batch)
 
 
-@pytest.mark.parametrize("problem", [unrolled, lambda: scanned(5)], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    "problem",
+    [pytest.param(unrolled, marks=pytest.mark.exhaustive), lambda: scanned(5)],
+    ids=["unrolled", "scanned"],  # which has layers outside of its scan too
+)
 def test_a_static_step_divides_layers_outside_of_scans(x64, problem):
     objective, params, batch = as_float64_problem(*problem())
     expected = value_grad_and_factors(objective)(params, batch)
@@ -258,7 +259,7 @@ def test_a_loss_that_marks_its_outputs_comes_in_turns(x64):
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_every_iteration_decays_by_its_own_count(x64, packed):
     """NumPy: windows, masks with different numbers of terms, and a batch without any term."""
     iterations, groups, decay = 5, 3, 0.8

@@ -368,12 +368,12 @@ def test_optax_multi_steps_around_kfac_takes_the_last_factors_for_all_and_says_n
     expected, _ = jitted(tx)(grads, tx.init(params), params, factors)
 
     def error(wrapped):
-        state, updates = wrapped.init(params), None
+        state, updates, update = wrapped.init(params), None, jitted(wrapped)
         for i in range(K):
             batch = tuple(v[i * rows : (i + 1) * rows] for v in big)
             grads, factors = net_statistics(params, batch)
             with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
-                updates, state = jitted(wrapped)(grads, state, params, factors)
+                updates, state = update(grads, state, params, factors)
         wrong = optax.tree.norm(optax.tree.sub(updates, expected))
         return float(wrong / optax.tree.norm(expected))
 

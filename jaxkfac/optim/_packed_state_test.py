@@ -68,9 +68,10 @@ def nbytes(tree):
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({}, 1e-6),  # the same operations, which a scan fuses otherwise
+        # The same operations, which a scan fuses otherwise.
+        pytest.param({}, 1e-6, marks=pytest.mark.exhaustive),
         ({"damping_mode": "pi"}, 1e-6),  # one triangle of a stored inverse counts
-        pytest.param({"inverse": "qr"}, 1e-6, marks=pytest.mark.slow),
+        pytest.param({"inverse": "qr"}, 1e-6, marks=pytest.mark.exhaustive),
         # Rounding, through ratios of small numbers.
         pytest.param({"learning_rate": "quadratic"}, 1e-5, marks=pytest.mark.exhaustive),
     ],
@@ -143,7 +144,7 @@ def assert_close(found, expected):
     "options",
     [
         pytest.param({"inverse": "host", "jit": False}, marks=pytest.mark.slow),
-        {"jit": False},
+        pytest.param({"jit": False}, marks=pytest.mark.exhaustive),
         {"make": optax.inject_hyperparams(kfac, static_args=("like", "packed"))},
     ],
     ids=["host", "eager", "injected"],

@@ -95,8 +95,7 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     assert "K-FAC" in (finished / "report.html").read_text()
 
 
-@pytest.mark.slow
-def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, capsys):
+def test_speed_and_memory_are_shown(finished):
     metrics = json.loads((finished / "metrics.json").read_text())
     for name, run_ in metrics["runs"].items():
         last = run_["epochs"][-1]
@@ -105,8 +104,6 @@ def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, c
         assert f">{speed:,.1f}<" in (finished / "report.html").read_text()
     assert 0 < metrics["host_memory"]["resident"] <= metrics["host_memory"]["peak"]
     assert "Main memory: resident" in (finished / "report.html").read_text()
-    assert run(tmp_path, "--optimizer", "kfac") == 0
-    assert capsys.readouterr().err.count(" s an update, 6 updates)") == 1
 
 
 @pytest.mark.slow
@@ -234,6 +231,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert run(tmp_path, "--optimizer", name, "--checkpoint-every", "50") == 130
     assert find_checkpoint(tmp_path / name).name == "6"
     message = capsys.readouterr().err
+    assert message.count(" s an update, 6 updates)") == 1  # the time left, after the first epoch
     assert "finishing the epoch, then stopping" in message
     assert "continue with: jaxkfac train" in message and "--resume" in message
     assert run(tmp_path, "--optimizer", name, "--resume") == 0

@@ -170,8 +170,7 @@ def assert_same_end(one, other):
         assert a.records[name] == b.records[name], name
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive  # _train_test has Ctrl-C in the slow suite, _killed_test a finetuning
 @pytest.mark.parametrize(
     "words",
     [
@@ -312,16 +311,16 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [
+        ("--optimizer", "kfac", "--schedule", "constant"),
         ("--adapter.fourier-placement", "none", "--schedule", "linear", "--adapter.split"),
         ("--adapter.fourier-placement", "bottleneck", "--clip-norm", "None"),
         ("--batching", "pack", "--max-length", "128", "--loss-on", "all"),
         ("--num-lengths", "3", "--style", "plain"),
         ("--dtype", "bfloat16"),
-        ("--optimizer", "kfac", "--schedule", "constant"),
     ],
     ids=lambda words: words[1],
 )
