@@ -115,14 +115,21 @@ def fold_triangle(matrix: AnyArray) -> AnyArray:
 def unfold_triangle(rectangle: AnyArray) -> AnyArray:
     """The symmetric matrices that :func:`fold_triangle` folded, both triangles written."""
     xp, n = _numpy_of(rectangle), unfolded_size(rectangle)
-    corner = rectangle[..., : n // 2, n % 2 :].mT
-    right = _padded(corner, top=rectangle.shape[-1])
-    matrix = xp.concatenate([rectangle[..., 1 - n % 2 :, :], right], -1)
+    columns = rectangle.shape[-1]
+    stored = rectangle[..., 1 - n % 2 :, :]
+    first, between = stored[..., :columns, :], stored[..., columns:, :]
+    last = rectangle[..., : n // 2, n % 2 :]  # transposed
+    lower = xp.tri(columns, dtype=bool), xp.tri(columns, k=-1, dtype=bool)
+    upper = ~xp.tri(n // 2, k=-1, dtype=bool), ~xp.tri(n // 2, dtype=bool)
+    top = xp.concatenate([_mirrored(first, *lower), between.mT], -1)
+    return xp.concatenate([top, xp.concatenate([between, _mirrored(last, *upper)], -1)], -2)
+
+
+def _mirrored(matrix: AnyArray, triangle: AnyArray, without_diagonal: AnyArray) -> AnyArray:
     # A select between a matrix and its transpose, which says the same, is unrolled element by
     # element by XLA 0.10's compiler for CPUs: 100 s at n = 1000. Adding -0 changes no bits.
-    zero = matrix.dtype.type(-0.0)
-    lower = xp.where(xp.tri(n, dtype=bool), matrix, zero)
-    return lower + xp.where(xp.tri(n, k=-1, dtype=bool), matrix, zero).mT
+    xp, zero = _numpy_of(matrix), matrix.dtype.type(-0.0)
+    return xp.where(triangle, matrix, zero) + xp.where(without_diagonal, matrix, zero).mT
 
 
 def is_folded(x: HasShape) -> bool:
