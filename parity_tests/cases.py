@@ -50,6 +50,18 @@ def divided(condition: float, times: float = 16) -> dict[str, Tolerance]:
     }
 
 
+# Nine batch normalisations, each of which divides by a deviation, add up their rounding: in float64
+# the two sides are up to 121 epsilon apart there, and in float32 up to 104, with some processors.
+NORMALISED = ("prototypes",)
+
+
+def _through_layers(tolerance: Tolerance, problem: str, dtype: str) -> Tolerance:
+    bound = 256 * EPSILON["float32"]
+    if problem not in NORMALISED or dtype != "float32" or tolerance.bound >= bound:
+        return tolerance
+    return Tolerance(bound, f"{tolerance.reason}; through nine normalised layers: 256 epsilon")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One comparison on one device in one dtype.
@@ -117,8 +129,7 @@ def cases(
             pairs,
             covered,
             "float32" if dtype == "tf32" else dtype,  # pyright: ignore[reportArgumentType]
-            tolerance.bound,
-            tolerance.reason,
+            *_through_layers(tolerance, problem, dtype),
             device,
             dtype == "tf32",
         )
