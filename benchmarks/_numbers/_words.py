@@ -40,8 +40,8 @@ _HELD_BY_TESTS = (
     (
         "factors, bases, powers, averages, accumulation, adapters",
         "`torch_ref`",
-        "1e-10, float64; 1e-5, float32 (3.1e-5 through nine batch normalizations), where nothing is "
-        "divided by eigenvalues",
+        "1e-10, float64; 1e-5, float32 (3.1e-5 through nine batch normalizations), where nothing "
+        "is divided by eigenvalues",
         "make parity",
     ),
     (
