@@ -15,8 +15,6 @@ from benchmarks.optimizers.problems import PROBLEMS
 # equation is above its first at step 60, and at 0.09 of it at step 150.
 STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 10, "vit": 15}
 STEPS |= {"convolution": 30, "diffusion": 30}
-# The quadratic model chooses a rate at every step: what it does at the first shows in a dozen.
-ADAPTIVE_STEPS = 12
 LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
 NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
@@ -24,10 +22,9 @@ NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
 
 def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]:
     """The first loss of a training and its last, of one seed."""
-    steps = STEPS.get(problem.name, problem.steps)
-    if method.name == "kfac":
-        steps = min(steps, ADAPTIVE_STEPS)
-    curve = method.run(problem, data, setting, seed=0, budget=0.0, steps=steps)
+    curve = method.run(
+        problem, data, setting, seed=0, budget=0.0, steps=STEPS.get(problem.name, problem.steps)
+    )
     found = [x for x in curve["loss"][1:] if x is not None]
     assert len(found) == len(curve["loss"]) - 1, "a loss was not finite"
     return [found[0], found[-1]]
