@@ -1,7 +1,8 @@
 """The test process: two host devices, strict promotion, runtime types, examples without flakes.
 
 What must be set before jax is imported goes into the environment here, at import. A variable
-that the caller has set is left alone; the platform is never forced.
+that the caller has set is left alone, but for the one that forbids bytecode; the platform is never
+forced.
 """
 
 import contextlib

@@ -3,10 +3,9 @@
 Run: make faults, which calls python -m benchmarks.faults RECORD COMMIT in a copy of the commit.
 
 The record has the form of the mutants' (``benchmarks.mutants``): what no test has killed and no
-``why`` explains runs again each time. What a test of an earlier commit killed is tried once on this
-commit, with that test alone and, if it passes, with all tests. These are the ones of the fault's
-own file, then the list of its room here: the room's tests beside the code, oracles, and parity in
-float64.
+``why`` explains runs again each time. What a test of an earlier commit killed is tried once more,
+with that test alone and, if it passes, with all tests. These are the ones of the fault's own file,
+then the list of its room here: the room's tests beside the code, oracles, and parity in float64.
 """
 
 import sys

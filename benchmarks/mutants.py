@@ -264,7 +264,9 @@ def run(
             path = Path(mutant["file"])
             beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
             failed = _failing_with(mutant, line, *beside, *tests)
-        stage = "again" if first else "since" if "beside" in mutant else "beside"
+        stage = (
+            "again" if first or "again" in mutant else "since" if "beside" in mutant else "beside"
+        )
         mutant[stage] = {"commit": commit, "killed_by": failed}
         print(f"{mutant['file']}:{line + 1}: {failed or 'SURVIVED'}", flush=True)
         file.write_text(json.dumps(record, indent=1) + "\n")

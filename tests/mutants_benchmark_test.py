@@ -106,3 +106,8 @@ def test_a_killer_that_is_gone_or_fails_by_itself_kills_nothing(three_killed, mo
     mutants.run(Path("record.json"), "new", tests_of=lambda mutant: ["test_all"], again=True)
     first, *others = json.loads(Path("record.json").read_text())["mutants"]
     assert killed_by(first) is None and all(map(killed_by, others))
+
+    monkeypatch.setattr(mutants, "failing", failing)  # a later call, whose tests kill it
+    mutants.run(Path("record.json"), "newer", tests_of=lambda mutant: ["test_x"], again=True)
+    first, *_ = json.loads(Path("record.json").read_text())["mutants"]
+    assert first["again"] == {"commit": "newer", "killed_by": "test_x"} and "since" not in first
