@@ -7,7 +7,7 @@ which the tangents of the parameters meet data.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,59 +24,12 @@ from jaxkfac._jaxpr_compat import (
     call_kind,
     evaluate,
     is_var,
-    scan_counts,
 )
 from jaxkfac.interception._axes import fresh
 from jaxkfac.interception._kind import Data, Value
-from jaxkfac.interception._plan import Facts
+from jaxkfac.interception._plan import Facts, InputsOf, live_inputs, operands_of_call
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception._values import Constant, Parameter
-
-# ---------------- the equations on which the needed outputs depend
-
-
-def visit_live(
-    jaxpr: Jaxpr, is_output_needed: Sequence[bool], visit: Callable[[Eqn], None]
-) -> list[bool]:
-    """Visit the equations on which the needed outputs depend, the last one first.
-
-    Returns:
-        For each input, whether they depend on it.
-    """
-    needed = {v for v, w in zip(jaxpr.outvars, is_output_needed, strict=True) if w and is_var(v)}
-    for eqn in reversed(jaxpr.eqns):
-        if needed.isdisjoint(eqn.outvars):
-            continue
-        wants, kind = [v in needed for v in eqn.outvars], call_kind(eqn)
-        visit(eqn)
-        reads = [True] * len(eqn.invars)
-        if kind == "scan":
-            reads = _live_scan(eqn, wants, visit)
-        elif kind == "cond":
-            branch_reads = [visit_live(branch, wants, visit) for branch, _ in branches_of(eqn)]
-            # Which branch runs is not known, so an operand counts if any branch reads it.
-            reads = [True, *map(any, zip(*branch_reads, strict=True))]
-        # Whether a `while` runs another round may depend on every carry, so all of its operands
-        # count.
-        elif kind is not None and kind != "while":
-            reads = visit_live(body_of(eqn)[0], wants, visit)
-        needed |= {v for v, r in zip(eqn.invars, reads, strict=True) if r and is_var(v)}
-    return [v in needed for v in jaxpr.invars]
-
-
-def _live_scan(eqn: Eqn, wants: list[bool], visit: Callable[[Eqn], None]) -> list[bool]:
-    body, (constants, carried) = body_of(eqn)[0], scan_counts(eqn)
-    while True:  # a carry that is read also needs what it was computed from an iteration before
-        # Without visits until the wanted carries have settled, or equations would be visited once
-        # for each round.
-        reads = visit_live(body, wants, lambda _: None)
-        carries = reads[constants : constants + carried]
-        grown = [*map(any, zip(carries, wants[:carried], strict=True)), *wants[carried:]]
-        if grown == wants:
-            visit_live(body, wants, visit)
-            return reads
-        wants = grown
-
 
 # ---------------- the program of the statistics, beside the call
 
@@ -99,10 +52,9 @@ def step_without_derivative(eqn: Eqn) -> str:
     Such a primitive has the derivative zero, or none, and the custom rule replaces it. So the
     primal, differentiated by JAX, would give no statistics.
     """
-    body, _ = body_of(eqn)
     primitives: list[str] = []
 
-    def visit(inner: Eqn) -> None:
+    def note(inner: Eqn) -> None:
         before = [v.aval for v in inner.invars[:1] if hasattr(v.aval, "dtype")]
         after = inner.outvars[0].aval
         cast = inner.primitive.name == "convert_element_type" and bool(before)
@@ -110,9 +62,23 @@ def step_without_derivative(eqn: Eqn) -> str:
         if inner.primitive.name in _NO_DERIVATIVE or coarse:
             primitives.append(inner.primitive.name)
 
+    def operands_read(_: int, inner: Eqn, results: set[int]) -> Iterable[int]:
+        note(inner)
+        kind = call_kind(inner)
+        # Whether a `while` runs another round may depend on every carry, so all of its operands
+        # count.
+        if kind is None or kind == "while":
+            return range(len(inner.invars))
+        bodies = branches_of(inner) if kind == "cond" else [body_of(inner)]
+        return operands_of_call(inner, results, [inputs_of(body) for body, _ in bodies])
+
+    def inputs_of(body: Jaxpr) -> InputsOf:
+        return lambda outputs: live_inputs(body, outputs, operands_read)
+
     # Only equations that a result depends on: a `round` for a monitor does not make the derivative
     # useless.
-    visit_live(body, [True] * len(body.outvars), visit)
+    body, _ = body_of(eqn)
+    inputs_of(body)(set(range(len(body.outvars))))
     return primitives[-1] if primitives else ""
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
-from jaxkfac._jaxpr_compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
+from jaxkfac._jaxpr_compat import ClosedJaxpr, Eqn, call_kind, is_var, recomputes
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._index import pieces_of
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import EXAMPLES_LOST
-from jaxkfac.interception._plan import Plan
+from jaxkfac.interception._plan import InputsOf, Plan, live_inputs, operands_of_call
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._values import CoverageNote
@@ -34,48 +34,32 @@ def _inputs(
     plan: Plan, outputs: Iterable[int], uses: dict[int, Use], past: Collection[int] = ()
 ) -> set[int]:
     """Positions of the inputs on which some outputs depend; ``uses`` gets the uses on the way."""
-    jaxpr = plan.jaxpr
-    walls = {jaxpr.invars[k] for k in past}
-    live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}
-    for position in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[position]
-        needed_results = {k for k, v in enumerate(eqn.outvars) if v in live}
+    walls = {plan.jaxpr.invars[k] for k in past}
+
+    def operands_read(position: int, eqn: Eqn, results: set[int]) -> Iterable[int]:
         # Behind a stopped gradient no cotangent arrives, so no use there has statistics.
-        if not needed_results or eqn.primitive.name == "stop_gradient":
-            continue
+        if eqn.primitive.name == "stop_gradient":
+            return ()
         within = [k for k, v in enumerate(eqn.invars) if is_var(v) and v in walls]
         if within and call_kind(eqn) == "custom":
-            continue
+            return ()
         uses.update((id(use), use) for use in plan.uses.get(position, ()))
-        read = set(range(len(eqn.invars)))
-        if position in plan.calls:
-            inner, kind = plan.calls[position], call_kind(eqn)
-            uses.update((id(use), use) for use in inner.entries.values())
-            if kind == "scan":
-                read = _inputs_of_scan(inner, *scan_counts(eqn), needed_results, uses)
-            elif kind == "cond":
-                branches = [
-                    _inputs(branch, needed_results, uses) for branch in inner.calls.values()
-                ]
-                read = {0}.union(*({k + 1 for k in operands} for operands in branches))
-            elif kind == "custom":  # a rule has other operands and results than its function
-                uses.update((id(use), use) for use in inner.all_uses())
-            else:
-                read = _inputs(inner, needed_results, uses, within)
-        live |= {v for k in read if is_var(v := eqn.invars[k])}
-    return {k for k, v in enumerate(jaxpr.invars) if v in live}
+        if position not in plan.calls:
+            return range(len(eqn.invars))
+        inner, kind = plan.calls[position], call_kind(eqn)
+        uses.update((id(use), use) for use in inner.entries.values())
+        if kind == "custom":  # a rule has other operands and results than its function
+            uses.update((id(use), use) for use in inner.all_uses())
+            return range(len(eqn.invars))
+        if kind in ("scan", "cond"):
+            within = []
+        bodies = inner.calls.values() if kind == "cond" else [inner]
+        return operands_of_call(eqn, results, [inputs_of(body, within) for body in bodies])
 
+    def inputs_of(body: Plan, past: Collection[int]) -> InputsOf:
+        return lambda outputs: _inputs(body, outputs, uses, past)
 
-def _inputs_of_scan(
-    body: Plan, constants: int, carries: int, needed_results: set[int], uses: dict[int, Use]
-) -> set[int]:
-    """The inputs of a scan; a carry that one iteration reads is returned by the one before."""
-    while True:
-        read = _inputs(body, needed_results, uses)
-        more = {k - constants for k in read if constants <= k < constants + carries}
-        if more <= needed_results:
-            return read
-        needed_results = needed_results | more
+    return live_inputs(plan.jaxpr, outputs, operands_read)
 
 
 # ---------------- parameters that a derivative inside of the program reads a second time

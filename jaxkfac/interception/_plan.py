@@ -1,13 +1,21 @@
 """The records of an analysis: facts about values, and the plan of what to do with each equation."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.typing import ArrayLike
 
-from jaxkfac import _jaxpr_compat
-from jaxkfac._jaxpr_compat import Eqn, Jaxpr, Var, is_stateful
+from jaxkfac._jaxpr_compat import (
+    Eqn,
+    Jaxpr,
+    Var,
+    call_kind,
+    evaluate,
+    is_stateful,
+    is_var,
+    scan_counts,
+)
 from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._kind import Use, Value
@@ -185,6 +193,58 @@ class Plan:
         return list(self.marks.values()) + inner
 
 
+# ---------------- the inputs on which outputs depend
+
+InputsOf = Callable[[set[int]], set[int]]
+"""Positions of the inputs of a jaxpr on which some of its outputs depend."""
+
+
+def live_inputs(
+    jaxpr: Jaxpr,
+    outputs: Iterable[int],
+    operands_read: Callable[[int, Eqn, set[int]], Iterable[int]],
+) -> set[int]:
+    """Positions of the inputs on which some outputs depend.
+
+    Args:
+        jaxpr: The jaxpr.
+        outputs: Positions of the outputs.
+        operands_read: Called with the position of an equation, the equation, and the positions of its
+            results that are needed; returns the positions of the operands that they depend on.
+            Equations without a needed result are left out, and the last one comes first.
+    """
+    live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}
+    for position in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[position]
+        if results := {k for k, v in enumerate(eqn.outvars) if v in live}:
+            operands = operands_read(position, eqn, results)
+            live |= {v for k in operands if is_var(v := eqn.invars[k])}
+    return {k for k, v in enumerate(jaxpr.invars) if v in live}
+
+
+def operands_of_call(eqn: Eqn, results: set[int], bodies: Iterable[InputsOf]) -> set[int]:
+    """Operands on which some results of a scan, a cond or a call depend.
+
+    Args:
+        eqn: The equation.
+        results: Positions of its results.
+        bodies: The dependence of its body, or of each branch of a cond.
+    """
+    if call_kind(eqn) == "cond":
+        # Which branch runs is not known, so an operand counts if any branch reads it.
+        return {0}.union(*({k + 1 for k in inputs_of(results)} for inputs_of in bodies))
+    (inputs_of,) = bodies
+    if call_kind(eqn) != "scan":
+        return inputs_of(results)
+    constants, carries = scan_counts(eqn)
+    while True:  # a carry that one iteration reads is a result of the one before
+        operands = inputs_of(results)
+        more = {k - constants for k in operands if constants <= k < constants + carries}
+        if more <= results:
+            return operands
+        results = results | more
+
+
 # ---------------- the steps of a plan: special equations, and runs of ordinary ones between them
 #
 # A run is one function that is built once and evaluated without change. Emission therefore costs
@@ -234,16 +294,16 @@ def _split(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
             runs[-1].append(position)
         else:
             runs.append([position])
-    needed = {v for v in jaxpr.outvars if _jaxpr_compat.is_var(v)}
+    needed = {v for v in jaxpr.outvars if is_var(v)}
     steps: list[Segment | int] = []
     for run in reversed(runs):
         eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
         written = {v: None for e in eqns for v in e.outvars}
-        read = {v: None for e in eqns for v in e.invars if _jaxpr_compat.is_var(v)}
+        read = {v: None for e in eqns for v in e.invars if is_var(v)}
         if isinstance(run, list):
             outvars = [v for v in written if v in needed]
             invars = [v for v in read if v not in written]
-            run_eqns = _jaxpr_compat.evaluate(eqns, invars, outvars, jaxpr)
+            run_eqns = evaluate(eqns, invars, outvars, jaxpr)
             steps.append(Segment(run_eqns, invars, outvars, eqns))
         else:
             steps.append(run)
