@@ -286,6 +286,15 @@ def test_marks_of_one_row_with_masks_are_refused():
         collect(of_masks)
 
 
+def test_one_mark_with_several_weights_is_refused():
+    def of_weights(p, batch):
+        weighed = lambda w: jk.mark_outputs(model(p, batch[0]), jk.Categorical(), weight=w)
+        return cross_entropy(jax.vmap(weighed)(jnp.array([1.0, 2.0])).mean(0), batch[1])
+
+    with pytest.raises(jk.HiddenMarkError, match=r"mapped by jax.vmap.*after vmap"):
+        collect(of_weights)
+
+
 def test_marks_that_do_not_fit_are_refused():
     z, kind = jnp.ones((N, 3)), jk.Categorical()
     for wrong, words in (

@@ -121,7 +121,7 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     m21, m22 = cross + w2**2 * rho, cross * rho + w2**2
     half = (m11 - m22) / 2
     root = xp.sqrt(half**2 + m12 * m21)
-    # Of two formulas for the eigenvector, the one whose terms have the same sign: no cancellation.
+    # Two formulas give the eigenvector. The one whose terms have the same sign has no cancellation.
     u1, u2 = xp.where(half >= 0, root + half, m12), xp.where(half >= 0, m21, root - half)
     none = (u1 == 0) & (u2 == 0)  # both products are equally near
     u1, u2 = xp.where(none, xp.ones_like(u1), u1), xp.where(none, xp.ones_like(u2), u2)

@@ -254,7 +254,7 @@ def rotated_squares(
     squares = []
     for gradient, about in zip(gradients, rotated_parts(bases), strict=True):
         layer, many = about.layer, len(about.layer.stack)
-        in_range = layer.is_diagonal or about.is_bias  # their squares need no unit
+        in_range = layer.is_diagonal or about.is_bias  # no products of two factors' eigenvalues
         unit = None if in_range else bases.block_root(layer)
         squares.append(sum_over_axis(jnp.square(in_unit(gradient, unit)), many))
     return squares

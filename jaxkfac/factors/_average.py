@@ -307,7 +307,7 @@ def check_same_layers(factors: OfLayers, expected: OfLayers) -> None:
             raise ValueError(layer_difference(one, other))
 
 
-_SHOWN = 48  # characters of a name or value in an error
+_MAX_SHOWN = 48  # characters; a longer repr is cut in the middle
 
 
 def layer_difference(layer: Layer, expected: Layer) -> str:
@@ -334,8 +334,8 @@ def layer_difference(layer: Layer, expected: Layer) -> str:
 
 def _cut(value: Any) -> str:
     """A value in a few characters, without its middle if it is long."""
-    text, half = repr(value), (_SHOWN - 1) // 2
-    return text if len(text) <= _SHOWN else f"{text[:half]}…{text[-half:]}"
+    text, half = repr(value), (_MAX_SHOWN - 1) // 2
+    return text if len(text) <= _MAX_SHOWN else f"{text[:half]}…{text[-half:]}"
 
 
 # ---------------- sums of very many batches

@@ -227,8 +227,8 @@ class Empirical(Estimator):
         batch: ArrayTree,
         outputs: Callable[[Mapping[str, Slot]], ArrayTree],
     ) -> ArrayTree:
-        # With several outputs of unlike shares, the loss's cotangents are no common multiple of the
-        # Fisher's, so the given targets take a pass of their own.
+        # The loss's cotangents may need another factor for each output to become the Fisher's. The
+        # emitted sums hold only their total, so the given targets then take a pass of their own.
         if at.own is not None:
             return outputs(at.vjp(at.own()))
         sums, scale = outputs(at.emitted), at.own_scale

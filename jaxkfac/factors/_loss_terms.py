@@ -161,8 +161,8 @@ class Head(NamedTuple):
             along = column * vector
             return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
 
-        # A loop: all columns at once would be as many copies of the outputs, for a vocabulary its
-        # square.
+        # This is a loop, because all columns at once would be as many copies of the outputs as
+        # there are classes.
         return jax.lax.fori_loop(0, self.columns, add, jnp.zeros_like(vector))
 
     @property

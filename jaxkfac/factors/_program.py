@@ -99,7 +99,6 @@ class Linearised(NamedTuple):
         nan = jnp.asarray(jnp.nan, self.terms.dtype)
         bad, axes = jnp.isnan(self.value), tuple(sorted(varying_axes(self.value)))
         if axes:
-            # Sums run over all devices, so a NaN on one of them makes all of them NaN.
             bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
         return jnp.where(bad, nan, jnp.square(self.terms))
 
@@ -365,8 +364,8 @@ class Program:
         handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: ArrayTree) -> ArrayTree:
-            # Put back inside the differentiated function, where they are closed over and get no
-            # cotangent.
+            # The differentiated function closes over the constants and puts them back here, so they
+            # get no cotangent.
             slots_with_constants = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()

@@ -131,7 +131,7 @@ def _check_labels(traced: Traced, labels: Any) -> None:
                 "samples for each mark"
             )
         head = Head(mark.likelihood, mark.shape, name=f"labels[{k}]")
-        one = jax.ShapeDtypeStruct(mine.shape[1:], mine.dtype)  # no values: masked ones are free
+        one = jax.ShapeDtypeStruct(mine.shape[1:], mine.dtype)  # masked terms may have any label
         jax.eval_shape(lambda targets, head=head: head._replace(targets=targets).check(), one)
 
 

@@ -220,7 +220,7 @@ def _broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
 # outer products and squares are formed afterwards, because they are not linear.
 
 
-ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
+ExampleAxes = Sequence[tuple[Atoms, int]]  # atoms and length of each leading axis of the outputs
 
 
 def example_sums(

@@ -259,7 +259,7 @@ def _untouched(eqn: Eqn, position: int) -> int:
         return _agreeing(eqn.params["permutation"], range(len(before)))
     if name == "squeeze":
         return min(eqn.params["dimensions"], default=len(before))
-    # Leading axes that keep their size in a row-major reshape are left alone by it.
+    # A row-major reshape leaves leading axes alone as long as their sizes stay the same.
     if name == "reshape" and _jaxpr_compat.read_order(eqn) == tuple(range(len(before))):
         return _agreeing(before, eqn.outvars[0].aval.shape)
     return 0

@@ -329,8 +329,8 @@ class EquationRules(Facts):
             use.kind.place(use, axes)
             use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]
         product = uses[0].kind.product_axes(uses[0], len(axes))
-        # A bias that is added to the product of a computed weight is a parameter, and its block's
-        # weight is none, so they are not joined.
+        # A bias that is added to the product of a computed weight is a parameter, but the weight of
+        # its block is not. So they are not joined.
         if product is None or uses[0].view.computed_from:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)

@@ -183,10 +183,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     x, axis = operands[0], axes[0]
-    # Only the weight or the mask is mapped. The outputs are common to all calls, and so is their
-    # mark.
-    if axis is None:
-        return _primitive.bind(*operands, **params), axis
+    # Also where the outputs are common to all calls: the mark would keep the mapped axis of its
+    # weight or mask, and that of a weight could pass for an axis of the outputs.
     if any(a is not None for a in axes[1:]):
         raise HiddenMarkError(
             "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "

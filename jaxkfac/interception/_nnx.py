@@ -64,7 +64,7 @@ def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
         return [any(ways) for ways in zip(*branches, strict=True)]
     if kind == "scan":
         constants, carries = scan_counts(eqn)
-        while True:  # until no further carry depends on one
+        while True:  # a dependence may take several iterations to reach a carry
             out = reading(body_of(eqn)[0], read)
             grown = [a or b for a, b in zip(read[constants : constants + carries], out)]
             if grown == read[constants : constants + carries]:

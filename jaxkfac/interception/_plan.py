@@ -209,8 +209,8 @@ def live_inputs(
     Args:
         jaxpr: The jaxpr.
         outputs: Positions of the outputs.
-        operands_read: Called with the position of an equation, the equation, and the positions of its
-            results that are needed; returns the positions of the operands that they depend on.
+        operands_read: Called with the position of an equation, the equation, and the positions of
+            its results that are needed; returns the positions of the operands that they depend on.
             Equations without a needed result are left out, and the last one comes first.
     """
     live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}

@@ -81,7 +81,8 @@ def uses_in(
     no_rule = isinstance(view_uses, str)
     if kind is None or (no_rule and kind.elementwise):
         return view_uses
-    # If the visible views form no matrix (a kernel behind exp, joined tables), all are behind.
+    # If the visible views form no matrix (a kernel behind exp, joined tables), all parameters of
+    # the operands count as behind the weight.
     behind = [(k, p) for k, v in enumerate(ins) for p in (_paths(v) if no_rule else _hidden(v))]
     weights = [k for k, v in enumerate(ins) if _paths(v) and (no_rule or _is_computed(v))]
     weight_uses = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]

@@ -228,8 +228,8 @@ class Workers:
 
     def put(self, job: Job) -> None:
         """Queue a job; a job that is queued twice still runs once."""
-        # Queued before it is registered: an interrupt in between leaves a job that runs, and not
-        # one that is waited for and never runs.
+        # The job is queued before it is registered: an interrupt in between leaves a job that runs
+        # unobserved; the other order would leave a registered job that never runs.
         self._jobs.put(job)
         with self._monitor.changing():
             if job.call is not None:

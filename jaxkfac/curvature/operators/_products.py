@@ -124,8 +124,8 @@ def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     """
     losses, samples = _losses_of(chunk)
     _, vjp = jax.vjp(losses, chunk.leaves)
-    # J v holds g_n^T v for every example and sample, and J^T of it adds up g_n (g_n^T v): no
-    # gradient of an example is formed.
+    # J v holds g_n^T v for every example and sample, and the product of J^T with it is the sum of
+    # g_n (g_n^T v).
     _, pushed = jax.jvp(losses, (chunk.leaves,), (vector,))
     return vjp(pushed / samples)[0]
 

@@ -103,7 +103,7 @@ def label_inputs(
     any_linked = bool(labels)
     for k in axes_of:
         # Batch statistics may by chance have as many channels as there are examples. Where another
-        # input shows the example axis, such a state is not taken for one.
+        # input shows the example axis, that axis of a state is not taken for the examples.
         if k in labels or (k in state and any_linked):
             continue
         axis = next((d for d, size in enumerate(shapes[k]) if size == number), None)

@@ -130,7 +130,8 @@ def _put(
     low = np.full(out_shape, MIXED, np.int32)
     at = [np.broadcast_to(np.zeros(1, int) if x is None else x, full).ravel() for x in index]
     sizes = zip(at, out_shape, strict=True)
-    # What is still out of bounds here is dropped, as JAX does it.
+    # JAX drops a window that is partly out of bounds. Here its inner entries keep their labels,
+    # which can only make the answer more cautious.
     in_bounds = np.logical_and.reduce([(i >= 0) & (i < s) for i, s in sizes]) if at else slice(None)
     values = np.broadcast_to(updates, full).ravel()
     where = tuple(i[in_bounds] for i in at)

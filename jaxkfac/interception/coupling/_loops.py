@@ -137,7 +137,7 @@ def scan(
     ins = list(ins)
     # A parameter that is the initial carry is a layer whose rows are the carry's, so it has to be
     # followed as rows before the body sees it.
-    for position in {} if plan is None else plan.entries:  # a learned initial state has rows
+    for position in {} if plan is None else plan.entries:
         ins[position] = follower.as_rows(eqn.invars[position], ins[position])
     # The budget counts equations, not iterations: nested loops multiply, and following takes time
     # for each equation.

@@ -29,7 +29,8 @@ from jaxkfac.interception.coupling._values import (
     rank_of,
 )
 
-_ADDS = frozenset("psum psum2 psum_invariant pmax pmin ppermute".split())  # elementwise ones
+# Collectives whose results keep each entry at its position; all others move entries along an axis.
+_IN_PLACE = frozenset("psum psum2 psum_invariant pmax pmin ppermute".split())
 
 
 def shard_map(
@@ -172,7 +173,7 @@ def collective(
                 labels = labels.squeeze(tuple(summed))
             # `all_gather`, `all_to_all` and the like also move entries along an axis, so no entry
             # keeps its label.
-            if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _ADDS):
+            if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _IN_PLACE):
                 labels = reduced(labels, range(labels.ndim))
                 labels = None if labels is None else labels.reshape((1,) * rank)
             by_question[q] = joined_examples(Dependence(labels, x.of(q).reason), reason=reason)
