@@ -3,7 +3,7 @@
 
 _KEYS_BY_REASON = {
     "It chooses the words of an error message or of a printed plan.": (
-        "jaxkfac/factors/_average.py:_cut: len(text) <= _SHOWN",
+        "jaxkfac/factors/sums/_average.py:_cut: len(text) <= _MAX_SHOWN",
         "jaxkfac/factors/_passes.py:PassPlan.__str__: count > 1",
         "jaxkfac/curvature/host/_push.py:Push._load: len(names) == 1",
         "jaxkfac/curvature/host/_store.py:Store.require: self.disk or fixed > self._limit",
@@ -18,7 +18,7 @@ _KEYS_BY_REASON = {
         "jaxkfac/factors/_scalar_loss.py:_check_labels: number != len(traced.marks)",
         "jaxkfac/curvature/host/_store.py:Store.require: needed > self._limit",
         "jaxkfac/lslora/_pretrained.py:stacks_of: m not in all_modules",
-        "jaxkfac/curvature/_damped_gradients.py:check_disjoint: sum((matrix.size for _, matrix in owned)) > covered",
+        "jaxkfac/uses/_damped_gradients.py:check_disjoint: sum((matrix.size for _, matrix in owned)) > covered",
         "jaxkfac/curvature/_eigenbases.py:check_all_vectors: spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1",
     ),
     "It finds a layer or refuses a parameter by name, before any number.": (

@@ -17,12 +17,12 @@ from benchmarks.mutants import drawn, run
 RECORD = Path(__file__).parent / "results" / "faults.json"
 SEED, DRAWN = 40, 20
 FACTORS = (
-    "jaxkfac/factors/_patches_test.py jaxkfac/factors/_average_test.py jaxkfac/kinds "
+    "jaxkfac/factors/_patches_test.py jaxkfac/factors/sums/_average_test.py jaxkfac/kinds "
     "parity_tests/factors_test.py parity_tests/averages_test.py tests/factors_oracle_test.py"
 )
 ROOMS = {  # sources of the draw; tests, those that are quick first
     "kinds": ("kinds/*", FACTORS),
-    "linalg": ("linalg/*", "jaxkfac/linalg parity_tests/powers_test.py"),
+    "linalg": ("linalg/* linalg/spectral/*", "jaxkfac/linalg parity_tests/powers_test.py"),
     "NF4": ("lslora/nf4/*", "jaxkfac/lslora/nf4 parity_tests/adapters_nf4_test.py"),
     "optim": ("optim/*", "jaxkfac/optim parity_tests/accumulation_test.py"),
 }

@@ -43,7 +43,7 @@ import numpy as np
 import jaxkfac as jk
 from benchmarks.factors import cases, seconds
 from jaxkfac.curvature.host import HostCurvature, _decompose
-from jaxkfac.factors import Factors
+from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer, ParameterMatrix
 
 SIZE, LAYERS = 1024, 6

@@ -28,11 +28,14 @@ RECORD = Path(__file__).parent / "results" / "mutants.json"
 AGAIN = RECORD.with_stem("mutants-again")
 ORACLES = [f"tests/{x}_test.py" for x in ("factors_oracle", "constant_rows", "invariants", "nf4")]
 ROOMS = {  # sources; folders whose tests run before the oracles
-    "linalg": ("linalg/*", "linalg curvature"),
+    "linalg": ("linalg/* linalg/spectral/*", "linalg curvature"),
     "kinds": ("kinds/*", "kinds factors curvature/ekfac interception"),
-    "masks": ("*/_row_masks */_propagate */_axes */_examples", "interception factors"),
-    "factors": ("factors/*", "factors"),
-    "curvature": ("curvature/*", "curvature optim"),
+    "masks": (
+        "*/_row_masks */_propagate */_axes */_examples */values/_axes",
+        "interception factors",
+    ),
+    "factors": ("factors/* factors/sums/*", "factors"),
+    "curvature": ("curvature/* uses/_damped_gradients uses/_rotated_blocks", "curvature optim"),
     "EKFAC": ("curvature/ekfac/*", "curvature/ekfac"),
     "host": ("curvature/host/*", "curvature/host"),
     "accumulation": ("optim/_multi_steps optim/_accumulators optim/_trees", "optim"),
@@ -197,9 +200,17 @@ def passing_tests(tests: Sequence[str]) -> set[str]:
     return {test for test in tests if not failing(test)}
 
 
+def _file_of(mutant: Mapping[str, Any]) -> Path:
+    """Its file, also where this has moved to another folder of the same room."""
+    path = Path(mutant["file"])
+    if path.exists():
+        return path
+    return next(Path(*path.parts[:2]).rglob(path.name), path)
+
+
 def _line_of(mutant: Mapping[str, Any]) -> int | None:
     """Which line of its file it changes, from 0: of equal ones the nearest to the recorded one."""
-    path = Path(mutant["file"])
+    path = _file_of(mutant)
     rows = path.read_text().split("\n") if path.exists() else []
     at = [i for i, row in enumerate(rows) if row == mutant["before"]]
     return min(at, key=lambda i: abs(i + 1 - mutant["line"]), default=None)
@@ -207,7 +218,7 @@ def _line_of(mutant: Mapping[str, Any]) -> int | None:
 
 def _failing_with(mutant: Mapping[str, Any], line: int, *tests: str) -> str | None:
     """The first test that fails while the mutant is in its file."""
-    path = Path(mutant["file"])
+    path = _file_of(mutant)
     source = path.read_text()
     rows = source.split("\n")
     path.write_text("\n".join([*rows[:line], mutant["after"], *rows[line + 1 :]]))
@@ -261,7 +272,7 @@ def run(
             if tests not in passing and (without := failing(*tests)):
                 sys.exit(f"without a mutant: {without}")
             passing.add(tests)
-            path = Path(mutant["file"])
+            path = _file_of(mutant)
             beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
             failed = _failing_with(mutant, line, *beside, *tests)
         stage = (

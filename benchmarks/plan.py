@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
-from jaxkfac.interception import Window
+from jaxkfac.interception.values import Window
 from jaxkfac.planning import (
     CompiledBytes,
     EncoderDecoderLayout,

@@ -74,8 +74,8 @@ def house() -> dict[str, Any]:
         "files": len(texts),
         "median code lines": statistics.median(chapters),
         "below 40 code lines, __init__ left out": f"{_share(n < 40 for n in chapters)}",
-        "library, lines / files": _sizes(set(texts) - application, texts),
-        "application, lines / files": _sizes(application, texts),
+        "library, code lines / files": _sizes(set(texts) - application, lines),
+        "application, code lines / files": _sizes(application, lines),
         "circles of files": [len(circle) for circle in _circles(trees)],
         "vague names": _share(name.strip("_") in VAGUE for name in names),
         f"comments per 100 code lines, {', '.join(REASONED)}": round(
@@ -94,8 +94,8 @@ def _share(values: Iterable[bool]) -> str:
     return f"{sum(flags) / len(flags):.1%}"
 
 
-def _sizes(paths: set[Path], texts: dict[Path, str]) -> str:
-    return f"{sum(texts[path].count(chr(10)) for path in paths)} / {len(paths)}"
+def _sizes(paths: set[Path], lines: dict[Path, int]) -> str:
+    return f"{sum(lines[path] for path in paths)} / {len(paths)}"
 
 
 def _code(text: str, tree: ast.Module) -> set[int]:

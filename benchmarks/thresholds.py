@@ -31,6 +31,7 @@ from benchmarks._thresholds_reasons import REASONS
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "thresholds.json"
 ROOMS = ("factors", "kinds", "linalg", "curvature", "lslora", "optim")
+BLOCKS = ("uses/_damped_gradients.py", "uses/_rotated_blocks.py")  # arithmetic of one block
 # What compares numbers with another computation of them, the best first: PyTorch; the same
 # mathematics written out densely in float64, across rooms; and beside the code.
 PARITY = ("parity_tests/",)
@@ -48,11 +49,12 @@ ORACLES = tuple(
 BESIDE = tuple(
     f"jaxkfac/{room}/_{name}_test.py"
     for room, names in {
-        "linalg": "chunks eigh gram inverse kronecker orthogonal_iteration packed rcond sums "
-        "triangle",
+        "linalg": "chunks gram packed sums triangle",
+        "linalg/spectral": "eigh inverse kronecker orthogonal_iteration rcond",
         "kinds": "squares",
-        "factors": "average budgeted convolution_programs example_sums explicit_net features "
-        "fisher likelihoods long_sum packed_factors patches subsample turns wide_sides",
+        "factors": "budgeted convolution_programs example_sums explicit_net features fisher "
+        "likelihoods packed_factors patches subsample turns wide_sides",
+        "factors/sums": "average long_sum",
         "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
         "orientations",
         "curvature/capacity": "metrics order",
@@ -100,10 +102,11 @@ def main() -> int:
 
 def files() -> Iterator[Path]:
     """The modules of the rooms, without tests."""
-    for room in ROOMS:
-        for path in sorted((ROOT / "jaxkfac" / room).rglob("*.py")):
-            if not path.name.endswith(("_test.py", "conftest.py")):
-                yield path.relative_to(ROOT)
+    library = ROOT / "jaxkfac"
+    paths = [path for room in ROOMS for path in sorted((library / room).rglob("*.py"))]
+    for path in (*paths, *(library / name for name in BLOCKS)):
+        if not path.name.endswith(("_test.py", "conftest.py")):
+            yield path.relative_to(ROOT)
 
 
 @functools.cache

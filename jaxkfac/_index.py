@@ -14,13 +14,9 @@ from jaxkfac._errors import (
     UnknownLayerError,
 )
 from jaxkfac.curvature import (
-    CapacityMetrics,
     Eigenbases,
     HostCurvature,
     apply_power,
-    capacity_interval,
-    capacity_metrics,
-    compare_capacity,
     correct_eigenvalues,
     eigendecompose,
     fisher_vector_product,
@@ -28,18 +24,26 @@ from jaxkfac.curvature import (
     operators,
     reconstruct,
 )
+from jaxkfac.curvature.capacity import (
+    CapacityMetrics,
+    capacity_interval,
+    capacity_metrics,
+    compare_capacity,
+)
 from jaxkfac.curvature.operators import spectrum
 from jaxkfac.factors import (
     Bernoulli,
     Categorical,
+    Gaussian,
+    Objective,
+    value_grad_and_factors,
+)
+from jaxkfac.factors.sums import (
     DiagonalFactor,
     Factors,
-    Gaussian,
     KroneckerFactor,
     LongSum,
-    Objective,
     update_average,
-    value_grad_and_factors,
 )
 from jaxkfac.interception import (
     Layer,

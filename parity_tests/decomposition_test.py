@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
-from jaxkfac import linalg
+from jaxkfac.linalg import spectral
 from parity_tests.cases import cases, exact, over
 from parity_tests.compare import Pair
 from parity_tests.factors_test import factor_pairs
@@ -91,7 +91,7 @@ def _matrix() -> np.ndarray:
 
 def one_matrix(sides: Sides) -> Iterable[Pair]:
     for condition, floor in ((1e2, 0.0), (1e4, 0.0), (1e6, 1e-3), (1.0, 0.0)):
-        ours = jax.jit(linalg.eigh_clipped, static_argnames=("max_condition", "floor"))(
+        ours = jax.jit(spectral.eigh_clipped, static_argnames=("max_condition", "floor"))(
             jnp.asarray(_matrix(), sides.dtype), max_condition=condition, floor=floor
         )
         spectrum = decompose(
@@ -99,11 +99,11 @@ def one_matrix(sides: Sides) -> Iterable[Pair]:
         )
         where = f"condition {condition:g}, floor {floor:g}"
         yield Pair(where, "values", ours.values, spectrum.values)
-        found = linalg.from_spectrum(ours.values, ours.vectors)
+        found = spectral.from_spectrum(ours.values, ours.vectors)
         yield Pair(where, "matrix", found, dense(spectrum))
-        host = linalg.eigh_on_host(_matrix().astype(sides.dtype), name="matrix", vectors=True)
-        clipped = linalg.clip_eigenvalues(jnp.asarray(host.values), condition, floor)
-        found = linalg.from_spectrum(clipped, jnp.asarray(host.vectors))
+        host = spectral.eigh_on_host(_matrix().astype(sides.dtype), name="matrix", vectors=True)
+        clipped = spectral.clip_eigenvalues(jnp.asarray(host.values), condition, floor)
+        found = spectral.from_spectrum(clipped, jnp.asarray(host.vectors))
         yield Pair(where, "matrix on the host", found, dense(spectrum))
 
 

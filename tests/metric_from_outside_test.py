@@ -8,7 +8,8 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.curvature.capacity import METRICS, _definitions, metric
-from jaxkfac.jobs.report import CapacityReport, capacity_table, comparison_table, model_table
+from jaxkfac.jobs.report import CapacityReport
+from jaxkfac.jobs.report._capacity import capacity_table, comparison_table, model_table
 
 
 @pytest.fixture

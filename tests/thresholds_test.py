@@ -89,7 +89,10 @@ def test_a_copy_notes_the_sides_that_it_takes_and_returns_the_same(tmp_path, mon
 
 def test_parity_goes_before_an_oracle_and_an_oracle_before_other_tests():
     kinds = ("parity_tests/a_test.py::test_f", "tests/oracle_test.py::test_f")
-    kinds += ("jaxkfac/linalg/_eigh_test.py::test_f", "jaxkfac/linalg/_eigh_test.py::test_f_named")
+    kinds += (
+        "jaxkfac/linalg/spectral/_eigh_test.py::test_f",
+        "jaxkfac/linalg/spectral/_eigh_test.py::test_f_named",
+    )
     assert [thresholds.rank(test) for test in kinds] == [0, 1, 2, 3]
     assert thresholds.rank("jaxkfac/curvature/host/_state_test.py::test_f") == 3
     for i, better in enumerate(kinds):

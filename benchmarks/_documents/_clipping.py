@@ -10,7 +10,7 @@ import torch
 from benchmarks._documents._bytes import MIB, compiled, storages
 from benchmarks._documents._claim import Context, Measured
 from benchmarks._documents._kfac_7b import collecting
-from jaxkfac.linalg import eigh_clipped, from_spectrum
+from jaxkfac.linalg.spectral import eigh_clipped, from_spectrum
 from torch_ref import unfixed
 from torch_ref.linalg import decompose, rebuild
 

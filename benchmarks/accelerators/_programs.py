@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 import jaxkfac as jk
 from jaxkfac.factors import Pass, plan_passes, smallest_budget
-from jaxkfac.interception import Window
+from jaxkfac.interception.values import Window
 from jaxkfac.models import Cached, Decoder, DecoderConfig, Tokens, empty_cache
 
 

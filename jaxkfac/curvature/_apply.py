@@ -31,7 +31,7 @@ from jaxkfac.curvature._layer_power import (
     write_solved,
 )
 from jaxkfac.curvature._placement import put_result, result_sharding
-from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
+from jaxkfac.linalg.spectral import Damping, DampingMode, check_damping, check_rcond
 
 # ---------------- stacking small layers
 
@@ -215,7 +215,7 @@ def apply_power(
             gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; may be
             traced.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``, see
-            :func:`jaxkfac.linalg.kronecker_power`. A pair is always added per factor.
+            :func:`jaxkfac.linalg.spectral.kronecker_power`. A pair is always added per factor.
             Blocks of one factor (diagonals, separate biases) have one form.
         missing: What to do with parameters, or slices of them, that no layer covers:
             ``"raise"``; ``"identity"`` keeps them; ``"zero"`` zeroes them. With the latter two,

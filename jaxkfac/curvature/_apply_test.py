@@ -18,7 +18,7 @@ from jaxkfac.curvature import (
     natural_gradient,
 )
 from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.linalg import check_damping
+from jaxkfac.linalg.spectral import check_damping
 
 DENSE = (layer("w", (3, 4), bias="b"), layer("u", (4, 2)))
 STACKED = (layer("s", (2, 3, 4), bias="sb", stack=1),)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.linalg import eigh_checked
+from jaxkfac.linalg.spectral import eigh_checked
 from jaxkfac.memory import in_equal_shares
 
 

@@ -16,20 +16,18 @@ from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, number, short_repr, table_html
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.factors import (
+from jaxkfac.factors import Estimator, ModelCall, Program
+from jaxkfac.factors.sums import (
     BiasMode,
     Corrections,
-    Estimator,
     Factors,
     MeasuredValues,
-    ModelCall,
     Origin,
-    Program,
     check_same_layers,
     check_same_origin,
 )
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import Spectrum, block_root, clip_eigenvalues
+from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 
 
 class KroneckerEigenbasis(NamedTuple):

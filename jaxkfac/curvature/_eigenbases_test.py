@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.curvature import apply_power, eigendecompose, identity_bases
-from jaxkfac.factors import Corrections
 from jaxkfac.factors._explicit_net_test import NET, random_factors
+from jaxkfac.factors.sums import Corrections
 
 FACTORS = random_factors(NET, jax.random.key(0))
 IDENTITY = identity_bases(FACTORS)

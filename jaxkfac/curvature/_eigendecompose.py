@@ -25,21 +25,21 @@ from jaxkfac.curvature._placement import (
     solve_divided,
     solve_on_host,
 )
-from jaxkfac.factors import (
+from jaxkfac.factors.sums import (
     DiagonalFactor,
     Factors,
     KroneckerFactor,
     check_all_layers,
     mean_of,
 )
-from jaxkfac.linalg import (
+from jaxkfac.linalg import unfolded
+from jaxkfac.linalg.spectral import (
     Spectrum,
     check_clipping,
     eigh_checked,
     eigh_in_turn,
     from_spectrum,
     host_dtype,
-    unfolded,
 )
 from jaxkfac.memory import whole_here
 

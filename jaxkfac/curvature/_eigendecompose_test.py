@@ -10,9 +10,10 @@ from jaxkfac.curvature import _eigendecompose as module
 from jaxkfac.curvature import _placement as host_module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import matrices_that_fit
-from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.linalg import Spectrum
+from jaxkfac.factors.sums import zeros_like
+from jaxkfac.linalg.spectral import Spectrum
 
 LAYERS = (
     layer("q", (3, 4), bias="q_bias"),

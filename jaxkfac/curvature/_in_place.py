@@ -22,19 +22,16 @@ from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
 from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature._placement import solver_scratch
-from jaxkfac.factors import Factors
-from jaxkfac.linalg import (
+from jaxkfac.factors.sums import Factors
+from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
+from jaxkfac.linalg.spectral import (
     Damping,
     DampingMode,
     Spectrum,
     damped_inverse,
     eigh_checked,
-    fold_triangle,
     in_sequence,
-    is_folded,
     iterate_eigenvectors,
-    unfolded,
-    unfolded_size,
 )
 
 Failed = Int[Array, ""]

@@ -17,24 +17,21 @@ from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors import BiasMode, Factors, check_all_layers, packed_matrix
+from jaxkfac.factors.sums import BiasMode, Factors, check_all_layers, packed_matrix
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import (
+from jaxkfac.linalg import alike, diagonal, unfolded, unfolded_size
+from jaxkfac.linalg.spectral import (
     Damping,
     DampingMode,
-    alike,
     check_clipping,
     check_damping,
     clip_eigenvalues,
     damped_inverse,
-    diagonal,
     diagonal_power,
     factor_damping,
     is_separable,
     power_or_zero,
     row_sums,
-    unfolded,
-    unfolded_size,
 )
 
 
@@ -137,7 +134,7 @@ def invert(
 
     The damping must be separable (``"factored"``, ``"pi"`` or a pair), so that the inverse of
     $(A + \delta_A) \otimes (G + \delta_G)$ is the product of two inverses. The split by $\pi$ is
-    that of :func:`jaxkfac.linalg.kronecker_power`.
+    that of :func:`jaxkfac.linalg.spectral.kronecker_power`.
 
     An eigendecomposition raises eigenvalues below $\lambda_{\max}/\kappa$ or ``floor`` one by one
     and then adds the damping. Here a matrix gets the largest of its damping,
@@ -276,7 +273,7 @@ def inversion(
 def _factor_dampings(
     of_a: list[Array], of_g: list[Array], damping: Damping, mode: DampingMode
 ) -> list[tuple[Array, Array]]:
-    """:func:`jaxkfac.linalg.factor_damping` of each pair of means; alike pairs in one call."""
+    """:func:`~jaxkfac.linalg.spectral.factor_damping` of each pair; alike pairs in one call."""
     # A stack may share one A, whose mean is then a scalar beside G's stack.
     pairs = [jnp.broadcast_arrays(a, g) for a, g in zip(of_a, of_g, strict=True)]
     of_a, of_g = [a for a, _ in pairs], [g for _, g in pairs]

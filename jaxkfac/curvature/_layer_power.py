@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jaxkfac.curvature._eigenbases import (
     KroneckerEigenbasis,
     map_slices,
 )
-from jaxkfac.interception import Index, Layer, ParameterMatrix, kind_named, slices
-from jaxkfac.linalg import (
+from jaxkfac.interception import Layer, ParameterMatrix, kind_named
+from jaxkfac.interception.values import Index, slices
+from jaxkfac.linalg.spectral import (
     Damping,
     DampingMode,
     ScaledPower,
@@ -102,6 +103,18 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[Index]) -> np.ndarray:
     for index in indices:
         mask[slices(index)] = False
     return mask.reshape((*shape[:depth], *[1] * (len(shape) - depth)))
+
+
+def parameters_outside(
+    layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Paths of the parameters that no layer owns completely."""
+    indices = covered_indices(layers)
+    return tuple(
+        path
+        for path, shape in shapes.items()
+        if path not in indices or uncovered_mask(shape, indices[path]).any()
+    )
 
 
 # ---------------- the power of one layer's block

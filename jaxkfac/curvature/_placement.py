@@ -15,7 +15,13 @@ from jaxtyping import Array
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import NonFiniteFactorError, nearest
 from jaxkfac.curvature._layout import EigenBlock
-from jaxkfac.linalg import HostDType, HostSpectrum, Spectrum, eigh_on_host, in_sequence
+from jaxkfac.linalg.spectral import (
+    HostDType,
+    HostSpectrum,
+    Spectrum,
+    eigh_on_host,
+    in_sequence,
+)
 from jaxkfac.memory import ProcessGroup, free_bytes, in_equal_shares, put_leaf, whole_here
 
 # ---------------- memory of a decomposition

@@ -14,8 +14,6 @@ from jaxtyping import Array, Bool, Int, Key
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,
@@ -25,7 +23,10 @@ from jaxkfac.factors._passes import (
 )
 from jaxkfac.factors._scalar_loss import AdaptationOfBatch
 from jaxkfac.factors._statistics import PassPart
-from jaxkfac.interception import Layer, Window
+from jaxkfac.factors.sums._factors import BiasMode, Factors
+from jaxkfac.factors.sums._origin import Origin
+from jaxkfac.interception import Layer
+from jaxkfac.interception.values import Window
 from jaxkfac.memory import whole_here
 
 _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")

@@ -16,18 +16,14 @@ from jaxtyping import Array, Bool, Key
 from jaxkfac._arguments import ArrayTree, check_arrays, leaves_by_path, with_leaves
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac.factors._average import zeros_like
-from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import (
     check_alone,
     diagonal_layers,
     marked_diagonals,
     per_example_diagonals,
 )
-from jaxkfac.factors._factors import BiasMode, Factors, with_origin
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._objective import ModelCall, Objective
-from jaxkfac.factors._origin import Origin, Turn
 from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
@@ -38,7 +34,12 @@ from jaxkfac.factors._scalar_loss import (
     warn_of_sum,
 )
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.interception import Layer, Staged, TraceCache, Traced, Window, fast_convolutions
+from jaxkfac.factors.sums._average import zeros_like
+from jaxkfac.factors.sums._corrections import Corrections, Measurable
+from jaxkfac.factors.sums._factors import BiasMode, Factors, with_origin
+from jaxkfac.factors.sums._origin import Origin, Turn
+from jaxkfac.interception import Layer, Staged, TraceCache, Traced, fast_convolutions
+from jaxkfac.interception.values import Window
 from jaxkfac.kinds import Precision, Products
 from jaxkfac.linalg import statistics_dtype
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors.sums._factors import Factors
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Key, Num, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import check_key, one_of
@@ -17,8 +17,9 @@ from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._objective import Batch, check_array
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Slot, fast_convolutions
-from jaxkfac.linalg import statistics_dtype, sum_over_chunks
+from jaxkfac.interception import fast_convolutions
+from jaxkfac.interception.values import Slot
+from jaxkfac.linalg import sum_over_chunks
 
 # ---------------- the interface of a Fisher type
 
@@ -423,12 +424,6 @@ def _check_hashable(fisher: Estimator) -> None:
                 f"fisher: {type(fisher).__name__}.{name} is a {type(value).__name__}, which has no "
                 "hash, and the fields of an Estimator are static: give a tuple or a number"
             ) from None
-
-
-def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array, "*shape"]:
-    """``x / count`` in the dtype of ``x``; the division is in float32, 16 bits hold no count."""
-    wide = x.astype(statistics_dtype(x.dtype))
-    return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
 def of_this_device(key: Key[Array, ""], outputs: ArrayTree) -> Key[Array, ""]:

@@ -18,7 +18,8 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import check_likelihood, decoded_shapes, trace
+from jaxkfac.interception import check_likelihood, trace
+from jaxkfac.interception.values import decoded_shapes
 
 # ---------------- compiled programs of an objective
 

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkfac.factors import update_average, value_grad_and_factors, zeros_like
+from jaxkfac.factors import value_grad_and_factors
 from jaxkfac.factors._explicit_net_test import layer, random_factors
+from jaxkfac.factors.sums import update_average, zeros_like
 from jaxkfac.linalg import diagonal, fold_triangle, is_folded, unfolded, unfolded_size
 
 LAYERS = (

@@ -39,14 +39,13 @@ from jaxkfac.interception import (
     Marked,
     RowMask,
     Site,
-    Slot,
     TraceCache,
     Traced,
-    Window,
     trace,
     trace_marked,
 )
 from jaxkfac.interception.coupling import Question, Word
+from jaxkfac.interception.values import Slot, Window
 from jaxkfac.linalg import statistics_dtype
 
 

@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from jaxkfac._jaxpr_compat import call_kind, equation_signature
-from jaxkfac.factors._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
 from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
@@ -21,18 +20,9 @@ from jaxkfac.factors._taps import (
     input_means,
     outer_products,
 )
-from jaxkfac.interception import (
-    Atoms,
-    Entries,
-    Layer,
-    LayerVjp,
-    Site,
-    Slot,
-    SlotEntry,
-    Traced,
-    Use,
-    kind_named,
-)
+from jaxkfac.factors.sums._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
+from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
+from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import (
     PANELS_FROM,

@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import automatic, cast_varying
-from jaxkfac.interception import Atoms, Entries, Handler, Layer, LayerVjp, Site, Slot, Use
+from jaxkfac.interception import Handler, Layer, LayerVjp, Site, Use
+from jaxkfac.interception.values import Atoms, Entries, Slot
 from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 

@@ -20,7 +20,7 @@ of the coverage report. Every equation that reads a parameter is accounted for. 
 completeness argument, and the reason why an unknown primitive is an error and not a guess.
 
 **Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
-(``_axes``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
+(``values._axes``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
 unknown primitive makes fresh ones. A mask of the outputs therefore finds the rows of an inner
 layer by identity, never by equal sizes. Only axes of data propagate: a constant of shape
 ``(S, S)`` would make queries and keys the same axis.
@@ -40,29 +40,22 @@ layers lead to which mark (``leading_to``), and ``lifted`` runs the program so t
 marked outputs.
 
 Example:
-    >>> import jax, jax.numpy as jnp, jaxkfac.interception as interception
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxkfac import interception
+    >>> from jaxkfac.interception import values
     >>> fn = lambda p, x: jnp.tanh(x @ (2 * p["w"]) + p["b"])
     >>> params, x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, jnp.ones((5, 3))
     >>> traced = interception.trace(fn, params, x)
     >>> handler = lambda site, operands: site.bind(*operands) * site.slots[0]["gain"]
-    >>> slots, entries = {"w": {"gain": jnp.ones(())}}, {"gain": interception.SlotEntry(power=0)}
+    >>> slots, entries = {"w": {"gain": jnp.ones(())}}, {"gain": values.SlotEntry(power=0)}
     >>> bool((traced.emit(handler, params, slots, x, entries=entries) == fn(params, x)).all())
     True
 """
 
 from jaxkfac._arguments import leaves_by_path, with_leaves
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._convolutions import fast_convolutions
-from jaxkfac.interception._encoded import (
-    DeferredParameter,
-    EncodedParameter,
-    decoded_shapes,
-    encoded_paths,
-    is_encoded,
-)
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup
-from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
 from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
@@ -76,24 +69,15 @@ from jaxkfac.interception._mark_outputs import (
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window
 from jaxkfac.interception._trace import find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._traced import Traced
 from jaxkfac.interception._use_groups import scanned_by
-from jaxkfac.interception._values import View
 from jaxkfac.interception._views import broadcast_axes, reversal
 
 __all__ = [
-    "Atoms",
-    "Axes",
-    "AxisTable",
     "Data",
-    "DeferredParameter",
-    "EncodedParameter",
-    "Entries",
     "Handler",
-    "Index",
     "Kind",
     "Layer",
     "LayerTable",
@@ -103,28 +87,18 @@ __all__ = [
     "NnxApply",
     "OutputMark",
     "ParameterMatrix",
-    "Piece",
-    "Range",
     "RowMask",
     "Site",
-    "Slot",
-    "SlotEntry",
     "Staged",
     "TraceCache",
     "Traced",
     "Use",
-    "View",
-    "Window",
     "as_state",
     "broadcast_axes",
     "check_likelihood",
-    "cuts_of",
-    "decoded_shapes",
-    "encoded_paths",
     "fast_convolutions",
     "find_layers",
     "from_nnx",
-    "is_encoded",
     "kind_named",
     "leading_to",
     "leaves_by_path",
@@ -132,13 +106,10 @@ __all__ = [
     "mark_outputs",
     "mark_rows",
     "marks_of",
-    "own_atoms",
-    "pieces_of",
     "register_kind",
     "reversal",
     "scanned_by",
     "selector",
-    "slices",
     "trace",
     "trace_marked",
     "with_leaves",

@@ -28,7 +28,6 @@ from jaxkfac._jaxpr_compat import (
     is_var,
     scan_counts,
 )
-from jaxkfac.interception._axes import Axes, fresh
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._custom import (
     APART,
@@ -50,7 +49,8 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
-from jaxkfac.interception._values import Constant, CoverageNote, Parameter, View, views_in
+from jaxkfac.interception.values._axes import Axes, fresh
+from jaxkfac.interception.values._values import Constant, CoverageNote, Parameter, View, views_in
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (

@@ -29,8 +29,8 @@ from jaxkfac._jaxpr_compat import (
     scan_counts,
     scan_like,
 )
-from jaxkfac.interception._axes import ELEMENTWISE, Atoms, Axes, AxisTable
 from jaxkfac.interception._kind import Use
+from jaxkfac.interception.values._axes import ELEMENTWISE, Atoms, Axes, AxisTable
 
 # These keep all axes, as elementwise functions do, but would mix copies along the examples.
 _ALONG_AN_AXIS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())

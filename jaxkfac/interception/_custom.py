@@ -25,11 +25,11 @@ from jaxkfac._jaxpr_compat import (
     evaluate,
     is_var,
 )
-from jaxkfac.interception._axes import fresh
 from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts, InputsOf, live_inputs, operands_of_call
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
-from jaxkfac.interception._values import Constant, Parameter
+from jaxkfac.interception.values._axes import fresh
+from jaxkfac.interception.values._values import Constant, Parameter
 
 # ---------------- the program of the statistics, beside the call
 

@@ -11,11 +11,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac._jaxpr_compat import Eqn, bind
-from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._functions import JOINS, Lookup, is_function
-from jaxkfac.interception._index import Index, shape_of, slices
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
+from jaxkfac.interception.values._encoded import Operand
+from jaxkfac.interception.values._index import Index, shape_of, slices
+from jaxkfac.interception.values._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
 
 # ---------------- slots shaped like the parameter
 #

@@ -14,7 +14,6 @@ from jaxkfac._jaxpr_compat import (
     is_mutable,
     is_stateful,
 )
-from jaxkfac.interception._axes import fresh, propagate
 from jaxkfac.interception._functions import (
     looked_up_by_constants,
     seen_in,
@@ -29,7 +28,9 @@ from jaxkfac.interception._structured import (
     follow_product,
 )
 from jaxkfac.interception._uses import uses_in, uses_of
-from jaxkfac.interception._values import (
+from jaxkfac.interception._views import broadcast_axes, view_of
+from jaxkfac.interception.values._axes import fresh, propagate
+from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     CoverageNote,
@@ -39,7 +40,6 @@ from jaxkfac.interception._values import (
     traced_indices_in,
     views_in,
 )
-from jaxkfac.interception._views import broadcast_axes, view_of
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples, the leading axis of an output or "

@@ -4,15 +4,15 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 from jaxkfac._jaxpr_compat import ClosedJaxpr, Eqn, call_kind, is_var, recomputes
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
-from jaxkfac.interception._index import pieces_of
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import EXAMPLES_LOST
 from jaxkfac.interception._plan import InputsOf, Plan, live_inputs, operands_of_call
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
-from jaxkfac.interception._values import CoverageNote
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._index import pieces_of
+from jaxkfac.interception.values._values import CoverageNote
 
 # ---------------- the layer uses that lead to given outputs
 

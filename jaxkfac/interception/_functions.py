@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind
-from jaxkfac.interception._axes import Atoms, Axes
-from jaxkfac.interception._index import Join
 from jaxkfac.interception._kind import Data, Use, Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._values import (
+from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
+from jaxkfac.interception.values._axes import Atoms, Axes
+from jaxkfac.interception.values._index import Join
+from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Derived,
@@ -23,7 +24,6 @@ from jaxkfac.interception._values import (
     traced_indices_in,
     views_in,
 )
-from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
 
 # ---------------- equations of parameters alone
 #

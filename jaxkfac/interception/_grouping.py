@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._index import cuts_of, index_name, overlap, pieces_of
 from jaxkfac.interception._kind import Use
 from jaxkfac.interception._layer import Layer, ParameterMatrix, selector
 from jaxkfac.interception._use_groups import (
@@ -21,7 +19,9 @@ from jaxkfac.interception._use_groups import (
     stack_of,
     without_overlaps,
 )
-from jaxkfac.interception._values import CoverageNote, View
+from jaxkfac.interception.values._axes import Atoms, AxisTable
+from jaxkfac.interception.values._index import cuts_of, index_name, overlap, pieces_of
+from jaxkfac.interception.values._values import CoverageNote, View
 
 # ---------------- biases that are joined to a layer
 

@@ -15,10 +15,10 @@ import jax
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._encoded import bind
-from jaxkfac.interception._slots import Slot, SlotEntry
-from jaxkfac.interception._values import Constant, Parameter, View
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._encoded import bind
+from jaxkfac.interception.values._slots import Slot, SlotEntry
+from jaxkfac.interception.values._values import Constant, Parameter, View
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Shaped
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled, table_html
-from jaxkfac.interception._index import Index, index_name, slices
 from jaxkfac.interception._kind import kind_named
+from jaxkfac.interception.values._index import Index, index_name, slices
 
 # ---------------- layers: a parameter read as a (stack of) matrix, and how data meets it
 

@@ -16,10 +16,10 @@ from jaxkfac._jaxpr_compat import (
     is_var,
     scan_counts,
 )
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._kind import Use, Value
-from jaxkfac.interception._values import (
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._values import (
     CoverageNote,
     Derived,
     Parameter,

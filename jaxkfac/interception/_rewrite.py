@@ -17,20 +17,20 @@ from jaxtyping import Array, Bool
 
 from jaxkfac import _jaxpr_compat
 from jaxkfac._jaxpr_compat import Eqn, Literal, Var
-from jaxkfac.interception._axes import Axes, AxisTable
 from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._elements import Elements, SlotRule, Slots, stacked_slots
-from jaxkfac.interception._encoded import (
+from jaxkfac.interception._kind import Site, Use
+from jaxkfac.interception._plan import Plan, Segment, steps_of
+from jaxkfac.interception._row_masks import RowMask, row_weights, where_chosen
+from jaxkfac.interception.values._axes import Axes, AxisTable
+from jaxkfac.interception.values._encoded import (
     DeferredParameter,
     Operand,
     bind,
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception._kind import Site, Use
-from jaxkfac.interception._plan import Plan, Segment, steps_of
-from jaxkfac.interception._row_masks import RowMask, row_weights, where_chosen
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
+from jaxkfac.interception.values._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
 
 # A function of the site and its operands that returns the equation's result. If rows pick entries
 # of a stack, the operands end with the indices.

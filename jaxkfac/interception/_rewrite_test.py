@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 
 from jaxkfac._jaxpr_compat import call_kind
-from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._trace import trace
+from jaxkfac.interception.values._slots import SlotEntry
 
 
 def identity(site, operands):

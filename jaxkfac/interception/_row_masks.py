@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception._plan import MARK_ROWS
-from jaxkfac.interception._values import Constant
 from jaxkfac.interception._views import SAME_ELEMENTS
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._values import Constant
 
 # ---------------- constants whose elements are all 0 or 1
 

@@ -14,10 +14,11 @@ from jaxkfac._jaxpr_compat import (
     read_order,
     scan_counts,
 )
-from jaxkfac.interception._axes import Atoms, AxisTable, fresh, merge
 from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
-from jaxkfac.interception._values import (
+from jaxkfac.interception._views import reversal
+from jaxkfac.interception.values._axes import Atoms, AxisTable, fresh, merge
+from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Consumed,
@@ -27,7 +28,6 @@ from jaxkfac.interception._values import (
     traced_indices_in,
     views_in,
 )
-from jaxkfac.interception._views import reversal
 
 # ---------------- products seen through views
 #

@@ -12,11 +12,6 @@ from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_b
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._encoded import (
-    decoded_shapes,
-    encoded_paths,
-)
 from jaxkfac.interception._examples import (
     analyse,
     leading_to,
@@ -31,7 +26,12 @@ from jaxkfac.interception._layer import LayerTable
 from jaxkfac.interception._mark_outputs import lifted, marks_of
 from jaxkfac.interception._trace_cache import depth_explained
 from jaxkfac.interception._traced import Traced
-from jaxkfac.interception._values import CoverageNote
+from jaxkfac.interception.values._axes import Atoms
+from jaxkfac.interception.values._encoded import (
+    decoded_shapes,
+    encoded_paths,
+)
+from jaxkfac.interception.values._values import CoverageNote
 
 _PARTLY = "is in a layer for some of its readings: its factors leave out those that are not covered"
 

@@ -10,24 +10,15 @@ import jax
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._elements import Elements
-from jaxkfac.interception._encoded import (
-    DeferredParameter,
-    decoded_shapes,
-    is_encoded,
-    refuse_deferred,
-)
 from jaxkfac.interception._examples import (
     leading_to,
 )
-from jaxkfac.interception._index import shape_of
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix
 from jaxkfac.interception._mark_outputs import OutputMark
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
-from jaxkfac.interception._slots import Entries, Slot, Window, check_entries
 from jaxkfac.interception.coupling import (
     Answer,
     Answers,
@@ -36,6 +27,15 @@ from jaxkfac.interception.coupling import (
     label_inputs,
     leading_labels,
 )
+from jaxkfac.interception.values._axes import Atoms, Axes
+from jaxkfac.interception.values._encoded import (
+    DeferredParameter,
+    decoded_shapes,
+    is_encoded,
+    refuse_deferred,
+)
+from jaxkfac.interception.values._index import shape_of
+from jaxkfac.interception.values._slots import Entries, Slot, Window, check_entries
 
 
 @dataclasses.dataclass(frozen=True)

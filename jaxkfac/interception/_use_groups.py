@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._index import Range, index_name, overlap, own_atoms, pieces_of
 from jaxkfac.interception._kind import Kind, Use
 from jaxkfac.interception._layer import ParameterMatrix
-from jaxkfac.interception._values import CoverageNote, View
+from jaxkfac.interception.values._axes import Atoms, AxisTable
+from jaxkfac.interception.values._index import Range, index_name, overlap, own_atoms, pieces_of
+from jaxkfac.interception.values._values import CoverageNote, View
 
 # ---------------- the parameter of a use as a matrix
 

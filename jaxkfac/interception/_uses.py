@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception._axes import AxisTable, fresh
 from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._values import (
+from jaxkfac.interception.values._axes import AxisTable, fresh
+from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Consumed,

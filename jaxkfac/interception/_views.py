@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxkfac._jaxpr_compat import Eqn, read_order
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
-from jaxkfac.interception._index import Range
 from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._values import Constant, Consumed, View
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._index import Range
+from jaxkfac.interception.values._values import Constant, Consumed, View
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "

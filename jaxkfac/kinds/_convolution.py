@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Atoms, Axes, AxisTable, LayerVjp, Use, register_kind, reversal
+from jaxkfac.interception import LayerVjp, Use, register_kind, reversal
+from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches

@@ -6,15 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import (
-    Atoms,
-    Axes,
-    AxisTable,
-    LayerVjp,
-    Use,
-    broadcast_axes,
-    register_kind,
-)
+from jaxkfac.interception import LayerVjp, Use, broadcast_axes, register_kind
+from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 

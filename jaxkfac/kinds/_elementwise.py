@@ -9,20 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, bind
-from jaxkfac.interception import (
+from jaxkfac.interception import Data, Kind, LayerVjp, Use, register_kind
+from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Data,
-    Kind,
-    LayerVjp,
     Slot,
     SlotEntry,
-    Use,
     View,
     cuts_of,
     pieces_of,
-    register_kind,
 )
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example, masked

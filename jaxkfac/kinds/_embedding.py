@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
-from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Lookup, Use, register_kind
+from jaxkfac.interception import LayerVjp, Lookup, Use, register_kind
+from jaxkfac.interception.values import Atoms, AxisTable
 from jaxkfac.kinds._moments import Products
 from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
 from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying
-from jaxkfac.interception import LayerVjp, Slot, Use
+from jaxkfac.interception import LayerVjp, Use
+from jaxkfac.interception.values import Slot
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import (
     PANELS_FROM,

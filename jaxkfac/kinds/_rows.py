@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import (
+from jaxkfac.interception import LayerVjp, reversal
+from jaxkfac.interception.values import (
     Atoms,
     AxisTable,
-    LayerVjp,
     Piece,
     View,
     own_atoms,
     pieces_of,
-    reversal,
 )
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Atoms, AxisTable, LayerVjp, Slot, Use, register_kind
+from jaxkfac.interception import LayerVjp, Use, register_kind
+from jaxkfac.interception.values import Atoms, AxisTable, Slot
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, Axes, Kind, LayerVjp, SlotEntry, Use
+from jaxkfac.interception import Kind, LayerVjp, Use
+from jaxkfac.interception.values import Atoms, Axes, SlotEntry
 from jaxkfac.kinds._both_sides import BothSides, LowRankMatrices
 from jaxkfac.kinds._moments import Products, input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples

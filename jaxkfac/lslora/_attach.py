@@ -12,17 +12,8 @@ from jaxtyping import Array, Int, Key, UInt32
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
-from jaxkfac.interception import (
-    Handler,
-    Layer,
-    Site,
-    SlotEntry,
-    TraceCache,
-    Traced,
-    decoded_shapes,
-    encoded_paths,
-    trace,
-)
+from jaxkfac.interception import Handler, Layer, Site, TraceCache, Traced, trace
+from jaxkfac.interception.values import SlotEntry, decoded_shapes, encoded_paths
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters

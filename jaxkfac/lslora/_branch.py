@@ -11,7 +11,8 @@ from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac.interception import Atoms, DeferredParameter, Site, Use
+from jaxkfac.interception import Site, Use
+from jaxkfac.interception.values import Atoms, DeferredParameter
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
-from jaxkfac.factors import Factors
-from jaxkfac.interception import Layer, LayerTable, Site, decoded_shapes, encoded_paths, selector
+from jaxkfac.factors.sums import Factors
+from jaxkfac.interception import Layer, LayerTable, Site, selector
+from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted, attach, check_order
 from jaxkfac.lslora._branch import Branch

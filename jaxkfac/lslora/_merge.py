@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
-from jaxkfac.interception import Layer, LayerVjp, Site, encoded_paths
+from jaxkfac.interception import Layer, LayerVjp, Site
+from jaxkfac.interception.values import encoded_paths
 from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import CheckpointMismatchError, nearest
-from jaxkfac.interception import decoded_shapes, encoded_paths
+from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
 from jaxkfac.lslora._modules import ModuleNames, Parts

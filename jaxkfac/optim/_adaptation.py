@@ -14,7 +14,7 @@ from jaxkfac._errors import instance_of, scalar
 from jaxkfac.curvature.operators import Operator, ggn
 from jaxkfac.factors import BatchCurvature
 from jaxkfac.interception import fast_convolutions
-from jaxkfac.linalg import Damping
+from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._levenberg_marquardt import (
     Leaves,
     LevenbergMarquardt,

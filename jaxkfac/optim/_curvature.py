@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
-from jaxkfac.factors import (
+from jaxkfac.factors.sums import (
     Factors,
     check_decay,
     check_factors,
@@ -28,7 +28,7 @@ from jaxkfac.factors import (
     without_loss_terms,
     zeros_like,
 )
-from jaxkfac.linalg import Damping
+from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from jaxkfac.curvature import eigendecompose, identity_bases, natural_gradient
-from jaxkfac.factors import update_average, zeros_like
 from jaxkfac.factors._explicit_net_test import (
     layer,
     net_batch,
@@ -16,7 +15,8 @@ from jaxkfac.factors._explicit_net_test import (
     net_statistics,
     random_factors,
 )
-from jaxkfac.linalg import check_damping
+from jaxkfac.factors.sums import update_average, zeros_like
+from jaxkfac.linalg.spectral import check_damping
 from jaxkfac.optim import _preconditioner as module
 from jaxkfac.optim import kfac
 

@@ -14,9 +14,10 @@ from jaxtyping import Array
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.factors import BatchCurvature, Factors
+from jaxkfac.factors import BatchCurvature
+from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Staged, TraceCache
-from jaxkfac.linalg import Damping
+from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others
 from jaxkfac.optim._kfac_state import (

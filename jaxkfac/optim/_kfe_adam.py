@@ -14,9 +14,9 @@ from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, owners, parameters_outside
-from jaxkfac.factors import Factors, stored_like
+from jaxkfac.factors.sums import Factors, stored_like
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import into_eigenbasis, out_of_eigenbasis
+from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._kfac_state import check_storage
 from jaxkfac.optim._preconditioner import preconditioner_of

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jaxkfac.curvature import eigendecompose
-from jaxkfac.factors import Categorical, Gaussian, Objective, update_average, zeros_like
+from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.factors import value_grad_and_factors as collector
 from jaxkfac.factors._explicit_net_test import (
     layer,
@@ -18,6 +18,7 @@ from jaxkfac.factors._explicit_net_test import (
     net_statistics,
     random_factors,
 )
+from jaxkfac.factors.sums import update_average, zeros_like
 from jaxkfac.optim import check_state, kfac, kfe_adam, multi_steps
 
 pytestmark = pytest.mark.usefixtures("x64")

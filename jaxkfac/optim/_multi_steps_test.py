@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxkfac.curvature import eigendecompose
-from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.factors._explicit_net_test import (
     layer,
     net_batch,
@@ -16,6 +16,7 @@ from jaxkfac.factors._explicit_net_test import (
     net_statistics,
     random_factors,
 )
+from jaxkfac.factors.sums import zeros_like
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
 
 pytestmark = pytest.mark.usefixtures("x64")

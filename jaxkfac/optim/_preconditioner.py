@@ -26,8 +26,8 @@ from jaxkfac.curvature import (
     refresh_bases,
     refresh_inverses,
 )
-from jaxkfac.factors import Corrections, Factors
-from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
+from jaxkfac.factors.sums import Corrections, Factors
+from jaxkfac.linalg.spectral import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._schedules import Clipping
 
 InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]

@@ -13,9 +13,10 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis
-from jaxkfac.factors import Factors, balanced_groups
+from jaxkfac.factors import balanced_groups
+from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import Damping
+from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Bases, Preconditioner, tables_of
 from jaxkfac.optim._schedules import Clipping
 from jaxkfac.optim._trees import once_where

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
 from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_bases, covered_indices
-from jaxkfac.linalg import Damping, DampingMode
+from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
 from jaxkfac.optim._trees import check_some_covered, check_state
 

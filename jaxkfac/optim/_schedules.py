@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jaxkfac._errors import scalar
 from jaxkfac.curvature import Eigenbases, Inverses
-from jaxkfac.linalg import check_clipping, check_damping
+from jaxkfac.linalg.spectral import check_clipping, check_damping
 
 # ---------------- schedules
 

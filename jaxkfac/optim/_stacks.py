@@ -14,9 +14,9 @@ from jaxtyping import Array
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors import Corrections, Factors
+from jaxkfac.factors.sums import Corrections, Factors
 from jaxkfac.interception import Layer, ParameterMatrix
-from jaxkfac.linalg import Spectrum
+from jaxkfac.linalg.spectral import Spectrum
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
 # it are few, or so large that a big model cannot afford to copy all of them at once.

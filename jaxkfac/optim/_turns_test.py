@@ -8,14 +8,8 @@ import pytest
 from flax import serialization
 
 from jaxkfac.curvature import HostCurvature, eigendecompose, invert, natural_gradient
-from jaxkfac.factors import (
-    Categorical,
-    Factors,
-    Objective,
-    update_average,
-    value_grad_and_factors,
-    zeros_like,
-)
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.factors.sums import Factors, update_average, zeros_like
 from jaxkfac.optim import check_state, kfac, kfe_adam, multi_steps
 
 N, WIDTH, ITERATIONS = 8, 5, 3

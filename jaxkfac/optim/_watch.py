@@ -14,7 +14,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.factors import Factors, arrays_of_turn, with_arrays_of_turn, without_turn
+from jaxkfac.factors.sums import (
+    Factors,
+    arrays_of_turn,
+    with_arrays_of_turn,
+    without_turn,
+)
 from jaxkfac.linalg import diagonal
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 

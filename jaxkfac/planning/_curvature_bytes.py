@@ -10,7 +10,7 @@ import jax
 from jaxkfac.curvature import Eigenbases, identity_bases, solver_scratch
 from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes, widening_bytes
 from jaxkfac.factors import PassPlan, largest_budget, plan_passes, smallest_budget
-from jaxkfac.linalg import Spectrum
+from jaxkfac.linalg.spectral import Spectrum
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes
 

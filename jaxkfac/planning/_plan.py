@@ -16,7 +16,7 @@ from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function
 from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
-from jaxkfac.factors import check_decay
+from jaxkfac.factors.sums import check_decay
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName

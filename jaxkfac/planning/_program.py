@@ -20,12 +20,13 @@ from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
     FactorCollector,
-    Factors,
     Pass,
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, Window
+from jaxkfac.factors.sums import Factors
+from jaxkfac.interception import Layer, LayerTable
+from jaxkfac.interception.values import Window
 from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Needs, Temporaries
 

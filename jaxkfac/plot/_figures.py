@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 
 from jaxkfac._errors import at_least_one, instance_of, named, one_of
 from jaxkfac._text import shortened
-from jaxkfac.curvature import CapacityMetrics, Eigenbases
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.capacity import CapacityMetrics
 from jaxkfac.interception import LayerTable, selector
 from jaxkfac.lslora import Adapter, find_nonlinearity
 from jaxkfac.planning import MemoryPlan

@@ -24,7 +24,6 @@ from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
-    Factors,
     ModelCall,
     Objective,
     Program,
@@ -32,6 +31,7 @@ from jaxkfac.factors import (
     as_batch,
     value_grad_and_factors,
 )
+from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.interception.coupling import Answer
 

@@ -16,22 +16,21 @@ from jaxtyping import Array, Float
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac.curvature import Eigenbases, read_many, write_many
-from jaxkfac.factors import Origin, gradient_rows
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.factors import gradient_rows
+from jaxkfac.factors.sums import Origin
 from jaxkfac.interception import (
-    Atoms,
-    Entries,
     Layer,
     LayerVjp,
     ParameterMatrix,
     Site,
-    Slot,
-    SlotEntry,
     Traced,
     Use,
     kind_named,
 )
+from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.uses._damped_gradients import read_many, write_many
 
 # ---------------- prepared queries
 

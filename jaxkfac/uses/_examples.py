@@ -23,12 +23,10 @@ from jaxkfac._errors import (
     nearest,
 )
 from jaxkfac.curvature import (
-    BlockDamping,
     Eigenbases,
     check_bases,
     check_program_layers,
     covered_indices,
-    quadratic_forms,
     uncovered_mask,
 )
 from jaxkfac.factors import (
@@ -38,14 +36,17 @@ from jaxkfac.factors import (
     Linearised,
     ModelCall,
     Objective,
-    Origin,
     Program,
     apart_remedy,
     check_word,
 )
-from jaxkfac.interception import Atoms, Layer, Traced
+from jaxkfac.factors.sums import Origin
+from jaxkfac.interception import Layer, Traced
 from jaxkfac.interception.coupling import Word
+from jaxkfac.interception.values import Atoms
+from jaxkfac.uses._damped_gradients import BlockDamping
 from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
+from jaxkfac.uses._rotated_blocks import quadratic_forms
 from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
 
 # ---------------- batches

@@ -18,18 +18,17 @@ from jaxtyping import Array, Bool, Float
 from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import at_least_one
 from jaxkfac._text import number as number_text
-from jaxkfac.curvature import (
-    BlockDamping,
-    Eigenbases,
-    check_bases,
-    check_block_damping,
-    check_disjoint,
-    owned_blocks,
-)
+from jaxkfac.curvature import Eigenbases, check_bases
 from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer
 from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
+from jaxkfac.uses._damped_gradients import (
+    BlockDamping,
+    check_block_damping,
+    check_disjoint,
+    owned_blocks,
+)
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, check_values, chosen
 from jaxkfac.uses._store_files import (

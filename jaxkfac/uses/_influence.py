@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac._text import short_repr, table_html
-from jaxkfac.curvature import BlockDamping, Eigenbases
+from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import ModelCall, Objective
 from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize
+from jaxkfac.uses._damped_gradients import BlockDamping
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement, Per, batches_of, chosen
 from jaxkfac.uses._gradient_store import GradientStore

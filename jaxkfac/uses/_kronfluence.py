@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from jaxkfac._errors import UnknownLayerError, at_least_one, nearest
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors import Corrections, Factors, Origin
-from jaxkfac.linalg import Spectrum, eigh_checked
+from jaxkfac.factors.sums import Corrections, Factors, Origin
+from jaxkfac.linalg.spectral import Spectrum, eigh_checked
 from jaxkfac.memory import load_safetensors
 
 _SIDES = ("activation", "gradient")

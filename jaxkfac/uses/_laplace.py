@@ -6,9 +6,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxkfac._arguments import ArrayTree, check_arrays, partition
-from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, parameters_outside
+from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.interception.coupling import Word
+from jaxkfac.uses._damped_gradients import check_disjoint, owned_blocks
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._posterior_precision import check_positive, raw, warn_of_empirical

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Key
 from jaxkfac._arguments import ArrayTree, partition, with_leaves
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
-from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use, fast_convolutions
+from jaxkfac.interception import Layer, Traced, Use, fast_convolutions
+from jaxkfac.interception.values import Slot, SlotEntry
 from jaxkfac.kinds import Basis
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text

@@ -14,16 +14,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import scalar
-from jaxkfac.curvature import (
-    Eigenbases,
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.interception import Layer
+from jaxkfac.linalg import statistics_dtype
+from jaxkfac.uses._damped_gradients import (
     OwnedBlock,
     block_eigenvalues,
     owned_blocks,
     precondition_blocks,
     precondition_many,
 )
-from jaxkfac.interception import Layer
-from jaxkfac.linalg import statistics_dtype
 
 # ---------------- checks
 

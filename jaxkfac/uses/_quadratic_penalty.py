@@ -18,7 +18,7 @@ from jaxkfac._errors import (
     one_of,
 )
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.factors.sums import DiagonalFactor, Factors, KroneckerFactor
 from jaxkfac.interception import Layer
 from jaxkfac.uses._posterior_precision import check_positive
 

@@ -8,19 +8,20 @@ from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, named
-from jaxkfac.curvature import (
-    BlockDamping,
-    Eigenbases,
-    check_block_damping,
-    precondition_many,
-    read_many,
-)
+from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Batch, ModelCall, Objective
 from jaxkfac.interception import Layer, fast_convolutions
 from jaxkfac.interception.coupling import Word
 from jaxkfac.kinds import LowRankMatrices
-from jaxkfac.linalg import in_sequence, map_over_chunks
+from jaxkfac.linalg import map_over_chunks
+from jaxkfac.linalg.spectral import in_sequence
 from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
+from jaxkfac.uses._damped_gradients import (
+    BlockDamping,
+    check_block_damping,
+    precondition_many,
+    read_many,
+)
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement, check_values
 
@@ -41,7 +42,7 @@ def truncated(
     Args:
         matrices: ``(Q, stack..., in, out)``; there is one ratio for the whole stack.
         rank: At least 1.
-        after: A result to be computed first; see :func:`jaxkfac.linalg.in_sequence`.
+        after: A result to be computed first; see :func:`jaxkfac.linalg.spectral.in_sequence`.
     """
     n_in, n_out = matrices.shape[-2:]
     if n_in > n_out:

@@ -6,10 +6,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.curvature import BlockDamping, Eigenbases, block_powers, rotated
-from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.interception import Layer, Traced, Use
+from jaxkfac.interception.values import Slot, SlotEntry
 from jaxkfac.kinds import Basis
+from jaxkfac.uses._damped_gradients import BlockDamping
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
+from jaxkfac.uses._rotated_blocks import block_powers, rotated
 
 # ---------------- products of gradients with themselves
 

@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.curvature import (
-    BlockDamping,
-    Eigenbases,
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.interception import Layer
+from jaxkfac.kinds import LowRankMatrices, rotate_gradients
+from jaxkfac.uses._damped_gradients import BlockDamping, owned_blocks
+from jaxkfac.uses._example_gradients import Queries
+from jaxkfac.uses._rotated_blocks import (
     RotatedPart,
-    owned_blocks,
     rotated_block,
     rotated_parts,
     rotated_powers,
 )
-from jaxkfac.interception import Layer
-from jaxkfac.kinds import LowRankMatrices, rotate_gradients
-from jaxkfac.uses._example_gradients import Queries
 
 _EXACT = jax.lax.Precision.HIGHEST
 

@@ -11,12 +11,14 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.curvature import Eigenbases, rotated_parts, rotated_squares
-from jaxkfac.factors import Corrections, ModelCall, Origin
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.factors import ModelCall
+from jaxkfac.factors.sums import Corrections, Origin
 from jaxkfac.memory import aligned_empty, bytes_text
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._queries import fitting, in_examples
+from jaxkfac.uses._rotated_blocks import rotated_parts, rotated_squares
 from jaxkfac.uses._store_files import StoreFolder, StoreInMemory, chunks, digest_of
 from jaxkfac.uses._store_rows import Parts, as_rows, full_width, width
 

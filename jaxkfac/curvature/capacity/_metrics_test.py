@@ -16,19 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
-from jaxkfac.curvature import (
+from jaxkfac.curvature import Eigenbases, eigendecompose
+from jaxkfac.curvature.capacity import (
+    METRICS,
     CapacityRecord,
-    Eigenbases,
     capacity_interval,
     capacity_metrics,
     compare_capacity,
-    eigendecompose,
 )
-from jaxkfac.curvature.capacity import METRICS
 from jaxkfac.curvature.capacity._metrics import scales
-from jaxkfac.factors import Corrections
 from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.linalg import Spectrum
+from jaxkfac.factors.sums import Corrections
+from jaxkfac.linalg.spectral import Spectrum
 
 pytestmark = pytest.mark.usefixtures("x64")
 

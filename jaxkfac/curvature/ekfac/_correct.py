@@ -22,12 +22,10 @@ from jaxkfac._errors import (
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
-    Corrections,
     Estimator,
     Linearised,
     ModelCall,
     Objective,
-    Origin,
     Program,
     apart_remedy,
     check_alone,
@@ -35,6 +33,7 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
+from jaxkfac.factors.sums import Corrections, Origin
 from jaxkfac.interception import Layer, LayerTable, Traced, fast_convolutions
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import sum_over_chunks

@@ -20,9 +20,9 @@ from jaxkfac.factors import (
     Categorical,
     Gaussian,
     Objective,
-    update_average,
     value_grad_and_factors,
 )
+from jaxkfac.factors.sums import update_average
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("x64")]
 

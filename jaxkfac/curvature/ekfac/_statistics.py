@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layer_power import owners
 from jaxkfac.factors import Statistics, gradient_rows
-from jaxkfac.interception import Entries, Layer, LayerVjp, Site, Slot, SlotEntry, Traced, Use
+from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use
+from jaxkfac.interception.values import Entries, Slot, SlotEntry
 from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
 
 Per = Literal["example", "token"]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import EigenBlock, Place
 from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding, matrices_that_fit
-from jaxkfac.linalg import HostDType, HostSpectrum, eigh_checked, eigh_on_host
+from jaxkfac.linalg.spectral import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares
 
 _TIMED_SIZE = 1024  # larger matrices are timed by this block; with size only the device gains

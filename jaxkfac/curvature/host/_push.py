@@ -18,7 +18,7 @@ from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._options import Schedule, is_double
 from jaxkfac.curvature.host._state import State
 from jaxkfac.curvature.host._threads import Job, Workers
-from jaxkfac.factors import Factors, Origin
+from jaxkfac.factors.sums import Factors, Origin
 from jaxkfac.linalg import is_folded, unfolded_size
 from jaxkfac.memory import whole_here
 

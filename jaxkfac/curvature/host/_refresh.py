@@ -22,8 +22,8 @@ from jaxkfac.curvature.host._decompose import Decomposer, Shares, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Job, Monitor, Workers
-from jaxkfac.factors import Factors, Origin
-from jaxkfac.linalg import HostSpectrum, Spectrum
+from jaxkfac.factors.sums import Factors, Origin
+from jaxkfac.linalg.spectral import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
 
 _TABLES = ("a", "a_without_ones", "g")

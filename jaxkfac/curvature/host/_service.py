@@ -32,9 +32,9 @@ from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers, call_in_time
-from jaxkfac.factors import Factors, check_same_layers, with_origin
+from jaxkfac.factors.sums import Factors, check_same_layers, with_origin
 from jaxkfac.files import Archive
-from jaxkfac.linalg import host_dtype
+from jaxkfac.linalg.spectral import host_dtype
 from jaxkfac.memory import ByteSize, parse_bytes
 
 _SIZES = ("in_flight_bytes", "host_bytes")

@@ -18,9 +18,9 @@ from jaxkfac.curvature.host import (
     _refresh,
     service_bytes,
 )
-from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.linalg import Spectrum
+from jaxkfac.factors.sums import update_average
+from jaxkfac.linalg.spectral import Spectrum
 
 LAYERS = (
     layer("q", (3, 4), bias="q_bias"),

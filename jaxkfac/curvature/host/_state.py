@@ -17,10 +17,11 @@ from jaxkfac.curvature.host._options import HostOptions, Refresh, Schedule, layo
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
-from jaxkfac.factors import Factors, Origin
+from jaxkfac.factors.sums import Factors, Origin
 from jaxkfac.files import Archive, write_archive
-from jaxkfac.interception import Layer, ParameterMatrix, Range
-from jaxkfac.linalg import HostSpectrum, Spectrum
+from jaxkfac.interception import Layer, ParameterMatrix
+from jaxkfac.interception.values import Range
+from jaxkfac.linalg.spectral import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
 
 FORM = "jaxkfac.HostCurvature"

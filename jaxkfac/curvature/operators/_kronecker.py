@@ -13,7 +13,7 @@ from jaxkfac.curvature._apply import Missing, apply_power
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.operators._exact import shapes
 from jaxkfac.curvature.operators._operator import Operator, as_tree
-from jaxkfac.linalg import Damping, DampingMode, check_damping
+from jaxkfac.linalg.spectral import Damping, DampingMode, check_damping
 
 # ---------------- the Kronecker curvature
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from jaxkfac._arguments import ArrayTree, with_leaves
 from jaxkfac.factors import (
@@ -17,7 +17,6 @@ from jaxkfac.factors import (
     Estimator,
     Gaussian,
     Head,
-    over_count,
 )
 from jaxkfac.linalg import statistics_dtype
 
@@ -113,7 +112,7 @@ def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
 
 def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
     """Multiply the Fisher of each kept term by a vector of outputs, and divide by ``count``."""
-    return over_count(head.fisher_product(vector), count)
+    return _over_count(head.fisher_product(vector), count)
 
 
 def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -264,3 +263,9 @@ def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
 
 def _push(chunk: Chunk, vector: Leaves) -> ArrayTree:
     return jax.jvp(chunk.outputs, (chunk.leaves,), (vector,))[1]
+
+
+def _over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array, "*shape"]:
+    """``x / count`` in the dtype of ``x``; the division is in float32, 16 bits hold no count."""
+    wide = x.astype(statistics_dtype(x.dtype))
+    return (wide / count.astype(wide.dtype)).astype(x.dtype)

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._follow import Follower
 from jaxkfac.interception.coupling._labels import FREE, MIXED, Labels, examples_along, simplified
@@ -17,6 +16,7 @@ from jaxkfac.interception.coupling._values import (
     Question,
     is_inexact,
 )
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 
 Word = Literal["apart"]
 

@@ -9,7 +9,6 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from jaxkfac._jaxpr_compat import Eqn, read_order
-from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS
 from jaxkfac.interception.coupling._indexing import (
     dynamic_slice,
     dynamic_update_slice,
@@ -32,6 +31,7 @@ from jaxkfac.interception.coupling._labels import (
     transposed,
     windowed,
 )
+from jaxkfac.interception.values._axes import ELEMENTWISE, REDUCTIONS
 
 Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
 from jaxkfac.jobs.cli._loop import total_updates
@@ -24,13 +23,9 @@ from jaxkfac.jobs.report import (
     CapacityReport,
     RunRecords,
     SpectrumRecord,
-    capacity_table,
-    comparison_table,
     curvature_answer,
     factor_figures,
-    interval_words,
-    model_table,
-    only_in_one,
+    print_capacity,
     report_page,
     spectra_table,
     spectrum_records,
@@ -187,15 +182,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
         return
     console = Console()
     console.print(spectra_table(spectra))
-    console.print(capacity_table(capacity))
-    if capacity.comparison is not None:
-        console.print(comparison_table(capacity))
-        for line in only_in_one(capacity):
-            console.print(line)
-    console.print(model_table(capacity))
-    console.print(legend(), style="dim")
-    if capacity.interval is not None:
-        console.print(f"batch mean, interval: {interval_words(capacity)}", style="dim")
+    print_capacity(console, capacity)
     for name, written in (("report", arguments.report), ("figures", arguments.figures)):
         if written:
             console.print(f"{name}: {written}", soft_wrap=True, highlight=False)

@@ -4,7 +4,7 @@ from typing import get_args
 
 import jaxkfac as jk
 from jaxkfac.jobs.cli._options import DampingMode, DigitsKfacOptions, KfacOptions
-from jaxkfac.linalg import DampingMode as LibraryDampingMode
+from jaxkfac.linalg.spectral import DampingMode as LibraryDampingMode
 from jaxkfac.optim import SAFE_DAMPING, SAFE_NORM
 
 

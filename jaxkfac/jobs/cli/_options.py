@@ -306,7 +306,7 @@ class AnalyzeArguments:
     For each layer's A (inputs) and G (output gradients): the largest eigenvalue, the
     condition number before and after clipping, and the entropy rank, exp(entropy) of the
     normalised eigenvalues. For each layer and the whole model: the number of directions that have
-    curvature, by several measures; `jaxkfac.curvature.CapacityRecord` explains each.
+    curvature, by several measures; `jaxkfac.curvature.capacity.CapacityRecord` explains each.
 
     For a pretrained model (a folder, a .gguf file or smollm2) the factors are collected over texts,
     in as many backward passes as --device-bytes requires, and decomposed in main memory, one

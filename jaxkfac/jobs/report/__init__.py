@@ -6,18 +6,12 @@ from jaxkfac.jobs.report._analysis import (
     ModelMemory,
     analysis_page,
     curvature_answer,
-    depth_table,
-    exact_lines,
     memory_plan_table,
-    spectra_summary_table,
+    print_analysis,
 )
 from jaxkfac.jobs.report._capacity import (
     CapacityReport,
-    capacity_table,
-    comparison_table,
-    interval_words,
-    model_table,
-    only_in_one,
+    print_capacity,
 )
 from jaxkfac.jobs.report._factor_figures import (
     factor_figures,
@@ -29,7 +23,6 @@ from jaxkfac.jobs.report._finetune_records import (
     FourierRecord,
     SampleRecord,
     finetune_table,
-    mean_loss,
 )
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._influence_page import (
@@ -38,7 +31,7 @@ from jaxkfac.jobs.report._influence_page import (
     influence_page,
     influence_table,
 )
-from jaxkfac.jobs.report._page import FIGURE_STYLE, svg_bytes, terminal_table, versions
+from jaxkfac.jobs.report._page import terminal_table, versions
 from jaxkfac.jobs.report._race import (
     TARGET_ERROR,
     EpochRecord,
@@ -59,7 +52,6 @@ from jaxkfac.jobs.report._spectra import (
 )
 
 __all__ = [
-    "FIGURE_STYLE",
     "TARGET_ERROR",
     "AnalysisRecord",
     "CapacityReport",
@@ -77,23 +69,17 @@ __all__ = [
     "SpectrumRecord",
     "analysis_page",
     "at_target",
-    "capacity_table",
-    "comparison_table",
     "coverage_rows",
     "curvature_answer",
-    "depth_table",
-    "exact_lines",
     "factor_figures",
     "finetune_page",
     "finetune_table",
     "influence_page",
     "influence_table",
     "interval",
-    "interval_words",
-    "mean_loss",
     "memory_plan_table",
-    "model_table",
-    "only_in_one",
+    "print_analysis",
+    "print_capacity",
     "race_record",
     "race_sentence",
     "report_page",
@@ -101,10 +87,8 @@ __all__ = [
     "seeds_page",
     "seeds_record",
     "seeds_table",
-    "spectra_summary_table",
     "spectra_table",
     "spectrum_records",
-    "svg_bytes",
     "terminal_table",
     "versions",
 ]

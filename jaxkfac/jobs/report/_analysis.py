@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from jaxkfac._text import number
-from jaxkfac.curvature import CapacityRecord
-from jaxkfac.jobs.report._capacity import CapacityReport
+from jaxkfac.curvature.capacity import CapacityRecord
+from jaxkfac.jobs.report._capacity import CapacityReport, print_capacity
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
@@ -324,6 +325,19 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 # ---------------- the page
+
+
+def print_analysis(console: Console, record: AnalysisRecord) -> None:
+    """Print the spectra, the capacity, its course over depth, exact values, and the memory."""
+    console.print(spectra_summary_table(record.spectra))
+    print_capacity(console, record.capacity)
+    if (depth := depth_table(record.capacity)) is not None:
+        console.print(depth)
+    for line in exact_lines(record):
+        console.print(line, soft_wrap=True, highlight=False)
+    for model in record.plans:
+        table = memory_plan_table(model.model, model.plan, disk=model.disk, peaks=model.peaks)
+        console.print(table)
 
 
 def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) -> list[str]:

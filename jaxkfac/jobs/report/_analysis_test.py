@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxkfac.curvature import capacity_metrics, eigendecompose
+from jaxkfac.curvature import eigendecompose
+from jaxkfac.curvature.capacity import capacity_metrics
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.jobs.report import (
     AnalysisRecord,
@@ -17,13 +18,16 @@ from jaxkfac.jobs.report import (
     ModelMemory,
     analysis_page,
     coverage_rows,
-    depth_table,
-    exact_lines,
     memory_plan_table,
-    spectra_summary_table,
     spectrum_records,
 )
-from jaxkfac.jobs.report._analysis import stacks_of, stage_sums
+from jaxkfac.jobs.report._analysis import (
+    depth_table,
+    exact_lines,
+    spectra_summary_table,
+    stacks_of,
+    stage_sums,
+)
 from jaxkfac.memory import track
 
 PLAN = [

@@ -3,11 +3,19 @@
 from html import escape
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from jaxkfac._text import number
-from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
-from jaxkfac.curvature.capacity import METRICS, columns
+from jaxkfac.curvature.capacity import (
+    METRICS,
+    CapacityComparison,
+    CapacityInterval,
+    CapacityMetrics,
+    Change,
+    columns,
+    legend,
+)
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import table_html, terminal_table
 
@@ -185,6 +193,19 @@ def comparison_table(report: CapacityReport) -> TableOfLayers:
     """For each layer in both checkpoints, the ratio after / before of every column."""
     title = f"Capacity, ratio to {report.before}"
     return TableOfLayers(title, ["layer", *columns()], change_rows(report), total=True)
+
+
+def print_capacity(console: Console, report: CapacityReport) -> None:
+    """Print the layers, the comparison with another checkpoint, the whole model, and the legend."""
+    console.print(capacity_table(report))
+    if report.comparison is not None:
+        console.print(comparison_table(report))
+        for line in only_in_one(report):
+            console.print(line)
+    console.print(model_table(report))
+    console.print(legend(), style="dim")
+    if report.interval is not None:
+        console.print(f"batch mean, interval: {interval_words(report)}", style="dim")
 
 
 # ---------------- tables for the page

@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxkfac.curvature import (
+from jaxkfac.curvature import eigendecompose
+from jaxkfac.curvature.capacity import (
     capacity_interval,
     capacity_metrics,
     compare_capacity,
-    eigendecompose,
 )
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.jobs.report import (
     CapacityReport,
     _factor_figures,
-    capacity_table,
-    comparison_table,
-    model_table,
     report_page,
     spectrum_records,
 )
+from jaxkfac.jobs.report._capacity import capacity_table, comparison_table, model_table
 from jaxkfac.jobs.report._factor_figures import conditions_figure, ranks_figure
 from jaxkfac.jobs.report._spectra import _of_side, families, joined
 

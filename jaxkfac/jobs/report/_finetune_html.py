@@ -15,7 +15,6 @@ from jaxkfac.jobs.report._finetune_records import (
     SampleRecord,
     exam_rows,
     held_out_rows,
-    mean_loss,
 )
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._page import Axis, Line, panel_html, panels_html, table_html
@@ -192,7 +191,7 @@ def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str
             f"Loss on held-out text went from {before:.3g} to {after:.3g} nats in {spent}."
         )
     else:
-        ends = [mean_loss(records.losses, last=last) for last in (False, True)]
+        ends = records.mean_losses
         sentences.append(f"Training loss went from {ends[0]:.3g} to {ends[1]:.3g} nats in {spent}.")
     for variant, change in list(comparison.items())[-1:]:
         before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
@@ -211,8 +210,7 @@ def _training(records: FinetuneRecords) -> str:
             str(len(records.losses)),
             f"{sum(records.tokens):,}",
             f"{sum(records.learnt):,}",
-            f"{mean_loss(records.losses, last=False):.4f}",
-            f"{mean_loss(records.losses, last=True):.4f}",
+            *(f"{loss:.4f}" for loss in records.mean_losses),
             f"{records.samples_per_second:,.1f}",
             f"{records.tokens_per_second:,.0f}",
             f"{sum(records.seconds):.1f} s",

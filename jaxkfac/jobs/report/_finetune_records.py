@@ -113,6 +113,12 @@ class FinetuneRecords(NamedTuple):
         """Examples per second over all updates; 0 before the first."""
         return sum(self.examples) / sum(self.seconds) if self.seconds else 0.0
 
+    @property
+    def mean_losses(self) -> list[float]:
+        """Mean loss of the first and of the last tenth of the updates, at least one update."""
+        count = max(1, round(0.1 * len(self.losses)))
+        return [sum(chosen) / count for chosen in (self.losses[:count], self.losses[-count:])]
+
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""
         record_lists = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
@@ -126,13 +132,6 @@ class FinetuneRecords(NamedTuple):
 
 
 _KINDS = {"exams": ExamRecord, "fourier": FourierRecord, "samples": SampleRecord}
-
-
-def mean_loss(losses: Sequence[float], *, last: bool, fraction: float = 0.1) -> float:
-    """Mean loss of the first or the last tenth of the updates, at least one update."""
-    count = max(1, round(fraction * len(losses)))
-    chosen = losses[-count:] if last else losses[:count]
-    return sum(chosen) / len(chosen)
 
 
 # ---------------- tables for the terminal
@@ -150,7 +149,7 @@ def finetune_table(
         comparison: ``{variant: {"gained", "lost", "p_value"}}``.
         reference: Names of baseline models and their validation loss.
     """
-    ends = [f"{mean_loss(records.losses, last=last):.4f}" for last in (False, True)]
+    ends = [f"{loss:.4f}" for loss in records.mean_losses]
     rows = [["training loss", *ends]]
     rows += held_out_rows(records, reference)
     rows += [[f"accuracy, {name}", *cells] for name, *cells in exam_rows(records, comparison)]

@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxkfac._arguments import ArrayTree, path_of
-from jaxkfac.interception import Layer, LayerTable, is_encoded, selector
+from jaxkfac.interception import Layer, LayerTable, selector
+from jaxkfac.interception.values import is_encoded
 from jaxkfac.lslora.nf4._tensor import (
     NESTED_BLOCK,
     NF4,

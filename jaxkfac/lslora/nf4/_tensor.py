@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkfac._errors import nearest
-from jaxkfac.interception import EncodedParameter
+from jaxkfac.interception.values import EncodedParameter
 
 # ---------------- code books: 16 levels for weights, 256 for the scales of their blocks
 

@@ -9,10 +9,10 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, nearest
-from jaxkfac.factors import Factors
+from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import Folder, Group
-from jaxkfac.linalg import Spectrum
+from jaxkfac.linalg.spectral import Spectrum
 
 # ---------------- Lanczos with vectors on disk: only two of them are in memory at a time
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import as_config, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
@@ -21,15 +20,9 @@ from jaxkfac.jobs.report import (
     CapacityReport,
     ModelMemory,
     analysis_page,
-    capacity_table,
-    comparison_table,
-    depth_table,
-    exact_lines,
     factor_figures,
     memory_plan_table,
-    model_table,
-    only_in_one,
-    spectra_summary_table,
+    print_analysis,
     spectrum_records,
     versions,
 )
@@ -80,7 +73,7 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
     if arguments.json:
         print(json.dumps(record.to_dict(), allow_nan=False))
         return
-    _print(console, record)
+    print_analysis(console, record)
     console.print(f"report: {_page(arguments)}", soft_wrap=True, highlight=False)
 
 
@@ -190,23 +183,3 @@ def _write(arguments: AnalyzeArguments, record: AnalysisRecord) -> None:
 
 def _page(arguments: AnalyzeArguments) -> Path:
     return arguments.report or arguments.output / "report.html"
-
-
-def _print(console: Console, record: AnalysisRecord) -> None:
-    console.print(spectra_summary_table(record.spectra))
-    console.print(capacity_table(record.capacity))
-    if (depth := depth_table(record.capacity)) is not None:
-        console.print(depth)
-    if record.capacity.comparison is not None:
-        console.print(comparison_table(record.capacity))
-        for line in only_in_one(record.capacity):
-            console.print(line)
-    console.print(model_table(record.capacity))
-    console.print(legend(), style="dim")
-    for line in exact_lines(record):
-        console.print(line, soft_wrap=True, highlight=False)
-    for model_plan in record.plans:
-        table = memory_plan_table(
-            model_plan.model, model_plan.plan, disk=model_plan.disk, peaks=model_plan.peaks
-        )
-        console.print(table)

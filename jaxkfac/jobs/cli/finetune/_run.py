@@ -45,7 +45,6 @@ from jaxkfac.jobs.report import (
     coverage_rows,
     finetune_page,
     finetune_table,
-    mean_loss,
     spectrum_records,
     versions,
 )
@@ -329,7 +328,7 @@ def _write_results(
     return {
         "steps": len(records.losses),
         "data": read,
-        "loss": [mean_loss(records.losses, last=last) for last in (False, True)],
+        "loss": records.mean_losses,
         "validation_loss": {x.step: x.loss for x in records.exams if x.loss is not None},
         "reference": dict(problem.reference),
         "accuracy": {exam.step: exam.accuracy for exam in records.exams if exam.accuracy},

@@ -11,7 +11,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one
-from jaxkfac.interception import is_encoded
+from jaxkfac.interception.values import is_encoded
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder._attention import Cached, Tokens, empty_cache
 from jaxkfac.jobs.models.decoder._config import DecoderConfig

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._errors import at_least_one
-from jaxkfac.interception import is_encoded
+from jaxkfac.interception.values import is_encoded
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.encoder_decoder._blocks import (
     CachedPairs,

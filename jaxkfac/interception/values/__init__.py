@@ -1,0 +1,55 @@
+"""What the analysis knows of a value: axes, indices, views, slots, encoded parameters."""
+
+from jaxkfac.interception.values._axes import (
+    Atoms,
+    Axes,
+    AxisTable,
+)
+from jaxkfac.interception.values._encoded import (
+    DeferredParameter,
+    EncodedParameter,
+    decoded_shapes,
+    encoded_paths,
+    is_encoded,
+)
+from jaxkfac.interception.values._index import (
+    Index,
+    Piece,
+    Range,
+    cuts_of,
+    own_atoms,
+    pieces_of,
+    slices,
+)
+from jaxkfac.interception.values._slots import (
+    Entries,
+    Slot,
+    SlotEntry,
+    Window,
+)
+from jaxkfac.interception.values._values import (
+    View,
+)
+
+__all__ = [
+    "Atoms",
+    "Axes",
+    "AxisTable",
+    "DeferredParameter",
+    "EncodedParameter",
+    "Entries",
+    "Index",
+    "Piece",
+    "Range",
+    "Slot",
+    "SlotEntry",
+    "View",
+    "Window",
+    "cuts_of",
+    "decoded_shapes",
+    "encoded_paths",
+    "is_encoded",
+    "own_atoms",
+    "pieces_of",
+    "slices",
+]
