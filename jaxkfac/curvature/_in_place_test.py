@@ -15,8 +15,8 @@ from jaxkfac.curvature import (
     refresh_bases,
     refresh_inverses,
 )
-from jaxkfac.factors import _factors
 from jaxkfac.factors._explicit_net_test import layer, random_factors
+from jaxkfac.factors.sums import _factors
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -20,7 +20,7 @@ of the coverage report. Every equation that reads a parameter is accounted for. 
 completeness argument, and the reason why an unknown primitive is an error and not a guess.
 
 **Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
-(``values._axes``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
+(``values``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
 unknown primitive makes fresh ones. A mask of the outputs therefore finds the rows of an inner
 layer by identity, never by equal sizes. Only axes of data propagate: a constant of shape
 ``(S, S)`` would make queries and keys the same axis.

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.linalg import _eigh_host as module
 from jaxkfac.linalg.spectral import (
     HostSpectrum,
     check_square,
@@ -17,6 +16,7 @@ from jaxkfac.linalg.spectral import (
     eigh_on_host,
     from_spectrum,
 )
+from jaxkfac.linalg.spectral import _eigh_host as module
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -13,6 +13,18 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.files import check_sha256
 
+__all__ = [
+    "GLYPHS_SHA256",
+    "ClassImages",
+    "Episode",
+    "Episodes",
+    "Splits",
+    "load_glyphs",
+    "read_class_folder",
+    "read_splits",
+    "split_classes",
+]
+
 # ---------------- images by class, and classes by split
 
 

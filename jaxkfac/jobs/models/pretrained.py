@@ -21,6 +21,8 @@ from jaxkfac.jobs.models.decoder import load_decoder
 from jaxkfac.jobs.models.decoder._attention import AttentionBy
 from jaxkfac.memory import LeafSharding
 
+__all__ = ["KNOWN", "Known", "cache_folder", "cached_file", "smollm2"]
+
 # ---------------- weights in package registries, by name, version and digest
 
 

