@@ -109,6 +109,42 @@ def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
         jk.value_grad_and_factors(loss, sharing="reduce")(params, batch)
 
 
+@pytest.mark.parametrize("first", ["u", "v"])
+def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
+    """One A of both, weighed as the first layer weighs its rows, was the second's without a word."""
+    params = {"u": normal(3, 2), "v": normal(3, 2)}
+    weights = {"u": (1.0, 4.0), "v": (9.0, 0.5)}
+    batch = normal(4, 3), normal(4, 3)
+
+    def loss(p, batch):
+        total = 0.0
+        for name in (first, "v" if first == "u" else "u"):
+            for x, weight in zip(batch, weights[name], strict=True):
+                z = jk.mark_outputs(x @ p[name], jk.Gaussian(), weight=weight)
+                total += weight * 0.5 * jnp.square(z).sum(-1).mean()
+        return total
+
+    factors = jk.value_grad_and_factors(loss, fisher="exact")(params, batch).factors
+    for name in params:
+        hessian = jax.hessian(lambda w, name=name: loss({**params, name: w}, batch))(params[name])
+        expected = hessian.reshape(6, 6)
+        np.testing.assert_allclose(np.kron(*factors[name]), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [(2.0, 2.0), (1.0, 4.0)])
+def test_layers_whose_rows_lead_to_the_same_marks_still_share_one(weights):
+    def loss(p, batch):
+        total = 0.0
+        for x, weight in zip(batch, weights, strict=True):
+            z = jk.mark_outputs(x @ p["u"] + x @ p["v"], jk.Gaussian(), weight=weight)
+            total += weight * 0.5 * jnp.square(z).sum(-1).mean()
+        return total
+
+    params = {"u": normal(3, 2), "v": normal(3, 2)}
+    factors = jk.value_grad_and_factors(loss)(params, (normal(4, 3), normal(4, 3))).factors
+    assert list(factors.a_sums) == ["u"]
+
+
 def clip(p, batch, marks=True):
     images, texts = batch
     z = (images @ p["i"]) @ (texts @ p["t"]).T

@@ -1,8 +1,9 @@
 """Losses that mark their outputs: which layers the marks reach, and with what weight."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -139,6 +140,41 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
     return by_layer
 
 
+def with_weights_apart(traced: Traced) -> Traced:
+    """The program, without sharing an input factor between layers that weigh its rows unlike.
+
+    Two layers that read the same inputs share one A. Their uses may lead to other marks, and then
+    the rows have weights of their own in each.
+    """
+
+    def row_marks(layer: Layer) -> Hashable:
+        rows = collections.Counter(
+            (
+                use.data and use.data.number,
+                use.scope,
+                use.view.traced_indices,
+                traced.marks_reached.get(id(use)),
+            )
+            for use in traced.uses_of(layer)
+        )
+        # Rows that all lead to the same marks have no weights, whichever marks these are.
+        return frozenset(rows.items()) if len({marks for *_, marks in rows}) > 1 else None
+
+    # The layer that stores an A comes first, so that its name stays that of the A.
+    first: dict[Hashable, str] = {}
+    inputs = {
+        layer.name: first.setdefault((layer.input, row_marks(layer)), layer.name)
+        for layer in sorted(traced.table.tapped, key=lambda layer: layer.input != layer.name)
+    }
+    layers = tuple(
+        dataclasses.replace(layer, input=inputs.get(layer.name, layer.input))
+        for layer in traced.table.layers
+    )
+    if layers == traced.table.layers:
+        return traced
+    return dataclasses.replace(traced, table=dataclasses.replace(traced.table, layers=layers))
+
+
 def weighed(traced: Traced) -> list[Layer]:
     """The layers whose input rows have weights that differ between uses."""
     return [
@@ -146,7 +182,8 @@ def weighed(traced: Traced) -> list[Layer]:
         for layer in traced.table.tapped
         if traced.marks
         and not layer.is_elementwise
-        # A shared input factor is weighted once, by the layer that stores it.
+        # Once for a shared A, by the layer that stores it: its readers weigh rows alike
+        # (`with_weights_apart`).
         and layer.input == layer.name
         and len({traced.marks_reached.get(id(u)) for u in traced.uses_of(layer)}) > 1
     ]

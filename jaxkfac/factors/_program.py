@@ -32,6 +32,7 @@ from jaxkfac.factors._marks import (
     refuse_unmarked,
     row_weights,
     weighed,
+    with_weights_apart,
 )
 from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array, returned
 from jaxkfac.factors._taps import Emitter, tap
@@ -181,6 +182,7 @@ class Program:
             else:
                 traced = trace_marked(traced, *args, **finding)
                 refuse_unmarked(traced)
+                traced = with_weights_apart(traced)
             if traced.table.second_pass and (reason := self._only_together(traced)):
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
