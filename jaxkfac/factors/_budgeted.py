@@ -161,9 +161,9 @@ class BudgetedCollector:
         """The passes for these shapes; nothing is computed."""
         call = self._collector.checked(batch, key, positions, labels, state)
         traced = self._collector.traced(params, call)
-        return plan_passes(
-            self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
-        )
+        # Those of this call: `labels=` may hold more samples than the collector would draw.
+        vjps = call.estimator.concurrent
+        return plan_passes(self._collector.statistics(traced), self._budget, vjps=vjps)
 
     def budgets(
         self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None

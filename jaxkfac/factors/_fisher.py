@@ -284,7 +284,8 @@ class MonteCarlo(Estimator):
 
     @property
     def concurrent(self) -> int:
-        return 0 if self.samples == 1 else self.chunk
+        given = jax.tree.leaves(self.labels)
+        return 0 if (len(given[0]) if given else self.samples) == 1 else self.chunk
 
 
 class Exact(Estimator):
@@ -404,9 +405,12 @@ def estimator_of(
                 f"{type(fisher).__name__} itself"
             )
         if of_examples and not fisher.of_examples:
-            # Always raises here, because its name is not among the choices, which the message
-            # lists.
-            one_of("fisher", fisher.name, choices)
+            # Not `one_of`: a subclass that keeps its parent's name would pass as one of the choices.
+            raise ValueError(
+                f"fisher={fisher.name!r}: expected one of {', '.join(map(repr, choices))}; "
+                f"{type(fisher).__name__} is not correct for gradients of whole examples "
+                "(of_examples)"
+            )
         _check_hashable(fisher)
         return fisher
     one_of("fisher", fisher, choices)
