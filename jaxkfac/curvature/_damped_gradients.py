@@ -229,7 +229,8 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
     for layer in bases.layers:
         basis = bases.basis(layer)
         if isinstance(basis, DiagonalEigenbasis):
-            sides = {"diagonal": basis.diagonal.reshape(-1)}
+            # By slice, as it was clipped: the scales of two slices have nothing to do with each other.
+            sides = {"diagonal": diagonal_rows(layer, basis.diagonal)}
         # Measured values belong to the block, and the factors' own are not used.
         elif basis.values is not None:
             sides = {"block": basis.values.reshape(*layer.stack, -1)}

@@ -63,7 +63,9 @@ def _may_be_equal(x: Any, y: Any) -> bool:
         return True
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return True
-    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=x.dtype.kind in "fc")
+    # Not `dtype.kind`, which is "V" for bfloat16 too.
+    equal_nan = jnp.issubdtype(x.dtype, jnp.inexact)
+    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=equal_nan)
 
 
 class AdaptationOfBatch(TypedDict):
