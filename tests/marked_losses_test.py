@@ -111,7 +111,7 @@ def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
 
 @pytest.mark.parametrize("first", ["u", "v"])
 def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
-    """One A of both, weighed as the first layer weighs its rows, was the second's without a word."""
+    """The second layer read an A that was weighed as the first one weighs its rows."""
     params = {"u": normal(3, 2), "v": normal(3, 2)}
     weights = {"u": (1.0, 4.0), "v": (9.0, 0.5)}
     batch = normal(4, 3), normal(4, 3)

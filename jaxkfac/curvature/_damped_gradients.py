@@ -229,7 +229,7 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
     for layer in bases.layers:
         basis = bases.basis(layer)
         if isinstance(basis, DiagonalEigenbasis):
-            # By slice, as it was clipped: the scales of two slices have nothing to do with each other.
+            # By slice, as it was clipped: one slice may be of another scale than the next.
             sides = {"diagonal": diagonal_rows(layer, basis.diagonal)}
         # Measured values belong to the block, and the factors' own are not used.
         elif basis.values is not None:

@@ -405,7 +405,7 @@ def estimator_of(
                 f"{type(fisher).__name__} itself"
             )
         if of_examples and not fisher.of_examples:
-            # Not `one_of`: a subclass that keeps its parent's name would pass as one of the choices.
+            # Not `one_of`: a subclass that keeps its parent's name would pass as a choice.
             raise ValueError(
                 f"fisher={fisher.name!r}: expected one of {', '.join(map(repr, choices))}; "
                 f"{type(fisher).__name__} is not correct for gradients of whole examples "

@@ -95,8 +95,8 @@ def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
 def _is_natural(chunk: Chunk) -> bool:
     """Whether all outputs are natural parameters of their likelihoods."""
     likelihoods = jax.tree.leaves(chunk.objective.likelihood)
-    # For these the Fisher of the outputs equals the Hessian of the loss, whatever the targets are. A
-    # likelihood from outside need not have that property, and a subclass may have other terms.
+    # For these the Fisher of the outputs equals the Hessian of the loss, whatever the targets are.
+    # A likelihood from outside need not have that property, and a subclass may have other terms.
     return all(type(x) in (Categorical, Bernoulli, Gaussian) for x in likelihoods)
 
 
