@@ -75,7 +75,7 @@ class BudgetedCollector:
     ) -> None:
         self._collector, self._budget, self._sink = collector, max_factor_bytes, sink
         self._programs: dict[_Key, Any] = {}
-        self._gradient: Any = None  # a jitted function
+        self._gradient: Any = None  # jitted by the first step that collects no factors
         self._announced: set[str] = set()
 
     def __call__(

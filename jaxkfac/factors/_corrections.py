@@ -32,6 +32,7 @@ class MeasuredValues(NamedTuple):
     @property
     def in_own_units(self) -> tuple[Array, Array]:
         """Both arrays multiplied by ``root ** 2``; 0 or infinite outside the dtype's range."""
+        # One root after the other: their square may leave the range where the product does not.
         values, raw_values = (x * self.root * self.root for x in self[:2])
         return values, raw_values
 

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     _Named = Mapping[str, Factor]
 else:
     Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
-    _Named = Mapping  # a runtime type checker reads an item, and Factors of shapes have none
+    _Named = Mapping  # a runtime type checker would read an item, which factors of shapes refuse
 
 
 @serializable

@@ -278,8 +278,8 @@ class MonteCarlo(Estimator):
             # `sample` draws.
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
             total = _sum(lambda k: at_labels(objective.sample(k, outputs)), keys, self.chunk)
-        # The mean over samples estimates the expectation; dividing the sums, not the cotangents,
-        # keeps the squares' scale.
+        # The sums are divided, and not the cotangents, which are squared: the sums would then be
+        # divided by the square of the number.
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
     @property

@@ -104,8 +104,8 @@ def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
     example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
     for use in leading_to(traced.analysis.plan, mark)[0]:
         rows = {a for axis in use.rows for a in table.atoms(axis)}
-        # Such a row belongs to no single example, so one backward pass would add up the cotangents
-        # of several in it.
+        # Such a row belongs to several examples, and one backward pass for all of them would add up
+        # their cotangents there.
         if example_atoms and use.data is not None and not example_atoms <= rows:
             return f"the examples meet behind layer {use.layer or use.view.path!r}"
     return ""
@@ -127,7 +127,7 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
         none = jnp.zeros((), dtype)
         counts = [h.num_kept.astype(dtype) for h in heads]
         nominal_weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
-        # The mean over no terms is 0 and not w, so its weight would only dilute the others.
+        # A mark that keeps no term adds nothing to the loss; its weight would dilute the others.
         weights = [jnp.where(k > 0, w, none) for k, w in zip(counts, nominal_weights, strict=True)]
         means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
         marks = sorted(frozenset().union(*reached))
