@@ -184,8 +184,8 @@ def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
         ``(stack..., n, n)``, folded where it is stored so, or ``(stack..., n)``; and the divisor of
         each, ``(stack...)`` or a scalar. A block that is made of several entries is a mean already.
     """
-    # Such a block is put together from several entries with different counts, so no single divisor
-    # belongs to it.
+    # A block of two readings has entries with different counts, so no single divisor belongs to it.
+    # The ones are cut off a full matrix, because a folded one has no last row.
     if block.both is not None or block.without_ones:
         mean = jnp.asarray(block_mean(factors, block))
         return mean, jnp.ones((), mean.dtype)
@@ -243,8 +243,8 @@ def _decompose(
             [jnp.asarray(side.matrix) for side in members], limit, vectors, after
         )
         for side, spectrum in zip(members, spectra, strict=True):
-            # A device's solver may fail to converge where LAPACK in float64 does; the host then has
-            # a second try.
+            # LAPACK in float64 may converge where a device's solver does not, so the host has a
+            # second try.
             if checked and not np.isfinite(np.asarray(whole_here(spectrum.values))).all():
                 left_to_host.append(side)
             else:

@@ -315,8 +315,8 @@ class Push:
             queue = collections.deque(zip(batch.keys, copies, strict=True))
             del copies
             call = functools.partial(_average, self._state, self._averaging, queue)
-            # In one assignment: a batch has either items to copy or a job, also if the next line
-            # raises.
+            # No call comes between the two assignments, and so no interrupt: a batch has either
+            # items to copy or a job.
             batch.items, batch.job = [], Job(call)
         except BaseException:
             if batch.job is None:

@@ -174,8 +174,8 @@ def _pushed(
 ) -> tuple[ArrayTree, ArrayTree]:
     """The function's value, computed once, and its derivatives along stacked vectors."""
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in vectors.values()):
-        # Under vmap, jax 0.10.2 accepts none of the model's products whose out_sharding has fewer
-        # entries than axes, such as P().
+        # Under vmap, jax 0.10.2 refuses a product of the model whose out_sharding has fewer entries
+        # than axes, such as P().
         value, push = jax.linearize(function, chunk.leaves)
         count = len(next(iter(vectors.values())))
         several = [push({path: x[i] for path, x in vectors.items()}) for i in range(count)]
