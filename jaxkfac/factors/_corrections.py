@@ -75,7 +75,9 @@ class Corrections(NamedTuple):
         )
 
     def decayed(self, decay: ArrayLike, new: "Corrections") -> "Corrections":
-        """``decay * self + new`` in the dtypes of ``self``."""
+        """``decay * self + new`` in the dtypes of ``self``; ``self`` if ``new`` has no terms."""
+        # As in `update_average`: a step without data must not let the older ones fade to nothing.
+        decay = jnp.where(new.terms > 0, decay, 1)
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
