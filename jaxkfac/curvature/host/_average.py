@@ -171,7 +171,7 @@ class Averages:
         axes = len(entry.stack)
         sums = running.sums[rows]
         # One loop over the slices of all stacked axes, which writes into the average itself.
-        sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
+        sums = sums.reshape(-1, *sums.shape[axes:])  # a view, since it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
         if entry.dense:
             folded = self._folded[: running.dtype.itemsize * math.prod(sums.shape[1:])]

@@ -137,8 +137,8 @@ class Schedule:
             yield from self._hand_over()
         assert self.open is not None
         yield Action("snapshot", self.open)
-        # One statement without a call, so that no interrupt falls into it: a refresh that has been
-        # snapshot must not be open to further pushes.
+        # One statement without a call, so that no interrupt falls into it: a refresh whose snapshot
+        # is taken must not be open to further pushes.
         self.pending, self.open, self.clock = self.open, None, step
 
     def _hand_over(self) -> Iterator[Action]:
