@@ -14,7 +14,7 @@ from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding,
 from jaxkfac.linalg import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares
 
-_TIMED_SIZE = 1024  # a larger matrix is timed by a block of this size; beyond it the device only gains
+_TIMED_SIZE = 1024  # a larger matrix is timed by a block of it; with size the device only gains
 
 
 class Decomposer:
