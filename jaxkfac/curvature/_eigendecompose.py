@@ -219,13 +219,13 @@ def _decompose(
     left_to_host: list[DenseMean] = []
     for side in sides:
         matrix = side.matrix
-        in_host_memory = isinstance(matrix, np.ndarray)  # from a byte budget; the device lacks room
+        is_array = not isinstance(matrix, np.ndarray | Tracer)
+        # NumPy arrays come from a byte budget, and offloaded ones too were too many for the device.
+        in_host_memory = isinstance(matrix, np.ndarray) or (is_array and is_on_host(matrix))
         if in_host_memory and placement == "auto":
             left_to_host.append(side)
             continue
-        where = frozenset()
-        if not in_host_memory and not isinstance(matrix, Tracer):
-            where = frozenset(matrix.sharding.device_set)
+        where = frozenset(matrix.sharding.device_set) if is_array else frozenset()
         # Arrays of different devices cannot be one batch.
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
@@ -234,7 +234,7 @@ def _decompose(
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
         is_host = limit is None and checked and device_of(first.sharding).platform == "cpu"
-        if checked and (limit == 0 or is_host or is_on_host(first)):
+        if checked and (limit == 0 or is_host):
             left_to_host += members
             continue
         # Independent decompositions of one program would run at once (``in_sequence``).
