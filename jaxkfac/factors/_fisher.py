@@ -375,6 +375,17 @@ class Forward(Empirical):
     unit_outputs = True
     of_examples = False
 
+    def gathered(
+        self,
+        objective: Callable[..., ArrayTree],
+        at: Linearised,
+        batch: ArrayTree,
+        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+    ) -> ArrayTree:
+        # Without output sides the loss's cotangents do not matter, so they need no pass of their
+        # own, and none of them is refused.
+        return outputs(at.emitted)
+
 
 FISHER_TYPES: Mapping[str, type[Estimator]] = {
     cls.name: cls for cls in (Empirical, MonteCarlo, Exact, Forward, ExactIfTermsDoNotMix)
