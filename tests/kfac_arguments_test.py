@@ -113,6 +113,19 @@ def test_adaptation_of_other_parameters_is_refused(params):
         updated(jk.kfac(like=LIKE), **more)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equal_parameters_with_a_nan_are_those_of_the_update(dtype):
+    params, same = ({"w": jnp.array([1.0, jnp.nan], dtype)} for _ in range(2))
+    jk.factors.BatchCurvature(None, params, None, None, None).check_params(same)
+
+
+def test_values_of_numpy_parameters_are_compared_too():
+    curvature = jk.factors.BatchCurvature(None, {"w": np.ones(2)}, None, None, None)
+    curvature.check_params({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match="computed at other parameters"):
+        curvature.check_params({"w": np.zeros(2)})
+
+
 def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
     more = STATS.adaptation(elsewhere(), BATCH, KEY)
     with pytest.raises(ValueError, match=r"at other parameters than the update"):

@@ -109,6 +109,68 @@ def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
         jk.value_grad_and_factors(loss, sharing="reduce")(params, batch)
 
 
+@pytest.mark.parametrize("first", ["u", "v"])
+def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
+    """The second layer read an A that was weighed as the first one weighs its rows."""
+    params = {"u": normal(3, 2), "v": normal(3, 2)}
+    weights = {"u": (1.0, 4.0), "v": (9.0, 0.5)}
+    batch = normal(4, 3), normal(4, 3)
+
+    def loss(p, batch):
+        total = 0.0
+        for name in (first, "v" if first == "u" else "u"):
+            for x, weight in zip(batch, weights[name], strict=True):
+                z = jk.mark_outputs(x @ p[name], jk.Gaussian(), weight=weight)
+                total += weight * 0.5 * jnp.square(z).sum(-1).mean()
+        return total
+
+    factors = jk.value_grad_and_factors(loss, fisher="exact")(params, batch).factors
+    for name in params:
+        hessian = jax.hessian(lambda w, name=name: loss({**params, name: w}, batch))(params[name])
+        expected = hessian.reshape(6, 6)
+        np.testing.assert_allclose(np.kron(*factors[name]), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_forward_needs_no_cotangents_of_marks():
+    """Marks in a row, and one in a custom derivative, are refused where cotangents count."""
+
+    def in_a_row(p, batch):
+        h = jk.mark_outputs(batch[0] @ p["w"], jk.Gaussian(), weight=2.0)
+        z = jk.mark_outputs(jnp.tanh(h) @ p["v"], jk.Gaussian())
+        return jnp.square(h).sum(-1).mean() + 0.5 * jnp.square(z - batch[1]).sum(-1).mean()
+
+    @jax.custom_jvp
+    def squares(z, y):
+        return 0.5 * jnp.square(jk.mark_outputs(z, jk.Gaussian()) - y).sum(-1).mean()
+
+    squares.defjvp(lambda at, d: (squares(*at), ((at[0] - at[1]) * d[0]).sum(-1).mean()))
+    inside = lambda p, batch: squares(jnp.tanh(batch[0] @ p["w"]) @ p["v"], batch[1])
+    params, batch = {"w": normal(3, 2), "v": normal(2, 2)}, (normal(4, 3), normal(4, 2))
+    for loss in (in_a_row, inside):
+        with pytest.raises(ValueError, match="jk.mark_outputs: mark"):
+            jk.value_grad_and_factors(loss)(params, batch)
+        exact, forward = (
+            jk.value_grad_and_factors(loss, fisher=fisher)(params, batch).factors
+            for fisher in ("exact", "forward")
+        )
+        assert_equal((forward.a_sums, forward.a_counts), (exact.a_sums, exact.a_counts))
+        np.testing.assert_array_equal(forward["w"].g, jnp.eye(2))
+
+
+@pytest.mark.parametrize("weights", [(2.0, 2.0), (1.0, 4.0)])
+def test_layers_whose_rows_lead_to_the_same_marks_still_share_one(weights):
+    def loss(p, batch):
+        total = 0.0
+        for x, weight in zip(batch, weights, strict=True):
+            z = jk.mark_outputs(x @ p["u"] + x @ p["v"], jk.Gaussian(), weight=weight)
+            total += weight * 0.5 * jnp.square(z).sum(-1).mean()
+        return total
+
+    params = {"u": normal(3, 2), "v": normal(3, 2)}
+    factors = jk.value_grad_and_factors(loss)(params, (normal(4, 3), normal(4, 3))).factors
+    assert list(factors.a_sums) == ["u"]
+
+
 def clip(p, batch, marks=True):
     images, texts = batch
     z = (images @ p["i"]) @ (texts @ p["t"]).T

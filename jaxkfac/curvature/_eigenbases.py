@@ -221,8 +221,8 @@ class Eigenbases(_Named):
         a, g = self.spectra(layer)
         root = self.block_root(layer)
         measured = corrections.where_any(
-            # Divided by the root of the block's unit until they are read: eigenvalues of a block
-            # are products of two, and leave float32's range long before the factors do.
+            # Divided by the block's unit until they are read: eigenvalues of a block are products
+            # of two, and leave float32's range long before the factors do.
             corrections.measured(layer.name, root, self.max_condition, self.floor),
             MeasuredValues(
                 _products(self._clipped(a.values), self._clipped(g.values), root),

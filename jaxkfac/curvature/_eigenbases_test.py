@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkfac.curvature import apply_power, eigendecompose, identity_bases
 from jaxkfac.factors._explicit_net_test import NET, random_factors
-from jaxkfac.factors.sums import Corrections
+from jaxkfac.factors.sums import Corrections, update_average
 
 FACTORS = random_factors(NET, jax.random.key(0))
 IDENTITY = identity_bases(FACTORS)
@@ -46,6 +46,16 @@ def test_measurements_of_two_batches_add_up_by_terms():
         found = both[name]
         raw = found.raw_diagonal if hasattr(found, "raw_diagonal") else found.raw_values
         np.testing.assert_allclose(raw, expected, rtol=1e-6)
+
+
+def test_a_measurement_without_terms_leaves_an_average_unchanged():
+    average, empty = measured(0, 3.0), measured(1, 0.0)
+    nothing = jax.tree.map(jnp.zeros_like, empty.corrections)
+    empty = dataclasses.replace(empty, corrections=nothing)
+    found = average
+    for _ in range(3):
+        found = update_average(found, empty, 0.5)
+    jax.tree.map(np.testing.assert_array_equal, found.corrections, average.corrections)
 
 
 def test_what_was_measured_decays_and_what_is_new_does_not():

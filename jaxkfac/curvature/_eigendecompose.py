@@ -184,8 +184,8 @@ def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
         ``(stack..., n, n)``, folded where it is stored so, or ``(stack..., n)``; and the divisor of
         each, ``(stack...)`` or a scalar. A block that is made of several entries is a mean already.
     """
-    # Such a block is put together from several entries with different counts, so no single divisor
-    # belongs to it.
+    # A block of two readings has entries with different counts, so no single divisor belongs to it.
+    # The ones are cut off a full matrix, because a folded one has no last row.
     if block.both is not None or block.without_ones:
         mean = jnp.asarray(block_mean(factors, block))
         return mean, jnp.ones((), mean.dtype)
@@ -219,13 +219,13 @@ def _decompose(
     left_to_host: list[DenseMean] = []
     for side in sides:
         matrix = side.matrix
-        in_host_memory = isinstance(matrix, np.ndarray)  # from a byte budget; the device lacks room
+        is_array = not isinstance(matrix, np.ndarray | Tracer)
+        # NumPy arrays come from a byte budget, and offloaded ones too were too many for the device.
+        in_host_memory = isinstance(matrix, np.ndarray) or (is_array and is_on_host(matrix))
         if in_host_memory and placement == "auto":
             left_to_host.append(side)
             continue
-        where = frozenset()
-        if not in_host_memory and not isinstance(matrix, Tracer):
-            where = frozenset(matrix.sharding.device_set)
+        where = frozenset(matrix.sharding.device_set) if is_array else frozenset()
         # Arrays of different devices cannot be one batch.
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
@@ -234,7 +234,7 @@ def _decompose(
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
         is_host = limit is None and checked and device_of(first.sharding).platform == "cpu"
-        if checked and (limit == 0 or is_host or is_on_host(first)):
+        if checked and (limit == 0 or is_host):
             left_to_host += members
             continue
         # Independent decompositions of one program would run at once (``in_sequence``).
@@ -243,8 +243,8 @@ def _decompose(
             [jnp.asarray(side.matrix) for side in members], limit, vectors, after
         )
         for side, spectrum in zip(members, spectra, strict=True):
-            # A device's solver may fail to converge where LAPACK in float64 does; the host then has
-            # a second try.
+            # LAPACK in float64 may converge where a device's solver does not, so the host has a
+            # second try.
             if checked and not np.isfinite(np.asarray(whole_here(spectrum.values))).all():
                 left_to_host.append(side)
             else:

@@ -178,6 +178,25 @@ def test_nan_is_a_field_of_the_result_inside_jit_and_on_the_device(factors):
         assert finite == {x.name: x.name != "k" for x in LAYERS}
 
 
+def test_an_offloaded_factor_is_in_no_batch_with_those_on_the_device(factors, monkeypatch):
+    """G of k and G of q have one size, and their arrays are in different memories."""
+    monkeypatch.setattr(module, "matrices_that_fit", lambda *_: 100)
+    offloaded = lambda x: x.sharding.memory_kind == "pinned_host"
+    monkeypatch.setattr(module, "is_on_host", offloaded)
+    (device,) = factors.g_sums["k"].devices()
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    mean_of = module.block_mean
+
+    def mean(all_factors, block):
+        found = mean_of(all_factors, block)
+        return jax.device_put(found, there) if block.name == "G of layer 'k'" else found
+
+    monkeypatch.setattr(module, "block_mean", mean)
+    found = eigendecompose(factors)
+    monkeypatch.undo()
+    assert_close(np.asarray(found.g["k"].values), np.asarray(eigendecompose(factors).g["k"].values))
+
+
 def test_a_failed_solver_is_retried_on_the_host(factors, monkeypatch):
     def failing(matrix, *, vectors):
         nan = jnp.full(matrix.shape[:-1], jnp.nan)

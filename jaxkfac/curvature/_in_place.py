@@ -182,9 +182,9 @@ def _solved(
     per_matrix = (jnp.broadcast_to(divisor, stack), *by_matrix)
     sums, per_matrix, old = jax.tree.map(flat, (sums, per_matrix, old))
     matrix_shape, likes = sums.shape[1:], jax.eval_shape(lambda: old)
-    # Solvers read and write columns contiguously. Without this XLA would store everything in that
-    # order, and copy it back and forth at every step, due or not. A row that is a matrix one number
-    # after the other has only one order; the barriers keep the reshapes from being simplified.
+    # Solvers want the numbers of a column side by side. XLA would keep all of these arrays in that
+    # order, and copy them back and forth at every step, due or not. A matrix that is flattened into
+    # a row has only one order, and the barriers keep XLA from removing the reshapes.
     in_rows = lambda x: x.reshape(len(x), -1)
     sums, old = jax.lax.optimization_barrier(jax.tree.map(in_rows, (sums, old)))
     operands = (sums, *per_matrix)
@@ -204,7 +204,7 @@ def _solved(
                 read = lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size)
                 if size > 1:
                     new, bad = jax.vmap(one)(*jax.tree.map(read, (operands, old)))
-                else:  # a batched solver may be another one
+                else:  # not as a batch of one, for which there may be another solver
                     single = jax.tree.map(lambda x: read(x)[0], (operands, old))
                     new, bad = jax.tree.map(lambda x: x[None], one(*single))
                 write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 0)

@@ -256,8 +256,7 @@ def inversion(
             inverse("a", name, a, to_a)
         inverse("g", name, g, to_g)
         if layer.bias is not None and factors.bias == "separate":
-            # Such a bias has one factor, so all of the damping goes to G, and not the root that a
-            # pair shares.
+            # Such a bias has one factor, G, which gets all of the damping instead of a share of it.
             inverse("biases", name, g, _of_one_factor(damping, sums[g][0].dtype))
     inverses = Inverses(
         **tables,

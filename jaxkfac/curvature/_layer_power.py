@@ -311,6 +311,7 @@ def scale_diagonal(
     raw = basis.raw_diagonal
     above = None
     if power.cut:
+        # `map_slices` returns the dtype of the diagonal, so the answer comes as 1 or 0.
         above = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype)) > 0
     scale = diagonal_power(
         raw if power.exponent > 0 else basis.diagonal,

@@ -123,7 +123,7 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     root = xp.sqrt(half**2 + m12 * m21)
     # Two formulas give the eigenvector. The one whose terms have the same sign has no cancellation.
     u1, u2 = xp.where(half >= 0, root + half, m12), xp.where(half >= 0, m21, root - half)
-    none = (u1 == 0) & (u2 == 0)  # both products are equally near
+    none = (u1 == 0) & (u2 == 0)  # then every combination is equally near
     u1, u2 = xp.where(none, xp.ones_like(u1), u1), xp.where(none, xp.ones_like(u2), u2)
     v1, v2 = w1 * (u1 + rho * u2), w2 * (rho * u1 + u2)
     length = xp.sqrt(u1**2 + u2**2 + 2 * rho * u1 * u2)

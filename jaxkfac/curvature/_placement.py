@@ -116,7 +116,8 @@ class ResultSharding(NamedTuple):
             # Replicated, because every device preconditions its part of the gradient with all
             # eigenvectors.
             return NamedSharding(factor.mesh, PartitionSpec(), memory_kind=factor.memory_kind)
-        # A sharding over several devices without a mesh cannot be turned into a replicated one.
+        # Without a mesh there are no axes to replicate over; uncommitted results go where they are
+        # used.
         return None if factor is None or len(factor.device_set) > 1 else factor
 
 
@@ -254,7 +255,6 @@ def solve_divided(
             after: Array | None = None
             by_size: dict[Any, list[tuple[int, int]]] = defaultdict(list)
             for i, j in assigned:
-                # Matrices of one size are one batch, whatever factor they come from.
                 by_size[tuple((x.shape[1:], x.dtype) for x in flat[i])].append((i, j))
             for members in by_size.values():
                 columns = zip(*([x[j] for x in flat[i]] for i, j in members), strict=True)
@@ -270,8 +270,7 @@ def solve_divided(
         return run
 
     def on_each(flat: list[tuple[Array, ...]]) -> list[ArrayTree]:
-        # Each device has another list of sizes, and a branch is the only way in which one program
-        # has all of them.
+        # All devices run one program, and each has another list of sizes: a branch for each.
         branches = [of_device(device) for device in range(axis.size)]
         mine = jax.lax.switch(jax.lax.axis_index(axis.name), branches, flat)
         # Each result is zero on all devices but the one that solved it: the sum is a broadcast.

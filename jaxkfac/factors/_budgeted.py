@@ -76,7 +76,7 @@ class BudgetedCollector:
     ) -> None:
         self._collector, self._budget, self._sink = collector, max_factor_bytes, sink
         self._programs: dict[_Key, Any] = {}
-        self._gradient: Any = None  # a jitted function
+        self._gradient: Any = None  # jitted by the first step that collects no factors
         self._announced: set[str] = set()
 
     def __call__(
@@ -162,9 +162,9 @@ class BudgetedCollector:
         """The passes for these shapes; nothing is computed."""
         call = self._collector.checked(batch, key, positions, labels, state)
         traced = self._collector.traced(params, call)
-        return plan_passes(
-            self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
-        )
+        # Those of this call: `labels=` may hold more samples than the collector would draw.
+        vjps = call.estimator.concurrent
+        return plan_passes(self._collector.statistics(traced), self._budget, vjps=vjps)
 
     def budgets(
         self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None

@@ -177,6 +177,17 @@ def test_one_pass_needs_exactly_the_bytes_it_says():
     assert len(passes(whole.nbytes - 1)) > 1
 
 
+def test_labels_that_are_given_count_like_as_many_samples():
+    objective, params, (x, y) = nested()[:3]
+    labels = jnp.stack([y] * 6)
+    stats = value_grad_and_factors(objective, fisher="mc", chunk=3, max_factor_bytes=2**30)
+    drawn = value_grad_and_factors(
+        objective, fisher="mc", chunk=3, samples=6, max_factor_bytes=2**30
+    )
+    given = stats.plan(params, (x, y), labels=labels).passes
+    assert given == drawn.plan(params, (x, y), jax.random.key(0)).passes
+
+
 # Without remat the gradient fuses what the branch that skips statistics reads as arrays: the rows
 # of one layer, here at most 256 tokens of 64 + 128 features at each of six layers.
 ROWS = {"remat": 0, "saved": 6 * 256 * (64 + 128) * 4}

@@ -227,8 +227,7 @@ def value_grad_and_factors(
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every, collect=collect)
     check_sparing(every, subsample)
     check_collect(collect, every, max_factor_bytes)
-    # A unit G says nothing about the loss, so there are no gradients whose squares a diagonal could
-    # be.
+    # With a unit G no gradient is gathered, so a diagonal has nothing to square.
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -237,7 +236,7 @@ def value_grad_and_factors(
     if isinstance(objective, Objective):
         if loss_terms is not None:
             raise ValueError("loss_terms: an Objective counts its terms itself")
-    elif loss_terms is not None:  # so it marks no outputs; without it, the first trace checks
+    elif loss_terms is not None:  # else the first trace shows whether it marks outputs, and checks
         check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
     finding = {
         "layers": layers,

@@ -175,6 +175,7 @@ class FactorCollector:
             self._warn_of_sum(params, call)
             return staged
 
+        # Each group has a program of its own, and so has a step that collects nothing.
         static = due if turn is None else int(turn.number)
         return self._staged.get((params, call), stage, static=static)(params, call)
 
@@ -255,11 +256,13 @@ class FactorCollector:
         @fast_convolutions
         def skip(params: ArrayTree, call: Call) -> ValueGradAndFactors:
             out = self.without_factors(params, call, collect.types.factors)
-            return jax.tree.map(cast_varying, out, collect.types)  # needed inside shard_map
+            # Inside `shard_map` both branches must vary over the same mesh axes.
+            return jax.tree.map(cast_varying, out, collect.types)
 
         return jax.lax.cond(
             due,
-            lambda params, call: collect(params, call),  # cond keeps a weak reference
+            # `cond` keeps a weak reference, which `collect`, a NamedTuple, does not have.
+            lambda params, call: collect(params, call),
             skip,
             params,
             call,

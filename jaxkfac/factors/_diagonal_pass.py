@@ -107,6 +107,8 @@ def per_example_diagonals(
 
         def contribution(cotangents: ArrayTree) -> dict[str, Array]:
             cotangents = objective.in_batch(cotangents, one.mask, batch)
+            # The cotangents belong to the mean of this example's terms, and times the number of
+            # terms to their sum.
             return {
                 path: jnp.square(x.astype(statistics_dtype(x.dtype)) * terms)
                 for path, x in vjp(cotangents)[0].items()

@@ -279,13 +279,14 @@ class MonteCarlo(Estimator):
             # `sample` draws.
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
             total = _sum(lambda k: at_labels(objective.sample(k, outputs)), keys, self.chunk)
-        # The mean over samples estimates the expectation; dividing the sums, not the cotangents,
-        # keeps the squares' scale.
+        # The sums are divided, and not the cotangents, which are squared: the sums would then be
+        # divided by the square of the number.
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
     @property
     def concurrent(self) -> int:
-        return 0 if self.samples == 1 else self.chunk
+        given = jax.tree.leaves(self.labels)
+        return 0 if (len(given[0]) if given else self.samples) == 1 else self.chunk
 
 
 class Exact(Estimator):
@@ -375,6 +376,17 @@ class Forward(Empirical):
     unit_outputs = True
     of_examples = False
 
+    def gathered(
+        self,
+        objective: Callable[..., ArrayTree],
+        at: Linearised,
+        batch: ArrayTree,
+        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+    ) -> ArrayTree:
+        # Without output sides the loss's cotangents do not matter, so they need no pass of their
+        # own, and none of them is refused.
+        return outputs(at.emitted)
+
 
 FISHER_TYPES: Mapping[str, type[Estimator]] = {
     cls.name: cls for cls in (Empirical, MonteCarlo, Exact, Forward, ExactIfTermsDoNotMix)
@@ -405,9 +417,12 @@ def estimator_of(
                 f"{type(fisher).__name__} itself"
             )
         if of_examples and not fisher.of_examples:
-            # Always raises here, because its name is not among the choices, which the message
-            # lists.
-            one_of("fisher", fisher.name, choices)
+            # Not `one_of`: a subclass that keeps its parent's name would pass as a choice.
+            raise ValueError(
+                f"fisher={fisher.name!r}: expected one of {', '.join(map(repr, choices))}; "
+                f"{type(fisher).__name__} is not correct for gradients of whole examples "
+                "(of_examples)"
+            )
         _check_hashable(fisher)
         return fisher
     one_of("fisher", fisher, choices)

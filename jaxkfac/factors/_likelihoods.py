@@ -120,7 +120,8 @@ class Categorical:
     def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool:
         """Whether all outputs are in [0, 1] and those of each term sum to 1 within 1e-5."""
         x = np.asarray(outputs, np.float64)
-        within = max(1e-5, 2 * float(jnp.finfo(outputs.dtype).eps))  # bfloat16 rounds each
+        # Probabilities that were rounded to bfloat16 add up to 1 less exactly.
+        within = max(1e-5, 2 * float(jnp.finfo(outputs.dtype).eps))
         return _in_unit_interval(x) and bool((abs(x.sum(-1) - 1) <= within).all())
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
@@ -140,6 +141,8 @@ class Categorical:
     def fisher_column(
         self, outputs: Float[Array, "*terms c"], index: Int[Array, ""]
     ) -> Float[Array, "*terms c"]:
+        # The columns sqrt(p_c) (e_c - p) are as many as the classes, and the sum of their outer
+        # products is diag(p) - p p'.
         p = jax.nn.softmax(_wide(outputs), axis=-1)
         one = jax.nn.one_hot(index, p.shape[-1], dtype=p.dtype)
         root = jnp.sqrt(jax.lax.dynamic_index_in_dim(p, index, -1))

@@ -58,7 +58,7 @@ class Head(NamedTuple):
         """Shape of the terms: the outputs without their last axis, if they have one."""
         shape = self.outputs.shape
         # A vector of outputs is one number for each example (`Bernoulli` or `Gaussian` with one
-        # output); its only axis are the terms.
+        # output), so its only axis is that of the terms.
         return shape if len(shape) < 2 else shape[:-1]
 
     @property
@@ -274,8 +274,8 @@ class LossTerms(abc.ABC):
         heads = self.heads(outputs, targets, mask)
         seeds, cotangents = _seeds(heads), []
         for head, seed in zip(heads, seeds, strict=True):
-            # The mean of this output alone, not the loss: the factor of the Fisher is the root of
-            # the weight, while the loss has the weight.
+            # The mean without its weight: the seed holds the root of the weight, as the Fisher
+            # wants it, and the loss would multiply by the weight itself.
             mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
             cotangents.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
         return self.tree(cotangents)

@@ -1,8 +1,9 @@
 """Losses that mark their outputs: which layers the marks reach, and with what weight."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,8 +104,8 @@ def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
     example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
     for use in leading_to(traced.analysis.plan, mark)[0]:
         rows = {a for axis in use.rows for a in table.atoms(axis)}
-        # Such a row belongs to no single example, so one backward pass would add up the cotangents
-        # of several in it.
+        # Such a row belongs to several examples, and one backward pass for all of them would add up
+        # their cotangents there.
         if example_atoms and use.data is not None and not example_atoms <= rows:
             return f"the examples meet behind layer {use.layer or use.view.path!r}"
     return ""
@@ -126,7 +127,7 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
         none = jnp.zeros((), dtype)
         counts = [h.num_kept.astype(dtype) for h in heads]
         nominal_weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
-        # The mean over no terms is 0 and not w, so its weight would only dilute the others.
+        # A mark that keeps no term adds nothing to the loss; its weight would dilute the others.
         weights = [jnp.where(k > 0, w, none) for k, w in zip(counts, nominal_weights, strict=True)]
         means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
         marks = sorted(frozenset().union(*reached))
@@ -139,6 +140,41 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
     return by_layer
 
 
+def with_weights_apart(traced: Traced) -> Traced:
+    """The program, without sharing an input factor between layers that weigh its rows unlike.
+
+    Two layers that read the same inputs share one A. Their uses may lead to other marks, and then
+    the rows have weights of their own in each.
+    """
+
+    def row_marks(layer: Layer) -> Hashable:
+        rows = collections.Counter(
+            (
+                use.data and use.data.number,
+                use.scope,
+                use.view.traced_indices,
+                traced.marks_reached.get(id(use)),
+            )
+            for use in traced.uses_of(layer)
+        )
+        # Rows that all lead to the same marks have no weights, whichever marks these are.
+        return frozenset(rows.items()) if len({marks for *_, marks in rows}) > 1 else None
+
+    # The layer that stores an A comes first, so that its name stays that of the A.
+    first: dict[Hashable, str] = {}
+    inputs = {
+        layer.name: first.setdefault((layer.input, row_marks(layer)), layer.name)
+        for layer in sorted(traced.table.tapped, key=lambda layer: layer.input != layer.name)
+    }
+    layers = tuple(
+        dataclasses.replace(layer, input=inputs.get(layer.name, layer.input))
+        for layer in traced.table.layers
+    )
+    if layers == traced.table.layers:
+        return traced
+    return dataclasses.replace(traced, table=dataclasses.replace(traced.table, layers=layers))
+
+
 def weighed(traced: Traced) -> list[Layer]:
     """The layers whose input rows have weights that differ between uses."""
     return [
@@ -146,7 +182,8 @@ def weighed(traced: Traced) -> list[Layer]:
         for layer in traced.table.tapped
         if traced.marks
         and not layer.is_elementwise
-        # A shared input factor is weighted once, by the layer that stores it.
+        # Once for a shared A, by the layer that stores it: its readers weigh rows alike
+        # (`with_weights_apart`).
         and layer.input == layer.name
         and len({traced.marks_reached.get(id(u)) for u in traced.uses_of(layer)}) > 1
     ]

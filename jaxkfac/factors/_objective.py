@@ -110,8 +110,7 @@ def as_batch(batch: ArrayTree) -> Batch:
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
     for at, mask in _with_path(out.mask):
         what = f"batch: the mask{jax.tree_util.keystr(at)}"
-        # A tree of masks with a list in place of an array is named as a whole: its leaves are
-        # numbers.
+        # A list in place of an array comes as its numbers, so the message names the whole mask.
         if not hasattr(mask, "shape"):
             check_array("batch: the mask", out.mask)
         if mask.dtype != jnp.bool_:
@@ -338,8 +337,8 @@ class Objective(LossTerms):
             _joined(mask, getattr(likelihood, "kept", _nothing)(y))
             for likelihood, y, mask in zip(self._likelihoods, targets, masks, strict=True)
         ]
-        # Nothing changed: the same object, so that a batch without a mask keeps `None` and the
-        # program has no masks in it.
+        # A batch without a mask keeps `None`: with a tree of `None` in its place it would have
+        # another structure, and so another compiled program.
         changed = any(new is not old for new, old in zip(joined, masks, strict=True))
         return as_batch((*out[:2], self.tree(joined))) if changed else out
 

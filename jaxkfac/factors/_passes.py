@@ -18,7 +18,9 @@ from jaxkfac.interception.values import Window
 from jaxkfac.linalg import has_panels, is_folded, panel_shapes, unfolded_size
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
-FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
+# The cost of a pass without parameter gradients, in gradients: with remat a gradient takes four
+# products for each layer, and the parameter's own is left out.
+FURTHER = 0.75
 
 
 class Pass(NamedTuple):
@@ -120,6 +122,8 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
     for scan in dict.fromkeys(s.scan for s in sides if s.scan):
         for group in _bins([s for s in sides if s.scan == scan], max_factor_bytes):
             length, done = group[0].layer.stack[0], 0
+            # ``PassPart.rows`` is one number for both sides of a layer, so the first pass takes no
+            # second side of a layer that it has in part.
             free = passes and passes[0].parts.keys().isdisjoint(s.layer.name for s in group)
             room = max_factor_bytes - passes[0].nbytes if free else 0
             if fit := min(_rows(group, room), length):
@@ -383,14 +387,14 @@ def balanced_groups(
     for group in sorted(readers.values(), key=work, reverse=True):
         least = loads.index(min(loads))
         groups[least] += group
-        loads[least] += max(work(group), 1.0)
+        loads[least] += max(work(group), 1.0)  # or all layers without work would be in one group
     return [tuple(group) for group in groups if group]
 
 
 # ---------------- bytes that devices exchange
 
 
-_OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows; shapes determine them
+_OWN = ("count", "counts", "a_count", "a_numbers")  # known from shapes if there is no mask
 
 
 def exchanged_bytes(statistics: Statistics, platform: str) -> int:
@@ -414,7 +418,7 @@ def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
         itemsize = max(x.dtype.itemsize for x in jax.tree.leaves(entry))
         formed = key in ("a_rows", "g_rows")  # products are formed after the pass
         if formed or isinstance(entry, tuple) or (key == "g" and statistics.unpacks(layer)):
-            size = jax.tree.leaves(entry)[0].shape[-1]  # of the first panel, which is as wide
+            size = jax.tree.leaves(entry)[0].shape[-1]  # the first panel is as wide as the matrix
             total += itemsize * _elements(layer, size, platform)
         elif key == "gradient":
             total += itemsize * entry.size // entry.shape[-1]

@@ -32,6 +32,7 @@ from jaxkfac.factors._marks import (
     refuse_unmarked,
     row_weights,
     weighed,
+    with_weights_apart,
 )
 from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array, returned
 from jaxkfac.factors._taps import Emitter, tap
@@ -180,6 +181,7 @@ class Program:
             else:
                 traced = trace_marked(traced, *args, **finding)
                 refuse_unmarked(traced)
+                traced = with_weights_apart(traced)
             if traced.table.second_pass and (reason := self._only_together(traced)):
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
@@ -229,7 +231,7 @@ class Program:
         if not weighed(traced):
             return {}
         shifts = [mark.zeros() for mark in traced.marks]
-        # Weights and masks of constants are known without a run of the model.
+        # Weights that are numbers are known without a run of the model; arrays and masks are not.
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
             params, *args = call
@@ -348,8 +350,8 @@ class Program:
         """
         objective, slots = self.objective, emitter.slots()
         params, batch, key, state = call
-        # Without it the backward pass stops at the lowest layer's slot and forms no gradient of a
-        # parameter, which is half of a layer's backward products.
+        # With no free parameter the backward pass ends at the lowest layer's slot. It then forms no
+        # gradient of a parameter, which is half of a layer's backward products.
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
         # Constants of a slot (eigenvectors, queries) go around the differentiation: a cotangent of
@@ -403,8 +405,8 @@ class Program:
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
         cotangents = loss_vjp(jnp.ones_like(value))[0]
         grads, emitted = vjp(cotangents)
-        # Cotangents are computed from the outputs; a caller that differentiates the gradient must
-        # not differentiate them too.
+        # Sampled labels and Fisher columns are computed from the outputs. They are constants to a
+        # caller that differentiates the gradient.
         fixed = jax.lax.stop_gradient(outputs)
 
         def fisher_cotangents() -> ArrayTree:
@@ -444,7 +446,7 @@ def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMa
     number = positions.ndim
     for index, shape in enumerate(shapes):
         axes = traced.output_axes(index)
-        # Fewer axes than the outputs have: the last one are the classes, which are no positions.
+        # The last axis of the outputs holds the numbers of one term, so positions have fewer axes.
         if number < len(shape) and positions.shape == shape[:number] and axes is not None:
             return [RowMask(positions, axes[:number], complete=True)]
     leading = " or ".join(str(shape[:-1]) for shape in shapes)

@@ -59,11 +59,18 @@ class BatchCurvature(NamedTuple):
 def _may_be_equal(x: Any, y: Any) -> bool:
     if x is y or isinstance(x, Tracer) or isinstance(y, Tracer):
         return True
-    if not (isinstance(x, jax.Array) and x.is_fully_addressable):
+    if not isinstance(x, jax.Array | np.ndarray) or not all(map(_is_here, (x, y))):
         return True
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return True
-    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=x.dtype.kind in "fc")
+    # Not `dtype.kind`, which is "V" for bfloat16 too.
+    equal_nan = jnp.issubdtype(x.dtype, jnp.inexact)
+    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=equal_nan)
+
+
+def _is_here(x: Any) -> bool:
+    """Whether this process can read all of an array."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 class AdaptationOfBatch(TypedDict):

@@ -150,6 +150,7 @@ class Statistics:
                     )
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
+            # With a unit G the output side is a mean (`_unit_output`), which needs the count.
             return {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         gathered = self._pass_part(layer)
         rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
@@ -502,6 +503,7 @@ def _with_ones(slot: Slot) -> Array:
     total, count = slot["a_sum"], slot["a_count"]
     if not isinstance(a, tuple) and a.ndim == total.ndim + 1 and is_folded(a):
         return _folded_with_ones(a, total, count)
-    if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
+    # On a diagonal side the column of ones adds its own square alone, whose sum is the count.
+    if not isinstance(a, tuple) and a.ndim == total.ndim:
         return jnp.concatenate([a, count[..., None]], -1)
     return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))

@@ -117,7 +117,7 @@ def _tapped(
 ) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
     constants = [slot.get("constants") for slot in slots]
     slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
-    likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over types only
+    likes = jax.tree.map(jax.typeof, slots)  # a backward rule must not close over traced arrays
     signatures = tuple(emitter.signature(site, use) for use in uses)
     if None in signatures:
         op = _operation(fn, emitter, site, uses, likes)

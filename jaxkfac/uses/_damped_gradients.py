@@ -103,8 +103,8 @@ def by_block(
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
             scaled = kernel * diagonal_power_of(layer, basis, delta, power)
-            # For a quadratic form the product with the gradient itself is summed over the
-            # parameter, and only the axis of many gradients remains.
+            # A quadratic form is summed over the elements of the parameter; the axes of the stack
+            # and of the many gradients remain.
             yield layer, (scaled if apply is solve else (kernel * scaled).sum((-2, -1)), None)
             continue
         form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
@@ -176,7 +176,7 @@ def _solved(
 def of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
     """The damping of a block of two factors."""
     if basis.measured is not None:
-        # The unit is multiplied after the mean, and both stay in range.
+        # The mean is formed in the block's unit, which keeps the values in range.
         mean = jnp.maximum(basis.measured.values, 0).mean() * jnp.square(basis.measured.root[0, 0])
     else:
         # The mean of all products is the product of the means, so the products need not be formed.
@@ -230,7 +230,8 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
     for layer in bases.layers:
         basis = bases.basis(layer)
         if isinstance(basis, DiagonalEigenbasis):
-            sides = {"diagonal": basis.diagonal.reshape(-1)}
+            # By slice, as it was clipped: one slice may be of another scale than the next.
+            sides = {"diagonal": diagonal_rows(layer, basis.diagonal)}
         # Measured values belong to the block, and the factors' own are not used.
         elif basis.values is not None:
             sides = {"block": basis.values.reshape(*layer.stack, -1)}
@@ -334,6 +335,7 @@ def check_disjoint(blocks: Sequence[OwnedBlock], shapes: Mapping[str, tuple[int,
                 f"{nearest(path, shapes)}"
             )
         mask = uncovered_mask(shapes[path], {matrix.index for _, matrix in owned})
+        # An entry of the mask stands for all elements along the axes that the mask lacks.
         size = math.prod(shapes[path])
         covered = size - size // mask.size * int(mask.sum())
         if sum(matrix.size for _, matrix in owned) > covered:

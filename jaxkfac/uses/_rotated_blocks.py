@@ -100,6 +100,7 @@ def block_powers(
         bias = powered_output_eigenvalues(basis, bias_power) if own_bias else None
         return powered_eigenvalues(basis, both), bias
 
+    # A heuristic damping is a number for each entry of the stack.
     for _ in layer.stack:
         one = jax.vmap(one)
     return one(basis)

@@ -165,7 +165,7 @@ def _block(
     clipped: tuple[np.ndarray, np.ndarray],
     rounding: tuple[float, float],
 ) -> CapacityBlock:
-    # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: count as 0.
+    # Rounding may leave a positive semi-definite matrix with negative eigenvalues; they count as 0.
     sides = [(np.sort(np.maximum(x, 0)), share) for x, share in zip((a, g), rounding, strict=True)]
     # The shorter side as rows: order statistics take one bisection for each row.
     (rows, of_rows), (columns, of_columns) = sorted(sides, key=lambda side: len(side[0]))
@@ -259,7 +259,7 @@ class _Rows:
         or the bounds are neighbors, when all candidates are equal.
         """
         # Bits and not values: halving the interval of bits ends after 64 steps, however small the
-        # smallest eigenvalue is.
+        # smallest eigenvalue is. The lower bound is excluded, so -1 leaves 0 to be found.
         lower, upper = -1, int(np.float64(self.largest).view(np.int64))
         low, high = self.first, self.last
         below = 0  # how many do not exceed the lower bound
@@ -340,8 +340,8 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     n, delta = settings.num_examples, settings.damping
     zeros = block.size - len(a) * len(g)
     scaled = lambda x: n * x + delta
-    # Without damping every eigenvalue above the rounding of zero counts as one.
     positive = len(sure_a) * len(sure_g)
+    # Without damping Nλ / (Nλ + δ) is 1 for every eigenvalue above the rounding of zero.
     effective = _streamed(a, g, lambda x: n * x / scaled(x)) if delta else positive
     log_damped = _streamed(a, g, lambda x: np.log(scaled(x)))
     if zeros:

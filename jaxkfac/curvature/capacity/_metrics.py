@@ -325,7 +325,7 @@ def capacity_metrics(
         tuple(map(float, quantiles)),
     )
     _check(settings)
-    cached_sums: dict[int, Sums] = {}
+    cached_sums: dict[int, Sums] = {}  # by id, which is not used again while ``layer_list`` lives
     layer_list = layer_blocks(bases)
     layers = {blocks.name: _measure_layer(blocks, settings, cached_sums) for blocks in layer_list}
     counted = [block for blocks in layer_list for block in blocks.counted]

@@ -119,8 +119,8 @@ class EigenvalueCorrector:
             at, outputs = linearised(traced)
             squares = estimator.gathered(objective, at, batch, outputs)
         except LostRowsError as error:
-            # With a scalar loss no example can be run alone, and one example needs no separation,
-            # so that the error is about something else.
+            # `_isolated` needs outputs of the same examples, and marks may have different ones.
+            # With one example there is nothing to separate, so the error is about something else.
             if not has_outputs or traced.num_examples == 1:
                 raise
             number = traced.num_examples

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Categorical, Estimator, Objective, value_grad_and_factors
-from jaxkfac.factors._fisher import Forward
+from jaxkfac.factors._fisher import Exact, Forward
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -54,3 +54,15 @@ def test_a_fisher_type_without_gradients_of_examples_is_refused():
     bases = eigendecompose(stats(params, batch).factors)
     with pytest.raises(ValueError, match="fisher='forward': expected one of 'empirical', 'mc'"):
         correct_eigenvalues(objective, bases, fisher=Forward())
+
+
+def test_such_a_type_is_refused_under_its_parents_name():
+    class AllAtOnce(Exact):
+        of_examples: ClassVar[bool] = False
+
+    objective, params, batch = problem()
+    bases = eigendecompose(
+        value_grad_and_factors(objective, uncovered="ignore")(params, batch).factors
+    )
+    with pytest.raises(ValueError, match="fisher='exact'.*AllAtOnce is not correct for"):
+        correct_eigenvalues(objective, bases, fisher=AllAtOnce())

@@ -17,7 +17,7 @@ from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
 Per = Literal["example", "token"]
 
 _ENTRIES = {
-    "squares": SlotEntry(0),  # of gradients that are complete before they are squared
+    "squares": SlotEntry(0),  # a constant factor is in the gradient before it is squared
     "bias_squares": SlotEntry(0),
     "gradients": SlotEntry(1),
     "bias_gradients": SlotEntry(0),
@@ -25,7 +25,9 @@ _ENTRIES = {
         "a_vectors": SlotEntry(0),
         "g_vectors": SlotEntry(0),
         "unit": SlotEntry(0),
-        "constant": SlotEntry(1),  # the constant itself; it mixes kernel and joint bias
+        # Ones that become the constant factor itself. It belongs to the kernel's rows and not to
+        # the row of a joint bias, so it must be in them before a rotation mixes the two.
+        "constant": SlotEntry(1),
     },
 }
 

@@ -148,8 +148,8 @@ class Averages:
         if not (_is_finite(count) and _is_finite(value)):
             self._leave_out(running, entry)
             return
-        # Sums over no rows are no data; decaying for them would let a layer that is rarely read
-        # fade.
+        # Sums over no rows are no data. Decaying for them would keep the mean, but the next data of
+        # a layer that is rarely read would outweigh all of its history.
         if not count.any():
             self._stay(running, age)
             return
@@ -158,7 +158,7 @@ class Averages:
         if entry.stack and len(value) < entry.stack[0]:
             # All iterations of a stack have one age, so those that are pushed later must have
             # decayed as well.
-            self._catch_up(running, age, new=True)  # the iterations that are not in ``value`` too
+            self._catch_up(running, age, new=True)
         decays = _decays(running, age)
         running.age, running.idle = age, False
         running.weight = running.weight * self._decay**decays + 1
@@ -171,7 +171,7 @@ class Averages:
         axes = len(entry.stack)
         sums = running.sums[rows]
         # One loop over the slices of all stacked axes, which writes into the average itself.
-        sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
+        sums = sums.reshape(-1, *sums.shape[axes:])  # a view, since it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
         if entry.dense:
             folded = self._folded[: running.dtype.itemsize * math.prod(sums.shape[1:])]
@@ -241,6 +241,7 @@ class Averages:
         running.weight *= self._decay**decays
         for _ in range(decays):
             running.count *= decay
+        # Slice by slice, because sums in bfloat16 are widened for the arithmetic.
         for slice_sums in running.sums if running.sums.ndim > 1 else [running.sums]:
             _advance(slice_sums, decay, decays, None)
         running.age, running.idle = age, running.idle and age == running.age and not new

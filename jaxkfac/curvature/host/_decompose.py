@@ -14,7 +14,7 @@ from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding,
 from jaxkfac.linalg.spectral import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares
 
-_TIMED_SIZE = 1024  # larger matrices are timed by this block; with size only the device gains
+_TIMED_SIZE = 1024  # a larger matrix is timed by a block of it; with size the device only gains
 
 
 class Decomposer:
@@ -96,7 +96,7 @@ def _faster(matrix: np.ndarray, device: Any, dtype: HostDType) -> str:
     on_host = lambda matrix, _: eigh_on_host(matrix, name="used to compare speeds", dtype=dtype)
     seconds = {}
     for where, solve in (("device", _on_device), ("host", on_host)):
-        solve(block, device)  # compiles
+        solve(block, device)  # the first call compiles, and is not timed
         start = time.perf_counter()
         solve(block, device)
         seconds[where] = time.perf_counter() - start
@@ -125,7 +125,7 @@ def _reuse(matrix: np.ndarray, vectors: np.ndarray, tolerance: float) -> HostSpe
     """The old eigenvectors with new eigenvalues, if they still diagonalize the matrix."""
     rotated = vectors.T @ (matrix @ vectors)
     values = rotated.diagonal().copy()
-    # The rotated matrix has this norm too, because rotation keeps it; its diagonal is still in it.
+    # This is the norm of the matrix itself, which a rotation keeps: the diagonal is still in it.
     norm = np.linalg.norm(rotated)
     np.fill_diagonal(rotated, 0)
     if not np.linalg.norm(rotated) <= tolerance * norm:  # False for NaN as well

@@ -218,3 +218,56 @@ def test_numpy_arrays_that_were_pushed_may_be_pushed_again(factors):
         for _ in range(2):
             running.push(factors[0], 0)
         assert np.array_equal(running.average().terms, 2 * factors[0].terms)
+
+
+def test_the_end_of_a_push_does_not_forget_that_of_another_thread(factors, monkeypatch):
+    """The second push begins where the first has left the lock but not yet returned."""
+    gate, advance = threading.Event(), _average._advance
+    gate.set()
+
+    def blocked(*args):
+        assert gate.wait(60)
+        advance(*args)
+
+    with service() as running:
+        running.push(factors[0], 0)
+        running.push(factors[1], 0)
+        expected = running.average()
+    monkeypatch.setattr(_average, "_advance", blocked)
+    with service(in_flight_bytes=ONE_BY_ONE, timeout=0.5) as running:
+        errors = []
+
+        def second():
+            try:
+                running.push(factors[1], 0)
+            except TimeoutError as error:
+                errors.append(error)
+
+        def between():
+            until(lambda: running._averaging.idle)
+            gate.clear()
+            other = threading.Thread(target=second)
+            other.start()
+            other.join()
+
+        running._lock = AfterFirst(running._lock, between)
+        running.push(factors[0], 0)
+        assert errors and "1 of the 8 arrays" in errors[0].__notes__[0]
+        gate.set()
+        running.flush()
+        assert same(running.average(), expected)
+
+
+class AfterFirst:
+    """A lock that calls a function once, after it has been released for the first time."""
+
+    def __init__(self, lock, call):
+        self.lock, self.calls = lock, [call]
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        if self.calls:
+            self.calls.pop()()

@@ -137,7 +137,8 @@ class Schedule:
             yield from self._hand_over()
         assert self.open is not None
         yield Action("snapshot", self.open)
-        # One assignment: a refresh that is snapshot must not be pushed to, after any interrupt.
+        # One statement without a call, so that no interrupt falls into it: a refresh whose snapshot
+        # is taken must not be open to further pushes.
         self.pending, self.open, self.clock = self.open, None, step
 
     def _hand_over(self) -> Iterator[Action]:
@@ -324,7 +325,7 @@ def widening_bytes(like: Factors, options: HostOptions, *, contributions: int) -
 def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostBytes:
     """:func:`service_bytes` for a layout with factors in float64 (``double``) or float32."""
     entries, itemsize = layout.entries.values(), 8 if double else 4
-    # The diagonal of a matrix counts twice, for both of its triangles.
+    # Both triangles with their diagonals are n (n + 1) elements: the vectors and values of a basis.
     full_sizes = {entry: itemsize * (1 + entry.dense) * entry.elements for entry in entries}
     folded = sum(entry.elements for entry in entries)
     folded *= 2 if options.storage == "bfloat16" else itemsize

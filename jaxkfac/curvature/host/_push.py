@@ -63,8 +63,8 @@ def _check(entry: Entry, value: object, first: int) -> None:
         )
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"push: {entry.name} is no array but {type(value).__name__}")
-    # Found here, before the copy is started: the error of a deleted array would come from another
-    # thread, without the layer's name.
+    # JAX's own error would come from the start of the copy, without the layer's name, when the push
+    # may already have changed the service.
     if isinstance(value, jax.Array) and value.is_deleted():
         raise ValueError(
             f"push: {entry.name} has been deleted or donated; push factors before they are "
@@ -93,15 +93,24 @@ def _check(entry: Entry, value: object, first: int) -> None:
 def start_copy(x: Any) -> Any:
     """Start the copy of ``x`` to the host, without waiting for it.
 
-    A writable NumPy array is copied at once, because a later write would show in it. If an array
-    lies on devices of several processes, these first exchange its shards.
+    A NumPy array that may still be written is copied at once. If an array lies on devices of
+    several processes, these first exchange its shards.
     """
     if isinstance(x, jax.Array):
         x = whole_here(x)
         x.copy_to_host_async()
         return x
-    # A read-only array cannot change under the copy, so it is used as it is.
-    return np.array(x) if not isinstance(x, np.ndarray) or x.flags.writeable else x
+    return x if isinstance(x, np.ndarray) and not _may_change(x) else np.array(x)
+
+
+def _may_change(x: np.ndarray) -> bool:
+    """Whether an array can still be written; a read-only view can, through what it is a view of."""
+    base: Any = x
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    return False
 
 
 @dataclasses.dataclass
@@ -306,8 +315,8 @@ class Push:
             queue = collections.deque(zip(batch.keys, copies, strict=True))
             del copies
             call = functools.partial(_average, self._state, self._averaging, queue)
-            # In one assignment: a batch has either items to copy or a job, also if the next line
-            # raises.
+            # No call comes between the two assignments, and so no interrupt: a batch has either
+            # items to copy or a job.
             batch.items, batch.job = [], Job(call)
         except BaseException:
             if batch.job is None:

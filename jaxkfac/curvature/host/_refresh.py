@@ -102,7 +102,7 @@ class Decompositions:
         needed = {entry.place for block, _ in jobs for entry in block.sources}
         for source in self._snapshots.keys() - needed:
             del self._snapshots[source]
-        # No job would report the end of this share.
+        # Without a job nothing else would report the end of this share.
         if not jobs:
             with self.monitor.changing():
                 self.done = True
@@ -114,8 +114,8 @@ class Decompositions:
             spectrum = self._spectrum(block, index)
         except NonFiniteFactorError as error:
             with self._lock:
-                # Stored and raised later, in the caller's thread: a worker that raised would lose
-                # the error with its thread.
+                # Stored and not raised: an error in a worker ends the service, while a block that
+                # failed may keep its previous basis (``hand_over``).
                 self._failed.setdefault(block.place, {})[index] = error
         else:
             self._keep(block, index, spectrum)
@@ -148,7 +148,8 @@ class Decompositions:
             return old
 
     def _keep(self, block: EigenBlock, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
-        if not index and self.store.budget is None and block not in self.shares:  # no copy
+        # Without a stack, a budget that counts bytes or shares to sum, the result needs no copy.
+        if not index and self.store.budget is None and block not in self.shares:
             self._partial[block.place] = spectrum
             return
         with self._lock:
@@ -159,8 +160,8 @@ class Decompositions:
                 # sums them.
                 partial = self._zeros(block) if shared else self._allocate(block, spectrum)
                 self._partial[block.place] = partial
-        # Outside the lock: each index is written by one worker only, and the copy takes as long as
-        # a matrix is large.
+        # Outside the lock: the copy of a large matrix takes long, and only one worker writes an
+        # index.
         partial.values[index] = spectrum.values
         if partial.vectors is not None:
             partial.vectors[index] = spectrum.vectors
@@ -201,8 +202,8 @@ class Decompositions:
             partial = self._partial.pop(block.place, None)
             if block.place in self._failed:
                 errors = self._failed.pop(block.place)
-                # Of several failures the one of the lowest index, whichever worker met its own
-                # first: messages do not depend on timing.
+                # The failure at the lowest index, whichever came first: messages must not depend on
+                # timing.
                 self.failures[block.place] = errors[min(errors)]
             elif partial is not None:
                 self.results[block.place] = partial
@@ -338,8 +339,8 @@ class ActiveBases:
         for place, error in list(failures.items()):
             name = layout.blocks[place].name
             count = self.kept.get(name, 0) + 1
-            # Failures first: if one of them raises, no spectrum has been replaced, and all bases
-            # are of one refresh.
+            # Failures first: if one of them raises, no spectrum has been replaced, and the old
+            # bases are complete.
             if place not in self.tables or count > self._keep_previous:
                 raise error
             self.kept[name] = count
@@ -348,7 +349,7 @@ class ActiveBases:
                 f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
                 f"{self._keep_previous}",
                 RuntimeWarning,
-                stacklevel=4,  # the caller of the service
+                stacklevel=4,  # the caller of ``HostCurvature.bases``
             )
         self._bases = None
         for place in list(results):

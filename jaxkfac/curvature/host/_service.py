@@ -304,8 +304,11 @@ class HostCurvature:
             sent = self._push is not None and self._push.is_of(factors, step, first_iteration)
             if not sent:  # otherwise the previous call was interrupted, and this completed it
                 self._new_push(factors, step, first_iteration, donate)
-        # No interrupt can come between this and the return; after it, the same push is a new one.
-        self._push = None
+            mine = self._push
+        # Last, so that no interrupt can come between this and the return: from here on the same
+        # push is a new one. Another thread may have begun a push of its own, which must stay.
+        if self._push is mine:
+            self._push = None
 
     def _new_push(self, factors: Factors, step: int, first_iteration: int, donate: bool) -> None:
         state = self._state

@@ -325,6 +325,19 @@ def test_what_is_pushed_may_be_changed_or_dropped_afterwards(factors):
         assert same(running.average(), calm.average())
 
 
+def test_a_read_only_view_of_what_can_be_written_is_copied(factors):
+    numpy = jax.tree.map(np.array, factors[0])
+    views = jax.tree.map(lambda x: np.broadcast_to(x, x.shape), numpy)
+    assert not any(x.flags.writeable for x in jax.tree.leaves(views))
+    with service() as running, service() as calm:
+        with running.room(LIKE):
+            running.push(views, 0)
+        for leaf in jax.tree.leaves(numpy):
+            leaf[...] = np.nan
+        calm.push(factors[0], 0)
+        assert same(running.average(), calm.average())
+
+
 def test_donated_arrays_are_deleted_and_others_are_not(factors):
     given = jax.tree.map(lambda x: x + 0, factors[0])
     kept = given.terms

@@ -15,7 +15,7 @@ import numpy as np
 
 Storage = Literal["float32", "bfloat16"]  # of averages
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes; arrays that share a file begin at multiples of it, which suit every dtype
 # A file stays open while it is mapped, and a process may have about a thousand open files. So small
 # arrays share files. A shared file has 1/16 of the bytes on disk, and an array of at most 1/8 of
 # that is small. A hundred arrays of one size then have a file each, but thousands take at most 250

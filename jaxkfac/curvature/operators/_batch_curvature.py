@@ -125,6 +125,7 @@ def fisher(
     """
     at_least_one(samples=samples)
     estimator = estimator_of(fisher, samples=samples, chunk=1, of_examples=True)
+    # By the type itself: a subclass may propagate other cotangents.
     rule = _PRODUCTS.get(type(estimator), estimated_products)
     if not isinstance(objective, Objective):
         if rule is not expected_products:
@@ -164,7 +165,7 @@ def _sample(operator: ExactOperator, samples: int) -> ArrayTree:
 
     def labels(chunk: Chunk) -> ArrayTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
-        # Keys take the place of labels.
+        # `examples` below has keys in the place of labels.
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))

@@ -127,7 +127,8 @@ def trace(
     """
     one_of("method", method, get_args(TraceMethod))
     check_samples(num_samples)
-    # The estimate would take as many products as the matrix has columns, which give it exactly.
+    # XTrace would take as many products as the matrix has columns, which give the trace exactly.
+    # XNysTrace, with half of them, changes over at the same size.
     if method != "hutchinson" and 2 * num_samples >= operator.size:
         exact = jnp.trace(operator.to_dense())
         return Estimate(exact, jnp.zeros_like(exact))
@@ -144,8 +145,9 @@ def _estimate(operator: Operator, key: Array, *, method: str, num_samples: int) 
     )
 
 
-# matfree takes products below one rounding unit, an absolute bound, for rank-deficient. Products of
-# this length lie a thousand rounding units above noise, and the bound lies below everything else.
+# matfree takes products for dependent if what is new in one is below the rounding unit, an absolute
+# bound. At this length products are thousands of times longer than the bound, and their rounding
+# errors a thousand times shorter.
 _LENGTH = 1e-3
 
 

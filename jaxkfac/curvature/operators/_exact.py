@@ -198,6 +198,7 @@ def checked_batch(
         if labels is not None:
             check_label_values(objective, outputs, labels, out.mask)
 
+    # Targets, mask and labels are no arguments here, so they keep the values that are checked.
     jax.eval_shape(check, params, out.inputs)
     return out
 

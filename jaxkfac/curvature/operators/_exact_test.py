@@ -105,6 +105,21 @@ def test_fisher_of_an_unknown_likelihood_goes_through_its_columns(x64):
     assert jnp.abs(ggn(other, params, batch).to_dense() - expected).max() > 1e-3
 
 
+def test_a_subclass_with_terms_of_its_own_goes_through_its_columns(x64):
+    class Twice(Bernoulli):
+        def terms(self, outputs, targets):
+            return 2 * super().terms(outputs, targets)
+
+    objective, params, batch = attention_problem("bernoulli")
+    other = Objective(objective.apply_fn, Twice())
+    expected = dense_gauss_newton(objective, params, batch)
+    operator = fisher(other, params, batch)
+    assert_close(operator.to_dense(), expected)
+    (form,) = operator.inner_products([params])[0]
+    vector = ravel_pytree(params)[0]
+    np.testing.assert_allclose(form, vector @ expected @ vector, rtol=1e-10)
+
+
 class Own:
     """Bernoulli's Fisher, and terms whose Hessian is not it."""
 

@@ -88,6 +88,7 @@ def kronecker(
     one_of("missing", missing, get_args(Missing))
     structs = None
     if params is not None:
+        # A static field needs a hash, which a dictionary of shapes does not have.
         leaves, structure = jax.tree.flatten(shapes(params))
         structs = (structure, tuple(leaves))
     return KroneckerOperator(bases, damping, power, damping_mode, missing, structs)

@@ -94,9 +94,9 @@ def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
 def _is_natural(chunk: Chunk) -> bool:
     """Whether all outputs are natural parameters of their likelihoods."""
     likelihoods = jax.tree.leaves(chunk.objective.likelihood)
-    # For these the Fisher of the outputs equals the Hessian of the loss, whatever the targets are;
-    # a likelihood from outside need not have that property.
-    return all(isinstance(x, Categorical | Bernoulli | Gaussian) for x in likelihoods)
+    # For these the Fisher of the outputs equals the Hessian of the loss, whatever the targets are.
+    # A likelihood from outside need not have that property, and a subclass may have other terms.
+    return all(type(x) in (Categorical, Bernoulli, Gaussian) for x in likelihoods)
 
 
 def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -173,8 +173,8 @@ def _pushed(
 ) -> tuple[ArrayTree, ArrayTree]:
     """The function's value, computed once, and its derivatives along stacked vectors."""
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in vectors.values()):
-        # Under vmap, jax 0.10.2 accepts none of the model's products whose out_sharding has fewer
-        # entries than axes, such as P().
+        # Under vmap, jax 0.10.2 refuses a product of the model whose out_sharding has fewer entries
+        # than axes, such as P().
         value, push = jax.linearize(function, chunk.leaves)
         count = len(next(iter(vectors.values())))
         several = [push({path: x[i] for path, x in vectors.items()}) for i in range(count)]

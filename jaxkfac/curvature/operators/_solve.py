@@ -163,6 +163,7 @@ def _iterate(
             options={"preconditioner": inverse},
             throw=False,
         )
+    # What was solved is stretch A y = b / length.
     x = jax.tree.map(lambda v: v * stretch * length, solution.value)
     return x, jnp.asarray(solution.stats["num_steps"])
 

@@ -165,6 +165,7 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
         weights = _decay_of(count, decay), jnp.broadcast_to(valid, count.shape)
         for table in ("a_sums", "a_counts"):
             tables[table][name] = advanced(table, name, *weights)
+    # These are means: the old one is weighted by its share of all terms, the new sum by 1 / all.
     for table in ("g_sums", "diagonals"):
         for name in getattr(new, table):
             count = _turn_of(arrays).counts[name]
@@ -407,10 +408,12 @@ class LongSum(Generic[Summed]):
     def __add__(self, new: Summed) -> "LongSum[Summed]":
         """The sum with one more term, rounded to the sum's dtypes."""
         origins = [getattr(x, "origin", None) for x in (self.total, new)]
-        if origins[0] != origins[1]:  # of factors
+        if origins[0] != origins[1]:  # of factors; other trees have none, and so twice `None`
             check_same_origin("factors", *origins)
             new = dataclasses.replace(cast(Any, new), origin=origins[0])
         owed = jax.tree.map(lambda x, r: x.astype(r.dtype) - r, new, self.rounded)
         total = jax.tree.map(jnp.add, self.total, owed)
         gained = jax.tree.map(jnp.subtract, total, self.total)
+        # In exact arithmetic this is zero. It is the rounding of the addition, and stays, because
+        # XLA does not reassociate sums of floats.
         return LongSum(total, jax.tree.map(jnp.subtract, gained, owed))

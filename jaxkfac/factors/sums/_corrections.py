@@ -32,6 +32,7 @@ class MeasuredValues(NamedTuple):
     @property
     def in_own_units(self) -> tuple[Array, Array]:
         """Both arrays multiplied by ``root ** 2``; 0 or infinite outside the dtype's range."""
+        # One root after the other: their square may leave the range where the product does not.
         values, raw_values = (x * self.root * self.root for x in self[:2])
         return values, raw_values
 
@@ -74,7 +75,9 @@ class Corrections(NamedTuple):
         )
 
     def decayed(self, decay: ArrayLike, new: "Corrections") -> "Corrections":
-        """``decay * self + new`` in the dtypes of ``self``."""
+        """``decay * self + new`` in the dtypes of ``self``; ``self`` if ``new`` has no terms."""
+        # As in `update_average`: a step without data must not let the older ones fade to nothing.
+        decay = jnp.where(new.terms > 0, decay, 1)
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     _Named = Mapping[str, Factor]
 else:
     Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
-    _Named = Mapping  # a runtime type checker reads an item, and Factors of shapes have none
+    _Named = Mapping  # a runtime type checker would read an item, which factors of shapes refuse
 
 
 @serializable
@@ -98,9 +98,10 @@ class Factors(_Named):
     Attributes:
         a_sums: ``{layer.input: sum of a a^T}``, ``(stack..., in[+1], in[+1])``, or
             ``(stack..., in[+1])`` for a diagonal side. Layers that read the same input
-            share one entry. The ones column of a joint bias is last; it is there when
-            any layer of the group has a bias. :meth:`packed` factors hold one triangle of a
-            matrix in a rectangle; ``factors[name].a`` is the matrix all the same.
+            share one entry, unless marks give its rows other weights. The ones column of a joint
+            bias is last; it is there when any layer of the group has a bias. :meth:`packed` factors
+            hold one triangle of a matrix in a rectangle; ``factors[name].a`` is the matrix all the
+            same.
         a_counts: ``{layer.input: number of rows}``, shape ``(stack...)``.
         g_sums: ``{layer.name: sum of g g^T}``, ``(stack..., out, out)`` or a vector.
         diagonals: ``{layer.name: sum of squared gradients}``, shaped like the parameter.

@@ -122,6 +122,8 @@ class Turn:
 
     def start_of(self, iterations: int) -> Int[Array, ""] | int:
         """The first of the iterations of a scan that this group contains."""
+        # For n iterations in k groups the last window starts at n - ceil(n / k), so that no window
+        # passes the end of the scan.
         start = self.number * iterations // self.of
         return int(start) if isinstance(start, np.integer) else start
 
