@@ -4,6 +4,7 @@ For a custom derivative, the question about derivatives is answered from its own
 the rule may mix examples that the function does not mix, and the reverse.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced,
 from jaxkfac.interception.coupling._loops import Follows, scan, while_loop
 from jaxkfac.interception.coupling._shards import collective, shard_map
 from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
     Dependence,
     LabeledValue,
     Reason,
@@ -199,38 +201,78 @@ def pallas(
     blocks, grid = list(mapping.block_mappings), tuple(mapping.grid)
     # With scalars that are prefetched, the blocks depend on values that a trace does not have.
     plain = all(isinstance(n, int) for n in grid) and not getattr(mapping, "num_index_operands", 0)
+    plain = plain and all(map(_is_numbered, blocks))
     number = len(ins)
     reason = Reason(False, "at `pallas_call`")
     if not plain or len(blocks) != number + len(eqn.outvars) or np.prod(grid) > MOST_BLOCKS:
         return [unknown(v, reason) for v in eqn.outvars]
     steps = list(np.ndindex(*grid))
     places = [[_block(b, step) for step in steps] for b in blocks]
-    results = []
-    for k, var in enumerate(eqn.outvars):
-        dependences = []
-        for question in (0, 1):
-            operands = [(x.value, x.derivative)[question] for x in ins]
+    has_scratch = bool(getattr(mapping, "scratch_avals", ()))
+    groups = [range(len(steps))] if has_scratch else _steps_with_one_block(places[number:])
+    aliased = {k: i for i, k in eqn.params.get("input_output_aliases", ())}
+    results: list[list[Dependence]] = [[] for _ in eqn.outvars]
+    for question in QUESTIONS:
+        operands = [x.of(question) for x in ins]
+        of_steps = [
+            joined(*[_of_block(x, v, at[s]) for x, v, at in zip(operands, eqn.invars, places)])
+            for s in range(len(steps))
+        ]
+        _share(of_steps, groups)
+        why = first_reason(operands)
+        for k, var in enumerate(eqn.outvars):
             labels = np.full(var.aval.shape, FREE, np.int32)
-            for s, place in enumerate(places[number + k]):
-                block: Labels = None
-                for x, v, at in zip(operands, eqn.invars, places, strict=False):
-                    if x.labels is not None:
-                        in_block = np.broadcast_to(x.labels, v.aval.shape)[at[s]]
-                        block_label = reduced(in_block, range(in_block.ndim))
-                        block = joined(
-                            block, None if block_label is None else block_label.reshape(())
-                        )
+            # A block that no step writes keeps what the operand in the same memory holds.
+            if k in aliased and (before := operands[aliased[k]].labels) is not None:
+                labels = np.broadcast_to(before, labels.shape).copy()
+            for place, block in zip(places[number + k], of_steps, strict=True):
                 if block is not None:
                     # Several steps may write one block, each from other operands, so labels are
                     # joined and not replaced.
                     labels[place] = joined(
                         labels[place], np.broadcast_to(block, labels[place].shape)
                     )
-            why = first_reason(operands)
             out = Dependence(simplified(labels), why)
-            dependences.append(out._replace(reason=reason) if why is None and out.mixed else out)
-        results.append(LabeledValue(dependences[0], dependences[1]))
-    return results
+            results[k].append(out._replace(reason=reason) if why is None and out.mixed else out)
+    return [LabeledValue(value, derivative) for value, derivative in results]
+
+
+def _of_block(x: Dependence, var: Var, place: tuple[slice, ...]) -> Labels:
+    """One label for a block of an operand."""
+    if x.labels is None:
+        return None
+    label = reduced(block := np.broadcast_to(x.labels, var.aval.shape)[place], range(block.ndim))
+    return label.reshape(())
+
+
+def _steps_with_one_block(places: Sequence[Sequence[tuple[slice, ...]]]) -> list[Sequence[int]]:
+    """The groups of steps that have one block of a result in common."""
+    groups = collections.defaultdict(list)
+    for k, of_result in enumerate(places):
+        for s, place in enumerate(of_result):
+            groups[k, *((at.start, at.stop) for at in place)].append(s)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _share(of_steps: list[Labels], groups: Sequence[Sequence[int]]) -> None:
+    """Give the steps of a group one label, because memory that they share outlives a step.
+
+    A step may read there what an earlier one wrote, such as a running sum.
+    """
+    grown = True
+    while grown:
+        grown = False
+        for group in groups:
+            label = joined(*[of_steps[s] for s in group])
+            for s in group:
+                grown |= not np.array_equal(of_steps[s], label)  # pyright: ignore
+                of_steps[s] = label
+
+
+def _is_numbered(mapping: Any) -> bool:
+    """Whether an index map counts blocks, and not entries (``pl.Element``)."""
+    names = {type(size).__name__ for size in mapping.block_shape}
+    return names <= {"int", "NoneType", "Blocked", "Squeezed", "Mapped"}
 
 
 def _block(mapping: Any, step: tuple[int, ...]) -> tuple[slice, ...]:
