@@ -193,7 +193,7 @@ class Analysis(EquationRules):
         self.reads.update(view.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
         has_parameters = any(isinstance(v, Parameter) for v in ins)
-        if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
+        if eqn.primitive.name == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind == "jit" and eqn.params.get("name") == APART:
             axes = (fresh(self.table, v.aval.shape) for v in eqn.outvars)
@@ -227,8 +227,8 @@ class Analysis(EquationRules):
         self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
     ) -> list[Value]:
         """The results of an equation that reads products of constants."""
-        if call_kind(eqn) in ("jit", "checkpoint"):
-            return outs  # its body was followed
+        if call_kind(eqn) in ("jit", "checkpoint") or eqn.primitive.name == MARK_ROWS:
+            return outs  # its body was followed, or it is an identity
         if call_kind(eqn) == "scan":  # constants of its body were followed too
             constants, carries = scan_counts(eqn)
             for k, v in enumerate(ins):
@@ -278,6 +278,8 @@ class Analysis(EquationRules):
         x = ins[0]
         if isinstance(x, Data):
             plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
+        elif views_in(x):
+            plan.views[position] = None  # a parameter has no rows to mark, but its slots go on
         return [x]
 
 

@@ -109,7 +109,7 @@ class Rewriter:
                 out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
-                out = bind(eqn)(*values)  # kept: a later trace of this program reads the mark too
+                out = [bind(eqn)(*values)]  # kept: a later trace of this program reads the mark too
             elif step in plan.views:
                 run = _jaxpr_compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)

@@ -35,8 +35,9 @@ from jaxkfac.interception.coupling._labels import (
 
 Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 
+_MARKS = frozenset("jaxkfac_mark_outputs jaxkfac_mark_rows".split())
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
-_ELEMENTWISE = (ELEMENTWISE - _CUMULATIVE) | frozenset(
+_ELEMENTWISE = ((ELEMENTWISE | _MARKS) - _CUMULATIVE) | frozenset(
     "polygamma zeta igamma igammac lgamma digamma igamma_grad_a random_gamma_grad regularized_"
     "incomplete_beta bessel_i0e bessel_i1e bessel_i0 bessel_i1 clz complex eq_to lt_to le_to "
     "random_fold_in random_clone threefry2x32 random_seed mesh_cast layout_constraint xla_metadata "
@@ -93,7 +94,7 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
         # Its operands have different shapes, and result k is operand k alone: a join would let all
         # of them meet.
         return list(ins)
-    if eqn.primitive.name == "jaxkfac_mark_outputs":  # an identity of its first operand
+    if eqn.primitive.name in _MARKS:  # identities of their first operand
         return [ins[0]] * len(eqn.outvars)
     rank = _rank(eqn)
     out = joined(*ins)
