@@ -122,12 +122,12 @@ class AxisTable:
                     have *= self._size[atom]
                 elif self._size[atom] % (size // have) == 0:
                     kind = _any(self._kinds[atom])
-                    inner = self.new(size // have, kind)
-                    outer = self.new(self._size[atom] // (size // have), kind)
-                    self._split[atom] = (*inner, *outer)
-                    group += inner
+                    here = self.new(size // have, kind)
+                    remaining = self.new(self._size[atom] // (size // have), kind)
+                    self._split[atom] = (*here, *remaining)
+                    group += here
                     have = size
-                    flat[:0] = outer
+                    flat[:0] = remaining
                 else:
                     return None
             out.append(tuple(group))
@@ -135,7 +135,7 @@ class AxisTable:
 
 
 def _any(kinds: set[AxisKind]) -> AxisKind:
-    return min(kinds)
+    return min(kinds)  # the order of a set of strings differs between processes
 
 
 # ---------------- propagation: the axes of results from the axes of data operands

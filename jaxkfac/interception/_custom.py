@@ -105,8 +105,8 @@ def interpret_rule(
     The results are those of the primal with constant parameters. The rule too gets the parameters
     as constants, and their tangents in the place of parameters.
     """
-    # As constants in the primal, so that no layer is found there a second time: the rule has its
-    # own equations.
+    # In the primal the parameters are constants, so that no layer is found there a second time: the
+    # rule has equations of its own.
     fixed = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
     outs, _ = interpret(*body_of(eqn), fixed, scope)
     primals, tangents = operands_of(eqn)

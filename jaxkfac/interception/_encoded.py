@@ -187,8 +187,8 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
 
         @product.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple:
-            # Linear in the other operand, so the tangent is the same product. The encoded parameter
-            # has none.
+            # The product is linear in the other operand, so its tangent is the same product; the
+            # encoded parameter has no tangent.
             return decoded(*primals), jax.checkpoint(decoded)(primals[0], *tangents[1:])
 
         return product(operands[position], *other_operands)

@@ -147,7 +147,8 @@ class EquationRules(Facts):
         # An integer or a comparison has no gradient, so no factor lacks it: a note, no error.
         if not any(_differentiable(v) for v in eqn.outvars):
             return self._reported_only(eqn, ins, f"is read without gradient by `{name}`")
-        # A barrier returns all operands unchanged, several parameters among them.
+        # A barrier returns each operand unchanged, so several parameters stay in view at once; the
+        # rules for views below allow only one.
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)

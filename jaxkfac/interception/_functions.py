@@ -200,6 +200,8 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
             if before is not view and _place(before) != _place(view):
                 # One derivative cannot stand for two elements of the parameter.
                 reasons.setdefault(view.path, f"`{name}` with itself in another order")
+            # A parameter that is twice in a sum, as in `w + w`, is no view but a function: its
+            # derivative is the sum over both places.
             elif before is not view or name not in _SUMS:
                 view = dataclasses.replace(view, function=view.function or name)
             elif is_negated(eqn, position):

@@ -263,7 +263,7 @@ def _name(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
         for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
             name = path if not names_used else further
-            # Blocks of one kind that read a parameter in more than two ways.
+            # Blocks of one kind have one suffix, so a third way to read a parameter needs more.
             while name in names_used:
                 name += "'"
             names_used.add(name)

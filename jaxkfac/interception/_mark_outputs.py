@@ -120,8 +120,8 @@ def mark_outputs(
         )
     operands = [x, *([] if isinstance(weight, float) else [weight])]
     operands += [] if mask is None else [jnp.asarray(mask)]
-    # A custom primitive, not `custom_vjp`: it must survive `vmap`, `jvp` and jaxpr rewriting with
-    # its likelihood, and JAX would inline an identity.
+    # A primitive and not a `custom_vjp`, which differentiation replaces by its rules: a mark must
+    # survive `jvp`, `vmap` and the rewriting of jaxprs with its likelihood.
     return _primitive.bind(
         *operands,
         likelihood=likelihood,
@@ -343,9 +343,9 @@ def _run(
             inner_shifts = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):
                 marks += _run_beside(eqn, values, inner_shifts, rules=rules)
-                # The call itself runs as it is, with its custom derivative. Its marks come from a
-                # second run of its function, whose results nobody reads, so the compiler keeps what
-                # they need.
+                # The call itself runs unchanged, with its custom derivative. Its marks come from a
+                # second run of its function; nobody reads the results of that run, so the compiler
+                # drops what no mark needs.
                 out = opaque_call(of_operands(eqn, jaxpr))(*values)
                 env.update(zip(eqn.outvars, out, strict=True))
                 continue

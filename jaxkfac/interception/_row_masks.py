@@ -243,6 +243,7 @@ def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*a
     atoms = mask.atoms(table)
     values = mask.mask.reshape([table.size(a) for a in atoms])
     away = tuple(i for i, a in enumerate(atoms) if a not in flat)
+    # A mask without an axis among those of the rows says nothing about them.
     if len(away) == len(atoms):
         return jnp.ones([1] * len(flat), bool)
     values = values.any(away)

@@ -242,6 +242,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
     """A carry that covers both the first iteration and the later ones."""
     if isinstance(before, Data):
         if isinstance(after, Data):
+            # Each iteration puts its result in the place of the carry, so both have the same axes.
             for a, b in zip(before.axes, after.axes, strict=True):
                 facts.table.unify(a, b)
         return before

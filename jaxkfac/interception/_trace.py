@@ -204,9 +204,8 @@ def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) 
         if traced_again.output_axes(number) is None:
             raise ValueError(
                 f"jk.mark_outputs: mark {number} (of shape {mark.shape.shape}) marks a value "
-                f"that does not depend on the batch, expected outputs of examples; mark what is "
-                f"computed "
-                "from them"
+                "that does not depend on the batch, expected outputs of examples; mark what is "
+                "computed from them"
             )
     return dataclasses.replace(traced_again, marks=marks)
 

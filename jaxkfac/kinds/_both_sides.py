@@ -230,7 +230,7 @@ class BothSides:
             product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
         elif positions == 1 or number == 1:
             # With one position or one query, multiplying the rows by the queries takes no more
-            # operations than forming the gradient, and writes none.
+            # operations than forming each gradient and multiplying it, and writes no gradient.
             product, size = by_rows, positions * (number * n_out + n_in)
         else:
             product, size = by_gradients, n_in * n_out

@@ -98,8 +98,9 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
         return [ins[0]] * len(eqn.outvars)
     rank = _rank(eqn)
     out = joined(*ins)
-    # Only scalars may differ in rank here, and a scalar's label holds for every entry.
-    if out is not None and out.ndim != rank:  # a scalar predicate, bounds of a clamp
+    # Only scalars (a predicate, the bounds of a clamp) may differ in rank here, and the label of a
+    # scalar holds for every entry.
+    if out is not None and out.ndim != rank:
         out = out.reshape((1,) * rank)
     return [out] * len(eqn.outvars)
 
@@ -307,9 +308,9 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
     operand_labels = []
     left_labels, right_labels = ins
     if left_labels is not None:
-        # A window reads its neighbors along `d`: examples that lie side by side in a dimension of
-        # space meet there.
-        for k, d in enumerate(space):  # along the batch too, if it is a dimension of space
+        # A window reads its neighbors along `d`, so examples meet there if the program lays the
+        # batch along a dimension of space.
+        for k, d in enumerate(space):
             left_labels = windowed(
                 left_labels,
                 d,
