@@ -187,6 +187,22 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
     assert factors["table"].a.shape == (7,)
 
 
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
+    """Unsigned tokens are read as they are, so both tables have the same indices."""
+
+    def model(p, tokens):
+        rows = [jnp.take(p[name], tokens, 0, mode=mode) for name in ("short", "long")]
+        return jnp.tanh(sum(rows)) @ p["v"]
+
+    p, tokens = tree(3, short=(5, 4), long=(9, 4), v=(4, 3)), jnp.asarray([4, 0, 0], jnp.uint32)
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    *_, factors = stats(p, (tokens, labels(2, 3)))
+    for name in ("short", "long"):
+        counts = np.bincount(tokens, minlength=len(p[name]))
+        np.testing.assert_allclose(factors[name].a, counts / 3, rtol=1e-12)
+
+
 def test_embedding_by_take(x64):
     def model(p, ids, tap):
         h = tap.embedding("table", ids, jnp.take(p["table"], ids, axis=0), size=7)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind
 from jaxkfac.interception._axes import Atoms, Axes
@@ -283,7 +283,7 @@ class Lookup(NamedTuple):
         d = eqn.params["dimension_numbers"]
         return None if d.collapsed_slice_dims else int(d.offset_dims[self.axis])
 
-    def entries(self, eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
+    def entries(self, eqn: Eqn, operands: Sequence[Any]) -> Integer[Array, "..."]:
         """The entry that each row picks; the number of entries, out of range, if it picks none."""
         picked, number = operands[1][..., self.column], operands[0].shape[self.axis]
         if picked.dtype.itemsize < 4:
