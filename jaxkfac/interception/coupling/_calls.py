@@ -43,8 +43,13 @@ def custom(
     """The results of a function with a custom derivative."""
     outs = follower.run(*body_of(eqn), ins)
     at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
-    # Without a derivative in examples, the rule cannot let any meet.
-    moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
+    # A rule lets examples meet in the tangents of values that have a derivative in examples. Those
+    # of parameters are rows of layers in a `custom_jvp`; a `custom_vjp` has its rows in the primal.
+    moving = [
+        v
+        for v in operands_of(eqn)[1]
+        if at[id(v)].derivative.labels is not None or (is_rule(eqn) and at[id(v)].parameter)
+    ]
     if not moving or not any(map(is_inexact, eqn.outvars)):
         return outs
     of_rule = _tangents if is_rule(eqn) else _cotangents
@@ -69,10 +74,16 @@ def _tangents(
 ) -> list[LabeledValue]:
     """The results of a ``custom_jvp``; its rule gives the examples in their derivatives."""
     closed = _program(follower, eqn, moving, forward=True)
-    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    # The operands themselves are fixed, and parameters among them are constants: a rule that calls
+    # its own function again would otherwise be followed without end.
+    inside = [
+        at[id(v)]._replace(derivative=Dependence(), parameter=False) for v in operands_of(eqn)[0]
+    ]
     # The tangent of an operand is a value here: what it depends on is what the operand's derivative
     # depends on.
-    inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
+    inside += [
+        LabeledValue(x.derivative, x.derivative, x.parameter) for x in (at[id(v)] for v in moving)
+    ]
     rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
     reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
     for var, out in _both(eqn, outs):
