@@ -82,7 +82,7 @@ def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Arrays, at_once: in
 # ---------------- rows of a matrix layer
 
 
-_EXACT = jax.lax.Precision.HIGHEST  # the precision of the gradients in these products
+_EXACT = jax.lax.Precision.HIGHEST  # never TF32: scores add terms of both signs, which cancel
 
 
 class LowRankMatrices(NamedTuple):
