@@ -87,8 +87,8 @@ def repeats(
         for axis in examples:
             places = {at: _axis_of(table, met, axis) for at, met in own_meetings.items()}
             joint = {at: met.products <= candidates.keys() for at, met in own_meetings.items()}
-            # In all places or in none: a product has one shape, with or without a copy for each
-            # example.
+            # A product is repeated in all places or in none, because it has one shape, with or
+            # without a copy for each example.
             if own_meetings and None not in places.values() and all(joint.values()):
                 size = 1
                 for atom in table.atoms(axis):

@@ -322,8 +322,8 @@ class EquationRules(Facts):
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        # The kind first: the general rules cannot follow rows through a primitive such as
-        # `ragged_dot`.
+        # The kind is asked first, because the general rules cannot follow rows through a primitive
+        # such as `ragged_dot`.
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
         for use in uses:

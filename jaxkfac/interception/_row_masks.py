@@ -169,8 +169,8 @@ def row_weights(
         return None
     rows = [table.atoms(axis) for axis in use.rows]
     flat = [a for axis in rows for a in axis]
-    # By atoms: a mask over (examples, tokens) also covers rows in which the model has merged the
-    # two.
+    # Masks are compared by atoms: a mask over (examples, tokens) also covers rows in which the
+    # model has merged the two.
     spoken = {a for m in masks for a in m.atoms(table)}
     for axes in marks:
         late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
@@ -181,7 +181,7 @@ def row_weights(
             )
     if not spoken:
         return None
-    # Along these the parameter has elements of its own, and each element's row exists.
+    # The parameter has elements of its own along these atoms, and the row of each element exists.
     parameter_atoms = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
     lost = [
         a

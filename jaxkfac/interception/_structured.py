@@ -274,7 +274,8 @@ def interpret_cond(
     index, *operands = map(without_product, ins)
     branches = []
     for body, consts in branches_of(eqn):
-        # A scope for each branch: what one branch reads of an input does not count in another.
+        # Each branch has a scope of its own, because what one branch reads of an input does not
+        # count in another.
         branch = len(facts.scanned) + 1
         facts.scanned[branch] = ()
         branches.append(interpret(body, consts, operands, (*scope, branch)))

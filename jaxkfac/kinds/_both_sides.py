@@ -156,8 +156,7 @@ class BothSides:
         eigenbasis = Basis() if basis is None else basis
 
         def gradients_of_example(example: Arrays) -> dict[str, Any]:
-            # With its axis of examples, which `lax.map` has removed: the functions of rows expect
-            # one.
+            # The functions of rows expect the axis of examples that `lax.map` has removed.
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
             out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
             if "bias_gradients" in like:
@@ -195,7 +194,8 @@ class BothSides:
         Memory:
             ``CHUNK_BYTES``, or what one example takes.
         """
-        # Only shapes: forming the rows of a convolution would make all patches of the batch.
+        # Only shapes are asked for: forming the rows of a convolution would make all patches of the
+        # batch.
         x, g = jax.eval_shape(self._rows, self.arrays)
         positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
         first = queries.left if isinstance(queries, LowRankMatrices) else queries

@@ -41,8 +41,8 @@ class Gathered(TwoSided):
             return "is picked row by row and meets no rows of data"
         if problem := order_problem(table, view, view.axes, "dot_general"):
             return problem
-        # Atoms and not axes: the rows that pick may be split (examples, tokens) in the data and
-        # joined in the kernels.
+        # Rows are compared by atoms and not by axes: the rows that pick may be split (examples,
+        # tokens) in the data and joined in the kernels.
         picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
         axes = _Axes.of(eqn, position)
         is_row: dict[int, bool] = {}  # axis of the kernels -> whether it is a row

@@ -178,7 +178,8 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
                 # Sums over many positions would lose digits in 16 bits.
                 window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
             windows.append(window)
-        # Before the channels: the kernel's points stack up in the order of its spatial axes.
+        # The windows go before the channels, so that the kernel's points stack up in the order of
+        # its spatial axes.
         x = jnp.stack(windows, -2)
     return _rows(signal, use, x)
 

@@ -268,7 +268,7 @@ class Follower(Follows):
         branch_results = [
             self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
         ]
-        # Only the value of the index: which branch runs has no derivative.
+        # Only the value of the index counts: which branch runs has no derivative.
         choice = LabeledValue(index.value)
         outs = []
         for var, results in zip(eqn.outvars, zip(*branch_results, strict=True), strict=True):
