@@ -187,6 +187,21 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
     assert factors["table"].a.shape == (7,)
 
 
+@pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
+def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
+    """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
+
+    def model(p, inputs):
+        x, k = inputs
+        return x @ lax.dynamic_index_in_dim(p["w"], k, keepdims=False)
+
+    p, inputs = tree(3, w=(4, 4, 3)), (normal(1, 5, 4), jnp.asarray(index))
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    _, grads, factors = stats(p, (inputs, labels(2, 5)))
+    for found in (grads["w"], factors["w"].a, factors["w"].g):
+        assert np.flatnonzero(np.abs(found).sum((1, 2))) == [entry]
+
+
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
     """Unsigned tokens are read as they are, so both tables have the same indices."""

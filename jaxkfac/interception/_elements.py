@@ -340,7 +340,8 @@ class SlotRule:
         # No use of the layer is behind this index, so its slot has no axis to select from.
         if self.traced_index not in self.traced_indices[name]:
             return None
-        index = self.values[1 - position]
+        # The primitive moves an index below zero to zero; the function would count it from the end.
+        index = jnp.maximum(self.values[1 - position], 0)
         beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
         entries = {key: value for key, value in slot.items() if key not in beside}
         selected = jax.tree.map(
