@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl  # noqa: TID251
 from jax.experimental import sparse  # noqa: TID251
+from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 
 from tests._programs import normal
 
@@ -150,6 +151,33 @@ def _pallas(kernel, block, x):
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         interpret=True,
     )(x)
+
+
+def _running_sum(x, *, in_scratch):
+    """Memory that outlives a step of the grid: scratch, or a block that every step writes."""
+
+    def kernel(x_ref, *more):
+        o_ref, sum_ref = more if in_scratch else more[::-1]
+
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        sum_ref[...] += jnp.tanh(x_ref[...])
+        o_ref[...] = sum_ref[...]
+
+    row = pl.BlockSpec((1, D), lambda i: (i, 0))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    options = {"grid": (len(x),), "in_specs": [row], "interpret": True}
+    if in_scratch:
+        scratch = [pltpu.VMEM((1, D), x.dtype)]
+        call = pl.pallas_call(
+            kernel, **options, out_specs=row, out_shape=like, scratch_shapes=scratch
+        )
+        return call(x)
+    total = pl.BlockSpec((1, D), lambda i: (0, 0)), jax.ShapeDtypeStruct((1, D), x.dtype)
+    specs, likes = zip(total, (row, like), strict=True)
+    return pl.pallas_call(kernel, **options, out_specs=specs, out_shape=likes)(x)[1]
 
 
 def _in_pairs(h):
@@ -306,6 +334,8 @@ MIXING = {
     "padded and shifted": lambda p, x: jnp.pad(hidden(p, x), ((1, 0), (0, 0)))[:-1] + x,
     "split and swapped": lambda p, x: jnp.concatenate(jnp.split(hidden(p, x), 2)[::-1]),
     "pallas, whole": lambda p, x: _pallas(_whole_kernel, (N, D), hidden(p, x)),
+    "pallas, scratch": lambda p, x: _running_sum(hidden(p, x), in_scratch=True),
+    "pallas, one block of all steps": lambda p, x: _running_sum(hidden(p, x), in_scratch=False),
     "inside jit": jax.jit(lambda p, x: hidden(p, x) - hidden(p, x).mean(0)),
     "inside remat": jax.checkpoint(lambda p, x: jnp.cumsum(hidden(p, x), 0)),
     "inside a scan over layers": lambda p, x: lax.scan(

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import jaxkfac as jk
+from jaxkfac.interception import trace
 from tests._checks import assert_factors_close, assert_tree_close, objective_of
 from tests._likelihoods import mean_loss
 from tests._oracle import oracle
@@ -45,6 +46,19 @@ def _dense_rule(primals, tangents):
     (x, w, b), (dx, dw, db) = primals, tangents
     y = dense(x, w, b)
     return y, (1 - y * y) * (x @ dw + dx @ w + db)
+
+
+@jax.custom_jvp
+def centred(x, w):
+    """Its function keeps rows apart, and its rule does not."""
+    return x @ w
+
+
+@centred.defjvp
+def _centred_rule(primals, tangents):
+    (x, w), (_, dw) = primals, tangents
+    rows = x @ dw
+    return centred(x, w), rows - rows.mean(0)
 
 
 @jax.custom_jvp
@@ -143,3 +157,14 @@ def test_kfac_steps_through_custom_derivatives(x64):
     value, grads, factors = stats(params, batch)
     updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
     assert stats(optax.apply_updates(params, updates), batch).value < value
+
+
+def test_examples_meet_in_the_rows_of_a_rule_though_its_data_has_no_derivative():
+    traced = trace(
+        lambda p, x: centred(lax.stop_gradient(x), p["w"]),
+        tree(1, w=(4, 3)),
+        normal(2, 5, 4),
+        num_outputs=1,
+    )
+    assert traced.examples_meet("value").answer == "no"
+    assert traced.examples_meet("derivative").answer == "yes"

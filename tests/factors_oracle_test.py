@@ -1,5 +1,7 @@
 """The library's factors equal the brute-force ones, in float64 to 1e-10."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,6 +185,37 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
         model, tree(10, table=(7, 4), w=(4, 3)), (labels(1, 3, 5, classes=7), labels(2, 3, 5))
     )
     assert factors["table"].a.shape == (7,)
+
+
+@pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
+def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
+    """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
+
+    def model(p, inputs):
+        x, k = inputs
+        return x @ lax.dynamic_index_in_dim(p["w"], k, keepdims=False)
+
+    p, inputs = tree(3, w=(4, 4, 3)), (normal(1, 5, 4), jnp.asarray(index))
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    _, grads, factors = stats(p, (inputs, labels(2, 5)))
+    for found in (grads["w"], factors["w"].a, factors["w"].g):
+        assert np.flatnonzero(np.abs(found).sum((1, 2))) == [entry]
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
+    """Unsigned tokens are read as they are, so both tables have the same indices."""
+
+    def model(p, tokens):
+        rows = [jnp.take(p[name], tokens, 0, mode=mode) for name in ("short", "long")]
+        return jnp.tanh(sum(rows)) @ p["v"]
+
+    p, tokens = tree(3, short=(5, 4), long=(9, 4), v=(4, 3)), jnp.asarray([4, 0, 0], jnp.uint32)
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    *_, factors = stats(p, (tokens, labels(2, 3)))
+    for name in ("short", "long"):
+        counts = np.bincount(tokens, minlength=len(p[name]))
+        np.testing.assert_allclose(factors[name].a, counts / 3, rtol=1e-12)
 
 
 def test_embedding_by_take(x64):
@@ -732,6 +765,65 @@ def test_mark_rows_names_the_rows_of_a_second_stream(x64):
     assert_block_close(factors["q"], expected["q"], 1e-10)
     # padding of the memory has zero attention, so its rows add nothing to G
     np.testing.assert_allclose(factors["k"].g, expected["k"].g, atol=1e-10)
+
+
+def _marked_pooling(p, x, here):
+    """One example; its rows are marked in the model."""
+    h = jnp.tanh(jk.mark_rows(x, here) @ p["w"])
+    return jnp.where(here[:, None], h, 0.0).sum(0) @ p["v"]
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 0), (0, 1), (0, None)])
+def test_rows_are_marked_under_vmap_whichever_axis_it_maps(axes, x64):
+    """Five examples of five positions: sizes alone do not tell the axes apart."""
+    here, p, x = (
+        _positions()[jnp.array([0, 1, 2, 1, 2])],
+        tree(31, w=(4, 4), v=(4, 3)),
+        normal(1, 5, 5, 4),
+    )
+    here = jnp.broadcast_to(here[1], here.shape) if axes[1] is None else here
+
+    def model(p, inputs):
+        x, here = (y if d is None else jnp.moveaxis(y, 0, d) for y, d in zip(inputs, axes))
+        each = lambda x, here: _marked_pooling(p, x, here)
+        return jax.vmap(each, axes)(x, here[0] if axes[1] is None else here)
+
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    *_, factors = stats(p, ((x, here), labels(2, 5)))
+    rows = np.asarray(x)[np.asarray(here)]
+    np.testing.assert_allclose(factors["w"].a, rows.T @ rows / len(rows), rtol=1e-10)
+
+
+def test_rows_may_be_marked_inside_a_derivative(x64):
+    here, p, x = _positions(), tree(31, w=(4, 4), v=(4, 3)), normal(1, 3, 5, 4)
+
+    def model(p, inputs):
+        x, here = inputs
+
+        def pooled(x):
+            h = jk.mark_rows(jnp.tanh(x), here) @ p["w"]
+            return jnp.where(here[..., None], h, 0.0).sum(1) @ p["v"]
+
+        return jax.jvp(pooled, (x,), (jnp.ones_like(x),))[1]
+
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    *_, factors = stats(p, ((x, here), labels(2, 3)))
+    rows = 1 / np.cosh(np.asarray(x)[np.asarray(here)]) ** 2  # the tangents that the kernel reads
+    np.testing.assert_allclose(factors["w"].a, rows.T @ rows / len(rows), rtol=1e-10)
+
+
+def test_a_marked_parameter_keeps_its_statistics(x64):
+    def model(p, x, tap, mark=True):
+        token = jk.mark_rows(p["token"], jnp.ones(5, bool)) if mark else p["token"]
+        return tap.dense("v", x, x @ p["v"]) + token
+
+    p, batch = tree(31, v=(4, 3), token=(5, 3)), (normal(1, 3, 5, 4), labels(2, 3, 5))
+    found, expected = (
+        jk.value_grad_and_factors(objective_of(functools.partial(model, mark=mark)))(p, batch)
+        for mark in (True, False)
+    )
+    diagonal = expected.factors["token"].diagonal
+    np.testing.assert_allclose(found.factors["token"].diagonal, diagonal, rtol=1e-12)
 
 
 def test_mark_rows_is_an_identity(x64):

@@ -97,6 +97,24 @@ def test_experts_in_a_list_are_the_slices_of_a_stack():
         np.testing.assert_allclose(*traces, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("wall", [lambda f: f, jax.jit])
+def test_kernels_with_other_runs_of_the_same_rows_have_their_own_inputs(wall):
+    """A jitted function that is called twice has the same equations in both calls."""
+    product = wall(lax.ragged_dot)
+
+    def model(p, inputs):
+        x, sizes, others = inputs
+        return product(x, p["up"], sizes) + product(x, p["down"], others)
+
+    p = tree(5, up=(EXPERTS, WIDTH, 3), down=(EXPERTS, WIDTH, 3))
+    x, sizes, others = normal(6, 6, WIDTH), jnp.asarray([1, 2, 3]), jnp.asarray([4, 1, 1])
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()), examples="apart")
+    *_, factors = stats(p, ((x, sizes, others), labels(7, 6)))
+    for name, first in (("up", 1), ("down", 4)):
+        rows = np.asarray(x)[:first]
+        np.testing.assert_allclose(factors[name].a[0], rows.T @ rows / first, rtol=1e-12)
+
+
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 def test_rows_behind_the_last_run_reach_nobody(wall):
     """Padding: seven rows, of which the sizes name six; inside a scan of remat."""

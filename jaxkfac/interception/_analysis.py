@@ -149,8 +149,8 @@ class Analysis(EquationRules):
                 key = str(operand.aval), np.asarray(operand.val).tobytes()
                 return Constant(self.number(key), holds_mask(operand.val))
             value = env[operand]
-            # A second reader sees the product without the bias that is added for the first: the
-            # bias of one reader has another gradient than the product.
+            # A bias that one of two readers adds does not reach the other, so its gradient is not
+            # that of the product, and it is joined to none.
             if isinstance(value, Data) and value.product is not None and readers[operand] > 1:
                 value = dataclasses.replace(value, product=None, product_axes=())
             return value
@@ -193,7 +193,7 @@ class Analysis(EquationRules):
         self.reads.update(view.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
         has_parameters = any(isinstance(v, Parameter) for v in ins)
-        if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
+        if eqn.primitive.name == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind == "jit" and eqn.params.get("name") == APART:
             axes = (fresh(self.table, v.aval.shape) for v in eqn.outvars)
@@ -214,6 +214,8 @@ class Analysis(EquationRules):
                 outs, plan.calls[position] = into(self, self._interpret, eqn, ins, scope)
             return outs
         alone = not any(isinstance(v, Data) for v in ins)
+        # Behind an elementwise function with a custom derivative, as in `softplus(w)`, a parameter
+        # is still seen; any other custom derivative of parameters alone hides them.
         function = kind == "custom" and alone and is_function(eqn)
         if kind == "custom" and not alone:
             return self._custom(eqn, position, ins, plan, scope)
@@ -227,12 +229,13 @@ class Analysis(EquationRules):
         self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
     ) -> list[Value]:
         """The results of an equation that reads products of constants."""
-        if call_kind(eqn) in ("jit", "checkpoint"):
-            return outs  # its body was followed
+        if call_kind(eqn) in ("jit", "checkpoint") or eqn.primitive.name == MARK_ROWS:
+            return outs  # its body was followed, or it is an identity
         if call_kind(eqn) == "scan":  # constants of its body were followed too
             constants, carries = scan_counts(eqn)
             for k, v in enumerate(ins):
                 if isinstance(v, Data) and v.products and k >= constants + carries:
+                    # The first axis of copies is the examples, and the scan would slice along it.
                     self.closed_in.update(v.products)
                 # A carry that starts as a product of constants takes the rows that the loop gives
                 # it.
@@ -278,6 +281,8 @@ class Analysis(EquationRules):
         x = ins[0]
         if isinstance(x, Data):
             plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
+        elif views_in(x):
+            plan.views[position] = None  # a parameter has no rows to mark, but its slots go on
         return [x]
 
 

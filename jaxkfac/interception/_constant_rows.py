@@ -87,8 +87,8 @@ def repeats(
         for axis in examples:
             places = {at: _axis_of(table, met, axis) for at, met in own_meetings.items()}
             joint = {at: met.products <= candidates.keys() for at, met in own_meetings.items()}
-            # In all places or in none: a product has one shape, with or without a copy for each
-            # example.
+            # A product is repeated in all places or in none, because it has one shape, with or
+            # without a copy for each example.
             if own_meetings and None not in places.values() and all(joint.values()):
                 size = 1
                 for atom in table.atoms(axis):
@@ -157,7 +157,8 @@ def _run(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], around: tuple[int, ...], todo: Repeats
 ) -> list[Any]:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    # Calls that contain a product are run again, equation by equation; all others stay calls.
+    # Calls that contain a product, or read copies, are run again equation by equation; the others
+    # stay calls.
     inside = {where[: len(around) + 1] for where in todo.products if isinstance(where, tuple)}
     for position, eqn in enumerate(jaxpr.eqns):
         values = [env[v] if is_var(v) else v.val for v in eqn.invars]
@@ -169,6 +170,7 @@ def _run(
         elif where in todo.meetings and copied:
             shape = eqn.outvars[0].aval.shape
             rows = [_aligned(v, todo.meetings[where], len(shape)) for v in values]
+            # Copies may have size one along an axis that the program broadcast; so may the result.
             out = [jnp.broadcast_to(bind(eqn)(*rows), shape)]
         elif kind == "scan" and (copied or path in inside):
             out = _scan(eqn, values, where, path, todo)

@@ -135,6 +135,8 @@ def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
     later = [{v for v in jaxpr.outvars if is_var(v)}]
     for group in reversed(groups):
         later.append(later[-1] | {v for eqn in group for v in eqn.invars if is_var(v)})
+    # `later` goes backward from what is read after the last group; its last entry, which includes
+    # what the first group itself reads, belongs to none.
     for group, needed in zip(groups, later[-2::-1], strict=True):
         written = dict.fromkeys(v for eqn in group for v in eqn.outvars)
         read = dict.fromkeys(v for eqn in group for v in eqn.invars if is_var(v))
@@ -144,7 +146,7 @@ def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
 def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
     """The results of an equation that is, or contains, convolutions."""
     params = eqn.params
-    # The context in which the equation was traced, for example `jax.enable_x64`.
+    # The equation may have been traced in another context than this one, such as `enable_x64`.
     with eqn.ctx.manager:
         match call_kind(eqn):
             case "jit":
@@ -165,7 +167,7 @@ def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
 
 def _rewritten(jaxpr: Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
     """The program with its convolutions transposed."""
-    # Without weak types or shardings; a body over mesh axes is left alone for that reason
+    # The inputs lose weak types and shardings here, so a body over mesh axes is left alone
     # (`_lies_on_mesh`).
     like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args))(*like)

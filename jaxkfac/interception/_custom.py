@@ -75,8 +75,8 @@ def step_without_derivative(eqn: Eqn) -> str:
     def inputs_of(body: Jaxpr) -> InputsOf:
         return lambda outputs: live_inputs(body, outputs, operands_read)
 
-    # Only equations that a result depends on: a `round` for a monitor does not make the derivative
-    # useless.
+    # Only equations on which a result depends count: a `round` for a monitor does not make the
+    # derivative useless.
     body, _ = body_of(eqn)
     inputs_of(body)(set(range(len(body.outvars))))
     return primitives[-1] if primitives else ""
@@ -105,8 +105,8 @@ def interpret_rule(
     The results are those of the primal with constant parameters. The rule too gets the parameters
     as constants, and their tangents in the place of parameters.
     """
-    # As constants in the primal, so that no layer is found there a second time: the rule has its
-    # own equations.
+    # In the primal the parameters are constants, so that no layer is found there a second time: the
+    # rule has equations of its own.
     fixed = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
     outs, _ = interpret(*body_of(eqn), fixed, scope)
     primals, tangents = operands_of(eqn)
@@ -201,7 +201,8 @@ def run_beside(
         in_slots: The slots of each operand.
     """
     primals, tangents = operands_of(eqn)
-    # By variable: an operand that is passed twice has one slot and one cotangent.
+    # Values are found by variable, because an operand that is passed twice has one slot and one
+    # cotangent.
     at = of_variables(eqn, values)
     outs = call_of(eqn)(*[at[v] for v in primals])
     if is_rule(eqn):
@@ -212,7 +213,7 @@ def run_beside(
         operand_slots = [{}] * len(primals) + [slots[v] for v in tangents]
     else:
         operands, operand_slots = list(values), list(in_slots)
-    # Stopped, because the operands get their gradient from the call's own rule; from here only
+    # The operands are stopped, because they get their gradient from the call's own rule; here only
     # slots get one.
     beside = run([jax.lax.stop_gradient(x) for x in operands], operand_slots)
     if not is_rule(eqn):

@@ -230,6 +230,8 @@ def _move(
     eqn: Eqn, x: Shaped[Array, "..."], position: int, values: Sequence[ArrayLike]
 ) -> list[Array]:
     name = eqn.primitive.name
+    # A slot keeps its own dtype and sharding. It must vary over the mesh axes over which its
+    # parameter does, so that its cotangent is summed over the same devices.
     if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
         return [x]
     if name == "pad":
@@ -253,8 +255,10 @@ def scale_slot(
         return scale_slot(eqn, slot, position, values, entries) | beside
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
+    # `w / c` is a multiple of w, and `c / w` is none.
     if name in ("mul", "div") and position <= (name == "mul"):
-        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
+        # The constant may be data without the examples, whose gradient no slot may change.
+        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))
         if c.size == 1:
             c = c.reshape(())
             return _times(slot, c if name == "mul" else 1 / c, entries)
@@ -336,7 +340,8 @@ class SlotRule:
         # No use of the layer is behind this index, so its slot has no axis to select from.
         if self.traced_index not in self.traced_indices[name]:
             return None
-        index = self.values[1 - position]
+        # The primitive moves an index below zero to zero; the function would count it from the end.
+        index = jnp.maximum(self.values[1 - position], 0)
         beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
         entries = {key: value for key, value in slot.items() if key not in beside}
         selected = jax.tree.map(

@@ -147,7 +147,8 @@ class EquationRules(Facts):
         # An integer or a comparison has no gradient, so no factor lacks it: a note, no error.
         if not any(_differentiable(v) for v in eqn.outvars):
             return self._reported_only(eqn, ins, f"is read without gradient by `{name}`")
-        # A barrier returns all operands unchanged, several parameters among them.
+        # A barrier returns each operand unchanged, so several parameters stay in view at once; the
+        # rules for views below allow only one.
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
@@ -321,8 +322,8 @@ class EquationRules(Facts):
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        # The kind first: the general rules cannot follow rows through a primitive such as
-        # `ragged_dot`.
+        # The kind is asked first, because the general rules cannot follow rows through a primitive
+        # such as `ragged_dot`.
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
         for use in uses:

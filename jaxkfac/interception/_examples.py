@@ -274,11 +274,13 @@ def _reason(use: Use) -> str:
 
 def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
     table, examples = analysis.table, _examples(analysis, num_outputs)
-    if not examples:  # any axis of data may be the examples
+    if not examples:
+        # A leading axis of size one may be that of a single example, of which nothing can be lost.
+        # Beside known examples it says nothing: it may be that of a mask `(1, S)` for all of them.
+        if any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes):
+            return []
+        # Any axis of data may be the examples.
         examples = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
-    single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
-    if single:  # a single example: nothing can be lost
-        return []
     lost = []
     for use in analysis.plan.all_uses():
         scanned = {a for scan in use.scope for a in table.atoms(analysis.scanned[scan])}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind
 from jaxkfac.interception._kind import Data, Use, Value
@@ -200,6 +200,8 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
             if before is not view and _place(before) != _place(view):
                 # One derivative cannot stand for two elements of the parameter.
                 reasons.setdefault(view.path, f"`{name}` with itself in another order")
+            # A parameter that is twice in a sum, as in `w + w`, is no view but a function: its
+            # derivative is the sum over both places.
             elif before is not view or name not in _SUMS:
                 view = dataclasses.replace(view, function=view.function or name)
             elif is_negated(eqn, position):
@@ -281,7 +283,7 @@ class Lookup(NamedTuple):
         d = eqn.params["dimension_numbers"]
         return None if d.collapsed_slice_dims else int(d.offset_dims[self.axis])
 
-    def entries(self, eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:
+    def entries(self, eqn: Eqn, operands: Sequence[Any]) -> Integer[Array, "..."]:
         """The entry that each row picks; the number of entries, out of range, if it picks none."""
         picked, number = operands[1][..., self.column], operands[0].shape[self.axis]
         if picked.dtype.itemsize < 4:

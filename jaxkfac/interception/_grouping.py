@@ -177,8 +177,8 @@ def group_uses(
     scales = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
     blocks = grouped(table, matrices, experts)
     joined = join_biases(table, blocks, biases, scales, experts)
-    # Known only after biases are joined: the diagonal of a parameter that has a matrix covers the
-    # range it is read in, and otherwise the full parameter.
+    # Diagonals are grouped after biases are joined: that of a parameter which has a matrix covers
+    # the range it is read in, and any other covers the full parameter.
     beside = {matrix.path for b in blocks for matrix in (b.weight, b.bias) if matrix}
     elementwise = [u for u in uses if u.kind.elementwise]
     blocks += grouped(table, elementwise, experts, beside, joined)
@@ -263,7 +263,7 @@ def _name(table: AxisTable, blocks: list[UseGroup]) -> list[CoverageNote]:
         for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
             name = path if not names_used else further
-            # Blocks of one kind that read a parameter in more than two ways.
+            # Blocks of one kind have one suffix, so a third way to read a parameter needs more.
             while name in names_used:
                 name += "'"
             names_used.add(name)
@@ -350,7 +350,8 @@ def _input_key(table: AxisTable, block: UseGroup) -> Any:
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
-    # The scope too: one variable inside a scan has other rows in each iteration than outside it.
+    # The scope belongs to the key, because one variable inside a scan has other rows in each
+    # iteration than outside it.
     return (use.data.number, use.scope, use.view.traced_indices, _reading(table, use))
 
 

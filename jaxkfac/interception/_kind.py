@@ -79,6 +79,7 @@ class Use:
             broadcast along them.
         row_axes: For kernels gathered by row, which of their axes are rows.
         groups: For a convolution, the sizes of ``batch_axes``.
+        runs: For sorted rows, the value number of the sizes of the experts' runs.
         reversed: For a convolution, for each spatial axis, whether the kernel is read back to
             front along it.
         where: The equation and the calls around it; equal in every analysis of one program.
@@ -106,6 +107,7 @@ class Use:
     row_batch: tuple[int, ...] = ()
     row_axes: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
+    runs: int = -1
     reversed: tuple[bool, ...] = ()
     where: Hashable = None
 

@@ -79,8 +79,9 @@ class ParameterMatrix:
         order = (*self.stack, *self.inputs, *self.outputs)
         indexed = leaf[self.at]
         self.check(indexed.shape)
-        # Atoms first, then the order: an axis of the parameter may hold a stack, inputs and outputs
-        # at once (a fused projection), and only its atoms can be moved apart.
+        # Axes are split into atoms before they are put in order: an axis of the parameter may hold
+        # a stack, inputs and outputs at once (a fused projection), and only its atoms can be moved
+        # apart.
         matrix = indexed.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
 

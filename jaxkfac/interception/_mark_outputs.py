@@ -120,8 +120,8 @@ def mark_outputs(
         )
     operands = [x, *([] if isinstance(weight, float) else [weight])]
     operands += [] if mask is None else [jnp.asarray(mask)]
-    # A custom primitive, not `custom_vjp`: it must survive `vmap`, `jvp` and jaxpr rewriting with
-    # its likelihood, and JAX would inline an identity.
+    # A primitive and not a `custom_vjp`, which differentiation replaces by its rules: a mark must
+    # survive `jvp`, `vmap` and the rewriting of jaxprs with its likelihood.
     return _primitive.bind(
         *operands,
         likelihood=likelihood,
@@ -183,8 +183,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     x, axis = operands[0], axes[0]
-    # Also where the outputs are common to all calls: the mark would keep the mapped axis of its
-    # weight or mask, and that of a weight could pass for an axis of the outputs.
+    # The outputs may be common to all calls. The mark would then keep the mapped axis of its weight
+    # or mask, and that of a weight could pass for an axis of the outputs.
     if any(a is not None for a in axes[1:]):
         raise HiddenMarkError(
             "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "
@@ -264,8 +264,8 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
                     "marks already, and the loss would hold both means: leave one out, or mark the "
                     "same value twice, not its mark"
                 )
-            # The result of the mark, not its operand: marking one value twice is two means of one
-            # value and allowed, while a mark of a mark counts its terms twice.
+            # A mark is known by its result and not by its operand: marking one value twice is two
+            # means of one value and allowed, while a mark of a mark counts its terms twice.
             marked[eqn.outvars[0]] = len(marks)
             aval = eqn.outvars[0].aval
             marks.append(
@@ -343,9 +343,9 @@ def _run(
             inner_shifts = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):
                 marks += _run_beside(eqn, values, inner_shifts, rules=rules)
-                # The call itself runs as it is, with its custom derivative. Its marks come from a
-                # second run of its function, whose results nobody reads, so the compiler keeps what
-                # they need.
+                # The call itself runs unchanged, with its custom derivative. Its marks come from a
+                # second run of its function; nobody reads the results of that run, so the compiler
+                # drops what no mark needs.
                 out = opaque_call(of_operands(eqn, jaxpr))(*values)
                 env.update(zip(eqn.outvars, out, strict=True))
                 continue

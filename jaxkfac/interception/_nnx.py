@@ -127,7 +127,6 @@ class NnxApply:
     Raises:
         ValueError: the call changes a variable that ``mutable=`` does not name, or draws random
             numbers without a ``key``; ``params`` or ``state`` are not those of this model.
-            numbers without a ``key``; ``params`` or ``state`` are not those of this model.
     """
 
     def __init__(self, model: nnx.Module, mutable: Any) -> None:

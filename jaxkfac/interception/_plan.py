@@ -129,7 +129,7 @@ def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...
 
 def _frozen(params: Mapping[str, Any]) -> Hashable:
     items = tuple(sorted(params.items(), key=lambda kv: kv[0]))
-    hash(items)
+    hash(items)  # raises a TypeError, which `equation_number` expects
     return items
 
 

@@ -109,7 +109,7 @@ class Rewriter:
                 out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
-                out = bind(eqn)(*values)  # kept: a later trace of this program reads the mark too
+                out = [bind(eqn)(*values)]  # kept: a later trace of this program reads the mark too
             elif step in plan.views:
                 run = _jaxpr_compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
@@ -119,7 +119,8 @@ class Rewriter:
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             elif plan.calls[step].exports_views or _is_too_deep(eqn, around):
-                # A jitted indexing helper, or a deeply nested jit: run it in place.
+                # A call returns no slots, so a jit that returns a view (an indexing helper) is run
+                # in place, as is a deeply nested one.
                 deeper = around._replace(depth=around.depth + 1)
                 out, out_slots = self._run(plan.calls[step], values, in_slots, deeper)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
@@ -157,7 +158,8 @@ class Rewriter:
             ]
             for s, u in zip(slots, uses, strict=True)
         ]
-        # A bias or scale squares gradients position by position: an absent row has none.
+        # Biases and scales need the rows too: they square a gradient for each row, and that of an
+        # absent row need not be zero.
         rows = [
             where_chosen(
                 self.table,
@@ -167,7 +169,7 @@ class Rewriter:
             )
             for u, chosen_rows in zip(uses, chosen, strict=True)
         ]
-        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # the same for all uses
+        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # one lookup's, for all uses
         active = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, active, self.table), [*values, *picked])
 

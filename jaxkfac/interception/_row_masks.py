@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Shaped
 
@@ -81,7 +83,8 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Arr
     Layers whose rows run along the marked axes leave the others out of their factors.
 
     Args:
-        x: Any value, shape ``(*mask.shape, ...)``.
+        x: Any value, shape ``(*mask.shape, ...)``. Under ``jax.vmap`` the mapped axis is an axis of
+            rows too.
         mask: True where the row exists, shape of the leading axes of ``x``.
 
     Returns:
@@ -95,13 +98,35 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Arr
             f"mark_rows: mask has shape {mask.shape}, expected the leading axes of x, "
             f"{x.shape[: mask.ndim]}"
         )
+    return _primitive.bind(jnp.asarray(x), jnp.asarray(mask))
 
-    def identity(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
-        return x
 
-    # A `jit` with a name survives every transformation, and runs without this library.
-    identity.__name__ = MARK_ROWS
-    return jax.jit(identity)(x, mask)
+# A primitive, because a mask belongs to the leading axes: `vmap` of a `jit` with a name moves the
+# axes of value and mask apart, and `jvp` adds operands and results to it.
+_primitive = Primitive(MARK_ROWS)
+_primitive.def_impl(lambda x, mask: x)
+_primitive.def_abstract_eval(lambda x, mask: x)
+mlir.register_lowering(_primitive, lambda ctx, x, mask: [x])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    # The tangent passes unmarked: what is computed from it meets the axes of the marked value.
+    return _primitive.bind(*primals), tangents[0]
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+    (size,) = {x.shape[d] for x, d in zip(operands, axes, strict=True) if d is not None}
+    # The mapped axis leads both: a mark has the leading axes of its value, and where the mask is
+    # common to all calls it holds for the rows of each.
+    x, mask = (
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, axes, strict=True)
+    )
+    return _primitive.bind(x, mask), 0
+
+
+ad.primitive_jvps[_primitive] = _jvp
+batching.primitive_batchers[_primitive] = _batch
 
 
 class RowMask:
@@ -144,8 +169,8 @@ def row_weights(
         return None
     rows = [table.atoms(axis) for axis in use.rows]
     flat = [a for axis in rows for a in axis]
-    # By atoms: a mask over (examples, tokens) also covers rows in which the model has merged the
-    # two.
+    # Masks are compared by atoms: a mask over (examples, tokens) also covers rows in which the
+    # model has merged the two.
     spoken = {a for m in masks for a in m.atoms(table)}
     for axes in marks:
         late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
@@ -156,7 +181,7 @@ def row_weights(
             )
     if not spoken:
         return None
-    # Along these the parameter has elements of its own, and each element's row exists.
+    # The parameter has elements of its own along these atoms, and the row of each element exists.
     parameter_atoms = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
     lost = [
         a
@@ -218,6 +243,7 @@ def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*a
     atoms = mask.atoms(table)
     values = mask.mask.reshape([table.size(a) for a in atoms])
     away = tuple(i for i, a in enumerate(atoms) if a not in flat)
+    # A mask without an axis among those of the rows says nothing about them.
     if len(away) == len(atoms):
         return jnp.ones([1] * len(flat), bool)
     values = values.any(away)

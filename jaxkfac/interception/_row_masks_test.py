@@ -58,7 +58,11 @@ def test_a_layer_over_examples_alone_exists_where_any_position_does():
     np.testing.assert_array_equal(got, [True, False, True])
 
 
-@pytest.mark.parametrize("meet", [jnp.multiply, jnp.add])
+def replaced(x, token):
+    return jnp.where(X > 0, token, x)
+
+
+@pytest.mark.parametrize("meet", [jnp.multiply, jnp.add, jnp.subtract, replaced])
 def test_the_elements_of_a_scale_or_bias_are_no_rows_to_lose(meet):
     got = weights_of(lambda p, x: meet(x, p["scale"]), X, mask=MASK)["scale"]
     np.testing.assert_array_equal(got[..., 0], MASK)

@@ -242,6 +242,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
     """A carry that covers both the first iteration and the later ones."""
     if isinstance(before, Data):
         if isinstance(after, Data):
+            # Each iteration puts its result in the place of the carry, so both have the same axes.
             for a, b in zip(before.axes, after.axes, strict=True):
                 facts.table.unify(a, b)
         return before
@@ -273,7 +274,8 @@ def interpret_cond(
     index, *operands = map(without_product, ins)
     branches = []
     for body, consts in branches_of(eqn):
-        # A scope for each branch: what one branch reads of an input does not count in another.
+        # Each branch has a scope of its own, because what one branch reads of an input does not
+        # count in another.
         branch = len(facts.scanned) + 1
         facts.scanned[branch] = ()
         branches.append(interpret(body, consts, operands, (*scope, branch)))

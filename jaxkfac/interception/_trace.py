@@ -61,8 +61,8 @@ def trace(
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    # By identity: the state is one of the arguments, in whatever place, and equal shapes would not
-    # tell it apart.
+    # The state is found by identity: it is one of the arguments, in whatever place, and equal
+    # shapes would not tell it apart.
     changing = {id(leaf) for leaf in jax.tree.leaves(state)}
     states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
     of_state = frozenset(k + len(paths) for k in states)
@@ -204,9 +204,8 @@ def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) 
         if traced_again.output_axes(number) is None:
             raise ValueError(
                 f"jk.mark_outputs: mark {number} (of shape {mark.shape.shape}) marks a value "
-                f"that does not depend on the batch, expected outputs of examples; mark what is "
-                f"computed "
-                "from them"
+                "that does not depend on the batch, expected outputs of examples; mark what is "
+                "computed from them"
             )
     return dataclasses.replace(traced_again, marks=marks)
 

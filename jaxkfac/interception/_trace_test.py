@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkfac._errors import UnknownLayerError
-from jaxkfac.interception._trace import find_layers
+from jaxkfac.interception._trace import find_layers, trace
 
 
 def weights(**shapes):
@@ -177,6 +177,25 @@ def test_a_product_of_a_batch_statistic_has_lost_its_examples():
 
     ((path, reason),) = find_layers(model, weights(w=(3, 3)), jnp.ones((5, 3))).uncovered
     assert (path, reason) == ("w", "has the example axis lost at `dot_general`")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3)])
+def test_an_input_common_to_all_examples_hides_no_lost_use(shape):
+    """Its leading axis of size one is no sign of a single example."""
+
+    def model(p, x, shift):
+        return x + shift + x.mean(0) @ p["w"]
+
+    params, x, shift = weights(w=(3, 3)), jnp.ones((5, 3)), jnp.ones(shape)
+    ((_, reason),) = trace(model, params, x, shift, num_outputs=1).table.uncovered
+    assert reason == "has the example axis lost at `dot_general`"
+
+
+@pytest.mark.parametrize("meet", [jnp.add, jnp.subtract])
+def test_a_bias_of_a_batch_statistic_is_used_where_rows_are(meet):
+    """At the statistic itself its gradient is a sum over examples."""
+    table = find_layers(lambda p, x: x * meet(x.mean(0), p["b"]), weights(b=(3,)), jnp.ones((5, 3)))
+    assert table["b"].kind == "scale"
 
 
 def test_a_single_example_has_nothing_to_lose():

@@ -208,7 +208,8 @@ class Traced:
         for index, shape in enumerate(self.out_shapes[: self.num_outputs]):
             axes = self.output_axes(index)
             atoms = self.analysis.table.atoms(axes[0]) if axes else ()
-            # By atoms and not by length: two outputs of equal length may have different examples.
+            # Axes are told apart by atoms and not by length: two outputs of equal length may have
+            # different examples.
             lengths.setdefault(atoms, shape.shape[0] if shape.shape else 1)
         return list(lengths.items())
 

@@ -157,7 +157,8 @@ def grouped(
                 key = (member_weight.path, member_weight.index, "diagonal")
             new = UseGroup(use.kind, member_weight, {}, computed_from=use.view.computed_from)
             block = groups.setdefault(key, new)
-            # The slot of a diagonal covers all parts of an array that belong to its parameter.
+            # One use of a diagonal stands for all parts of an array that belong to its parameter:
+            # its slot covers them all.
             earlier = (u for u in block.at if u is not use)
             if not use.kind.elementwise or not any(_same_operand(use, u) for u in earlier):
                 block.at.setdefault(use, []).append(k)

@@ -63,7 +63,8 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return None
     position = views[0]
     view: View = ins[position]  # type: ignore[assignment]
-    if not jnp.issubdtype(out.dtype, jnp.floating):  # a product with complex data is not real
+    # Integers have no gradient, and that of a complex value is no gradient of a real parameter.
+    if not jnp.issubdtype(out.dtype, jnp.floating):
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]

@@ -82,7 +82,7 @@ def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Arrays, at_once: in
 # ---------------- rows of a matrix layer
 
 
-_EXACT = jax.lax.Precision.HIGHEST  # the precision of the gradients in these products
+_EXACT = jax.lax.Precision.HIGHEST  # never TF32: scores add terms of both signs, which cancel
 
 
 class LowRankMatrices(NamedTuple):
@@ -156,8 +156,7 @@ class BothSides:
         eigenbasis = Basis() if basis is None else basis
 
         def gradients_of_example(example: Arrays) -> dict[str, Any]:
-            # With its axis of examples, which `lax.map` has removed: the functions of rows expect
-            # one.
+            # The functions of rows expect the axis of examples that `lax.map` has removed.
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
             out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
             if "bias_gradients" in like:
@@ -195,7 +194,8 @@ class BothSides:
         Memory:
             ``CHUNK_BYTES``, or what one example takes.
         """
-        # Only shapes: forming the rows of a convolution would make all patches of the batch.
+        # Only shapes are asked for: forming the rows of a convolution would make all patches of the
+        # batch.
         x, g = jax.eval_shape(self._rows, self.arrays)
         positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
         first = queries.left if isinstance(queries, LowRankMatrices) else queries
@@ -230,7 +230,7 @@ class BothSides:
             product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
         elif positions == 1 or number == 1:
             # With one position or one query, multiplying the rows by the queries takes no more
-            # operations than forming the gradient, and writes none.
+            # operations than forming each gradient and multiplying it, and writes no gradient.
             product, size = by_rows, positions * (number * n_out + n_in)
         else:
             product, size = by_gradients, n_in * n_out

@@ -57,7 +57,6 @@ class Convolution(TwoSided):
             return problem
         numbers, groups = p["dimension_numbers"], p["feature_group_count"]
         out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
-        # A kernel that is reversed along a full spatial axis reads its patches in that order.
         order = [reversal(table, view, axis) for axis in spatial]
         # A reversal along a full axis only renumbers the kernel's points, and `reversed` keeps it;
         # along part of an axis it is left to the check of the order.

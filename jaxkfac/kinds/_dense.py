@@ -52,7 +52,6 @@ class Dense(TwoSided):
         problem = matrix_problem(table, matrix, "dot_general")
         if problem := problem or order_problem(table, matrix, matrix_axes or (), "dot_general"):
             return problem
-        # The free axes of the parameter are its outputs, and those of the data its rows.
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
         use = Use(self, eqn, position, view, scope, data=data, row_batch=rows)

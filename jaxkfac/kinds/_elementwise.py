@@ -131,18 +131,17 @@ class Bias(Elementwise):
     def _insertion(
         self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: tuple[int, ...]
     ) -> Use:
-        use = Use(self, eqn, position, ins[position], scope)
-        data_operands = [v for v in ins if isinstance(v, Data)]
+        use, name = Use(self, eqn, position, ins[position], scope), eqn.primitive.name
+        rank = len(eqn.outvars[0].aval.shape)
+        data = next((v for v in ins if isinstance(v, Data) and len(v.axes) == rank), None)
+        # Other equations place the parameter in rows of its own, which always exist.
+        if name not in ("add", "add_any", "sub", "select_n") or data is None:
+            return use
+        use.data, use.rows = data, data.axes
         # Not `sub`: a column of ones in A stands for a bias that is added.
-        if eqn.primitive.name in ("add", "add_any") and len(data_operands) == 1:
-            use.data, use.rows = data_operands[0], data_operands[0].axes
-            product_uses = (
-                data_operands[0].product.parts if data_operands[0].product is not None else ()
-            )
+        if name in ("add", "add_any") and data.product is not None:
             its = (
-                p
-                for p in product_uses
-                if _is_its_bias(table, use.view, data_operands[0].product_axes, p)
+                p for p in data.product.parts if _is_its_bias(table, use.view, data.product_axes, p)
             )
             use.join = next(its, None)
         return use

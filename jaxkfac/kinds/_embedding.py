@@ -53,8 +53,12 @@ class Embedding(TwoSided):
         return [use]
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        shapes = tuple(v.aval.shape for v in use.eqn.invars if is_var(v))
-        return repr((shapes[-1:], _lookup(use.eqn).column))
+        eqn, lookup = use.eqn, _lookup(use.eqn)
+        shapes = tuple(v.aval.shape for v in eqn.invars if is_var(v))
+        # The same indices count the rows of tables of other lengths, and the mode decides what one
+        # out of range counts.
+        length = eqn.invars[0].aval.shape[lookup.axis]
+        return repr((shapes[-1:], length, str(eqn.params["mode"]), lookup.column))
 
     def outputs(self, vjp: LayerVjp) -> Rows:
         eqn, cotangent = vjp.site.eqn, vjp.cotangent

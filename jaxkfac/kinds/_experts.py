@@ -42,8 +42,8 @@ class Gathered(TwoSided):
             return "is picked row by row and meets no rows of data"
         if problem := order_problem(table, view, view.axes, "dot_general"):
             return problem
-        # Atoms and not axes: the rows that pick may be split (examples, tokens) in the data and
-        # joined in the kernels.
+        # Rows are compared by atoms and not by axes: the rows that pick may be split (examples,
+        # tokens) in the data and joined in the kernels.
         picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
         axes = _Axes.of(eqn, position)
         is_row: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
@@ -271,14 +271,16 @@ class Ragged(TwoSided):
         use.batch_axes, use.in_axes = (view.axes[group],), (view.axes[inputs],)
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in (group, inputs))
         use.rows = (data.axes[1 - contract[0][0]],)
+        use.runs = ins[2].number
         return [use]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
         return (use.rows[0], table.new(use.eqn.outvars[0].aval.shape[1], "feature"))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        # Experts with other group sizes read other rows.
-        return repr((use.eqn.invars[2], use.eqn.params["ragged_dot_dimension_numbers"]))
+        # Experts with other group sizes read other rows. The sizes are compared by value number and
+        # not by variable: a jitted function that is called twice has the same variables twice.
+        return repr((use.runs, use.eqn.params["ragged_dot_dimension_numbers"]))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         use = vjp.use

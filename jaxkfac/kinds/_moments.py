@@ -169,7 +169,8 @@ def moments(
         sums = in_own_order(vjp, side, sums, lead=lead, copies=2)
         sums = fold_triangle(sums) if is_folded(like) else sums
     else:
-        # Widened before the square, which in 16 bits would underflow for small gradients.
+        # The rows are widened before the square, which in 16 bits would underflow for small
+        # gradients.
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(vjp, side, squares)
     return jnp.broadcast_to(sums, like.shape) if lost else sums

@@ -178,7 +178,8 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
                 # Sums over many positions would lose digits in 16 bits.
                 window = window.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
             windows.append(window)
-        # Before the channels: the kernel's points stack up in the order of its spatial axes.
+        # The windows go before the channels, so that the kernel's points stack up in the order of
+        # its spatial axes.
         x = jnp.stack(windows, -2)
     return _rows(signal, use, x)
 
@@ -221,7 +222,8 @@ def _over_runs(
     if length == outputs:
         return statistic(_patches(signal, use), weights)
     number, remainder = divmod(outputs, length)
-    # The sum starts from zeros, so that no run is outside the loop, where XLA may keep it alive.
+    # The sum starts from zeros and not from the first run: XLA may keep alive the patches of a run
+    # outside the loop, where only a shorter remainder has to be.
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: statistic_of_run(0, length)))
     total, _ = jax.lax.scan(add, zeros, jnp.arange(number) * length)
     return (

@@ -18,7 +18,7 @@ from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_tok
 # ---------------- rows of an embedding
 
 
-_EXACT = jax.lax.Precision.HIGHEST  # the precision of the gradients in these products
+_EXACT = jax.lax.Precision.HIGHEST  # never TF32: scores add terms of both signs, which cancel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _answer(out: LabeledValue, dependence: Dependence, number: int) -> Answer:
         return NO
     # Every entry belongs to one example, but entry i is not of example i: the examples were
     # permuted or moved to another axis, and a cotangent at entry i reaches another example's rows.
-    if not (dependence.labels == MIXED).any():  # unmixed examples, in another order
+    if not (dependence.labels == MIXED).any():
         return Answer("yes", f"at `{out.moved}`" if out.moved else "in another axis of the output")
     if dependence.reason is None:
         return Answer("unknown", "somewhere")

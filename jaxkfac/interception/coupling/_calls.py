@@ -4,6 +4,7 @@ For a custom derivative, the question about derivatives is answered from its own
 the rule may mix examples that the function does not mix, and the reverse.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced,
 from jaxkfac.interception.coupling._loops import Follows, scan, while_loop
 from jaxkfac.interception.coupling._shards import collective, shard_map
 from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
     Dependence,
     LabeledValue,
     Reason,
@@ -41,8 +43,13 @@ def custom(
     """The results of a function with a custom derivative."""
     outs = follower.run(*body_of(eqn), ins)
     at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
-    # Without a derivative in examples, the rule cannot let any meet.
-    moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
+    # A rule lets examples meet in the tangents of values that have a derivative in examples. Those
+    # of parameters are rows of layers in a `custom_jvp`; a `custom_vjp` has its rows in the primal.
+    moving = [
+        v
+        for v in operands_of(eqn)[1]
+        if at[id(v)].derivative.labels is not None or (is_rule(eqn) and at[id(v)].parameter)
+    ]
     if not moving or not any(map(is_inexact, eqn.outvars)):
         return outs
     of_rule = _tangents if is_rule(eqn) else _cotangents
@@ -67,10 +74,16 @@ def _tangents(
 ) -> list[LabeledValue]:
     """The results of a ``custom_jvp``; its rule gives the examples in their derivatives."""
     closed = _program(follower, eqn, moving, forward=True)
-    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    # The operands themselves are fixed, and parameters among them are constants: a rule that calls
+    # its own function again would otherwise be followed without end.
+    inside = [
+        at[id(v)]._replace(derivative=Dependence(), parameter=False) for v in operands_of(eqn)[0]
+    ]
     # The tangent of an operand is a value here: what it depends on is what the operand's derivative
     # depends on.
-    inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
+    inside += [
+        LabeledValue(x.derivative, x.derivative, x.parameter) for x in (at[id(v)] for v in moving)
+    ]
     rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
     reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
     for var, out in _both(eqn, outs):
@@ -199,38 +212,78 @@ def pallas(
     blocks, grid = list(mapping.block_mappings), tuple(mapping.grid)
     # With scalars that are prefetched, the blocks depend on values that a trace does not have.
     plain = all(isinstance(n, int) for n in grid) and not getattr(mapping, "num_index_operands", 0)
+    plain = plain and all(map(_is_numbered, blocks))
     number = len(ins)
     reason = Reason(False, "at `pallas_call`")
     if not plain or len(blocks) != number + len(eqn.outvars) or np.prod(grid) > MOST_BLOCKS:
         return [unknown(v, reason) for v in eqn.outvars]
     steps = list(np.ndindex(*grid))
     places = [[_block(b, step) for step in steps] for b in blocks]
-    results = []
-    for k, var in enumerate(eqn.outvars):
-        dependences = []
-        for question in (0, 1):
-            operands = [(x.value, x.derivative)[question] for x in ins]
+    has_scratch = bool(getattr(mapping, "scratch_avals", ()))
+    groups = [range(len(steps))] if has_scratch else _steps_with_one_block(places[number:])
+    aliased = {k: i for i, k in eqn.params.get("input_output_aliases", ())}
+    results: list[list[Dependence]] = [[] for _ in eqn.outvars]
+    for question in QUESTIONS:
+        operands = [x.of(question) for x in ins]
+        of_steps = [
+            joined(*[_of_block(x, v, at[s]) for x, v, at in zip(operands, eqn.invars, places)])
+            for s in range(len(steps))
+        ]
+        _share(of_steps, groups)
+        why = first_reason(operands)
+        for k, var in enumerate(eqn.outvars):
             labels = np.full(var.aval.shape, FREE, np.int32)
-            for s, place in enumerate(places[number + k]):
-                block: Labels = None
-                for x, v, at in zip(operands, eqn.invars, places, strict=False):
-                    if x.labels is not None:
-                        in_block = np.broadcast_to(x.labels, v.aval.shape)[at[s]]
-                        block_label = reduced(in_block, range(in_block.ndim))
-                        block = joined(
-                            block, None if block_label is None else block_label.reshape(())
-                        )
+            # A block that no step writes keeps what the operand in the same memory holds.
+            if k in aliased and (before := operands[aliased[k]].labels) is not None:
+                labels = np.broadcast_to(before, labels.shape).copy()
+            for place, block in zip(places[number + k], of_steps, strict=True):
                 if block is not None:
                     # Several steps may write one block, each from other operands, so labels are
                     # joined and not replaced.
                     labels[place] = joined(
                         labels[place], np.broadcast_to(block, labels[place].shape)
                     )
-            why = first_reason(operands)
             out = Dependence(simplified(labels), why)
-            dependences.append(out._replace(reason=reason) if why is None and out.mixed else out)
-        results.append(LabeledValue(dependences[0], dependences[1]))
-    return results
+            results[k].append(out._replace(reason=reason) if why is None and out.mixed else out)
+    return [LabeledValue(value, derivative) for value, derivative in results]
+
+
+def _of_block(x: Dependence, var: Var, place: tuple[slice, ...]) -> Labels:
+    """One label for a block of an operand."""
+    if x.labels is None:
+        return None
+    label = reduced(block := np.broadcast_to(x.labels, var.aval.shape)[place], range(block.ndim))
+    return label.reshape(())
+
+
+def _steps_with_one_block(places: Sequence[Sequence[tuple[slice, ...]]]) -> list[Sequence[int]]:
+    """The groups of steps that have one block of a result in common."""
+    groups = collections.defaultdict(list)
+    for k, of_result in enumerate(places):
+        for s, place in enumerate(of_result):
+            groups[k, *((at.start, at.stop) for at in place)].append(s)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _share(of_steps: list[Labels], groups: Sequence[Sequence[int]]) -> None:
+    """Give the steps of a group one label, because memory that they share outlives a step.
+
+    A step may read there what an earlier one wrote, such as a running sum.
+    """
+    grown = True
+    while grown:
+        grown = False
+        for group in groups:
+            label = joined(*[of_steps[s] for s in group])
+            for s in group:
+                grown |= not np.array_equal(of_steps[s], label)  # pyright: ignore
+                of_steps[s] = label
+
+
+def _is_numbered(mapping: Any) -> bool:
+    """Whether an index map counts blocks, and not entries (``pl.Element``)."""
+    names = {type(size).__name__ for size in mapping.block_shape}
+    return names <= {"int", "NoneType", "Blocked", "Squeezed", "Mapped"}
 
 
 def _block(mapping: Any, step: tuple[int, ...]) -> tuple[slice, ...]:

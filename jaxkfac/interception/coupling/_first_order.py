@@ -35,8 +35,9 @@ from jaxkfac.interception.values._axes import ELEMENTWISE, REDUCTIONS
 
 Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 
+_MARKS = frozenset("jaxkfac_mark_outputs jaxkfac_mark_rows".split())
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
-_ELEMENTWISE = (ELEMENTWISE - _CUMULATIVE) | frozenset(
+_ELEMENTWISE = ((ELEMENTWISE | _MARKS) - _CUMULATIVE) | frozenset(
     "polygamma zeta igamma igammac lgamma digamma igamma_grad_a random_gamma_grad regularized_"
     "incomplete_beta bessel_i0e bessel_i1e bessel_i0 bessel_i1 clz complex eq_to lt_to le_to "
     "random_fold_in random_clone threefry2x32 random_seed mesh_cast layout_constraint xla_metadata "
@@ -93,12 +94,13 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
         # Its operands have different shapes, and result k is operand k alone: a join would let all
         # of them meet.
         return list(ins)
-    if eqn.primitive.name == "jaxkfac_mark_outputs":  # an identity of its first operand
+    if eqn.primitive.name in _MARKS:  # identities of their first operand
         return [ins[0]] * len(eqn.outvars)
     rank = _rank(eqn)
     out = joined(*ins)
-    # Only scalars may differ in rank here, and a scalar's label holds for every entry.
-    if out is not None and out.ndim != rank:  # a scalar predicate, bounds of a clamp
+    # Only scalars (a predicate, the bounds of a clamp) may differ in rank here, and the label of a
+    # scalar holds for every entry.
+    if out is not None and out.ndim != rank:
         out = out.reshape((1,) * rank)
     return [out] * len(eqn.outvars)
 
@@ -306,9 +308,9 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyInteger
     operand_labels = []
     left_labels, right_labels = ins
     if left_labels is not None:
-        # A window reads its neighbors along `d`: examples that lie side by side in a dimension of
-        # space meet there.
-        for k, d in enumerate(space):  # along the batch too, if it is a dimension of space
+        # A window reads its neighbors along `d`, so examples meet there if the program lays the
+        # batch along a dimension of space.
+        for k, d in enumerate(space):
             left_labels = windowed(
                 left_labels,
                 d,

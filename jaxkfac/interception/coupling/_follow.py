@@ -108,7 +108,7 @@ class Follower(Follows):
         # The plan knows equations by position; those of a program that JAX has rebuilt are at other
         # ones.
         if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
-            plan = None  # it belongs to another program
+            plan = None
         env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = _constant(var, const)
@@ -268,8 +268,8 @@ class Follower(Follows):
         branch_results = [
             self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
         ]
-        # Only the value of the index: which branch runs has no derivative.
-        choice = LabeledValue(index.value._replace(labels=index.value.labels))
+        # Only the value of the index counts: which branch runs has no derivative.
+        choice = LabeledValue(index.value)
         outs = []
         for var, results in zip(eqn.outvars, zip(*branch_results, strict=True), strict=True):
             alternatives = [_at_rank(choice, rank_of(var)), *results]

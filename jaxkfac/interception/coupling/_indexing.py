@@ -173,7 +173,7 @@ def dynamic_update_slice(
     after = none if after is None else after
     if not cut:
         return [simplified(after)]
-    # The labels of overwritten entries are gone.
+    # Overwritten entries lose their labels; a join would let the old examples meet the new ones.
     rank = len(shape)
     both = zip(before.shape, after.shape, strict=True)
     wide = [a if d in cut else max(a, b) for d, (a, b) in enumerate(both)]

@@ -170,8 +170,8 @@ def _at_once(
         outs = follower.run(body, consts, [*fixed, *carry, *slices], plan)
         grown = []
         for before, out in zip(carry, outs[:carries], strict=True):
-            # Joined with the value before, not replaced by it: labels only grow, which is what ends
-            # the search for a fixed point.
+            # The value is joined with the one before and does not replace it: labels then only
+            # grow, which ends the search for a fixed point.
             grown.append(joined_values(before, _carried(columns, out, where), where=where))
         if all(
             equal_labels(a.of(q), b.of(q))
@@ -343,7 +343,7 @@ def while_loop(
             labels = rounds.labels
             more = [1] * (rank_of(var) - (0 if labels is None else labels.ndim))
             at_rank = None if labels is None else labels.reshape(*labels.shape, *more)
-            # Its value only: a number of rounds has no derivative.
+            # Only the value depends on the predicate: a number of rounds has no derivative.
             when = LabeledValue(rounds._replace(labels=at_rank))
             grown.append(
                 joined_values(before, out, when, where=where)._replace(integers=no_integers)

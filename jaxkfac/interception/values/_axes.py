@@ -122,12 +122,12 @@ class AxisTable:
                     have *= self._size[atom]
                 elif self._size[atom] % (size // have) == 0:
                     kind = _any(self._kinds[atom])
-                    inner = self.new(size // have, kind)
-                    outer = self.new(self._size[atom] // (size // have), kind)
-                    self._split[atom] = (*inner, *outer)
-                    group += inner
+                    here = self.new(size // have, kind)
+                    remaining = self.new(self._size[atom] // (size // have), kind)
+                    self._split[atom] = (*here, *remaining)
+                    group += here
                     have = size
-                    flat[:0] = outer
+                    flat[:0] = remaining
                 else:
                     return None
             out.append(tuple(group))
@@ -135,7 +135,7 @@ class AxisTable:
 
 
 def _any(kinds: set[AxisKind]) -> AxisKind:
-    return min(kinds)
+    return min(kinds)  # the order of a set of strings differs between processes
 
 
 # ---------------- propagation: the axes of results from the axes of data operands
@@ -226,7 +226,10 @@ def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     concatenated is its own axis again.
     """
     before, (after,) = eqn.invars[0].aval.shape, _result_shapes(eqn)
-    flipped = eqn.params.get("dimensions", ())
+    moved = set(eqn.params.get("dimensions", ()))  # those that `rev` turns
+    # Padding at one end and negative padding at the other shift an axis, and keep its length.
+    padding = eqn.params.get("padding_config", ())
+    moved |= {d for d, (low, _, between) in enumerate(padding) if low or between}
     starts, strides = eqn.params.get("start_indices"), eqn.params.get("strides")
 
     def cut(d: int) -> Atoms:
@@ -237,7 +240,7 @@ def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
 
     return [
         tuple(
-            a if s == t and d not in flipped else cut(d)
+            a if s == t and d not in moved else cut(d)
             for d, (a, s, t) in enumerate(zip(axes, before, after, strict=True))
         )
     ]
@@ -300,7 +303,11 @@ def _windows(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
 
 
 def _top_k(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
-    return [(*axes[:-1], table.new(s[-1], "derived")) for s in _result_shapes(eqn)]
+    along = eqn.params.get("axis", len(axes) - 1) % len(axes)
+    return [
+        (*axes[:along], table.new(s[along], "derived"), *axes[along + 1 :])
+        for s in _result_shapes(eqn)
+    ]
 
 
 def _scatter(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:

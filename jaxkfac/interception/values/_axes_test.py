@@ -55,6 +55,8 @@ def test_axes_of_size_one_have_no_atoms():
         lambda x: x.at[:, :2].set(0.0),
         lambda x: jnp.stack([x, jnp.zeros_like(x)], 2),
         lambda x: jnp.stack([jnp.zeros_like(x), x], -1),
+        lambda x: jax.lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0), (1, 0, 0))),
+        lambda x: jax.lax.top_k(x, 2)[0],
     ],
 )
 def test_examples_and_positions_are_followed(fn):
@@ -80,8 +82,16 @@ def test_constants_do_not_propagate():
     assert q[1] != k[1]
 
 
-def test_a_cut_axis_is_a_new_axis():
-    table, (x,), out = output_axes(lambda x: x[:, 1:], jnp.ones((3, 5)))
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, 1:],
+        lambda x: jax.lax.pad(x, 0.0, ((0, 0, 0), (1, -1, 0))),  # of the same length, but shifted
+        lambda x: jax.lax.top_k(x.T, 2, axis=0)[0].T,
+    ],
+)
+def test_a_cut_axis_is_a_new_axis(cut):
+    table, (x,), out = output_axes(cut, jnp.ones((3, 5)))
     assert out[0] == x[0]
     assert out[1] != x[1]
     assert table.kinds(out[1][0]) == {"derived"}

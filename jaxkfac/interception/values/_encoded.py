@@ -187,8 +187,8 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
 
         @product.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple:
-            # Linear in the other operand, so the tangent is the same product. The encoded parameter
-            # has none.
+            # The product is linear in the other operand, so its tangent is the same product; the
+            # encoded parameter has no tangent.
             return decoded(*primals), jax.checkpoint(decoded)(primals[0], *tangents[1:])
 
         return product(operands[position], *other_operands)
@@ -301,4 +301,6 @@ def _cut(eqn: Eqn, values: Sequence[Any]) -> _Slicing | None:
         stride = p["strides"][0] if p["strides"] else 1
         start, limit = p["start_indices"][0], p["limit_indices"][0]
         return lambda a: jax.lax.slice_in_dim(a, start, limit, stride)
-    return lambda a: jax.lax.dynamic_slice_in_dim(a, values[1], after[0])
+    # The primitive moves a start below zero to zero; the function would count it from the end.
+    start = jnp.maximum(values[1], 0)
+    return lambda a: jax.lax.dynamic_slice_in_dim(a, start, after[0])
