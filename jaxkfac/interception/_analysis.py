@@ -280,7 +280,8 @@ class Analysis(EquationRules):
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
         x = ins[0]
         if isinstance(x, Data):
-            plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
+            mask = ins[1].number
+            plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)], mask)
         elif views_in(x):
             plan.views[position] = None  # a parameter has no rows to mark, but its slots go on
         return [x]

@@ -141,9 +141,10 @@ MARK_ROWS = "jaxkfac_mark_rows"
 
 @dataclasses.dataclass(eq=False)
 class Mark:
-    """A call of ``mark_rows``: the axes that its mask covers."""
+    """A call of ``mark_rows``: the axes that its mask covers, and the value number of the mask."""
 
     axes: Axes
+    mask: int
 
 
 @dataclasses.dataclass(eq=False)

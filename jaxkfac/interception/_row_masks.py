@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac._jaxpr_compat import Eqn
+from jaxkfac._jaxpr_compat import Eqn, is_var
 from jaxkfac.interception._kind import Use, Value
-from jaxkfac.interception._plan import MARK_ROWS
+from jaxkfac.interception._plan import MARK_ROWS, Plan
 from jaxkfac.interception._views import SAME_ELEMENTS
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._values import Constant
@@ -127,6 +127,32 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
 
 ad.primitive_jvps[_primitive] = _jvp
 batching.primitive_batchers[_primitive] = _batch
+
+
+def refuse_masks_apart(table: AxisTable, plan: Plan) -> None:
+    """Refuse two masks of the same axes of which neither marks a value computed behind the other.
+
+    A layer counts the rows that all masks before it keep. Behind one of such masks these are not
+    the rows of its own input.
+    """
+    eqns = plan.jaxpr.eqns
+    atoms = lambda mark: {a for axis in mark.axes for a in table.atoms(axis)}
+    for position, mark in plan.marks.items():
+        behind = set(eqns[position].outvars)
+        for later in range(position + 1, len(eqns)):
+            if any(is_var(v) and v in behind for v in eqns[later].invars):
+                behind |= set(eqns[later].outvars)
+                continue
+            others = [plan.marks[later]] if later in plan.marks else []
+            others += plan.calls[later].all_marks() if later in plan.calls else []
+            if any(x.mask != mark.mask and atoms(x) == atoms(mark) for x in others):
+                raise LostRowsError(
+                    "two calls of jk.mark_rows have different masks for the same axes, and neither "
+                    "value is computed from the other: layers behind the second call would leave "
+                    "out the rows of both masks. Give both calls one mask."
+                )
+    for inner in plan.calls.values():
+        refuse_masks_apart(table, inner)
 
 
 class RowMask:

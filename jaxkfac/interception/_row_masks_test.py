@@ -1,5 +1,6 @@
 """Masks reach the layers whose rows they speak of, or say that they cannot."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -118,3 +119,20 @@ def test_a_mark_is_in_the_program_that_is_emitted_again():
     again = lambda p, x: traced.emit(lambda site, operands: site.bind(*operands), p, {}, x)
     found = trace(again, PARAMS, X).analysis.plan.all_marks()
     assert len(found) == len(traced.analysis.plan.all_marks()) == 1
+
+
+def test_two_masks_of_one_value_are_an_error_but_not_one_behind_the_other():
+    def apart(p, x, other):
+        return mark_rows(x, MASK) @ p["w"] + mark_rows(jnp.tanh(x), other) @ p["v"]
+
+    def inside(p, x, other):
+        return mark_rows(x, MASK) @ p["w"] + jax.jit(apart)(p, x, other)
+
+    def behind(p, x, other):
+        return mark_rows(mark_rows(x, MASK) @ p["w"] @ jnp.ones((2, 4)), other) @ p["v"]
+
+    for fn in (apart, inside):
+        with pytest.raises(LostRowsError, match="different masks for the same axes"):
+            trace(fn, PARAMS, X, ~MASK)
+    for fn in (lambda p, x, other: apart(p, x, MASK), behind):
+        assert len(trace(fn, PARAMS, X, ~MASK).table) == 2

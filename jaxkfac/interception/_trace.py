@@ -24,6 +24,7 @@ from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import LayerTable
 from jaxkfac.interception._mark_outputs import lifted, marks_of
+from jaxkfac.interception._row_masks import refuse_masks_apart
 from jaxkfac.interception._trace_cache import depth_explained
 from jaxkfac.interception._traced import Traced
 from jaxkfac.interception.values._axes import Atoms
@@ -70,6 +71,7 @@ def trace(
         closed, analysis = analyse(
             closed, [*paths, *[None] * num_args], num_outputs=num_outputs, state=of_state
         )
+    refuse_masks_apart(analysis.table, analysis.plan)
     # A use that leads to no output has no gradient: a derivative leaves its value unread.
     live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
