@@ -18,15 +18,8 @@ from jaxkfac.factors._fisher import (
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._loss_terms import Head, kept_targets, number_kept
 from jaxkfac.factors._marks import MarkedTerms
-from jaxkfac.factors._objective import (
-    Batch,
-    ModelCall,
-    Objective,
-    arguments,
-    as_batch,
-    returned,
-    takes_key,
-)
+from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
+from jaxkfac.factors._objective import Objective, arguments
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,

@@ -23,7 +23,8 @@ from jaxkfac.factors._diagonal_pass import (
     per_example_diagonals,
 )
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._objective import ModelCall, Objective
+from jaxkfac.factors._model_call import ModelCall
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (

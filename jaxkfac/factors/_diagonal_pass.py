@@ -12,7 +12,8 @@ from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac._jaxpr_compat import cast_varying, replicated, varying_axes
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import total_count
-from jaxkfac.factors._objective import Batch, ModelCall, Objective
+from jaxkfac.factors._model_call import Batch, ModelCall
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.interception import Layer, LayerTable, ParameterMatrix, Traced, fast_convolutions
 from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis

@@ -15,7 +15,7 @@ from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import check_key, one_of
 from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.factors._loss_terms import LossTerms
-from jaxkfac.factors._objective import Batch, check_array
+from jaxkfac.factors._model_call import Batch, check_array
 from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import fast_convolutions
 from jaxkfac.interception.values import Slot

@@ -7,17 +7,17 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
+from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
+from jaxkfac.factors._model_call import Batch, as_batch, form_of, parameters_of, returned, takes_key
 from jaxkfac.interception import check_likelihood, trace
 from jaxkfac.interception.values import decoded_shapes
 
@@ -51,169 +51,6 @@ class KeptPrograms:
         while len(self._programs) > MOST:
             self._programs.popitem(last=False)
         return self._programs[key]
-
-
-# ---------------- batches, and calls of a model
-
-
-class Batch(NamedTuple):
-    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps loss terms.
-
-    Targets and mask are arrays, or trees of them in the form of an ``Objective``'s likelihoods.
-    """
-
-    inputs: ArrayTree
-    targets: ArrayTree
-    mask: ArrayTree = None
-
-    @property
-    def num_examples(self) -> int:
-        """How many examples there are."""
-        return jax.tree.leaves(self.targets)[0].shape[0]
-
-
-class ModelCall(NamedTuple):
-    """The arguments of one call of a model or a loss: the point at which it is linearized.
-
-    Attributes:
-        params: The parameters, a tree of arrays.
-        batch: A ``Batch``, or whatever a scalar loss takes.
-        key: The model's own key, for dropout; ``None`` if it takes none.
-        state: What a call changes (batch statistics); ``None`` if nothing.
-
-    For a trace, shapes may stand for all of these.
-    """
-
-    params: ArrayTree
-    batch: Any
-    key: Key[Array, ""] | None = None
-    state: ArrayTree | None = None
-
-
-def as_batch(batch: ArrayTree) -> Batch:
-    """Check a batch's form.
-
-    Raises:
-        ValueError: not a pair or triple, an empty array, or a mask that keeps nothing.
-        TypeError: a mask that is no array.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        raise ValueError(
-            f"batch: expected (inputs, targets) or (inputs, targets, mask), got {_form(batch)}"
-        )
-    out = Batch(*batch)
-    for what, tree in (("inputs", out.inputs), ("targets", out.targets)):
-        for leaf in jax.tree.leaves(tree):
-            if 0 in getattr(leaf, "shape", (1,)):
-                raise ValueError(f"batch: {what} are empty (shape {leaf.shape})")
-            if not hasattr(leaf, "shape"):
-                raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
-    for at, mask in _with_path(out.mask):
-        what = f"batch: the mask{jax.tree_util.keystr(at)}"
-        # A list in place of an array comes as its numbers, so the message names the whole mask.
-        if not hasattr(mask, "shape"):
-            check_array("batch: the mask", out.mask)
-        if mask.dtype != jnp.bool_:
-            raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
-    # `None` is an entry of its own, for "all terms", and must not vanish from the tree of masks.
-    if all(map(_keeps_none, jax.tree.leaves(out.mask, is_leaf=lambda x: x is None))):
-        raise ValueError("batch: the mask masks every loss term, so there is no mean")
-    return out
-
-
-def _keeps_none(mask: Any) -> bool:
-    """Whether the values show that a mask keeps no term; a traced mask shows nothing."""
-    has_values = mask is not None and not isinstance(mask, Tracer | jax.ShapeDtypeStruct)
-    return has_values and not np.asarray(mask).any()
-
-
-def check_array(what: str, x: object) -> None:
-    """Refuse what is not an array; ``jax.numpy`` refuses lists in the same way."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{what}: expected an array, got {_form(x)}; write jnp.asarray(...)")
-
-
-def _form(x: object) -> str:
-    if isinstance(x, tuple | list):
-        return f"a {type(x).__name__} of {len(x)}"
-    shape = getattr(x, "shape", None)
-    return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {shape}"
-
-
-def takes_key(fn: Callable[..., Any]) -> bool:
-    """Whether a function has a ``key`` argument."""
-    return "key" in _parameters(fn)
-
-
-def returned(
-    what: str, fn: Callable[..., Any], args: tuple[Any, ...], key: Any, state: PyTree, has_aux: bool
-) -> tuple[Any, Any]:
-    """``(result, beside)`` of a function that may take a key and a state.
-
-    Args:
-        what: What to call the function in an error.
-        fn: Returns ``result``, or ``(result, aux)`` with ``has_aux``. With a state it returns a
-            pair of that and the changed state.
-        args: Its positional arguments.
-        key: Passed on if the function takes one.
-        state: Passed on if there is one.
-        has_aux: See ``fn``.
-
-    Returns:
-        The result, and what came with it: ``None``, ``aux``, ``changed`` or ``(aux, changed)``.
-
-    Raises:
-        TypeError: a state is given and the function takes none.
-        ValueError: the function takes a state and none is given; it does not return the expected
-            pair; or its changed state has entries that the given one lacks.
-    """
-    kwargs = {"key": key} if takes_key(fn) else {}
-    if state is None:
-        _check_stateless(what, fn)
-        out = fn(*args, **kwargs)
-        return _pair(what, out, "aux") if has_aux else (out, None)
-    if "state" not in _parameters(fn):
-        raise TypeError(
-            f"state=: {what} takes none; write one with a state= argument that returns "
-            "(outputs, changed), or jk.from_nnx(model, mutable=...)"
-        )
-    out, changed = _pair(what, fn(*args, **kwargs, state=state), "changed")
-    new = leaves_by_path(changed).keys() - leaves_by_path(state).keys()
-    if new:
-        raise ValueError(
-            f"{what}: the changed state has {min(new)!r}, which state= has not: return it in "
-            f"the form in which it was passed, and new values beside the outputs, with has_aux"
-        )
-    if not has_aux:
-        return out, changed
-    out, aux = _pair(what, out, "aux")
-    return out, (aux, changed)
-
-
-def _check_stateless(what: str, fn: Callable[..., Any]) -> None:
-    """Refuse a call without the state that a function needs: it would start anew each time."""
-    parameter = _parameters(fn).get("state")
-    needed = parameter is not None and parameter.default is inspect.Parameter.empty
-    if needed or getattr(fn, "state", None) is not None:
-        raise ValueError(
-            f"{what} changes a state, and none is given: pass state=, at first apply_fn.state or "
-            "the model's own, and then the state that each call returns, as in (value, state), "
-            "grads, factors "
-            "= stats(params, batch, key, state=state)"
-        )
-
-
-def _pair(what: str, out: Any, second: str) -> tuple[Any, Any]:
-    if isinstance(out, tuple) and len(out) == 2:
-        return out
-    raise ValueError(f"{what}: expected a pair (..., {second}) in return, got {_form(out)}")
-
-
-def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +135,7 @@ class Objective(LossTerms):
         except (ValueError, TypeError):
             raise ValueError(
                 f"{what}: expected {_sketch(self.likelihood)}, the form of the likelihoods, "
-                f"got {_form(tree)}{_difference(self.likelihood, tree)}"
+                f"got {form_of(tree)}{_difference(self.likelihood, tree)}"
             ) from None
 
     def tree(self, entries: Sequence[Any]) -> PyTree:
@@ -307,7 +144,10 @@ class Objective(LossTerms):
     def heads(
         self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
     ) -> list[Head]:
-        names = [jax.tree_util.keystr(at) for at, _ in _with_path(self.likelihood)]
+        names = [
+            jax.tree_util.keystr(at)
+            for at, _ in jax.tree_util.tree_leaves_with_path(self.likelihood)
+        ]
         none = [None] * len(names)
         return [
             Head(*head, name=f"output {name}" if name else "batch")
@@ -503,10 +343,6 @@ def _joined(mask: Any, kept_by_targets: Any) -> Any:
     return mask & kept_by_targets if mask.shape == kept_by_targets.shape else mask
 
 
-def _with_path(tree: PyTree) -> list[Any]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
 def _sketch(tree: PyTree) -> str:
     if isinstance(tree, Likelihood):
         return "an array"
@@ -526,7 +362,7 @@ def _difference(likelihood: PyTree, tree: PyTree) -> str:
 
 def _check_haiku(fn: Callable[..., Any]) -> None:
     """Refuse Haiku's own apply, whose second argument is not the inputs."""
-    names = list(_parameters(fn))
+    names = list(parameters_of(fn))
     if names[1:2] == ["rng"]:
         raise TypeError(
             "apply_fn: expected apply_fn(params, inputs), got Haiku's apply(params, rng, inputs); "
@@ -547,7 +383,7 @@ def _check_outputs(head: Head) -> None:
         name = type(head.likelihood).__name__
         raise ValueError(
             f"apply_fn{where}: expected one array of outputs (examples, ..., outputs) for {name}, "
-            f"got {_form(x)}{_remedy(x)}"
+            f"got {form_of(x)}{_remedy(x)}"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"apply_fn{where}: outputs have dtype {x.dtype}, expected floating")

@@ -34,7 +34,8 @@ from jaxkfac.factors._marks import (
     weighed,
     with_weights_apart,
 )
-from jaxkfac.factors._objective import Batch, ModelCall, Objective, check_array, returned
+from jaxkfac.factors._model_call import Batch, ModelCall, check_array, returned
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,

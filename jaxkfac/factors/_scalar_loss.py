@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import Head
-from jaxkfac.factors._objective import ModelCall, Objective, check_array, returned
+from jaxkfac.factors._model_call import ModelCall, check_array, returned
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._statistics import Scales, Sharing
 from jaxkfac.interception import Traced
 

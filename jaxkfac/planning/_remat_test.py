@@ -56,7 +56,7 @@ def test_every_outermost_scan_that_holds_no_checkpoint_is_found():
 
 
 def test_arguments_by_name_and_the_key_argument_stay():
-    from jaxkfac.factors._objective import takes_key
+    from jaxkfac.factors._model_call import takes_key
 
     def fn(x, key=None):
         return x if key is None else x + jax.random.normal(key, x.shape)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._text import short_repr
-from jaxkfac.factors._objective import ModelCall
+from jaxkfac.factors._model_call import ModelCall
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import clip_eigenvalues
 
