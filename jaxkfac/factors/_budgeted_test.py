@@ -221,6 +221,14 @@ def test_windows_of_one_size_run_one_compiled_program():
     assert [p._cache_size() for p in stats._programs.values()] == [1, 1]
 
 
+def test_each_pass_of_the_plan_is_lowered():
+    objective, params, batch = nested()
+    stats = value_grad_and_factors(objective, max_factor_bytes=2000)
+    lowered = stats.lower(params, batch)
+    assert [one for one, _ in lowered] == list(stats.plan(params, batch).passes)
+    assert all("main" in program.as_text() for _, program in lowered)
+
+
 def test_the_plan_is_printed_once(capsys):
     objective, params, batch = nested()
     stats = value_grad_and_factors(objective, max_factor_bytes=2000)

@@ -19,7 +19,6 @@ def targets_of(likelihood):
     return likelihood.sample(jax.random.key(1), outputs())
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likelihood):
     y, targets = outputs(), targets_of(likelihood)

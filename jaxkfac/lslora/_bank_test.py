@@ -121,6 +121,13 @@ def test_the_regulariser_counts_enabled_adapters_with_a_nonlinearity(bank):
         np.testing.assert_allclose(fourier_loss(alone), first, rtol=1e-6)
 
 
+def test_a_deleted_adapter_leaves_its_slot_to_another(bank):
+    without = bank.delete("second")
+    assert "second" in bank.names and "second" not in without.names
+    third = without.set("third", ADAPTERS["first"], CONFIGS["first"])
+    assert third.index("third") == bank.index("second")
+
+
 def test_names_are_lost_in_a_transformation_and_given_back(bank):
     through = jax.tree.map(lambda x: x, bank)
     with pytest.raises(ValueError, match="has no names"):

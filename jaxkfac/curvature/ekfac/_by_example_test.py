@@ -88,7 +88,6 @@ def test_squares_are_of_whole_gradients_of_what_exists(bias, per):
         np.testing.assert_allclose(basis.raw_values, expected, rtol=1e-10)
 
 
-@pytest.mark.exhaustive
 def test_squares_of_a_convolution_are_those_of_each_examples_gradient():
     rng = np.random.default_rng(1)
     k, x, y = (jnp.asarray(rng.normal(size=s)) for s in ((2, 3, 2, 3), (N, 5, 4, 2), (N, 3)))
