@@ -12,6 +12,7 @@ import pytest
 
 import jaxkfac as jk
 from jaxkfac.uses import scores_of_batches
+from jaxkfac.uses._damped_gradients import owned_blocks
 from jaxkfac.uses._store_rows import nearest_of_rank
 from tests._cases import CASES, case
 from tests._checks import objective_of
@@ -57,7 +58,7 @@ def check_equal(objective, params, batch, bases):
         assert_close(jk.self_influence(objective, params, some, store), own)
     if bases.corrections is None and objective.num_outputs == 1:
         measured = jk.correct_eigenvalues(objective, bases, fisher="empirical")(params, batch)
-        owned = {x.layer.name for x in jk.curvature.owned_blocks(bases)}
+        owned = {x.layer.name for x in owned_blocks(bases)}
         for name in owned:
             pairs = zip(store.bases[name], measured[name], strict=True)
             for found, expected in pairs:

@@ -256,7 +256,7 @@ class Eigenbases(_Named):
         call: ModelCall,
         positions: Bool[Array, "..."] | None,
     ) -> Corrections:
-        """See :class:`jaxkfac.factors.Measurable`."""
+        """See :class:`jaxkfac.factors.sums._corrections.Measurable`."""
         from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
         return corrections_of(program, self, estimator, call, positions)
