@@ -84,7 +84,7 @@ def map_in_batches(
 
 
 def _looks(x: Array) -> Hashable:
-    # The type of a tracer carries its sharding and, inside shard_map, its varying axes.
+    # A tracer has no devices; its type carries explicit shardings and, in shard_map, varying axes.
     kind = jax.typeof(x)
     return (kind, None) if isinstance(x, Tracer) else (kind, frozenset(x.sharding.device_set))
 

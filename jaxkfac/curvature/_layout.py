@@ -58,6 +58,12 @@ class Side(NamedTuple):
         """Inner products, ``(stack...)``."""
         return (self.x * other.x).sum(self._axes)
 
+    def unit(self, xp: Any) -> AnyArray:
+        """The largest power of two that no entry of a matrix exceeds, or 1; ``(stack...)``."""
+        largest = abs(self.x).max(self._axes)
+        exponent = xp.frexp(largest)[1] - 1
+        return xp.ldexp(xp.ones_like(largest), xp.where(largest == 0, 0, exponent))
+
     def times(self, factor: AnyArray) -> "Side":
         """Multiply the side by one number for each entry of the stack."""
         return Side(self.x * factor.reshape(*factor.shape, *[1] * len(self._axes)), self.dense)
@@ -108,9 +114,14 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     def over(x: AnyArray, y: AnyArray) -> AnyArray:
         return x / xp.where(y == 0, xp.ones_like(y), y)
 
-    norms = [xp.sqrt(x.inner(x)) for x in (a1, a2, g1, g2)]
-    rho = over(over(a1.inner(a2), norms[0]), norms[1])
-    tau = over(over(g1.inner(g2), norms[2]), norms[3])
+    # Squares of entries leave the range of float32 long before the entries do. Powers of two change
+    # no other bit.
+    units = [x.unit(xp) for x in (a1, a2, g1, g2)]
+    of_unit = [x.times(1 / unit) for x, unit in zip((a1, a2, g1, g2), units, strict=True)]
+    unit_norms = [xp.sqrt(x.inner(x)) for x in of_unit]
+    rho = over(over(of_unit[0].inner(of_unit[1]), unit_norms[0]), unit_norms[1])
+    tau = over(over(of_unit[2].inner(of_unit[3]), unit_norms[2]), unit_norms[3])
+    norms = [norm * unit for norm, unit in zip(unit_norms, units, strict=True)]
     w1, w2 = norms[0] * norms[2], norms[1] * norms[3]
     largest = xp.maximum(w1, w2)
     # Below they are squared, which would leave the range of float32 for small gradients.

@@ -68,3 +68,14 @@ def test_every_entry_of_a_stack_has_its_own():
     one = nearest_product(*(tuple(Side(x.x[at], True) for x in pair) for pair in ((a, g), (b, h))))
     np.testing.assert_allclose(left.x[at], one[0].x, rtol=1e-12)
     np.testing.assert_allclose(right.x[at], one[1].x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**60])
+def test_factors_whose_squares_leave_float32_have_the_same_product(scale):
+    a1, a2, g1, g2 = (gram(4).astype(np.float32) for _ in range(4))
+    products = {}
+    for times in (1.0, scale):
+        g = [Side(np.float32(times) * x, True) for x in (g1, g2)]
+        products[times] = nearest_product((Side(a1, True), g[0]), (Side(a2, True), g[1]))
+    np.testing.assert_array_equal(products[scale][0].x, products[1.0][0].x)
+    np.testing.assert_array_equal(products[scale][1].x, np.float32(scale) * products[1.0][1].x)

@@ -181,7 +181,7 @@ class Statistics:
             slot["a_numbers"] = zeros((*layer.stack, *rows), dtype)
             return slot
         if layer.name in self.row_weights:
-            if gathered.rows is not None:  # a window has no weights for single iterations
+            if gathered.rows is not None:  # slots in a window are read as zeros, without weights
                 raise ValueError(
                     f"layer {layer.name!r} is used on rows that lead to different "
                     "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "

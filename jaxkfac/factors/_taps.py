@@ -26,7 +26,7 @@ from jaxkfac.interception.values import Atoms, Entries, Slot
 from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 
-Weights = Bool[Array, "..."] | None  # which rows exist
+Weights = Bool[Array, "..."] | None  # True for rows that exist; None if all do
 Active = Bool[Array, ""] | None  # whether statistics are needed
 
 

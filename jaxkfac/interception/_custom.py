@@ -75,7 +75,7 @@ def step_without_derivative(eqn: Eqn) -> str:
     def inputs_of(body: Jaxpr) -> InputsOf:
         return lambda outputs: live_inputs(body, outputs, operands_read)
 
-    # Only equations on which a result depends count: a `round` for a monitor does not make the
+    # An equation counts only if a result depends on it: a `round` for a monitor does not make the
     # derivative useless.
     body, _ = body_of(eqn)
     inputs_of(body)(set(range(len(body.outvars))))

@@ -287,7 +287,7 @@ class Lookup(NamedTuple):
         """The entry that each row picks; the number of entries, out of range, if it picks none."""
         picked, number = operands[1][..., self.column], operands[0].shape[self.axis]
         if picked.dtype.itemsize < 4:
-            picked = picked.astype(jnp.int32)  # which holds the number of entries
+            picked = picked.astype(jnp.int32)  # wide enough for the number of entries
         if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             return jnp.clip(picked, 0, number - 1)
         return jnp.where(picked < 0, number, picked)  # a negative index would count from the end

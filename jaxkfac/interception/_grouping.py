@@ -66,7 +66,6 @@ def join_biases(
         ]
         (path, index), *further = dict.fromkeys((view.path, view.index) for _, _, view in mine)
         matrix = _bias_matrix(table, block, adds[0], experts)
-        # The same bias in every use of the kernel, and nowhere else.
         exclusive = not further and {(add, k) for add, k, _ in mine} == readers[path, index]
         # A slice of a parameter that is also read in full has a further gradient.
         exclusive &= not (index and path in full_paths)

@@ -111,7 +111,6 @@ class ParameterMatrix:
         elements = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
         if self.index:
             target = leaf[self.at]
-            # Other matrices of the same parameter (slices, heads) keep their elements.
             return leaf.at[self.at].set(elements.reshape(target.shape).astype(leaf.dtype))
         return elements.reshape(leaf.shape).astype(leaf.dtype)
 

@@ -183,8 +183,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     x, axis = operands[0], axes[0]
-    # The outputs may be common to all calls. The mark would then keep the mapped axis of its weight
-    # or mask, and that of a weight could pass for an axis of the outputs.
+    # A mark has one scalar weight and one number of terms. A mapped weight or mask would give each
+    # call its own, even where all calls share the outputs.
     if any(a is not None for a in axes[1:]):
         raise HiddenMarkError(
             "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "

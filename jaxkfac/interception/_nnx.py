@@ -134,7 +134,7 @@ class NnxApply:
         self._graph, params, state, self._other_state = nnx.split(
             model, nnx.Param, () if mutable is None else mutable, ...
         )
-        # Only the structures are stored: a second copy of the parameters is never held.
+        # Only the parameters' structure is stored, so no second copy of them is held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
         self.state: ArrayTree | None = nnx.to_pure_dict(state) if self._state.paths else None
         self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]

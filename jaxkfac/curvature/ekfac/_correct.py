@@ -114,8 +114,8 @@ class EigenvalueCorrector:
             return at, lambda emitted: squared.outputs(emitted, bases)
 
         try:
-            # Tried first with one pass for all examples. Only the trace of the taps shows whether
-            # every layer's rows belong to examples.
+            # One pass for all examples is tried first, because only the trace of the taps shows
+            # whether every layer's rows belong to examples.
             at, outputs = linearised(traced)
             squares = estimator.gathered(objective, at, batch, outputs)
         except LostRowsError as error:

@@ -14,7 +14,7 @@ from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding,
 from jaxkfac.linalg.spectral import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares
 
-_TIMED_SIZE = 1024  # a larger matrix is timed by a block of it; with size the device only gains
+_TIMED_SIZE = 1024  # larger matrices are timed by a block of it; the device gains with size
 
 
 class Decomposer:
@@ -26,7 +26,8 @@ class Decomposer:
 
     Args:
         placement: ``"host"``, ``"device"``, or ``"auto"``. On an accelerator, ``"auto"`` takes the
-            faster one for each size, measured at its first decomposition, and the host if the
+            faster one for each size, measured at its first decomposition (sizes above 1,024 by
+            a block of that size), and the host if the
             workspace does not fit in half of the free memory. On the CPU it takes the host.
         reuse_tolerance: $\tau$: eigenvectors $Q$ are kept, with
             $\lambda = \operatorname{diag}(Q^\top M Q)$, if the off-diagonal part of
@@ -130,7 +131,7 @@ def _reuse(matrix: np.ndarray, vectors: np.ndarray, tolerance: float) -> HostSpe
     np.fill_diagonal(rotated, 0)
     if not np.linalg.norm(rotated) <= tolerance * norm:  # False for NaN as well
         return None
-    # The new eigenvalues of old vectors need not be ascending, which readers of a spectrum rely on.
+    # Readers of a spectrum rely on ascending values; those of old vectors may be in any order.
     order = np.argsort(values, kind="stable")
     return HostSpectrum(values[order], vectors[:, order])
 

@@ -141,7 +141,7 @@ class Copy:
             sums, count = np.asarray(self.sums), np.asarray(self.count)
             averages.add(self.entry, sums, count, self.first, self.age)
             if self.donated is not None:
-                # Only after the average has it: an exception before leaves the array to the caller.
+                # It is deleted only now: after an earlier exception the caller still has it.
                 self.donated.delete()
         except BaseException as error:
             error.add_note(

@@ -156,7 +156,7 @@ class Decompositions:
             partial = self._partial.get(block.place)
             if partial is None:
                 shared = block in self.shares
-                # In a block that processes share, each adds its slices into zeros, and the exchange
+                # Processes that share a block each write their slices into zeros, and the exchange
                 # sums them.
                 partial = self._zeros(block) if shared else self._allocate(block, spectrum)
                 self._partial[block.place] = partial

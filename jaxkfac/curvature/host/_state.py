@@ -52,7 +52,7 @@ class State:
     work: Decompositions | None = None
     pushed_places: set[Place] = dataclasses.field(default_factory=set)
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
-    origin: Origin | None = None  # of ``like``, or else of the first push
+    origin: Origin | None = None  # taken from ``like``, or else from the first push
 
     def layout_with(self, factors: Factors) -> Layout:
         """The layout after factors are pushed, which may bring new layers."""

@@ -105,8 +105,8 @@ class Follower(Follows):
             ins: The values of its inputs.
             plan: The layers in it, if they are known.
         """
-        # The plan knows equations by position; those of a program that JAX has rebuilt are at other
-        # ones.
+        # The plan knows equations by position, and positions differ in a program that JAX has
+        # rebuilt.
         if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
             plan = None
         env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))

@@ -146,8 +146,8 @@ def scan(
         return _at_once(follower, eqn, ins, plan)
     if length > 1:
         outs = _at_once(follower, eqn, ins, plan)
-        # Only examples that meet inside the loop are worth its unrolling, where a known counter may
-        # show that they do not.
+        # Unrolling helps only if examples seem to meet inside the loop: a known counter may show
+        # that they do not.
         before = [x.of(q).mixed for x in ins for q in QUESTIONS]
         if any(before) or not any(x.of(q).mixed for x in outs for q in QUESTIONS):
             return outs
@@ -243,6 +243,8 @@ def _one_by_one(
         all_results.append(results)
     if eqn.params["reverse"]:
         all_results.reverse()
+    if not length:  # the stacked results have no entries
+        return [*carry, *[LabeledValue()] * (len(eqn.outvars) - carries)]
     return [*carry, *(_stack(iterations) for iterations in zip(*all_results, strict=True))]
 
 
