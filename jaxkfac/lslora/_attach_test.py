@@ -158,7 +158,6 @@ def test_curvature_of_the_adapters_covers_every_part_of_them():
         np.testing.assert_allclose(factors[f"{name}/{part}"].diagonal, squares, rtol=1e-4)
 
 
-@pytest.mark.exhaustive
 def test_forward_mode_lets_jvp_through_and_leaves_nothing_uncovered(x64):
     def fn(p, x):
         return x @ p["kernel"]

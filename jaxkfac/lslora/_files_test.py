@@ -25,6 +25,7 @@ from jaxkfac.lslora import (
     split,
     stack,
 )
+from jaxkfac.lslora._modules import layer_name
 
 KEY = jax.random.key(0)
 PARAMS = {
@@ -150,6 +151,10 @@ def test_the_file_has_pefts_keys_one_module_for_each_slice_in_pytorchs_orientati
 )
 def test_default_module_names(layer, index, module):
     assert module_name(layer, index) == module
+
+
+def test_only_the_first_number_after_the_scanned_name_is_the_index_of_a_slice():
+    assert layer_name("layers.3.layers.4.q", "layers") == ("layers/layers/4/q/kernel", 3)
 
 
 def test_own_names_and_names_that_collide(tmp_path):

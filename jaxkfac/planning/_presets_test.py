@@ -27,7 +27,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, total):
     assert {x.dtype for x in leaves} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [
