@@ -205,7 +205,6 @@ def test_slices_of_a_scan_drop_different_inputs():
     assert {0.0, 32.0} == set(np.unique(out)) and not np.array_equal(out[0], out[1])
 
 
-@pytest.mark.exhaustive
 def test_bfloat16_models_stay_bfloat16_and_phi_is_computed_in_float32():
     apply, params, config, adapters = linen(jnp.bfloat16)
     got = jax.jit(attach(apply, config))(params, adapters, X)
