@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, UInt32
+from jaxtyping import Array, Integer, Key, UInt32
 
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
@@ -46,7 +46,11 @@ class Adapted:
         adapters: Adapters | Bank,
         inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
-        adapter: int | Int[Array, ""] | Int[Array, " n"] | Int[np.ndarray, "..."] | None = None,
+        adapter: int
+        | Integer[Array, ""]
+        | Integer[Array, " n"]
+        | Integer[np.ndarray, "..."]
+        | None = None,
     ) -> Any:
         """Outputs of the adapted model.
 

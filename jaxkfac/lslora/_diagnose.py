@@ -142,11 +142,11 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
     distances, weights = [], []
     for name, (c, sigma) in nonlinearities(tree).items():
         phi.check(c.shape, f"layer {name!r}")
-        distance = phi.regulariser(c)
-        distances.append(distance.reshape(-1))
         if isinstance(adapters, Bank):
-            on = (adapters.enabled > 0) & jnp.isfinite(sigma)
-            weights.append(jnp.broadcast_to(on, distance.shape).astype(c.dtype).reshape(-1))
+            on = (adapters.enabled > 0) & ~jnp.isinf(sigma)
+            c = jnp.where(on[..., None], c, phi.first(c.dtype))  # a disabled slot may hold NaN
+            weights.append(jnp.broadcast_to(on, c.shape[:-1]).astype(c.dtype).reshape(-1))
+        distances.append(phi.regulariser(c).reshape(-1))
     if not distances:
         raise ValueError("no adapter has coefficients: plain LoRA has no regulariser")
     if not weights:
