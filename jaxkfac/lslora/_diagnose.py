@@ -45,7 +45,7 @@ def measure(
         like: For each layer, zeros in the form of the statistic, with the layer's stack in front.
 
     Returns:
-        ``{layer: sums}``; zero where no output depends on a layer.
+        ``{layer: sums}``; zero where no gradient of the outputs reaches a layer.
 
     Raises:
         ValueError: the batch is empty.
@@ -169,7 +169,7 @@ class Diagnosis(NamedTuple):
         deviation: Mean of $|c - [0, 1, 0, 0]|$, the distance from the initial coefficients.
         nonlinearity: $|c_2| + |c_3|$. At zero a tanh remains.
         saturated: Fraction of a batch's values with $|\hat x| > 0.95$, where tanh has lost nine
-            tenths of its slope; ``None`` without a batch.
+            tenths of its slope; ``None`` without a batch, NaN where no gradient reaches the layer.
     """
 
     coefficients: Float[Array, "*stack k"]

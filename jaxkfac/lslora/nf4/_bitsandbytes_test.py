@@ -36,8 +36,19 @@ def test_a_kernel_comes_back_as_it_was(double):
         ({"blocksize": "64"}, "expected a matrix in blocks"),
         ({"blocksize": 0}, "64 inputs are not divisible by its blocks of 0"),
         ({"blocksize": -64}, "64 inputs are not divisible by its blocks of -64"),
+        ({"nested_offset": None}, "expected a nested_offset"),
     ],
 )
 def test_a_shape_or_a_block_that_is_none_is_named(changes, message):
     with pytest.raises(ValueError, match=f"w: {message}"):
         nf4.from_bitsandbytes(with_state(**changes), "w")
+
+
+def test_scales_of_another_level_are_refused():
+    tensors = nf4.to_bitsandbytes(KERNEL, "w")
+    alone = {key: x for key, x in tensors.items() if "nested" not in key}
+    with pytest.raises(ValueError, match=r"w.absmax: expected float32 beside no second level"):
+        nf4.from_bitsandbytes(alone, "w")
+    decoded = tensors | {"w.absmax": np.asarray(KERNEL.scales()).reshape(-1)}
+    with pytest.raises(ValueError, match=r"w.absmax: expected uint8 beside a second level"):
+        nf4.from_bitsandbytes(decoded, "w")

@@ -337,15 +337,21 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
         levels = _tensor(tensors, f"{name}.nested_quant_map").reshape(-1)
         _check_size(f"{name}.nested_absmax", nested_absmax, -(-blocks // NESTED_BLOCK))
         _check_size(f"{name}.nested_quant_map", levels, 256)
-        offset = jnp.asarray(state.get("nested_offset", 0.0), jnp.float32)
+        if not isinstance(state.get("nested_offset"), float | int):
+            raise ValueError(f"{name}: expected a nested_offset, the mean of the scales, got none")
+        offset = jnp.asarray(state["nested_offset"], jnp.float32)
         nested = Nested(
             jnp.asarray(nested_absmax, jnp.float32), jnp.asarray(levels, jnp.float32), offset
         )
+    kind = np.dtype(np.float32 if nested is None else np.uint8)
+    if absmax.dtype != kind:
+        level = "no second level" if nested is None else "a second level"
+        raise ValueError(f"{name}.absmax: expected {kind} beside {level}, got {absmax.dtype}")
     _check_size(name, codes, outs * ins // 2)
     _check_size(f"{name}.absmax", absmax, blocks)
     return NF4(
         jnp.asarray(codes.reshape(outs, ins // 2)),
-        jnp.asarray(absmax.reshape(outs, -1), jnp.uint8 if nested else jnp.float32),
+        jnp.asarray(absmax.reshape(outs, ins // block)),
         nested,
         (ins, outs),
         (0,),
