@@ -1,5 +1,6 @@
 """Cast a tree, or move it to its devices, without holding two copies."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -223,8 +224,21 @@ def convert(leaf: Any, dtype: Any) -> Any:
         converted = aligned_empty(leaf.shape, np.dtype(dtype))
         with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as on a device
             np.copyto(converted, np.asarray(leaf), casting="unsafe")
-        return jax.device_put(converted, leaf.sharding if leaf.committed else None)
-    return jax.lax.convert_element_type(leaf, dtype)
+        with _uncommitted_stays(leaf):
+            return jax.device_put(converted, leaf.sharding if leaf.committed else None)
+    with _uncommitted_stays(leaf):
+        return jax.lax.convert_element_type(leaf, dtype)
+
+
+def _uncommitted_stays(leaf: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX leaves an uncommitted array on its device.
+
+    JAX moves it to the default device otherwise, which may be another one by now.
+    """
+    if isinstance(leaf, Tracer) or leaf.committed or len(leaf.sharding.device_set) > 1:
+        return contextlib.nullcontext()
+    (device,) = leaf.sharding.device_set
+    return jax.default_device(device)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
