@@ -414,8 +414,8 @@ def stack(
     Args:
         adapters: ``{name: adapters}``, all with the same layers.
         configs: Settings of each adapter, or one for all. They are required if the scalings
-            differ, because each adapter's scaling is multiplied into its ``b``, and for a
-            nonlinearity other than the Fourier one.
+            differ, because each adapter's scaling is multiplied into its ``b`` (and rounded to
+            the dtype of ``b``), and for a nonlinearity other than the Fourier one.
         slots: Number of slots; by default the number of adapters.
 
     Returns:

@@ -102,7 +102,7 @@ def check_tensors(
 # ---------------- Safetensors files as NumPy arrays, including bfloat16
 
 
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -125,9 +125,9 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
     for key, value in entries:
-        if value["dtype"] not in _DTYPES:
+        if value["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
-        flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
+        flat = np.frombuffer(value["data"], DTYPES[value["dtype"]])
         tensors[key] = flat.reshape(value["shape"])
     return tensors, header.get("__metadata__", {})
 

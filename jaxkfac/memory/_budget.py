@@ -1,7 +1,9 @@
 """Free memory: the check before a large allocation, and errors that say memory ran out."""
 
 import contextlib
+import decimal
 import errno
+import fractions
 import math
 import re
 from pathlib import Path
@@ -56,14 +58,19 @@ def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
             raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
         number, unit = match[1], _UNITS[match[2].lower()]
     try:
-        # Keep whole numbers exact: a float cannot represent every count of bytes.
-        exact = number if isinstance(number, SupportsIndex) else float(number)
-        nbytes = exact.__index__() * unit if isinstance(exact, SupportsIndex) else exact * unit
+        # Exact, because a float cannot represent every count of bytes: 2.01GB would be one less.
+        if isinstance(number, SupportsIndex):
+            nbytes = number.__index__() * unit
+        elif math.isfinite(float(number)):
+            exact = decimal.Decimal(number if isinstance(number, str) else float(number))
+            nbytes = math.floor(fractions.Fraction(exact) * unit)
+        else:
+            nbytes = 0
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={size!r}: expected {ACCEPTED}") from None
-    if isinstance(size, bool) or not math.isfinite(nbytes) or nbytes < 1:
+        nbytes = 0
+    if isinstance(size, bool | np.bool_) or nbytes < 1:
         raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
-    return int(nbytes)
+    return nbytes
 
 
 # ---------------- main memory of this process, from the kernel

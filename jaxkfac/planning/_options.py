@@ -124,6 +124,8 @@ class Accumulation(Option):
     name, title, changes_program, sharded = "accumulation", "accum.", True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        if program.frozen is not None:  # its first axis may be as long as the examples'
+            raise UnavailableError("the batch holds frozen parameters, which cannot be divided")
         return dataclasses.replace(program, batch=micro_batch(program.batch, steps))
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:

@@ -555,3 +555,20 @@ def test_an_optimizer_of_the_base_leaves_adapters_out():
     )
     assert "optimizer was made for the parameters of the base" in found.unavailable["adapters"]
     assert "Error:" not in str(found)  # reasons are sentences
+
+
+def test_frozen_parameters_as_long_as_the_batch_are_not_divided_with_it():
+    def loss(params, batch):
+        inputs, frozen = batch
+        return jnp.mean(inputs @ params["kernel"] + frozen["table"].mean(0))
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    plan = plan_by_default(
+        *(loss, {"kernel": shape}, (shape, {"table": shape})),
+        frozen={"table": shape},
+        device_bytes="1GB",
+        curvature=False,
+        compiled="none",
+        options=("accumulation",),
+    )
+    assert "frozen" in plan.unavailable["accumulation"] and not plan.alone
