@@ -29,7 +29,6 @@ from jaxkfac.memory import parse_bytes
         ("1_000", 1000),
         ("2.01GB", 2_010_000_000),  # in floating point one less
         ("9007199254740993", 2**53 + 1),
-        (10**400, 10**400),
     ],
 )
 def test_decimal_and_binary_units_in_any_case(size, nbytes):
@@ -52,7 +51,6 @@ def test_decimal_and_binary_units_in_any_case(size, nbytes):
         0.5,
         "nan",
         True,
-        np.True_,
         "1e999999999",
     ]
     + [float("nan"), float("inf")],
