@@ -1,6 +1,7 @@
 """Decompositions of symmetric factors in the graph: checked, clipped, tracked, inverted."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -361,7 +362,7 @@ def damped_inverse(
     check_square(matrix)
     n, dtype = matrix.shape[-1], matrix.dtype
     damping = jnp.broadcast_to(damping, matrix.shape[:-2]).astype(dtype)
-    batch, shifts = matrix.reshape(-1, n, n), damping.reshape(-1)
+    batch, shifts = matrix.reshape(math.prod(matrix.shape[:-2]), n, n), damping.reshape(-1)
 
     # As in `eigh_checked`: on the CPU one LAPACK call after the other.
     def in_turn(batch: Array, shifts: Array) -> Array:
@@ -376,7 +377,7 @@ def damped_inverse(
 
 def row_sums(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
     """The sums ``(stack...)`` over the last axes of arrays, with one sum for joined arrays."""
-    rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays]
     sums_by_place: dict[int, Array] = {}
     for places in alike(rows):
         width = max(rows[i].shape[1] for i in places)
