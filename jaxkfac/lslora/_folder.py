@@ -19,11 +19,9 @@ from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
 # ---------------- checksums of an adapter's two files
 #
 # Neither JSON nor safetensors has checksums. ``adapter_config.json`` holds one for each file; its
-# own
-# is computed with zeros in its place. It is written last, so that files of two different saves are
-# not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
-# which
-# of them is damaged.
+# own is computed with zeros in its place. It is written last, so that files of two different saves
+# are not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
+# which of them is damaged.
 
 
 KEY = "checksums"

@@ -155,7 +155,8 @@ def cast_once(params: PyTree, dtype: DTypeLike, *, delete: bool = True) -> PyTre
     Args:
         params: Any tree. Integers, booleans, complex numbers, random keys and Python numbers
             stay unchanged. Leaves that share a buffer (tied weights) share one afterwards.
-        dtype: A floating dtype of any width (also float8).
+        dtype: A floating dtype of any width (also float8). Values beyond it become infinite, or
+            NaN in a float8 without infinity.
         delete: Whether to delete sources. Every other array that shares their memory becomes
             unusable too, so use only the result. ``False`` keeps both trees.
 

@@ -254,8 +254,8 @@ class NF4(EncodedParameter):
         absmax = jnp.repeat(self.nested.absmax, NESTED_BLOCK, axis=-1)[..., : flat.shape[-1]]
         product = levels * absmax
         # Round before the offset is added, as bitsandbytes does. A compiler that fuses the two
-        # would
-        # keep the product's last bits; XLA's barriers do not stop LLVM from fusing, a select does.
+        # would keep the product's last bits. XLA's barriers do not stop LLVM from fusing; a select
+        # does.
         product = jnp.where(product == product, product, jnp.nan)
         return (product + self.nested.offset[..., None]).reshape(self.absmax.shape)
 
