@@ -268,11 +268,11 @@ class Budget(Option):
             )
 
     def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
-        return of.require_factors().first_pass_temporaries(choice.budget or 0)
+        return of.require_factors().most_pass_temporaries(choice.budget or 0)
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
-        rows.device["factors"] = held.passes(choice.budget or 0).passes[0].results
+        rows.device["factors"] = held.most_pass_results(choice.budget or 0)
         if Host.name in choice.options:
             return
         rows.host["factors"] = held.factors
