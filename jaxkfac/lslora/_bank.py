@@ -88,7 +88,7 @@ def pick_slot(bank_leaves: Adapter, slot: ArrayLike) -> Adapter:
 
 def with_slot(bank_leaves: Adapter, slot: int, adapter: Adapter) -> Adapter:
     def write(axis: int, x: Any, y: Any) -> Any:
-        return x.at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
+        return jnp.asarray(x).at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
 
     return each_leaf(write, bank_leaves, adapter)
 
@@ -256,7 +256,7 @@ class Bank:
             _check_fits(name, layer, new_slot, jax.eval_shape(pick_slot, bank_leaves, slot))
             new[layer] = with_slot(bank_leaves, slot, new_slot)
         names[slot] = name
-        return self._with(new, self.enabled.at[slot].set(1), tuple(names))
+        return self._with(new, self._enabled_at(slot, 1), tuple(names))
 
     def delete(self, name: str) -> "Bank":
         """Clear an adapter's slot and free it."""
@@ -268,15 +268,15 @@ class Bank:
             )
             for layer, bank_leaves in self.adapters.items()
         }
-        return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
+        return self._with(cleared, self._enabled_at(slot, 0), tuple(names))
 
     def enable(self, name: str) -> "Bank":
         """Return the bank with an adapter in use."""
-        return self._with(enabled=self.enabled.at[self.index(name)].set(1))
+        return self._with(enabled=self._enabled_at(self.index(name), 1))
 
     def disable(self, name: str) -> "Bank":
         """Return the bank with the base model instead of an adapter, whose leaves are kept."""
-        return self._with(enabled=self.enabled.at[self.index(name)].set(0))
+        return self._with(enabled=self._enabled_at(self.index(name), 0))
 
     def chosen(self, index: Any) -> tuple[dict[str, Adapter], Array | None]:
         """Adapters for the engine: of one slot, or of all slots with the slot of each example.
@@ -336,6 +336,9 @@ class Bank:
                 f"nonlinearity={name!r}, and the bank was stacked for {self.nonlinearity!r}; "
                 "stack(adapters, configs) takes it from the configs"
             )
+
+    def _enabled_at(self, slot: int, value: int) -> Array:
+        return jnp.asarray(self.enabled).at[slot].set(value)
 
     def _with(
         self,

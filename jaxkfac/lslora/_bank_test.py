@@ -227,3 +227,11 @@ def test_leaves_that_a_write_would_broadcast_are_refused(bank):
 def test_one_name_means_one_slot(bank):
     with pytest.raises(ValueError, match=r"\['x'\] occur more than once"):
         bank.named(("x", None, "x", None))
+
+
+def test_a_bank_of_numpy_arrays_is_changed_like_one_of_jax(bank, outputs):
+    on_host = jax.device_get(bank).named(bank.names)
+    adapted = attach(fn, CONFIGS["first"])
+    off = on_host.disable("first").enable("first").delete("second")
+    off = off.set("second", ADAPTERS["first"], CONFIGS["first"])
+    close(adapted(PARAMS, off, X, adapter=off.index("second")), outputs["first"])

@@ -159,9 +159,9 @@ def calibrate(
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor={factor}: expected a finite number above 0")
-    out = dict(adapters)
+    own_adapters, out = only_adapters(adapters), dict(adapters)
     sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
-    for name, adapter in only_adapters(adapters).items():
+    for name, adapter in own_adapters.items():
         if name in sigmas:
             out[name] = adapter._replace(sigma=factor * sigmas[name])
     return out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -105,7 +106,12 @@ def approximate_merge(
 
     Raises:
         ValueError: as for :func:`merge`, except for the nonlinearity; or no gradient reaches a
-            layer (only indices of its outputs are used, say), so that nothing can be measured.
+            layer (only indices of its outputs are used, say), so that nothing can be measured; or
+            what is measured is not finite.
+
+    Warns:
+        UserWarning: the batch has fewer rows than a layer has inputs, so that a kernel can fit it
+            without errors and still be wrong for other inputs.
 
     Memory:
         ``in (in + out)`` elements for each slice of each layer.
@@ -142,6 +148,20 @@ def approximate_merge(
         raise ValueError(
             f"{', '.join(unread)} cannot be fitted: no gradient reaches them, so their branches "
             "are not measured; leave them out with exclude="
+        )
+    for name, sum_of in sums.items():
+        if not all(np.isfinite(x).all() for x in sum_of.values()):
+            raise ValueError(
+                f"layer {name!r} cannot be fitted: the sums over its rows are not finite; look at "
+                "the inputs"
+            )
+    if short := [
+        n for n, sum_of in sums.items() if np.any(sum_of["count"] < sum_of["xx"].shape[-1])
+    ]:
+        warnings.warn(
+            f"{', '.join(short)}: the batch has fewer rows than the layer has inputs, so errors "
+            "say nothing about other inputs; give a larger batch",
+            stacklevel=2,
         )
     errors = {}
 

@@ -178,3 +178,12 @@ def test_a_branch_that_no_gradient_reaches_is_not_called_exact():
     adapters = init(routed, config, params, X, key=KEY)
     with pytest.raises(ValueError, match=r"^router cannot be fitted: no gradient reaches"):
         approximate_merge(attach(routed, config), params, adapters, X)
+
+
+def test_a_fit_to_too_few_rows_warns_and_one_to_nan_is_refused():
+    config = Config(rank=2)
+    adapted, adapters = attach(fn, config), adapters_of(config)
+    with pytest.warns(UserWarning, match=r"^s, w: the batch has fewer rows than the layer has"):
+        approximate_merge(adapted, PARAMS, adapters, X[:3])
+    with pytest.raises(ValueError, match=r"'s' cannot be fitted: the sums .* are not finite"):
+        approximate_merge(adapted, PARAMS, adapters, X.at[0].set(jnp.nan))
