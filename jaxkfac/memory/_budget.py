@@ -297,7 +297,7 @@ _MARKS = re.compile(
 )
 # A compiler's limit of a few hundred KiB, which no batch size and no other process changes.
 _SHARED = re.compile(r"shared memory", re.IGNORECASE)
-_COUNT = re.compile(r"(\d+) ?(?:bytes|B)\b")
+_COUNT = re.compile(r"(?<![\d.])(\d+) ?(?:bytes|B)\b")  # not the decimals of 16.00B
 _REPORTED_SIZE = re.compile(r"\b(\d+(?:\.\d+)?) ?([KMGTP])i?B?\b")
 _REPORTED_UNITS = {unit: 1024**power for power, unit in enumerate("KMGTP", start=1)}
 
