@@ -592,3 +592,23 @@ def test_a_budget_holds_the_factors_of_the_largest_pass_which_may_be_a_later_one
     )
     # The first pass holds what is in front of the wide layer, 21504 bytes.
     assert plan.alone["budget"].device["factors"] >= 4 * 700**2
+
+
+def test_fewer_bits_are_not_widened_to_bfloat16():
+    params = {
+        "small": jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn),
+        "wide": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
+
+    def loss(params, batch):
+        kernels = (x.astype(jnp.float32) for x in params.values())
+        return jnp.mean(sum(batch.astype(jnp.float32) @ kernel for kernel in kernels))
+
+    plan = plan_by_default(
+        *(loss, params, jax.ShapeDtypeStruct((8, 64), jnp.float32)),
+        device_bytes="1GB",
+        curvature=False,
+        compiled="none",
+        options=("bf16",),
+    )
+    assert plan.alone["bf16"].device["parameters"] == 64 * 64 * (1 + 2)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.lslora import nf4
+from jaxkfac.memory import cast_once
 
 KERNEL = nf4.quantize({"kernel": jax.random.normal(jax.random.key(0), (64, 6))})["kernel"]
 STATE = "w.quant_state.bitsandbytes__nf4"
@@ -52,3 +53,10 @@ def test_scales_of_another_level_are_refused():
     decoded = tensors | {"w.absmax": np.asarray(KERNEL.scales()).reshape(-1)}
     with pytest.raises(ValueError, match=r"w.absmax: expected uint8 beside a second level"):
         nf4.from_bitsandbytes(decoded, "w")
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_scales_that_a_cast_of_the_tree_rounded_are_refused(double):
+    params = nf4.quantize({"kernel": jax.random.normal(jax.random.key(1), (128, 6))}, double=double)
+    with pytest.raises(TypeError, match="are bfloat16, and float32 is expected"):
+        nf4.dequantize(cast_once(params, "bfloat16"))

@@ -244,7 +244,18 @@ class NF4(EncodedParameter):
         return f"NF4({self.shape}, {self.dtype}, block={self.block}{double})"
 
     def scales(self) -> Float[Array, "*stack out blocks"]:
-        """The scale of each block, in float32."""
+        """The scale of each block, in float32.
+
+        Raises:
+            TypeError: a cast of the whole tree has rounded the scales.
+        """
+        floats = [self.absmax] if self.nested is None else [*self.nested]
+        if other := sorted({str(x.dtype) for x in floats} - {"float32"}):
+            raise TypeError(
+                f"the scales of an NF4 kernel {self.shape} are {', '.join(other)}, and float32 is "
+                "expected: a cast of the tree has rounded them; cast before quantize, or only the "
+                "other leaves"
+            )
         if self.nested is None:
             return self.absmax
         flat = self.absmax.reshape(*self.stack, -1)
