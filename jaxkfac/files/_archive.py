@@ -44,6 +44,7 @@ def write_archive(
 
     Raises:
         OSError: as for :func:`whole_file`.
+        TypeError: an array holds something other than numbers and booleans.
     """
     with whole_file(path, what, **options) as file:
         summed: Any = _Summed(file)
@@ -59,7 +60,11 @@ def write_archive(
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> dict[str, Any]:
-    array = np.ascontiguousarray(array).reshape(array.shape)  # which turns a scalar into (1,)
+    dtype = array.dtype.newbyteorder("=")  # the manifest does not state the order of bytes
+    if not _has_name(dtype):
+        raise TypeError(f"array {name!r}: expected numbers or booleans, got {dtype}")
+    # The first call turns a scalar into (1,).
+    array = np.ascontiguousarray(array, dtype).reshape(array.shape)
     plain = array.view(_plain(array.dtype))
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
         np.lib.format.write_array_header_1_0(
@@ -69,6 +74,18 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> dict
             member.write(chunk)
     crc = archive.getinfo(f"{name}.npy").CRC
     return {"dtype": array.dtype.name, "shape": array.shape, "crc": crc}
+
+
+def _named(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _has_name(dtype: np.dtype) -> bool:
+    """Whether the name of a dtype, which the manifest holds, gives the dtype again."""
+    try:
+        return not dtype.hasobject and _named(dtype.name) == dtype
+    except TypeError:
+        return False
 
 
 def _plain(dtype: np.dtype) -> np.dtype:
@@ -193,7 +210,7 @@ class Archive:
             with self._archive.open(f"{name}.npy") as member:  # checks the zip file's own CRC
                 np.lib.format.read_magic(member)
                 shape, _, stored = np.lib.format.read_array_header_1_0(member)
-                dtype = np.dtype(getattr(ml_dtypes, expected["dtype"], expected["dtype"]))
+                dtype = _named(expected["dtype"])
                 actual = {"shape": list(shape), "crc": self._archive.getinfo(f"{name}.npy").CRC}
                 if stored != _plain(dtype) or actual["shape"] != expected["shape"]:
                     raise ValueError(

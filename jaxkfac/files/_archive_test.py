@@ -114,3 +114,17 @@ def test_another_kind_of_file_is_said_to_be_one(path, tmp_path):
         opened(tmp_path / "absent")
     with pytest.raises(DamagedFileError, match="is no test file"):
         opened(tmp_path)
+
+
+def test_arrays_of_another_byte_order_are_read_again(tmp_path):
+    array = np.arange(5, dtype=">f4")
+    write_archive(tmp_path / "a", "test", {}, [("a", array)], what="a test")
+    with opened(tmp_path / "a") as archive:
+        assert np.array_equal(archive.read("a"), array)
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None]), np.zeros(2, "i4,f4")])
+def test_arrays_that_could_not_be_read_again_are_not_written(array, tmp_path):
+    with pytest.raises(TypeError, match="'a': expected numbers or booleans"):
+        write_archive(tmp_path / "a", "test", {}, [("a", array)], what="a test")
+    assert not list(tmp_path.iterdir())

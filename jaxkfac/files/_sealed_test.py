@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxkfac._errors import DamagedFileError
-from jaxkfac.files import read_json, write_json
+from jaxkfac.files import ZEROS, read_json, sealed, write_json
 
 PLAIN = {"alphas": [0.5, 12.25], "found": {"steps": 3, "name": "é\n", "none": None}}
 
@@ -50,3 +50,10 @@ def test_a_file_without_a_checksum_is_refused(path):
 def test_a_file_of_another_form_is_refused(path):
     with pytest.raises(DamagedFileError, match="it is 'jaxkfac-test', expected 'jaxkfac-other'"):
         read_json(path, "jaxkfac-other", "begin again")
+
+
+def test_a_sealed_file_without_its_kind_is_damaged(tmp_path):
+    path = tmp_path / "a"
+    path.write_text(sealed(json.dumps({"crc32": ZEROS}), "crc32"))
+    with pytest.raises(DamagedFileError, match="begin again"):
+        read(path)

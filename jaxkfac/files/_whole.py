@@ -29,7 +29,8 @@ def whole_file(
 ) -> Iterator[BinaryIO]:
     """Write under another name, then rename: readers see either the old file or the new one.
 
-    The file gets the mode that ``open`` would have given it, following the umask.
+    The file gets the mode that ``open`` would have given it, following the umask. A symbolic link
+    of that name is replaced, not followed.
 
     Args:
         path: Path of the file, in an existing folder.
@@ -243,6 +244,6 @@ def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
             raise ValueError(f"its checksum is not {stored!r}")
         if (actual_form := plain.pop(_FORM)) != form:
             raise ValueError(f"it is {actual_form!r}, expected {form!r}")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}): {remedy}") from error
     return plain

@@ -191,7 +191,7 @@ def _gathered(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:
         inside = jnp.clip(place, 0, flat_panel.shape[-1] - 1)  # elements of other panels are masked
         return flat_panel.at[..., inside].get(mode="promise_in_bounds")
 
-    matrix = jnp.zeros((), panels[0].dtype)
+    matrix = jnp.zeros((*stack, *row.shape) if 0 in stack else (), panels[0].dtype)
     for edge, panel in zip(edges, panels, strict=True):
         if not panel.size:
             continue

@@ -121,3 +121,8 @@ def test_a_side_that_has_panels_on_every_platform_has_the_full_product(x64):
     panels = gram_panels(x, 1)
     assert tuple(p.shape for p in panels) == panel_shapes(1030)
     np.testing.assert_allclose(unpack_panels(panels), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_empty_stack_of_panels_is_an_empty_stack_of_matrices():
+    panels = tuple(jnp.zeros((0, *shape)) for shape in panel_shapes(24))
+    assert unpack_panels(panels).shape == (0, 24, 24)

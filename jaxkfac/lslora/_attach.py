@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, UInt32
+from jaxtyping import Array, Integer, Key, UInt32
 
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
@@ -46,7 +46,11 @@ class Adapted:
         adapters: Adapters | Bank,
         inputs: ArrayTree,
         key: Key[Array, ""] | None = None,
-        adapter: int | Int[Array, ""] | Int[Array, " n"] | Int[np.ndarray, "..."] | None = None,
+        adapter: int
+        | Integer[Array, ""]
+        | Integer[Array, " n"]
+        | Integer[np.ndarray, "..."]
+        | None = None,
     ) -> Any:
         """Outputs of the adapted model.
 
@@ -103,7 +107,8 @@ class Adapted:
         options, slots = {}, {}
         for number, (name, leaves) in enumerate(sorted(own_adapters.items())):
             layer = traced.table[name]
-            slots[name] = {"adapter": _checked(leaves, layer, self.config, banked=rows is not None)}
+            leaves = check_leaves(leaves, layer, self.config, banked=rows is not None)
+            slots[name] = {"adapter": leaves}
             options[name] = self._options(traced, layer, leaves, key, scaled=scaled, bank=bank)
             if rows is not None:
                 slots[name]["index"] = jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
@@ -187,12 +192,8 @@ class Adapted:
                 f"layer {layer.name!r}: the adapter has {have}, and fourier_placement is "
                 f"{config.fourier_placement!r}; attach the config that it was made with"
             )
-        rank = adapter.a.shape[-1]
-        if not bank and rank != config.rank_of(layer.name):
-            raise ValueError(
-                f"layer {layer.name!r}: the adapter has rank {rank}, and the config says "
-                f"{config.rank_of(layer.name)}, which its scaling is made from"
-            )
+        if not bank:
+            check_rank(layer.name, adapter, config)
         return BranchOptions(
             phi=config.phi,
             placement=config.fourier_placement,
@@ -306,8 +307,28 @@ def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."
     return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
 
 
-def _checked(adapter: Adapter, layer: Layer, config: Config, *, banked: bool) -> Adapter:
-    """The adapter, after checking that its leaves fit the layer."""
+def check_rank(layer: str, adapter: Adapter, config: Config) -> None:
+    """Refuse a config of another rank than the adapter's.
+
+    Raises:
+        ValueError: names both.
+    """
+    rank, expected = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != expected:
+        raise ValueError(
+            f"layer {layer!r}: the adapter has rank {rank}, and the config says {expected}, which "
+            "its scaling is made from"
+        )
+
+
+def check_leaves(
+    adapter: Adapter, layer: Layer, config: Config, *, banked: bool = False
+) -> Adapter:
+    """The adapter, after checking that its leaves fit the layer.
+
+    Raises:
+        ValueError: names the leaf that does not.
+    """
     rank, ndim = adapter.a.shape[-1], len(layer.stack)
     slots = adapter.a.shape[ndim : ndim + 1] if banked else ()
     lead = (*layer.stack, *slots)

@@ -47,6 +47,31 @@ def scaling_of(config: Config | None, layer: str) -> float:
     return 1.0 if config is None else config.scaling(layer)
 
 
+def check_settings(name: str, layer: str, adapter: Adapter, config: Config | None) -> None:
+    """Refuse settings that an adapter was not made with.
+
+    Plain LoRA passes with the settings of a nonlinear adapter, since one config may be given for
+    all adapters of a bank.
+
+    Raises:
+        ValueError: the rank differs, from which the scaling is made; or the settings are those of
+            plain LoRA, and the adapter has coefficients.
+    """
+    if config is None:
+        return
+    rank, expected = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != expected:
+        raise ValueError(
+            f"adapter {name!r} has rank {rank} at {layer!r}, and its config says {expected}, which "
+            "its scaling is made from: give the config that it was made with"
+        )
+    if config.phi is None and not adapter.is_linear:
+        raise ValueError(
+            f"adapter {name!r} has coefficients at {layer!r}, and its config has "
+            "fourier_placement='none': give the config that it was made with"
+        )
+
+
 def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
     """Apply ``fn(negative slot axis, leaf of each adapter)`` to every leaf."""
     new = {}
@@ -63,7 +88,7 @@ def pick_slot(bank_leaves: Adapter, slot: ArrayLike) -> Adapter:
 
 def with_slot(bank_leaves: Adapter, slot: int, adapter: Adapter) -> Adapter:
     def write(axis: int, x: Any, y: Any) -> Any:
-        return x.at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
+        return jnp.asarray(x).at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
 
     return each_leaf(write, bank_leaves, adapter)
 
@@ -97,14 +122,16 @@ def padded(
 
 @jax.tree_util.register_pytree_with_keys_class
 class Bank:
-    """Named adapters in slots, with one array per leaf, padded to the largest rank.
+    r"""Named adapters in slots, with one array per leaf, padded to the largest rank.
 
     A bank is a pytree of arrays. Replacing, enabling or disabling an adapter changes data but no
     shape, so nothing is compiled again. Names live on the host and are not part of the tree: a bank
     that comes out of a transformation has none until ``named`` sets them again.
 
     Attributes:
-        adapters: Leaves ``(*stack, slots, ...)``; entries beyond an adapter's own rank are zero.
+        adapters: Leaves ``(*stack, slots, ...)``; entries beyond an adapter's own rank start at
+            zero. They stay zero in training, except for ``b`` with the placement
+            ``"bottleneck"``, once $\varphi(0)$ is not zero.
         enabled: One number per slot; a slot that is not positive means the base model.
         scaled: Whether ``b`` includes each adapter's scaling.
         nonlinearity: Name of the adapters' nonlinearity; plain LoRA is exempt.
@@ -160,7 +187,10 @@ class Bank:
     def named(self, names: Sequence[str | None]) -> "Bank":
         """Return the bank with names for its slots."""
         names = tuple(names)
-        check_names([n for n in names if n is not None])
+        given = [n for n in names if n is not None]
+        check_names(given)
+        if repeated := sorted({n for n in given if given.count(n) > 1}):
+            raise ValueError(f"names: {repeated} occur more than once, and a name means one slot")
         if len(names) != len(self):
             raise ValueError(f"names: expected {len(self)}, one for each slot, got {len(names)}")
         return self._with(names=names)
@@ -175,35 +205,32 @@ class Bank:
     def get(self, name: str, config: Config | None = None) -> Adapters:
         """Return one adapter; with ``config``, at its own rank and scaling.
 
+        Plain LoRA comes without the coefficients that it has beside nonlinear adapters.
+
         Raises:
-            ValueError: the bank includes the scalings, and ``config`` is not given.
+            ValueError: the bank includes the scalings, and ``config`` is not given; or ``config``
+                is not the adapter's: entries beyond its rank are not zero, or one of the two is
+                plain LoRA. Values are checked unless they are traced.
         """
         slot = self.index(name)
         self._check_config(config)
-        adapters = {}
-        for layer, bank_leaves in self.adapters.items():
-            adapter = pick_slot(bank_leaves, slot)
-            if config is not None:
-                rank, scaling = config.rank_of(layer), scaling_of(config, layer)
-                adapter = adapter._replace(
-                    a=adapter.a[..., :rank], b=adapter.b[..., :rank, :] / scaling
-                )
-                if config.phi is None:
-                    adapter = adapter._replace(coefficients=None, sigma=None)
-            adapters[layer] = adapter
-        return adapters
+        return {
+            layer: _own_form(pick_slot(bank_leaves, slot), config, name, layer)
+            for layer, bank_leaves in self.adapters.items()
+        }
 
     def set(self, name: str, adapters: Adapters, config: Config | None = None) -> "Bank":
         """Put an adapter into the bank, enabled: into its slot if the name exists, else a free one.
 
         Args:
             name: Name of the adapter.
-            adapters: Adapters for the layers of the bank.
+            adapters: Adapters for the layers of the bank, whose dtypes they take.
             config: Their settings; required exactly if the bank was made with settings.
 
         Raises:
-            ValueError: there is no free slot, or the adapters have other layers, another
-                nonlinearity, or a rank larger than the bank's.
+            ValueError: there is no free slot; or the adapters have other layers, other shapes,
+                another nonlinearity, or a rank larger than the bank's; or ``config`` has another
+                rank.
         """
         names = list(self.names)
         if name not in names and None not in names:
@@ -223,11 +250,13 @@ class Bank:
                 )
             if bank_leaves.is_linear and not added.is_linear:
                 raise ValueError(f"adapter {name!r} has a nonlinearity; this bank is plain LoRA")
+            check_settings(name, layer, added, config)
             phi = None if bank_leaves.is_linear else find_nonlinearity(self.nonlinearity)
             new_slot = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
+            _check_fits(name, layer, new_slot, jax.eval_shape(pick_slot, bank_leaves, slot))
             new[layer] = with_slot(bank_leaves, slot, new_slot)
         names[slot] = name
-        return self._with(new, self.enabled.at[slot].set(1), tuple(names))
+        return self._with(new, self._enabled_at(slot, 1), tuple(names))
 
     def delete(self, name: str) -> "Bank":
         """Clear an adapter's slot and free it."""
@@ -239,15 +268,15 @@ class Bank:
             )
             for layer, bank_leaves in self.adapters.items()
         }
-        return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
+        return self._with(cleared, self._enabled_at(slot, 0), tuple(names))
 
     def enable(self, name: str) -> "Bank":
         """Return the bank with an adapter in use."""
-        return self._with(enabled=self.enabled.at[self.index(name)].set(1))
+        return self._with(enabled=self._enabled_at(self.index(name), 1))
 
     def disable(self, name: str) -> "Bank":
         """Return the bank with the base model instead of an adapter, whose leaves are kept."""
-        return self._with(enabled=self.enabled.at[self.index(name)].set(0))
+        return self._with(enabled=self._enabled_at(self.index(name), 0))
 
     def chosen(self, index: Any) -> tuple[dict[str, Adapter], Array | None]:
         """Adapters for the engine: of one slot, or of all slots with the slot of each example.
@@ -257,21 +286,22 @@ class Bank:
         """
         self.check_index(index)
         index = jnp.asarray(index)
+        if jnp.issubdtype(index.dtype, jnp.unsignedinteger):  # which has no -1
+            most = min(len(self), int(jnp.iinfo(index.dtype).max))
+            index = jnp.minimum(index, most).astype(jnp.int32)
         off = jnp.take(self.enabled, jnp.maximum(index, 0), mode="fill") <= 0  # NaN beyond the bank
         index = jnp.where(off, -1, index)
         if index.ndim:
             return self.adapters, index
         on, slot = index >= 0, jnp.maximum(index, 0)
 
-        def quiet(x: Array | None) -> Any:
-            return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
-
-        adapters = {}
-        for name, bank_leaves in self.adapters.items():
-            adapter = pick_slot(bank_leaves, slot)
-            adapters[name] = adapter._replace(
-                b=quiet(adapter.b), coefficients=quiet(adapter.coefficients)
+        # All leaves, since zero times the NaN of a diverged adapter that is disabled would be NaN.
+        adapters = {
+            name: jax.tree.map(
+                lambda x: jnp.where(on, x, jnp.zeros((), x.dtype)), pick_slot(bank_leaves, slot)
             )
+            for name, bank_leaves in self.adapters.items()
+        }
         return adapters, None
 
     def check_index(self, index: Any) -> None:
@@ -307,6 +337,9 @@ class Bank:
                 "stack(adapters, configs) takes it from the configs"
             )
 
+    def _enabled_at(self, slot: int, value: int) -> Array:
+        return jnp.asarray(self.enabled).at[slot].set(value)
+
     def _with(
         self,
         adapters: dict[str, Adapter] | None = None,
@@ -330,6 +363,43 @@ class Bank:
             self.check_nonlinearity(config.nonlinearity)
 
 
+def _check_fits(name: str, layer: str, adapter: Adapter, slot: Adapter) -> None:
+    """Refuse leaves that a write into a slot would broadcast."""
+    for leaf_name, expected in slot._asdict().items():
+        leaf = getattr(adapter, leaf_name)
+        if leaf is not None and leaf.shape != expected.shape:
+            raise ValueError(
+                f"adapter {name!r}: expected {leaf_name} of shape {expected.shape} at {layer!r}, "
+                f"as in the bank, got {leaf.shape}"
+            )
+
+
+def _own_form(adapter: Adapter, config: Config | None, name: str, layer: str) -> Adapter:
+    """The adapter of a slot as it was before it was padded."""
+    values = [x for x in adapter if x is not None]
+    known = not any(isinstance(x, Tracer) for x in values)
+    is_plain = adapter.sigma is None or (known and bool(np.isinf(np.asarray(adapter.sigma)).all()))
+    if config is None:
+        return adapter._replace(coefficients=None, sigma=None) if is_plain else adapter
+    if known and is_plain != (config.phi is None):
+        have = "plain LoRA" if is_plain else "a nonlinearity"
+        raise ValueError(
+            f"adapter {name!r} has {have} at {layer!r}, and config has fourier_placement="
+            f"{config.fourier_placement!r}: give the config that it was made with"
+        )
+    rank, scaling = config.rank_of(layer), scaling_of(config, layer)
+    beyond = adapter.a[..., rank:], adapter.b[..., rank:, :]
+    if rank > adapter.a.shape[-1] or (known and any(np.asarray(x).any() for x in beyond)):
+        raise ValueError(
+            f"adapter {name!r}: config says rank {rank} at {layer!r}, and the bank, made for ranks "
+            f"up to {adapter.a.shape[-1]}, holds values beyond it or no such rank: give the config "
+            "that it was made with. Training a bank with fourier_placement='bottleneck' also "
+            "changes them, where phi(0) is not 0; such an adapter keeps the bank's rank"
+        )
+    adapter = adapter._replace(a=adapter.a[..., :rank], b=adapter.b[..., :rank, :] / scaling)
+    return adapter._replace(coefficients=None, sigma=None) if config.phi is None else adapter
+
+
 # ---------------- making a bank
 
 
@@ -347,8 +417,8 @@ def stack(
     Args:
         adapters: ``{name: adapters}``, all with the same layers.
         configs: Settings of each adapter, or one for all. They are required if the scalings
-            differ, because each adapter's scaling is multiplied into its ``b``, and for a
-            nonlinearity other than the Fourier one.
+            differ, because each adapter's scaling is multiplied into its ``b`` (and rounded to
+            the dtype of ``b``), and for a nonlinearity other than the Fourier one.
         slots: Number of slots; by default the number of adapters.
 
     Returns:
@@ -356,8 +426,8 @@ def stack(
         which sorts dictionary keys, it is its place among the sorted names.
 
     Raises:
-        ValueError: names that cannot be used, different layers, too few slots, or placements or
-            nonlinearities that differ.
+        ValueError: names that cannot be used, different layers, too few slots, placements or
+            nonlinearities that differ, or settings of another rank than the adapter's.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -397,6 +467,8 @@ def stack(
         layer_adapters = {
             name: only_adapters(one_adapter)[layer] for name, one_adapter in adapters.items()
         }
+        for name, x in layer_adapters.items():
+            check_settings(name, layer, x, every[name])
         rank = max(x.a.shape[-1] for x in layer_adapters.values())
         linear = all(x.is_linear for x in layer_adapters.values())
         phi = None if linear else find_nonlinearity(nonlinearity)

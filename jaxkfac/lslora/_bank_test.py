@@ -160,3 +160,78 @@ def test_what_a_bank_cannot_hold_is_refused(bank):
         full.set("b", first)
     with pytest.raises(ValueError, match="no adapter 'c'; the bank holds"):
         full.index("c")
+
+
+@pytest.mark.parametrize("index", [0, -1, np.array([0, -1, 0])])
+def test_a_diverged_adapter_that_is_disabled_leaves_the_base_model(bank, outputs, index):
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), ADAPTERS["first"])
+    diverged = bank.set("first", nan, CONFIGS["first"]).disable("first")
+    adapted = attach(fn, CONFIGS["first"])
+    close(adapted(PARAMS, diverged, X, adapter=index), outputs["base"])
+    assert np.isfinite(fourier_loss(diverged))
+
+
+def test_an_unsigned_index_reaches_the_base_model_of_a_disabled_slot(bank, outputs):
+    adapted = attach(fn, CONFIGS["first"])
+    for index in (np.array(0, np.uint8), np.zeros(3, np.uint8)):
+        close(adapted(PARAMS, bank.disable("first"), X, adapter=index), outputs["base"])
+        close(adapted(PARAMS, bank, X, adapter=index), outputs["first"])
+    beyond = jax.jit(lambda i: adapted(PARAMS, bank, X, adapter=i))(jnp.uint32(2**31 + 5))
+    assert np.isnan(beyond).all()
+
+
+def test_settings_of_another_rank_or_kind_are_refused(bank):
+    wider = Config(rank=4, alpha=3)
+    with pytest.raises(ValueError, match=r"'first' has rank 2 at 's', and its config says 4"):
+        stack({"first": ADAPTERS["first"]}, wider)
+    with pytest.raises(ValueError, match=r"'first' has rank 2 at 's', and its config says 4"):
+        bank.set("first", ADAPTERS["first"], wider)
+    with pytest.raises(ValueError, match=r"'first' has coefficients at 's'.*'none'"):
+        stack({"first": ADAPTERS["first"]}, Config(rank=2, fourier_placement="none"))
+    for config in (Config(rank=1, alpha=3), wider):
+        with pytest.raises(ValueError, match=rf"'first': config says rank {config.rank} at 's'"):
+            bank.get("first", config)
+    with pytest.raises(ValueError, match=r"'first' has a nonlinearity at 's'.*'none'"):
+        bank.get("first", Config(rank=2, fourier_placement="none"))
+    with pytest.raises(ValueError, match=r"'plain' has plain LoRA at 's'.*'output'"):
+        bank.get("plain", Config(rank=3, alpha=2))
+
+
+def test_values_beyond_the_rank_that_training_made_are_not_dropped():
+    configs = {n: Config(rank=r, fourier_placement="bottleneck") for n, r in [("a", 1), ("b", 2)]}
+    each = {n: moved(init(fn, c, PARAMS, X, key=KEY), 1) for n, c in configs.items()}
+    bank, adapted = stack(each, configs), attach(fn, configs["a"])
+    grads = jax.grad(lambda b: jnp.square(adapted(PARAMS, b, X, adapter=0)).sum())(bank)
+    trained = jax.tree.map(lambda x, g: x - 0.1 * g, bank, grads).named(bank.names)
+    with pytest.raises(ValueError, match=r"'a': config says rank 1 .*phi\(0\) is not 0"):
+        trained.get("a", configs["a"])
+
+
+def test_plain_lora_beside_nonlinear_adapters_comes_back_without_coefficients():
+    plain = Config(rank=3, alpha=3, fourier_placement="none")
+    bank = stack({"first": ADAPTERS["first"], "plain": ADAPTERS["plain"]})
+    own = bank.get("plain")
+    assert all(adapter.is_linear for adapter in own.values())
+    want = attach(fn, plain)(PARAMS, ADAPTERS["plain"], X)
+    close(attach(fn, plain)(PARAMS, own, X), want)
+
+
+def test_leaves_that_a_write_would_broadcast_are_refused(bank):
+    lone = {
+        n: jax.tree.map(lambda x: x[:1], a) if n == "s" else a for n, a in ADAPTERS["first"].items()
+    }
+    with pytest.raises(ValueError, match=r"expected a of shape \(2, 4, 3\) at 's'.*\(1, 4, 3\)"):
+        bank.set("first", lone, CONFIGS["first"])
+
+
+def test_one_name_means_one_slot(bank):
+    with pytest.raises(ValueError, match=r"\['x'\] occur more than once"):
+        bank.named(("x", None, "x", None))
+
+
+def test_a_bank_of_numpy_arrays_is_changed_like_one_of_jax(bank, outputs):
+    on_host = jax.device_get(bank).named(bank.names)
+    adapted = attach(fn, CONFIGS["first"])
+    off = on_host.disable("first").enable("first").delete("second")
+    off = off.set("second", ADAPTERS["first"], CONFIGS["first"])
+    close(adapted(PARAMS, off, X, adapter=off.index("second")), outputs["first"])

@@ -100,7 +100,7 @@ class ProductAxes:
         return len(self.shared) + self.use.free_stack + len(self.examples)
 
     def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
-        """Each example's adapter, gathered from a bank; without an index the adapter itself."""
+        """Each example's adapter from a bank, zero for -1; without an index the adapter itself."""
         stack = [self.shape[d] for d in self.shared]
         if self.use.free_stack:
             stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
@@ -113,8 +113,7 @@ class ProductAxes:
             rows = index.reshape(-1, index.shape[-1])[0]
             rows = rows.reshape([self.shape[d] for d in self.examples])
             out = jnp.take(leaf, jnp.maximum(rows, 0), axis=len(stack), mode="fill")
-            if name not in ("b", "coefficients"):
-                return out
+            # Every leaf, since zero times the NaN of a diverged adapter in the slot would be NaN.
             on = (rows >= 0).reshape(*rows.shape, *[1] * inner)
             return jnp.where(on, out, jnp.zeros((), out.dtype))
 

@@ -45,7 +45,7 @@ def measure(
         like: For each layer, zeros in the form of the statistic, with the layer's stack in front.
 
     Returns:
-        ``{layer: sums}``; zero where no output depends on a layer.
+        ``{layer: sums}``; zero where no gradient of the outputs reaches a layer.
 
     Raises:
         ValueError: the batch is empty.
@@ -142,11 +142,11 @@ def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""
     distances, weights = [], []
     for name, (c, sigma) in nonlinearities(tree).items():
         phi.check(c.shape, f"layer {name!r}")
-        distance = phi.regulariser(c)
-        distances.append(distance.reshape(-1))
         if isinstance(adapters, Bank):
-            on = (adapters.enabled > 0) & jnp.isfinite(sigma)
-            weights.append(jnp.broadcast_to(on, distance.shape).astype(c.dtype).reshape(-1))
+            on = (adapters.enabled > 0) & ~jnp.isinf(sigma)
+            c = jnp.where(on[..., None], c, phi.first(c.dtype))  # a disabled slot may hold NaN
+            weights.append(jnp.broadcast_to(on, c.shape[:-1]).astype(c.dtype).reshape(-1))
+        distances.append(phi.regulariser(c).reshape(-1))
     if not distances:
         raise ValueError("no adapter has coefficients: plain LoRA has no regulariser")
     if not weights:
@@ -169,7 +169,7 @@ class Diagnosis(NamedTuple):
         deviation: Mean of $|c - [0, 1, 0, 0]|$, the distance from the initial coefficients.
         nonlinearity: $|c_2| + |c_3|$. At zero a tanh remains.
         saturated: Fraction of a batch's values with $|\hat x| > 0.95$, where tanh has lost nine
-            tenths of its slope; ``None`` without a batch.
+            tenths of its slope; ``None`` without a batch, NaN where no gradient reaches the layer.
     """
 
     coefficients: Float[Array, "*stack k"]

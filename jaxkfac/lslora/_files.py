@@ -17,6 +17,7 @@ from jaxkfac.lslora._bank import check_names
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 from jaxkfac.lslora._folder import (
     CONFIG,
+    DTYPES,
     KEY,
     PREFIX,
     TENSORS,
@@ -120,8 +121,9 @@ def load(
         verify: Whether to check the checksums of files that this library wrote.
 
     Returns:
-        ``(adapters, config)``, with arrays in the file's dtypes (``b`` in float32 if slices have
-        different scalings).
+        ``(adapters, config)``, with arrays in the file's dtypes, with three exceptions: ``b`` is in
+        float32 if slices or parts have different scalings; parameters of ``model`` that the file
+        replaces are in the model's dtype; and float64 becomes float32 with x64 off.
 
     Raises:
         CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
@@ -292,8 +294,8 @@ def save(
 
     Raises:
         ValueError: a name cannot be used, two slices have one module name, values are not
-            finite, the adapters' rank or placement differs from ``config``'s, or plain LoRA has
-            the dialect ``"lslora"``.
+            finite or not of a dtype that :func:`load` reads, the adapters' rank or placement
+            differs from ``config``'s, or plain LoRA has the dialect ``"lslora"``.
         OSError: the files cannot be written; the message says what the folder then holds.
 
     Example:
@@ -366,6 +368,11 @@ def _to_tensors(
     def put(key: str, x: np.ndarray) -> None:
         if key in tensors:
             raise ValueError(f"two layers would be written as {key!r}: give names=")
+        if x.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{key!r} would have dtype {x.dtype}, and load reads only "
+                f"{', '.join(str(dtype) for dtype in DTYPES.values())}"
+            )
         tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # which turns a scalar into (1,)
 
     for layer, adapter in only_adapters(jax.device_get(adapters)).items():

@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.lslora import (
+    Adapter,
     Config,
     RmsSigma,
     as_fourier,
@@ -457,3 +458,11 @@ def test_what_peft_needs_to_open_the_folder_by_itself_is_written(tmp_path):
     assert record["base_model_name_or_path"] == str(tmp_path / "base")
     assert record["task_type"] == "CAUSAL_LM"
     equal(load(tmp_path)[0], adapters)
+
+
+def test_a_dtype_that_cannot_be_read_again_is_not_written(tmp_path):
+    config = Config(rank=2, fourier_placement="none", modules_to_save="ids")
+    adapters = {"q/kernel": Adapter(jnp.ones((3, 2)), jnp.ones((2, 3)), None, None)}
+    with pytest.raises(ValueError, match=r"ids' would have dtype int32, and load reads only float"):
+        save(tmp_path / "a", adapters | {"ids": jnp.arange(3)}, config, dialect="peft")
+    assert not (tmp_path / "a").exists()

@@ -19,11 +19,9 @@ from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
 # ---------------- checksums of an adapter's two files
 #
 # Neither JSON nor safetensors has checksums. ``adapter_config.json`` holds one for each file; its
-# own
-# is computed with zeros in its place. It is written last, so that files of two different saves are
-# not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
-# which
-# of them is damaged.
+# own is computed with zeros in its place. It is written last, so that files of two different saves
+# are not taken for one adapter. Checksums of single tensors, in the header of the other file, tell
+# which of them is damaged.
 
 
 KEY = "checksums"
@@ -102,7 +100,7 @@ def check_tensors(
 # ---------------- Safetensors files as NumPy arrays, including bfloat16
 
 
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -125,9 +123,9 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
     for key, value in entries:
-        if value["dtype"] not in _DTYPES:
+        if value["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
-        flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
+        flat = np.frombuffer(value["data"], DTYPES[value["dtype"]])
         tensors[key] = flat.reshape(value["shape"])
     return tensors, header.get("__metadata__", {})
 

@@ -110,3 +110,19 @@ def test_what_cannot_be_fused_or_split_is_named():
     wide = one._replace(b=jnp.ones((1, 8)))
     with pytest.raises(ValueError, match="which the adapters have already"):
         split({"k": one, "qkv": wide}, config, PARTS)
+
+
+def test_ratios_of_scalings_are_not_rounded_to_bfloat16():
+    parts = {"qkv": {"q": 4, "k": 2, "v": 2}}
+    config = Config(rank=1, alpha_pattern={"k/.*": 7.0}, fourier_placement="none")
+    adapters = {
+        f"{n}/kernel": Adapter(
+            jnp.ones((3, 1), dtype), jnp.full((1, width), 1.5, dtype), None, None
+        )
+        for dtype in [jnp.bfloat16]
+        for n, width in parts["qkv"].items()
+    }
+    fused, settings = fuse(adapters, config, parts)
+    b = fused["qkv/kernel"].b.astype(jnp.float32).sum(0) * settings.scaling("qkv/kernel")
+    want = np.repeat([1.5 * config.scaling(f"{n}/kernel") for n in "qkv"], [4, 2, 2])
+    np.testing.assert_allclose(b, want, rtol=1e-6)

@@ -153,11 +153,15 @@ def calibrate(
         The adapters with the new $\sigma$ for each slice.
 
     Raises:
-        ValueError: $z$ is zero on the whole batch, so there is nothing to measure.
+        ValueError: $z$ is zero on the whole batch or no gradient reaches a layer, so there is
+            nothing to measure; $z$ is not finite, or its squares are beyond its dtype; or
+            ``factor`` is not positive.
     """
-    out = dict(adapters)
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor={factor}: expected a finite number above 0")
+    own_adapters, out = only_adapters(adapters), dict(adapters)
     sigmas = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
-    for name, adapter in only_adapters(adapters).items():
+    for name, adapter in own_adapters.items():
         if name in sigmas:
             out[name] = adapter._replace(sigma=factor * sigmas[name])
     return out
@@ -190,9 +194,17 @@ def measured_sigmas(
     out = {}
     for name, sums_of_layer in sums.items():
         out[name] = jnp.sqrt(sums_of_layer["squares"] / sums_of_layer["count"])
-        if not isinstance(out[name], Tracer) and not np.all(np.asarray(out[name]) > 0):
+        if isinstance(out[name], Tracer):
+            continue
+        rows, rms = np.asarray(sums_of_layer["count"]), np.asarray(out[name])
+        if np.any((rows > 0) & ~np.isfinite(rms)):
             raise ValueError(
-                f"layer {name!r}: z is zero on this batch, or no output depends on it, so there "
+                f"layer {name!r}: z, or its mean square, is not finite on this batch, so its sigma "
+                "cannot be measured; look at the inputs, or give init_sigma a number"
+            )
+        if not np.all(rms > 0):
+            raise ValueError(
+                f"layer {name!r}: z is zero on this batch, or no gradient reaches it, so there "
                 "is nothing to measure its sigma from; give init_sigma a number"
             )
     return out

@@ -142,3 +142,19 @@ def test_measured_sigma_is_the_root_mean_square_of_z():
     again = calibrate(attach(scanned, outside), params, adapters, X, factor=2.0)["kernel"]
     z = 3 * X @ again.a[0] @ jnp.ones((2, 4))
     np.testing.assert_allclose(again.sigma[0], 2 * jnp.sqrt(jnp.square(z).mean()), rtol=1e-5)
+
+
+def test_a_sigma_that_cannot_be_measured_is_refused_with_the_reason():
+    def dense(p, x):
+        return x @ p["kernel"]
+
+    params, config = {"kernel": jnp.eye(4)}, Config(rank=2)
+    adapters = init(dense, config, params, X, key=KEY)
+    adapters["kernel"] = adapters["kernel"]._replace(b=jnp.ones((2, 4)))
+    adapted = attach(dense, config)
+    for inputs in (X * 1e25, X.at[0].set(jnp.nan)):  # the first has finite z, but not its square
+        with pytest.raises(ValueError, match=r"'kernel': z, or its mean square, is not finite"):
+            calibrate(adapted, params, adapters, inputs)
+    for factor in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="factor=.*above 0"):
+            calibrate(adapted, params, adapters, X, factor=factor)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxkfac.interception import Layer, LayerVjp, Site
 from jaxkfac.interception.values import encoded_paths
 from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.lslora._attach import Adapted
+from jaxkfac.lslora._attach import Adapted, check_leaves, check_rank
 from jaxkfac.lslora._branch import Branch
 from jaxkfac.lslora._config import Adapters, Config, only_adapters
 from jaxkfac.lslora._diagnose import measure
@@ -49,8 +50,9 @@ def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Array
         inputs: A batch, for its shapes.
 
     Raises:
-        ValueError: the adapters have a nonlinearity; or a kernel is also read by something that
-            is not adapted, or is multiplied by a constant before its use.
+        ValueError: the adapters have a nonlinearity, or leaves or a rank that do not fit the layer
+            and the config; or a kernel is also read by something that is not adapted, or is
+            multiplied by a constant before its use.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -73,7 +75,8 @@ def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Array
         )
 
     def product(layer: Layer) -> tuple[Array, None]:
-        adapter = only_adapters(adapters)[layer.name]
+        adapter = check_leaves(only_adapters(adapters)[layer.name], layer, adapted.config)
+        check_rank(layer.name, adapter, adapted.config)
         wide = statistics_dtype(adapter.a.dtype)
         a, b = adapter.a.astype(wide), adapter.b.astype(wide)
         highest = jax.lax.Precision.HIGHEST
@@ -102,7 +105,13 @@ def approximate_merge(
         An :class:`ApproximateMerge`; check its ``errors`` before using the parameters.
 
     Raises:
-        ValueError: as for :func:`merge`, except for the nonlinearity.
+        ValueError: as for :func:`merge`, except for the nonlinearity; or no gradient reaches a
+            layer (only indices of its outputs are used, say), so that nothing can be measured; or
+            what is measured is not finite.
+
+    Warns:
+        UserWarning: the batch has fewer rows than a layer has inputs, so that a kernel can fit it
+            without errors and still be wrong for other inputs.
 
     Memory:
         ``in (in + out)`` elements for each slice of each layer.
@@ -125,15 +134,35 @@ def approximate_merge(
             "xx": jnp.einsum("...ni,...nj->...ij", x, x, precision=highest),
             "xv": jnp.einsum("...ni,...no->...io", x, v, precision=highest),
             "vv": jnp.square(v).sum((-2, -1)),
+            "count": jnp.full(v.shape[:-2], v.shape[-2]),
         }
 
     like = {}
     for name in own_adapters:
         layer, dtype = traced.table[name], statistics_dtype(own_adapters[name].b.dtype)
         n, m = layer.in_features + ones[name], layer.out_features
-        shapes = {"xx": (n, n), "xv": (n, m), "vv": ()}
+        shapes = {"xx": (n, n), "xv": (n, m), "vv": (), "count": ()}
         like[name] = {key: jnp.zeros((*layer.stack, *s), dtype) for key, s in shapes.items()}
     sums = jax.device_get(measure(adapted, params, adapters, inputs, moments, like))
+    if unread := [name for name, sum_of in sums.items() if not np.all(sum_of["count"])]:
+        raise ValueError(
+            f"{', '.join(unread)} cannot be fitted: no gradient reaches them, so their branches "
+            "are not measured; leave them out with exclude="
+        )
+    for name, sum_of in sums.items():
+        if not all(np.isfinite(x).all() for x in sum_of.values()):
+            raise ValueError(
+                f"layer {name!r} cannot be fitted: the sums over its rows are not finite; look at "
+                "the inputs"
+            )
+    if short := [
+        n for n, sum_of in sums.items() if np.any(sum_of["count"] < sum_of["xx"].shape[-1])
+    ]:
+        warnings.warn(
+            f"{', '.join(short)}: the batch has fewer rows than the layer has inputs, so errors "
+            "say nothing about other inputs; give a larger batch",
+            stacklevel=2,
+        )
     errors = {}
 
     def fitted(layer: Layer) -> tuple[Any, Any]:

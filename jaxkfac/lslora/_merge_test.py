@@ -156,3 +156,34 @@ def test_a_warm_start_is_plain_lora_up_to_a_third_of_the_squared_ratio(placement
     assert all(np.any(g != 0) for g in jax.tree.leaves(grads))
     with pytest.raises(ValueError, match="w have a nonlinearity already"):
         as_fourier(warm, settings, sigma=1.0)
+
+
+def test_adapters_that_do_not_fit_the_config_or_the_layer_are_not_merged():
+    config = Config(rank=2, fourier_placement="none")
+    adapters, other = adapters_of(config), Config(rank=4, fourier_placement="none")
+    with pytest.raises(ValueError, match=r"'s': the adapter has rank 2, and the config says 4"):
+        merge(attach(fn, other), PARAMS, adapters, X)
+    of_one_slice = adapters | {"s": jax.tree.map(lambda x: x[0], adapters["s"])}
+    with pytest.raises(ValueError, match=r"'s': expected a of shape \(2, 4, 2\), got \(4, 2\)"):
+        merge(attach(fn, config), PARAMS, of_one_slice, X)
+
+
+def test_a_branch_that_no_gradient_reaches_is_not_called_exact():
+    def routed(p, x):
+        choice = jax.nn.one_hot(jnp.argmax(x @ p["router"], -1), 4)
+        return x @ p["kernel"] * choice
+
+    params = {"router": PARAMS["s"][0], "kernel": PARAMS["s"][1]}
+    config = Config(rank=2, target="router|kernel")
+    adapters = init(routed, config, params, X, key=KEY)
+    with pytest.raises(ValueError, match=r"^router cannot be fitted: no gradient reaches"):
+        approximate_merge(attach(routed, config), params, adapters, X)
+
+
+def test_a_fit_to_too_few_rows_warns_and_one_to_nan_is_refused():
+    config = Config(rank=2)
+    adapted, adapters = attach(fn, config), adapters_of(config)
+    with pytest.warns(UserWarning, match=r"^s, w: the batch has fewer rows than the layer has"):
+        approximate_merge(adapted, PARAMS, adapters, X[:3])
+    with pytest.raises(ValueError, match=r"'s' cannot be fitted: the sums .* are not finite"):
+        approximate_merge(adapted, PARAMS, adapters, X.at[0].set(jnp.nan))

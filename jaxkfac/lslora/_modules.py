@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 
 # ---------------- names of layers here, and of modules in files
@@ -152,7 +153,8 @@ def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Co
 
     Parts that share $A$, coefficients and $\sigma$, as :func:`split` leaves them, become one
     adapter again. Plain LoRA of separately trained parts becomes one adapter whose rank is the sum
-    of theirs, with each part's $B$ in its own columns; a part without an adapter gets zeros.
+    of theirs, with each part's $B$ in its own columns; a part without an adapter gets zeros. If
+    their scalings differ, $B$ includes the ratios, in float32 or wider.
 
     Args:
         adapters: Adapters; layers with other names stay unchanged.
@@ -222,8 +224,12 @@ def _joined(
     present = [part for part in widths if part in part_adapters]
     a = jnp.concatenate([part_adapters[part].a for part in present], -1)
     stack, rows = a.shape[:-2], []
+    # As where slices are stacked: a product in 16 bits would change the outputs.
+    differ = len({scales[part] for part in present}) > 1
     for part in present:
-        b = part_adapters[part].b * (scales[part] / scaling)
+        b = part_adapters[part].b
+        if differ:
+            b = b.astype(statistics_dtype(b.dtype)) * (scales[part] / scaling)
         before = sum(list(widths.values())[: list(widths).index(part)])
         after = sum(widths.values()) - before - widths[part]
         rows.append(jnp.pad(b, [(0, 0)] * (len(stack) + 1) + [(before, after)]))

@@ -15,8 +15,7 @@ from jaxkfac.linalg import statistics_dtype
 # ---------------- the interface of a nonlinearity
 #
 # The engine handles the rest: $\sigma$, stacks and banks, precision, the custom derivative, files.
-# A
-# new nonlinearity is a subclass with an instance passed to :func:`register`.
+# A new nonlinearity is a subclass with an instance passed to :func:`register`.
 
 
 class Nonlinearity(abc.ABC):
@@ -133,8 +132,7 @@ _TENSORS = {"coefficients": "weight", "sigma": "sigma"}
 # Written with library functions, $\varphi$ would keep all its intermediate values for the backward
 # pass: tanh, sine and cosine. Here the backward pass starts from $x$ alone, and $\sigma$ stays
 # outside: where $z$ is a product, as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the
-# smaller
-# operand, so neither $\sigma$ nor its gradient costs a pass over $z$.
+# smaller operand, so neither $\sigma$ nor its gradient costs a pass over $z$.
 
 
 EPSILON = 1e-6  # keeps z / (|sigma| + EPSILON) finite
@@ -354,8 +352,7 @@ def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
 
 
 # This table grows at run time: a file names its nonlinearity, and its reader must find an object
-# that
-# the caller may have defined.
+# that the caller may have defined.
 _KNOWN: dict[str, Nonlinearity] = {}
 
 

@@ -1,9 +1,12 @@
 """Free memory: the check before a large allocation, and errors that say memory ran out."""
 
 import contextlib
+import decimal
 import errno
+import fractions
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -56,14 +59,19 @@ def parse_bytes(size: ByteSize, *, name: str = "size") -> int:
             raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
         number, unit = match[1], _UNITS[match[2].lower()]
     try:
-        # Keep whole numbers exact: a float cannot represent every count of bytes.
-        exact = number if isinstance(number, SupportsIndex) else float(number)
-        nbytes = exact.__index__() * unit if isinstance(exact, SupportsIndex) else exact * unit
+        # Exact, because a float cannot represent every count of bytes: 2.01GB would be one less.
+        if isinstance(number, SupportsIndex):
+            nbytes = number.__index__() * unit
+        elif math.isfinite(float(number)):
+            exact = decimal.Decimal(number if isinstance(number, str) else float(number))
+            nbytes = math.floor(fractions.Fraction(exact) * unit)
+        else:
+            nbytes = 0
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={size!r}: expected {ACCEPTED}") from None
-    if isinstance(size, bool) or not math.isfinite(nbytes) or nbytes < 1:
+        nbytes = 0
+    if isinstance(size, bool | np.bool_) or nbytes < 1:
         raise ValueError(f"{name}={size!r}: expected {ACCEPTED}")
-    return int(nbytes)
+    return nbytes
 
 
 # ---------------- main memory of this process, from the kernel
@@ -116,6 +124,7 @@ def _field(name: str) -> int | None:
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class MemoryBudgetError(JaxkfacError, MemoryError):
@@ -141,8 +150,9 @@ def free_bytes(device: Any) -> int | None:
 def free_host_bytes() -> int | None:
     """Bytes of main memory that this process can still take without swapping.
 
-    This is the kernel's estimate, or what remains of a container's limit or of the process's own
-    limit (``ulimit -v``) if that is less. The page cache counts as free, because it gives way.
+    This is the kernel's estimate, or what remains of a container's limit, of a scheduler's for the
+    job (cgroups) or of the process's own (``ulimit -v``) if that is less. The page cache counts as
+    free, because it gives way.
 
     Returns:
         Bytes; ``None`` on systems other than Linux.
@@ -225,22 +235,43 @@ def bytes_text(nbytes: int | float) -> str:
 
 
 def _container_bytes() -> int | None:
-    """Bytes left under the limit of the process's memory cgroup, if there is one."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),  # version 2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+    """Bytes left under the limits of the process's memory cgroup and of those around it."""
+    left = [_bytes_left(folder, limit, usage) for folder, limit, usage in _cgroups()]
+    return min((nbytes for nbytes in left if nbytes is not None), default=None)
+
+
+def _cgroups() -> Iterator[tuple[Path, str, str]]:
+    """Folders of these cgroups, with the names of the files that hold limit and usage.
+
+    A container sees its own cgroup as the top one. Elsewhere (a job of a scheduler, a service) it
+    lies below.
+    """
+    own_paths: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own_paths |= dict.fromkeys(controllers.split(","), path)
+    for controller, top, limit, usage in (
+        ("", _CGROUP, "memory.max", "memory.current"),  # version 2
+        ("memory", _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        try:
-            most = (_CGROUP / limit).read_text().strip()
-            used = int((_CGROUP / usage).read_text())
-            stat = (_CGROUP / usage).with_name("memory.stat").read_text().splitlines()
-        except (OSError, ValueError):
-            continue
-        if not most.isdigit():  # "max"
-            return None
-        cache = sum(int(x.split()[1]) for x in stat if x.startswith("inactive_file "))
-        return max(int(most) - used + cache, 0)
-    return None
+        components = [x for x in own_paths.get(controller, "").split("/") if x]
+        for depth in range(1 + len(components) * (".." not in components)):
+            yield top.joinpath(*components[:depth]), limit, usage
+
+
+def _bytes_left(folder: Path, limit: str, usage: str) -> int | None:
+    """Bytes left under the limit of one cgroup, if it has a limit."""
+    try:
+        most = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    if not most.isdigit():  # "max"
+        return None
+    cache = sum(int(x.split()[1]) for x in stat if x.startswith("inactive_file "))
+    return max(int(most) - used + cache, 0)
 
 
 def _process_bytes() -> int | None:
@@ -266,7 +297,7 @@ _MARKS = re.compile(
 )
 # A compiler's limit of a few hundred KiB, which no batch size and no other process changes.
 _SHARED = re.compile(r"shared memory", re.IGNORECASE)
-_COUNT = re.compile(r"(\d+) ?(?:bytes|B)\b")
+_COUNT = re.compile(r"(?<![\d.])(\d+) ?(?:bytes|B)\b")  # not the decimals of 16.00B
 _REPORTED_SIZE = re.compile(r"\b(\d+(?:\.\d+)?) ?([KMGTP])i?B?\b")
 _REPORTED_UNITS = {unit: 1024**power for power, unit in enumerate("KMGTP", start=1)}
 

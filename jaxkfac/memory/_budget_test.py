@@ -69,6 +69,30 @@ def test_containers_limit_bounds_main_memory(tmp_path, monkeypatch, limit, used,
     assert free_host_bytes() == expected
 
 
+@pytest.mark.parametrize(
+    ("own", "folder", "limit", "usage"),
+    [
+        ("0::/jobs/7/step\n", "jobs/7", "memory.max", "memory.current"),
+        (
+            "3:cpu:/\n4:memory,hugetlb:/jobs/7\n",
+            "memory/jobs/7",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        ),
+    ],
+)
+def test_the_limit_of_a_job_below_the_top_counts(tmp_path, monkeypatch, own, folder, limit, usage):
+    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:  4096 kB\n")
+    (tmp_path / "own").write_text(own)
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / limit).write_text("3000000\n")
+    (tmp_path / folder / usage).write_text("1000000\n")
+    (tmp_path / folder / "memory.stat").write_text("inactive_file 200000\n")
+    for name, path in (("_MEMINFO", "meminfo"), ("_CGROUP", ""), ("_OWN_CGROUPS", "own")):
+        monkeypatch.setattr(budget, name, tmp_path / path)
+    assert free_host_bytes() == 2200000
+
+
 def test_main_memory_is_unknown_where_the_system_does_not_say(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "_MEMINFO", tmp_path / "nothing")
     assert free_host_bytes() is None

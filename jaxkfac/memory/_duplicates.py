@@ -69,8 +69,8 @@ def duplicate_report(
     """Find live arrays with equal values in different memory, over all dtypes and devices.
 
     A float32 array and its bfloat16 copy are duplicates: values are compared in the narrower
-    dtype. Arrays that share a buffer count as one. Constant arrays (a new bias, an optimizer's
-    initial moments) are skipped.
+    dtype (of two 16-bit formats, in that of the array that comes first). Arrays that share a buffer
+    count as one. Constant arrays (a new bias, an optimizer's initial moments) are skipped.
 
     Args:
         min_bytes: Arrays with fewer bytes over all devices are skipped; a number or ``"4MiB"``.

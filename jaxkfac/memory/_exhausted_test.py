@@ -78,3 +78,8 @@ def test_jax_raises_such_an_error_and_the_answer_has_its_bytes():
     assert is_out_of_memory(caught.value)
     words = explain_out_of_memory(caught.value)
     assert "6.55e+04 GiB were asked for" in words and "jk.plan_memory" in words
+
+
+def test_decimals_are_not_taken_for_a_count_of_bytes():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16.00B")
+    assert asked_bytes(error) is None

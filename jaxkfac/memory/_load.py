@@ -178,7 +178,8 @@ def load_safetensors(
         path: A ``.safetensors`` file, an index (``model.safetensors.index.json``), or a folder
             with ``model.safetensors.index.json``, ``model.safetensors``, or a single file of
             another name.
-        dtype: Dtype for floating tensors; others keep theirs. ``None`` keeps all dtypes.
+        dtype: Dtype for floating tensors; others keep theirs. Values beyond it become infinite, or
+            NaN in a float8 without infinity. ``None`` keeps all dtypes.
         sharding: A ``jax.sharding.Sharding`` or a device for all tensors, or a function of name
             and shape that returns one. ``None`` means the default device, uncommitted.
 

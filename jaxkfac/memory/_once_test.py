@@ -219,3 +219,10 @@ def test_nothing_is_consumed_where_it_would_not_fit(monkeypatch):
     with pytest.raises(MemoryBudgetError, match=r"cast_once needs 7.81 KiB .* 5.86 KiB are free"):
         cast_once(done, jnp.float32)
     assert not any(x.is_deleted() for x in done.values())
+
+
+def test_an_uncommitted_leaf_stays_on_its_device(devices):
+    with jax.default_device(devices[1]):
+        params = {"kernel": jnp.arange(6.0)}
+    small = cast_once(params, jnp.bfloat16)["kernel"]
+    assert (small.devices(), small.committed) == ({devices[1]}, False)

@@ -1,5 +1,6 @@
 """Cast a tree, or move it to its devices, without holding two copies."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -154,7 +155,8 @@ def cast_once(params: PyTree, dtype: DTypeLike, *, delete: bool = True) -> PyTre
     Args:
         params: Any tree. Integers, booleans, complex numbers, random keys and Python numbers
             stay unchanged. Leaves that share a buffer (tied weights) share one afterwards.
-        dtype: A floating dtype of any width (also float8).
+        dtype: A floating dtype of any width (also float8). Values beyond it become infinite, or
+            NaN in a float8 without infinity.
         delete: Whether to delete sources. Every other array that shares their memory becomes
             unusable too, so use only the result. ``False`` keeps both trees.
 
@@ -223,8 +225,21 @@ def convert(leaf: Any, dtype: Any) -> Any:
         converted = aligned_empty(leaf.shape, np.dtype(dtype))
         with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as on a device
             np.copyto(converted, np.asarray(leaf), casting="unsafe")
-        return jax.device_put(converted, leaf.sharding if leaf.committed else None)
-    return jax.lax.convert_element_type(leaf, dtype)
+        with _uncommitted_stays(leaf):
+            return jax.device_put(converted, leaf.sharding if leaf.committed else None)
+    with _uncommitted_stays(leaf):
+        return jax.lax.convert_element_type(leaf, dtype)
+
+
+def _uncommitted_stays(leaf: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX leaves an uncommitted array on its device.
+
+    JAX moves it to the default device otherwise, which may be another one by now.
+    """
+    if isinstance(leaf, Tracer) or leaf.committed or len(leaf.sharding.device_set) > 1:
+        return contextlib.nullcontext()
+    (device,) = leaf.sharding.device_set
+    return jax.default_device(device)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:

@@ -27,6 +27,8 @@ from jaxkfac.memory import parse_bytes
         ("2tib", 2 * 2**40),
         ("12 bytes", 12),
         ("1_000", 1000),
+        ("2.01GB", 2_010_000_000),  # in floating point one less
+        ("9007199254740993", 2**53 + 1),
     ],
 )
 def test_decimal_and_binary_units_in_any_case(size, nbytes):
@@ -35,7 +37,22 @@ def test_decimal_and_binary_units_in_any_case(size, nbytes):
 
 @pytest.mark.parametrize(
     "size",
-    ["80XB", "80G", "GB", "", "80 GB GB", "1.2.3GB", "0GB", "-3GB", 0, -1, 0.5, "nan", True]
+    [
+        "80XB",
+        "80G",
+        "GB",
+        "",
+        "80 GB GB",
+        "1.2.3GB",
+        "0GB",
+        "-3GB",
+        0,
+        -1,
+        0.5,
+        "nan",
+        True,
+        "1e999999999",
+    ]
     + [float("nan"), float("inf")],
 )
 def test_what_is_no_size_is_refused_with_what_is_accepted(size):

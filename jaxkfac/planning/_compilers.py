@@ -347,7 +347,8 @@ def compiled_bytes(
     mesh = mesh_of(args, all_or_none=True)
     to = target_of(target) if isinstance(target, str) else target
     to = to if mesh is None else to.of(mesh.size)
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    donated = {range(len(args))[number] for number in numbers}  # those below 0 count from the end
     shapes = jax.eval_shape(lambda *xs: xs, *args) if mesh is None else args
     places = None if out_shardings is None else jax.tree.leaves(out_shardings)
     # As a list: JAX would fill registered result classes with shardings, and with placeholders.

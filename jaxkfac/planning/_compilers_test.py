@@ -65,6 +65,7 @@ def test_donated_arguments_are_counted_once_in_the_peak():
     assert donated == directly(step, *args, donate_argnums=0)
     assert kept.donated == 0 and donated.donated == 4000
     assert kept.peak - donated.peak == 4000
+    assert in_child(step, *args, donate_argnums=-2) == donated
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ import jax
 
 from jaxkfac.curvature import Eigenbases, identity_bases, solver_scratch
 from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes, widening_bytes
-from jaxkfac.factors import PassPlan, largest_budget, plan_passes, smallest_budget
+from jaxkfac.factors import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.linalg.spectral import Spectrum
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes
@@ -158,12 +158,20 @@ class CurvatureBytes:
         """The smallest ``max_factor_bytes`` with a single pass; a larger one changes nothing."""
         return largest_budget(self.statistics, vjps=self._program.collector.vjps)
 
-    def first_pass_temporaries(self, budget: int) -> int:
-        """Temporaries of the pass that also computes the gradient."""
-        first = self.passes(budget).passes[0]
-        key = (tuple(first.parts.items()), first.start)
+    def most_pass_temporaries(self, budget: int) -> int:
+        """Temporaries of the pass that also computes the gradient, or of a larger one if more."""
+        passes = self.passes(budget).passes
+        largest = max(passes, key=lambda one: one.nbytes)  # the first of several
+        return max(map(self._temporaries_of, (passes[0], largest)))
+
+    def most_pass_results(self, budget: int) -> int:
+        """Bytes of the factors that the largest pass returns, which may be a later one."""
+        return max(one.results for one in self.passes(budget).passes)
+
+    def _temporaries_of(self, one: Pass) -> int:
+        key = (tuple(one.parts.items()), one.start)
         if key not in self._compiled:
-            self._compiled[key] = self._program.pass_temporaries(first)
+            self._compiled[key] = self._program.pass_temporaries(one)
         return self._compiled[key]
 
     def passes(self, budget: int) -> PassPlan:

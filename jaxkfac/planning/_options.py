@@ -64,8 +64,15 @@ def scans_to_remat(fn: Callable[..., Any], *shapes: Any) -> int:
 def _is_plain(eqn: Any) -> bool:
     if call_kind(eqn) != "scan":
         return False
-    body, _ = body_of(eqn)
-    return all(call_kind(inner) != "checkpoint" for inner in body.eqns)
+    return not _has_checkpoint(body_of(eqn)[0])
+
+
+def _has_checkpoint(jaxpr: Any) -> bool:
+    kinds = [(call_kind(eqn), eqn) for eqn in jaxpr.eqns]
+    return any(
+        kind == "checkpoint" or (kind == "jit" and _has_checkpoint(body_of(eqn)[0]))
+        for kind, eqn in kinds
+    )
 
 
 def _count(jaxpr: Any) -> int:
@@ -124,6 +131,8 @@ class Accumulation(Option):
     name, title, changes_program, sharded = "accumulation", "accum.", True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        if program.frozen is not None:  # its first axis may be as long as the examples'
+            raise UnavailableError("the batch holds frozen parameters, which cannot be divided")
         return dataclasses.replace(program, batch=micro_batch(program.batch, steps))
 
     def check(self, of: ProgramBytes, choice: Choice) -> None:
@@ -259,11 +268,11 @@ class Budget(Option):
             )
 
     def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
-        return of.require_factors().first_pass_temporaries(choice.budget or 0)
+        return of.require_factors().most_pass_temporaries(choice.budget or 0)
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
-        rows.device["factors"] = held.passes(choice.budget or 0).passes[0].results
+        rows.device["factors"] = held.most_pass_results(choice.budget or 0)
         if Host.name in choice.options:
             return
         rows.host["factors"] = held.factors
@@ -377,11 +386,9 @@ def _in_four_bits(program: TrainingProgram) -> Any:
 
 # Options in the order of the search, cheapest first: among sets of one size, the one whose most
 # expensive option is cheapest wins. Accumulation costs no arithmetic, the host its own time, sums
-# in
-# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits (of eigenvectors fewer than
-# of
-# everything), bases on the host a transfer of all of them, a low rank what it drops, a budget whole
-# passes; adapters train another model, and NF4 changes that model again.
+# in bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits (of eigenvectors fewer
+# than of everything), bases on the host a transfer of all of them, a low rank what it drops, a
+# budget whole passes; adapters train another model, and NF4 changes that model again.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (

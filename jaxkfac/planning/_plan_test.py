@@ -225,7 +225,8 @@ def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
         value_grad_and_factors(case.objective, max_factor_bytes=budget - 1).plan(*case.objects)
     passes = value_grad_and_factors(case.objective, max_factor_bytes=budget).plan(*case.objects)
     assert f"{len(passes.passes)} passes" in smallest.costs["budget"] and len(passes.passes) > 2
-    assert smallest.device["factors"] == passes.passes[0].results <= budget
+    results = [one.results for one in passes.passes]
+    assert smallest.device["factors"] == max(results) <= budget
     assert smallest.host["factors"] == size(case.out.factors)
 
 
@@ -555,3 +556,59 @@ def test_an_optimizer_of_the_base_leaves_adapters_out():
     )
     assert "optimizer was made for the parameters of the base" in found.unavailable["adapters"]
     assert "Error:" not in str(found)  # reasons are sentences
+
+
+def test_frozen_parameters_as_long_as_the_batch_are_not_divided_with_it():
+    def loss(params, batch):
+        inputs, frozen = batch
+        return jnp.mean(inputs @ params["kernel"] + frozen["table"].mean(0))
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    plan = plan_by_default(
+        *(loss, {"kernel": shape}, (shape, {"table": shape})),
+        frozen={"table": shape},
+        device_bytes="1GB",
+        curvature=False,
+        compiled="none",
+        options=("accumulation",),
+    )
+    assert "frozen" in plan.unavailable["accumulation"] and not plan.alone
+
+
+def test_a_budget_holds_the_factors_of_the_largest_pass_which_may_be_a_later_one():
+    def apply_fn(params, x):
+        for kernel in params:
+            x = jnp.tanh(x @ kernel)
+        return x
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    params = [shape(64, 16), shape(16, 16), shape(16, 700), shape(700, 16)]
+    plan = plan_by_default(
+        *(Objective(apply_fn, Gaussian()), params, (shape(8, 64), shape(8, 16))),
+        device_bytes="1GB",
+        max_factor_bytes=3_300_000,
+        compiled="none",
+        options=("budget",),
+    )
+    # The first pass holds what is in front of the wide layer, 21504 bytes.
+    assert plan.alone["budget"].device["factors"] >= 4 * 700**2
+
+
+def test_fewer_bits_are_not_widened_to_bfloat16():
+    params = {
+        "small": jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn),
+        "wide": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
+
+    def loss(params, batch):
+        kernels = (x.astype(jnp.float32) for x in params.values())
+        return jnp.mean(sum(batch.astype(jnp.float32) @ kernel for kernel in kernels))
+
+    plan = plan_by_default(
+        *(loss, params, jax.ShapeDtypeStruct((8, 64), jnp.float32)),
+        device_bytes="1GB",
+        curvature=False,
+        compiled="none",
+        options=("bf16",),
+    )
+    assert plan.alone["bf16"].device["parameters"] == 64 * 64 * (1 + 2)

@@ -54,6 +54,12 @@ def test_every_outermost_scan_that_holds_no_checkpoint_is_found():
     assert scans_to_remat(remat_scans(stacked), *shapes) == 0
     assert scans_to_remat(lambda p, x: x @ p["w"][0], *shapes) == 0
 
+    def inside_jit(p, x):
+        block = jax.jit(jax.checkpoint(lambda x, w: jnp.tanh(x @ w)))
+        return jax.lax.scan(lambda x, w: (block(x, w), None), x, p["w"])[0]
+
+    assert scans_to_remat(inside_jit, *shapes) == 0
+
 
 def test_arguments_by_name_and_the_key_argument_stay():
     from jaxkfac.factors._model_call import takes_key

@@ -49,11 +49,11 @@ def nodes_of(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
 
 
 def in_half(tree: ArrayTree) -> ArrayTree:
-    """The tree with floating leaves in bfloat16."""
+    """The tree with floating leaves in bfloat16, except those of fewer bits."""
     return jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-            if jnp.issubdtype(x.dtype, jnp.floating)
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
             else x
         ),
         tree,

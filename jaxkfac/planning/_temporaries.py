@@ -24,8 +24,7 @@ from jaxkfac.planning._shapes import mesh_here, mesh_of, on_devices
 # compiler would compute it inside its readers:
 #
 # - Elementwise results, casts, broadcasts and slices are *fused* into their readers. They take
-# memory
-#   if a product, a convolution, a sort or a loop reads them, or if several equations do and
+#   memory if a product, a convolution, a sort or a loop reads them, or if several equations do and
 #   recomputing them would be expensive or keep their operands alive.
 # - A fused result overwrites an operand that is not read afterwards, unless a library made it.
 # - A value uses the memory of a later result, if its last reader comes before that result.
@@ -389,8 +388,7 @@ def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
 
 # Largest relative errors of totals (without scratch) from counted temporaries, and from temporaries
 # calibrated by compiling the training as it stands, in `python -m benchmarks.plan`. Equations do
-# not
-# show everything: on a CPU, kernels take constants as full arrays (44 of 142 MiB when training
+# not show everything: on a CPU, kernels take constants as full arrays (44 of 142 MiB when training
 # adapters); on a GPU, autotuning splits long products into partial sums, and values that a branch
 # leaves unchanged are copied (30 % of a staggered K-FAC step).
 _WITHIN = {"cpu": 0.35, "cuda": 0.31}

@@ -1,6 +1,7 @@
 """Decompositions of symmetric factors in the graph: checked, clipped, tracked, inverted."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def above_rcond(values: Float[Array, "*stack n"], rcond: float) -> Bool[Array, "
 
     Args:
         values: Raw eigenvalues in any order; negative ones count as 0.
-        rcond: $c \in (0, 1)$. In an all-zero row every eigenvalue counts as zero, as in
+        rcond: $c \in [0, 1)$. In an all-zero row every eigenvalue counts as zero, as in
             ``numpy.linalg.pinv``; NaN never counts as zero, so it stays visible.
 
     Returns:
@@ -64,9 +65,9 @@ class Spectrum(NamedTuple):
     """Eigenvalues and eigenvectors of a (stack of) symmetric matrix, as decomposed.
 
     Attributes:
-        values: ``(stack..., n)``. Ascending for a decomposed matrix, in the matrix's own
-            order for a diagonal one. All NaN if the matrix or its decomposition is not
-            finite.
+        values: ``(stack..., n)``. Ascending for a decomposed matrix, in the order of the columns
+            for tracked vectors, in the matrix's own order for a diagonal one. All NaN if the
+            matrix or its decomposition is not finite.
         vectors: ``(stack..., n, n)`` in columns; ``None`` for the identity (a diagonal
             matrix), or if they were not requested.
     """
@@ -344,13 +345,14 @@ def damped_inverse(
     r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix, by Cholesky.
 
     Args:
-        matrix: Float32 or float64; leading axes are a batch. Only one triangle is read, because
-            the other is equal.
+        matrix: Float32 or float64; leading axes are a batch. Only the upper triangle is read,
+            because the other must be equal.
         damping: $\delta$ of each matrix.
         after: A result that has to precede it, see :func:`jaxkfac.linalg.spectral.in_sequence`.
 
     Returns:
-        The inverse; all NaN if the damped matrix is not positive definite, or not finite.
+        The inverse; all NaN if the damped matrix is not positive definite, or not finite in the
+        triangle that is read.
 
     Raises:
         ValueError: ``matrix`` is not square, or its dtype has no factorisation.
@@ -361,7 +363,7 @@ def damped_inverse(
     check_square(matrix)
     n, dtype = matrix.shape[-1], matrix.dtype
     damping = jnp.broadcast_to(damping, matrix.shape[:-2]).astype(dtype)
-    batch, shifts = matrix.reshape(-1, n, n), damping.reshape(-1)
+    batch, shifts = matrix.reshape(math.prod(matrix.shape[:-2]), n, n), damping.reshape(-1)
 
     # As in `eigh_checked`: on the CPU one LAPACK call after the other.
     def in_turn(batch: Array, shifts: Array) -> Array:
@@ -376,7 +378,7 @@ def damped_inverse(
 
 def row_sums(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
     """The sums ``(stack...)`` over the last axes of arrays, with one sum for joined arrays."""
-    rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays]
     sums_by_place: dict[int, Array] = {}
     for places in alike(rows):
         width = max(rows[i].shape[1] for i in places)

@@ -50,3 +50,8 @@ def test_traces_of_matrices_and_stacks_of_any_size():
             assert x.dtype == y.dtype
             assert np.allclose(x, jnp.trace(y, axis1=-2, axis2=-1), rtol=1e-6)
     assert traces([]) == []
+
+
+def test_matrices_without_rows_have_sums_and_inverses():
+    assert [x.tolist() for x in row_sums([jnp.ones((2, 0)), jnp.ones((1, 3))])] == [[0, 0], [3]]
+    assert damped_inverse(jnp.zeros((2, 0, 0)), jnp.float32(1)).shape == (2, 0, 0)

@@ -138,7 +138,7 @@ def from_spectrum(
 
 
 def _widened(vectors: Array, like: Array) -> Array:
-    """Eigenvectors in the dtype of what they rotate; they may be stored in fewer bits."""
+    """Eigenvectors in the dtype of what they rotate, which must not have fewer bits than theirs."""
     return jnp.asarray(vectors, like.dtype)
 
 

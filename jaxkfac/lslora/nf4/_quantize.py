@@ -129,8 +129,7 @@ def _from_layer(layer: Layer, shape: tuple[int, ...]) -> KernelAxes:
                 f"layer {layer.name!r}: an axis of its parameter {shape} is split between "
                 f"{' and '.join(sorted(mine))} by the program: keep it in full precision"
             )
-        # An axis of size one counts as an output; before the inputs it may be a stack,
-        # equivalently.
+        # An axis of size one counts as an output. In front of the inputs it could be a stack too.
         roles.append(mine.pop() if mine else "output")
     stack = next((d for d, kind in enumerate(roles) if kind != "stack"), len(roles))
     if "stack" in roles[stack:]:

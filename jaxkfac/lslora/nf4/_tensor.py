@@ -244,7 +244,18 @@ class NF4(EncodedParameter):
         return f"NF4({self.shape}, {self.dtype}, block={self.block}{double})"
 
     def scales(self) -> Float[Array, "*stack out blocks"]:
-        """The scale of each block, in float32."""
+        """The scale of each block, in float32.
+
+        Raises:
+            TypeError: a cast of the whole tree has rounded the scales.
+        """
+        floats = [self.absmax] if self.nested is None else [*self.nested]
+        if other := sorted({str(x.dtype) for x in floats} - {"float32"}):
+            raise TypeError(
+                f"the scales of an NF4 kernel {self.shape} are {', '.join(other)}, and float32 is "
+                "expected: a cast of the tree has rounded them; cast before quantize, or only the "
+                "other leaves"
+            )
         if self.nested is None:
             return self.absmax
         flat = self.absmax.reshape(*self.stack, -1)
@@ -254,8 +265,8 @@ class NF4(EncodedParameter):
         absmax = jnp.repeat(self.nested.absmax, NESTED_BLOCK, axis=-1)[..., : flat.shape[-1]]
         product = levels * absmax
         # Round before the offset is added, as bitsandbytes does. A compiler that fuses the two
-        # would
-        # keep the product's last bits; XLA's barriers do not stop LLVM from fusing, a select does.
+        # would keep the product's last bits. XLA's barriers do not stop LLVM from fusing; a select
+        # does.
         product = jnp.where(product == product, product, jnp.nan)
         return (product + self.nested.offset[..., None]).reshape(self.absmax.shape)
 
@@ -337,15 +348,21 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
         levels = _tensor(tensors, f"{name}.nested_quant_map").reshape(-1)
         _check_size(f"{name}.nested_absmax", nested_absmax, -(-blocks // NESTED_BLOCK))
         _check_size(f"{name}.nested_quant_map", levels, 256)
-        offset = jnp.asarray(state.get("nested_offset", 0.0), jnp.float32)
+        if not isinstance(state.get("nested_offset"), float | int):
+            raise ValueError(f"{name}: expected a nested_offset, the mean of the scales, got none")
+        offset = jnp.asarray(state["nested_offset"], jnp.float32)
         nested = Nested(
             jnp.asarray(nested_absmax, jnp.float32), jnp.asarray(levels, jnp.float32), offset
         )
+    kind = np.dtype(np.float32 if nested is None else np.uint8)
+    if absmax.dtype != kind:
+        level = "no second level" if nested is None else "a second level"
+        raise ValueError(f"{name}.absmax: expected {kind} beside {level}, got {absmax.dtype}")
     _check_size(name, codes, outs * ins // 2)
     _check_size(f"{name}.absmax", absmax, blocks)
     return NF4(
         jnp.asarray(codes.reshape(outs, ins // 2)),
-        jnp.asarray(absmax.reshape(outs, -1), jnp.uint8 if nested else jnp.float32),
+        jnp.asarray(absmax.reshape(outs, ins // block)),
         nested,
         (ins, outs),
         (0,),
