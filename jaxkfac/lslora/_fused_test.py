@@ -115,14 +115,14 @@ def test_what_cannot_be_fused_or_split_is_named():
 def test_ratios_of_scalings_are_not_rounded_to_bfloat16():
     parts = {"qkv": {"q": 4, "k": 2, "v": 2}}
     config = Config(rank=1, alpha_pattern={"k/.*": 7.0}, fourier_placement="none")
+    third = jnp.asarray(1 / 3, jnp.bfloat16)
     adapters = {
         f"{n}/kernel": Adapter(
-            jnp.ones((3, 1), dtype), jnp.full((1, width), 1.5, dtype), None, None
+            jnp.ones((3, 1), third.dtype), jnp.broadcast_to(third, (1, width)), None, None
         )
-        for dtype in [jnp.bfloat16]
         for n, width in parts["qkv"].items()
     }
     fused, settings = fuse(adapters, config, parts)
     b = fused["qkv/kernel"].b.astype(jnp.float32).sum(0) * settings.scaling("qkv/kernel")
-    want = np.repeat([1.5 * config.scaling(f"{n}/kernel") for n in "qkv"], [4, 2, 2])
+    want = np.repeat([float(third) * config.scaling(f"{n}/kernel") for n in "qkv"], [4, 2, 2])
     np.testing.assert_allclose(b, want, rtol=1e-6)
