@@ -83,8 +83,8 @@ def multi_steps(
     have in one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
 
     A micro-batch with a non-finite gradient or factor, or a factor above the square root of the
-    largest number (1.8e19 in float32), is left out with its count, and counted in
-    ``state.skipped``; it is still one of the ``k``. A micro-batch without a loss term
+    largest number (1.8e19 in float32), or with a negative count, is left out with its count, and
+    counted in ``state.skipped``; it is still one of the ``k``. A micro-batch without a loss term
     (count 0) adds no gradient and no output statistics, even if its gradient is the NaN
     of 0/0; its input rows exist and stay in A. A group without any loss term makes no
     update.
@@ -350,7 +350,7 @@ def _sums(
     def weighted(grads: ArrayTree) -> ArrayTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
-    ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
+    ok = all_finite(weighted(grads), factors, count) & is_in_range(factors) & (count >= 0)
     contribution = (grads, factors, count)
     # A cond, not a select of every leaf; see ``once_where``. It selects the inputs, which may
     # be narrower than sums.
