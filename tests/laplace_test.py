@@ -417,6 +417,20 @@ def test_validation_without_a_loss_tunes_nothing(by_layer):
         posterior.tune_prior(validation=broken, grid=[0.1, 1.0], by_layer=by_layer)
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_validation_with_an_infinite_loss_tunes_nothing(by_layer):
+    """A class whose logit is -inf has probability 0 whatever the prior is."""
+
+    def masked(p, x):
+        return perceptron(p, x) + jnp.asarray([0.0, 0.0, -jnp.inf])
+
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    objective = jk.Objective(masked, jk.Categorical())
+    posterior = jk.laplace(objective, PARAMS, bases, num_examples=6)
+    with pytest.raises(ValueError, match="validation: the least .* of the grid is inf"):
+        posterior.tune_prior(validation=BATCH, grid=[0.1, 1.0], by_layer=by_layer)
+
+
 # ------------------------------------------------------------ predictives
 
 

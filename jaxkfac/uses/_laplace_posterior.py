@@ -172,7 +172,8 @@ class LaplacePosterior:
 
         Raises:
             ValueError: both train and validation are given; there is no maximum (no curvature, or
-                all parameters are zero); or the loss on validation data is NaN.
+                all parameters are zero); or the loss on validation data is NaN, or is infinite for
+                every prior precision.
 
         Warns:
             UserWarning: by layer, some layers have no maximum and keep their prior precision.
