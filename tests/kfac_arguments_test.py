@@ -25,6 +25,14 @@ def updated(tx, state=None, params=PARAMS, factors=FACTORS, **more):
     return tx.update(GRADS, state, params, factors=factors, **more)
 
 
+@pytest.mark.parametrize("period", [2.5, jnp.float32(1.5), jnp.nan])
+def test_a_period_with_a_fraction_is_refused(period):
+    """A whole step is a multiple of 2.5 at every fifth step only."""
+    with pytest.raises(ValueError, match="refresh_every"):
+        jk.kfac(0.1, like=LIKE, refresh_every=period)
+    jk.kfac(0.1, like=LIKE, refresh_every=2.0)
+
+
 # ------------------------------------------------------------------ rates
 
 
