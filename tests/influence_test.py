@@ -578,6 +578,26 @@ def with_zeros(bases):
     return dataclasses.replace(bases, a=bases.a | {name: spectrum})
 
 
+def test_a_measurement_without_a_term_is_none():
+    """``kfac`` keeps one right after a refresh, and the bases then read the factors' eigenvalues."""
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    corrected = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True)
+    none = jax.tree.map(jnp.zeros_like, corrected.corrections)
+    empty = dataclasses.replace(bases, corrections=none)
+    expected = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
+    assert_close(jk.influence(OBJECTIVE, PARAMS, empty, QUERIES, BATCH), expected)
+    store, again = (jk.gradient_store(OBJECTIVE, PARAMS, x, BATCH) for x in (bases, empty))
+    assert store.bases.corrections.terms == again.bases.corrections.terms == len(BATCH[0])
+
+
+def test_measured_eigenvalues_of_a_bias_that_are_not_finite_are_refused():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True, bias="separate")
+    nan = {name: x * jnp.nan for name, x in bases.corrections.bias_sums.items()}
+    broken = dataclasses.replace(bases, corrections=bases.corrections._replace(bias_sums=nan))
+    with pytest.raises(jk.NonFiniteFactorError, match="layer 'w' are not finite"):
+        jk.influence(OBJECTIVE, PARAMS, broken, QUERIES, BATCH)
+
+
 def test_factors_without_gradients_are_no_curvature_and_it_is_said():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH, fisher="forward")
     with pytest.warns(UserWarning, match="hold no curvature of the loss"):

@@ -30,7 +30,7 @@ from jaxkfac.uses._damped_gradients import (
     owned_blocks,
 )
 from jaxkfac.uses._example_gradients import Queries
-from jaxkfac.uses._examples import Examples, check_values, chosen
+from jaxkfac.uses._examples import Examples, check_values, chosen, is_measured
 from jaxkfac.uses._store_files import (
     StoreFolder,
     StoreInMemory,
@@ -371,7 +371,7 @@ def gradient_store(
         writer = StoreWriter(source, params, state, parts, kind, files, budget)
         writer.plan(known_number(train) if num_examples is None else num_examples)
         writer.run(train)
-    if bases.corrections is None and objective.num_outputs == 1:
+    if not is_measured(bases) and objective.num_outputs == 1:
         bases = measured(bases, files.sums())
     return GradientStore(objective, bases, files, about, kind, rank)
 

@@ -1,5 +1,6 @@
 """Influence functions: how training on one example changes the loss of another."""
 
+import operator
 import warnings
 from collections.abc import Iterator
 from html import escape
@@ -362,8 +363,8 @@ def influence(
             by_batch.append(scores)
             continue
         if best is None:
-            assert isinstance(top_k, int)
-            best = none_yet(scores.shape[:-1], top_k, scores.dtype)
+            assert not isinstance(top_k, TopK)
+            best = none_yet(scores.shape[:-1], operator.index(top_k), scores.dtype)
         best = joined(best, scores, exist, start)
         start += len(exist)
         bad.append(count_nan(scores, exist))
