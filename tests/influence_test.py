@@ -579,7 +579,7 @@ def with_zeros(bases):
 
 
 def test_a_measurement_without_a_term_is_none():
-    """``kfac`` keeps one right after a refresh, and the bases then read the factors' eigenvalues."""
+    """``kfac`` keeps one after a refresh; the bases then read the eigenvalues of the factors."""
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     corrected = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True)
     none = jax.tree.map(jnp.zeros_like, corrected.corrections)
