@@ -582,6 +582,14 @@ def test_bad_input_is_refused_by_name():
     refused("prior_precision=-1.0: expected positive", prior_precision=-1.0)
     refused("one for each of 'w', 'u'", prior_precision=jnp.ones(3))
     refused("noise=2.0: only a Gaussian", noise=2.0)
+    refused("noise=2.0: only a Gaussian", use=lambda p: p.replace(1.0, 2.0))
+    for change in (lambda f: f, jax.jit):
+        refused(
+            "noise=.*: only a Gaussian",
+            use=lambda p, change=change: change(
+                lambda noise: p.log_marginal_likelihood(BATCH, noise=noise)
+            )(2.0),
+        )
     refused("matches no layer of the bases", jk.UnknownLayerError, layers="v")
     refused("needs one likelihood", likelihood={"a": jk.Categorical(), "b": jk.Gaussian()})
     refused(
