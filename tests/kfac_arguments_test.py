@@ -148,6 +148,12 @@ def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows
         updated(jk.kfac(like=LIKE), **more)
 
 
+def test_the_loss_terms_of_factors_in_numpy_arrays_are_compared_too():
+    more = STATS.adaptation(PARAMS, jax.tree.map(lambda x: x[:4], BATCH), KEY)
+    with pytest.raises(ValueError, match=r"batch of 4 loss terms.*gradient from 8"):
+        updated(jk.kfac(like=LIKE), factors=jax.device_get(FACTORS), **more)
+
+
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 0.1}], ids=["adaptive", "fixed"])
 def test_a_value_of_two_numbers_is_refused(rate):
     """Other types: ``wrong_arguments_test.py``."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -99,7 +100,12 @@ def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
 
 
 def is_concrete(x: object) -> bool:
-    """Whether ``x`` is an array with values: not traced, not a float0, not a Python number."""
+    """Whether ``x`` is an array with values: not traced, not a float0, not a Python number.
+
+    It may be an array of NumPy, as a restored state has.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype != jax.dtypes.float0
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
