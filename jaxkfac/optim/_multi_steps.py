@@ -100,8 +100,8 @@ def multi_steps(
             between micro-steps; ``None`` for the dtype in which they are added. They are added in
             at least float32, and counts are kept in that dtype. In bfloat16 the mean gradient of 16
             unequal micro-batches is 0.4 % off, where rounding it once would give 0.17 %; for 1024,
-            3 % (``pytest jaxkfac/optim/_accumulators_test.py -k bfloat16``). Dense factors lose
-            nothing: one triangle in float32 takes the bytes of the full matrix in bfloat16.
+            3 % (``pytest jaxkfac/optim/_accumulators_test.py -k bfloat16``). Dense factors in
+            float32 lose nothing: one triangle takes the bytes of the full matrix in bfloat16.
         accumulator_memory_kind: ``"device"``, or ``"pinned_host"`` to keep sums in main memory
             between micro-steps: each update copies them to the device and back. The sums are
             equal bit by bit. On the CPU it has no effect.

@@ -307,8 +307,9 @@ def gradient_store(
     Raises:
         MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
         FileNotFoundError: ``train`` is ``None``, and there is no store at ``path``.
-        ValueError: the folder holds a store of another model, objective, dtype, rank, of other
-            eigenvectors or of other data (the difference is named); bases without all vectors
+        ValueError: the folder holds a store of other parameters, state, layers, likelihood, dtype,
+            rank, eigenvectors or data (the difference is named; a function of the model that
+            changed while all of these stayed, as an activation, is not seen); bases without all vectors
             (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer, the
             widest of which is named; two layers that own the same elements; otherwise as for
             :func:`influence`.
