@@ -25,6 +25,17 @@ def updated(tx, state=None, params=PARAMS, factors=FACTORS, **more):
     return tx.update(GRADS, state, params, factors=factors, **more)
 
 
+@pytest.mark.parametrize("size", [1e15, 1e20, 1e30])
+def test_the_norm_constraint_holds_for_a_gradient_whose_products_overflow(size):
+    """Steps that are scaled to the constraint do not depend on the length of the gradient."""
+    constrained = jk.kfac(0.1, like=LIKE, norm_constraint=1e-6)
+    state = constrained.init(PARAMS)
+    expected, _ = constrained.update(GRADS, state, PARAMS, factors=FACTORS)
+    large = jax.tree.map(lambda x: x * jnp.float32(size), GRADS)
+    updates, _ = constrained.update(large, state, PARAMS, factors=FACTORS)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("period", [2.5, jnp.float32(1.5), jnp.nan])
 def test_a_period_with_a_fraction_is_refused(period):
     """A whole step is a multiple of 2.5 at every fifth step only."""
