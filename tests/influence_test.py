@@ -559,6 +559,7 @@ def test_bad_input_is_refused_by_name():
     refused("needs one output", per="token")
     refused("top_k ranks examples", per="token", top_k=1)
     refused("top_k=0: expected at least 1", top_k=0)
+    refused("start=-5: expected a whole number", top_k=1, start=-5)
     refused("targets", queries=(QUERIES[0], normal(2, 2)))
     refused("queries: expected one batch, .* got list", TypeError, queries=[QUERIES, QUERIES])
     refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)

@@ -309,9 +309,9 @@ def gradient_store(
         FileNotFoundError: ``train`` is ``None``, and there is no store at ``path``.
         ValueError: the folder holds a store of other parameters, state, layers, likelihood, dtype,
             rank, eigenvectors or data (the difference is named; a function of the model that
-            changed while all of these stayed, as an activation, is not seen); bases without all vectors
-            (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer, the
-            widest of which is named; two layers that own the same elements; otherwise as for
+            changed while all of these stayed, as an activation, is not seen); bases without all
+            vectors (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer,
+            the widest of which is named; two layers that own the same elements; otherwise as for
             :func:`influence`.
         NonFiniteFactorError: as for :func:`influence`.
         DamagedFileError: a file of the store is truncated, or its content has changed.

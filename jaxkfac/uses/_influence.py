@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac._errors import at_least_one, one_of
+from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._text import short_repr, table_html
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import ModelCall, Objective
@@ -324,6 +324,11 @@ def influence(
                 "top_k is a TopK, of an earlier part of the stream: pass start=, the number of "
                 "examples in it, or indices would begin again at 0"
             )
+    if start is not None and not isinstance(start, Tracer):
+        scalar("start", start, "a whole number of examples")
+        if start < 0 or start != int(start):
+            raise ValueError(f"start={start}: expected a whole number of examples, or 0")
+        start = int(start)
     if isinstance(train, GradientStore):
         train.check(objective, params, bases, state)
     prepared_queries, prepared = queries, isinstance(queries, Queries)
