@@ -89,6 +89,39 @@ def test_wrong_literals_raise_when_built_in_a_users_process():
         assert all(word in messages[option] for word in (option, "sideways", choice))
 
 
+NUMBERS = """
+import jax.numpy as jnp, numpy as np, jaxkfac as jk
+objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+params, batch = {"w": jnp.ones((4, 2))}, (jnp.eye(4)[:3], jnp.zeros((3, 2)))
+factors = jk.value_grad_and_factors(objective)(params, batch).factors
+bases = jk.eigendecompose(factors)
+for name, call in {
+    "pair": lambda: jk.self_influence(objective, params, bases, batch, damping=(0.1, 0.1)),
+    "period": lambda: jk.kfe_adam(0.1, like=factors, refresh_every=2.5),
+    "no period": lambda: jk.kfe_adam(0.1, like=factors, refresh_every=float("nan")),
+}.items():
+    try:
+        call()
+    except ValueError as error:
+        print(name, "|", " ".join(str(error).split()))
+found = jk.influence(objective, params, bases, batch, batch, top_k=np.int64(2))
+expected = jk.influence(objective, params, bases, batch, batch, top_k=2)
+print("NumPy's integer |", bool((found.indices == expected.indices).all()))
+"""
+
+
+def test_numbers_of_another_form_are_refused_or_read_in_a_users_process():
+    """Without the type hook of the tests, which lets none of them pass."""
+    done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    messages = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
+    assert set(messages) == {"pair", "period", "no period", "NumPy's integer"}
+    assert "or one number: a pair is added" in messages["pair"]
+    assert "a whole number of steps, got 2.5" in messages["period"]
+    assert "at least 1, got nan" in messages["no period"]
+    assert messages["NumPy's integer"] == "True"
+
+
 WRONG_KINDS = """
 import jax, jax.numpy as jnp, jaxkfac as jk, optax
 objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())

@@ -101,6 +101,33 @@ def test_outputs_that_are_no_numbers_are_named():
     assert "not a number" in str(report)
 
 
+def test_a_gradient_that_is_no_number_is_seen_whichever_parameter_has_it():
+    """Zero times the derivative of a root at zero is NaN, in the last of three parameters."""
+    model = lambda p, x: mlp(p, x) + 0 * jnp.sqrt(p["z"])
+    objective, params, batch = problem(mlp)
+    params |= {"z": jnp.zeros(batch[1].shape[-1])}
+    report = jk.check_coverage(jk.Objective(model, jk.Gaussian()), params, batch)
+    assert np.isnan(report.gradient) and "plain JAX: not a number" in str(report)
+    assert np.isnan(report.factors["z"])
+
+
+def test_derivatives_that_are_no_numbers_are_named():
+    """The NaN of a root at zero, in an input of every example: nobody knows whether they meet."""
+    report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) + jnp.sqrt((0 * x).sum())))
+    assert not report.pulled
+    assert any("not all finite for outputs of 0, 1" in remark for remark in report.remarks)
+
+
+def test_layers_whose_products_are_not_compared_are_named():
+    model = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T @ p["u"]
+    params, x = {"w": normal(0, 4, 3), "u": normal(1, 4, 2)}, normal(2, 5, 4)
+    batch = x, jnp.zeros((5, 2))
+    report = jk.check_coverage(jk.Objective(model, jk.Gaussian()), params, batch)
+    assert set(report.products) == {"u"}
+    (remark,) = report.remarks
+    assert remark.startswith("the Fisher's diagonal of 'w', 'w@transposed':")
+
+
 @pytest.mark.slow
 def test_integers_keys_and_state():
     def model(p, x, key):

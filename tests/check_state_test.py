@@ -242,6 +242,19 @@ def test_a_traced_state_is_refused():
         jax.jit(lambda state: jk.check_state(state))(state)
 
 
+def test_a_state_that_was_restored_into_numpy_arrays_is_read():
+    tx = jk.kfac(0.1, like=LIKE)
+    _, state = tx.update(NAN, tx.init(PARAMS), PARAMS, factors=FACTORS)
+    with pytest.warns(UserWarning, match="updates were skipped"):
+        jk.check_state(jax.device_get(state))
+
+
+def test_a_state_of_several_models_is_refused():
+    several = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    with pytest.raises(ValueError, match=r"counters have shape \(2,\), .* one model at a time"):
+        jk.check_state(jax.vmap(jk.kfac(0.1, like=LIKE).init)(several))
+
+
 @pytest.mark.parametrize("other", [None, PARAMS, optax.adam(0.1).init(PARAMS)])
 def test_a_state_of_another_optimizer_is_refused(other):
     with pytest.raises(ValueError, match=r"no state of jk\.kfac.*expected what tx\.init"):

@@ -559,6 +559,7 @@ def test_bad_input_is_refused_by_name():
     refused("needs one output", per="token")
     refused("top_k ranks examples", per="token", top_k=1)
     refused("top_k=0: expected at least 1", top_k=0)
+    refused("start=-5: expected a whole number", top_k=1, start=-5)
     refused("targets", queries=(QUERIES[0], normal(2, 2)))
     refused("queries: expected one batch, .* got list", TypeError, queries=[QUERIES, QUERIES])
     refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)
@@ -576,6 +577,26 @@ def with_zeros(bases):
     spectrum = bases.a[name]
     spectrum = spectrum._replace(values=spectrum.values.at[0].set(1e-20))
     return dataclasses.replace(bases, a=bases.a | {name: spectrum})
+
+
+def test_a_measurement_without_a_term_is_none():
+    """``kfac`` keeps one after a refresh; the bases then read the eigenvalues of the factors."""
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    corrected = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True)
+    none = jax.tree.map(jnp.zeros_like, corrected.corrections)
+    empty = dataclasses.replace(bases, corrections=none)
+    expected = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
+    assert_close(jk.influence(OBJECTIVE, PARAMS, empty, QUERIES, BATCH), expected)
+    store, again = (jk.gradient_store(OBJECTIVE, PARAMS, x, BATCH) for x in (bases, empty))
+    assert store.bases.corrections.terms == again.bases.corrections.terms == len(BATCH[0])
+
+
+def test_measured_eigenvalues_of_a_bias_that_are_not_finite_are_refused():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True, bias="separate")
+    nan = {name: x * jnp.nan for name, x in bases.corrections.bias_sums.items()}
+    broken = dataclasses.replace(bases, corrections=bases.corrections._replace(bias_sums=nan))
+    with pytest.raises(jk.NonFiniteFactorError, match="layer 'w' are not finite"):
+        jk.influence(OBJECTIVE, PARAMS, broken, QUERIES, BATCH)
 
 
 def test_factors_without_gradients_are_no_curvature_and_it_is_said():

@@ -25,6 +25,25 @@ def updated(tx, state=None, params=PARAMS, factors=FACTORS, **more):
     return tx.update(GRADS, state, params, factors=factors, **more)
 
 
+@pytest.mark.parametrize("size", [1e15, 1e20, 1e30])
+def test_the_norm_constraint_holds_for_a_gradient_whose_products_overflow(size):
+    """Steps that are scaled to the constraint do not depend on the length of the gradient."""
+    constrained = jk.kfac(0.1, like=LIKE, norm_constraint=1e-6)
+    state = constrained.init(PARAMS)
+    expected, _ = constrained.update(GRADS, state, PARAMS, factors=FACTORS)
+    large = jax.tree.map(lambda x: x * jnp.float32(size), GRADS)
+    updates, _ = constrained.update(large, state, PARAMS, factors=FACTORS)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("period", [2.5, jnp.float32(1.5), jnp.nan])
+def test_a_period_with_a_fraction_is_refused(period):
+    """A whole step is a multiple of 2.5 at every fifth step only."""
+    with pytest.raises(ValueError, match="refresh_every"):
+        jk.kfac(0.1, like=LIKE, refresh_every=period)
+    jk.kfac(0.1, like=LIKE, refresh_every=2.0)
+
+
 # ------------------------------------------------------------------ rates
 
 
@@ -138,6 +157,12 @@ def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows
     more = STATS.adaptation(PARAMS, batch, KEY)
     with pytest.raises(ValueError, match=rf"batch of {rows} loss terms.*gradient from 8"):
         updated(jk.kfac(like=LIKE), **more)
+
+
+def test_the_loss_terms_of_factors_in_numpy_arrays_are_compared_too():
+    more = STATS.adaptation(PARAMS, jax.tree.map(lambda x: x[:4], BATCH), KEY)
+    with pytest.raises(ValueError, match=r"batch of 4 loss terms.*gradient from 8"):
+        updated(jk.kfac(like=LIKE), factors=jax.device_get(FACTORS), **more)
 
 
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 0.1}], ids=["adaptive", "fixed"])

@@ -417,6 +417,20 @@ def test_validation_without_a_loss_tunes_nothing(by_layer):
         posterior.tune_prior(validation=broken, grid=[0.1, 1.0], by_layer=by_layer)
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_validation_with_an_infinite_loss_tunes_nothing(by_layer):
+    """A class whose logit is -inf has probability 0 whatever the prior is."""
+
+    def masked(p, x):
+        return perceptron(p, x) + jnp.asarray([0.0, 0.0, -jnp.inf])
+
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    objective = jk.Objective(masked, jk.Categorical())
+    posterior = jk.laplace(objective, PARAMS, bases, num_examples=6)
+    with pytest.raises(ValueError, match="validation: the least .* of the grid is inf"):
+        posterior.tune_prior(validation=BATCH, grid=[0.1, 1.0], by_layer=by_layer)
+
+
 # ------------------------------------------------------------ predictives
 
 
@@ -568,6 +582,14 @@ def test_bad_input_is_refused_by_name():
     refused("prior_precision=-1.0: expected positive", prior_precision=-1.0)
     refused("one for each of 'w', 'u'", prior_precision=jnp.ones(3))
     refused("noise=2.0: only a Gaussian", noise=2.0)
+    refused("noise=2.0: only a Gaussian", use=lambda p: p.replace(1.0, 2.0))
+    for change in (lambda f: f, jax.jit):
+        refused(
+            "noise=.*: only a Gaussian",
+            use=lambda p, change=change: change(
+                lambda noise: p.log_marginal_likelihood(BATCH, noise=noise)
+            )(2.0),
+        )
     refused("matches no layer of the bases", jk.UnknownLayerError, layers="v")
     refused("needs one likelihood", likelihood={"a": jk.Categorical(), "b": jk.Gaussian()})
     refused(

@@ -145,8 +145,11 @@ def test_bad_input_is_refused_by_name():
         jk.quadratic_penalty(factors, params | {"more": jnp.ones(3)})
     free = jk.quadratic_penalty(factors, params | {"more": jnp.ones(3)}, missing="zero")
     assert free(params | {"more": jnp.zeros(3)}) == 0
-    with pytest.raises(ValueError, match="all are zero"):
+    with pytest.raises(ValueError, match="and so is the penalty"):
         jk.quadratic_penalty(jax.tree.map(jnp.zeros_like, factors), params)
+    fitted = {name: jnp.zeros_like(x) for name, x in factors.g_sums.items()}
+    with pytest.raises(ValueError, match="and so is the penalty"):
+        jk.quadratic_penalty(dataclasses.replace(factors, g_sums=fitted), params)
     nan = dataclasses.replace(factors, g_sums=factors.g_sums | {"up": jnp.full((4, 4), jnp.nan)})
     with pytest.raises(jk.NonFiniteFactorError, match="'up'"):
         jk.quadratic_penalty(nan, params)

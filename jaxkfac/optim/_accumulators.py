@@ -36,9 +36,9 @@ class Accumulators:
       rounding does not stop either, with twice the variance of a rounding and a key to keep;
       compensated summation keeps twice the bytes.
     - A dense factor is symmetric: one triangle in twice the width takes the bytes of the whole
-      in ``kept``. With bfloat16 that is float32, which loses nothing where it would cost most:
-      rounding moves small eigenvalues by what it moves large ones, and the inverse is made of
-      the small ones.
+      in ``kept``. With bfloat16 that is float32, so factors added in float32 lose nothing, and
+      those added in float64 are rounded to it. In factors a loss would cost most: rounding moves
+      small eigenvalues by as much as large ones, and the inverse is made of the small ones.
 
     Counts are kept as they are.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -42,7 +43,6 @@ from jaxkfac.optim._trees import (
     descend,
     gathered,
     gradients_only,
-    is_concrete,
     is_sharded,
     norm_scale,
     on_mesh_of,
@@ -158,15 +158,18 @@ class KfacTransformation:
         )
         numbers += (None if value is None else jnp.asarray(checked_value(value)),)
         call: tuple[Any, ...] = (grads, state, params, factors, numbers, extra)
-        concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
-        if not concrete and factors is not None:
+        # A schedule may return a Python number, and ``extra`` may hold functions.
+        leaves = jax.tree.leaves(call)
+        traced = any(isinstance(x, Tracer) for x in leaves)
+        if traced and factors is not None:
             warn_of_growth(state, factors, stacklevel=3)
         if ours.method.on_host:
-            call += (self._from_host(concrete, grads, state, factors),)
+            call += (self._from_host(traced, grads, state, factors),)
         step = functools.partial(self._advance_gathered, axis=axis, loss=loss)
         # Outside jit a later call only runs equations, because a new lax.cond compiles its
         # branches. Schedules are read at every call, and what `others` reads is not known.
-        if self.others.tx is None and loss is None and concrete:
+        ready = not traced and all(isinstance(x, jax.Array) for x in leaves)
+        if self.others.tx is None and loss is None and ready:
             step = self.staged.get(call, lambda: Staged.of(step, *call), static=axis)
         out, new = step(*call)
         warn_if_diverged(new, stacklevel=3)
@@ -195,10 +198,10 @@ class KfacTransformation:
         return cast(AdaptationState, state.adaptation).burned_in < self.adaptation.burn_in
 
     def _from_host(
-        self, concrete: bool, grads: ArrayTree, state: KfacState, factors: Factors | None
+        self, traced: bool, grads: ArrayTree, state: KfacState, factors: Factors | None
     ) -> Eigenbases | None:
         """New bases if they are due and the step is not going to be skipped."""
-        if not concrete:
+        if traced:
             raise ValueError(
                 "inverse='host' decomposes outside of jit, and this update is traced: call "
                 "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"

@@ -83,8 +83,8 @@ def multi_steps(
     have in one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
 
     A micro-batch with a non-finite gradient or factor, or a factor above the square root of the
-    largest number (1.8e19 in float32), is left out with its count, and counted in
-    ``state.skipped``; it is still one of the ``k``. A micro-batch without a loss term
+    largest number (1.8e19 in float32), or with a negative count, is left out with its count, and
+    counted in ``state.skipped``; it is still one of the ``k``. A micro-batch without a loss term
     (count 0) adds no gradient and no output statistics, even if its gradient is the NaN
     of 0/0; its input rows exist and stay in A. A group without any loss term makes no
     update.
@@ -100,8 +100,8 @@ def multi_steps(
             between micro-steps; ``None`` for the dtype in which they are added. They are added in
             at least float32, and counts are kept in that dtype. In bfloat16 the mean gradient of 16
             unequal micro-batches is 0.4 % off, where rounding it once would give 0.17 %; for 1024,
-            3 % (``pytest jaxkfac/optim/_accumulators_test.py -k bfloat16``). Dense factors lose
-            nothing: one triangle in float32 takes the bytes of the full matrix in bfloat16.
+            3 % (``pytest jaxkfac/optim/_accumulators_test.py -k bfloat16``). Dense factors in
+            float32 lose nothing: one triangle takes the bytes of the full matrix in bfloat16.
         accumulator_memory_kind: ``"device"``, or ``"pinned_host"`` to keep sums in main memory
             between micro-steps: each update copies them to the device and back. The sums are
             equal bit by bit. On the CPU it has no effect.
@@ -350,7 +350,7 @@ def _sums(
     def weighted(grads: ArrayTree) -> ArrayTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
-    ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
+    ok = all_finite(weighted(grads), factors, count) & is_in_range(factors) & (count >= 0)
     contribution = (grads, factors, count)
     # A cond, not a select of every leaf; see ``once_where``. It selects the inputs, which may
     # be narrower than sums.

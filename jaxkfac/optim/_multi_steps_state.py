@@ -56,8 +56,8 @@ class MultiStepsState(NamedTuple):
             ``tx.init(params)``. They hold the arrays of a step of factors that come in turns, and
             the number of the group plus 1.
         inner: State of the inner transformation.
-        skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
-            too large, int32.
+        skipped: Micro-batches left out because a gradient or factor was not finite, a factor
+            too large, or their count negative, int32.
         empty: Groups that ended without a single loss term, and so without an update,
             int32.
     """
@@ -211,7 +211,7 @@ def single_steps(
         some = count > 0
         # The NaN of 0/0 is no reason to count a batch as skipped: it is an empty one.
         finite = all_finite(gradients_only(grads)) | ~some
-        ok = finite & all_finite(factors, count) & is_in_range(factors)
+        ok = finite & all_finite(factors, count) & is_in_range(factors) & (count >= 0)
         left_out = state.skipped + (~ok).astype(jnp.int32)
         some &= ok
         if is_concrete(some):

@@ -181,6 +181,15 @@ def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
         assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
 
 
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_a_negative_count_leaves_its_micro_batch_out(params, every_k):
+    tx = multi_steps(optax.sgd(1.0), every_k)
+    state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+    for count in (2, -3):
+        _, state = tx.update(grads, state, params, terms=count)
+    assert int(state.skipped) == 1
+
+
 @pytest.mark.exhaustive
 def test_output_statistics_of_a_fully_masked_micro_batch_are_dropped_even_if_nan(params):
     tx = multi_steps(kfac(0.1, like=like_for(params)), every_k_schedule=2)

@@ -137,6 +137,18 @@ def test_bfloat16_parameters_keep_their_dtype(params, batches):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_the_host_decomposes_for_numpy_arrays_and_schedules_of_python_numbers(params, batches):
+    """Neither is traced."""
+    like = like_for(params)
+    grads, factors = net_statistics(params, batches[0])
+    tx, scheduled = (kfac(x, like=like, inverse="host") for x in (0.1, lambda step: 0.1))
+    state = tx.init(params)
+    expected, _ = tx.update(grads, state, params, factors=factors)
+    assert_close(scheduled.update(grads, state, params, factors=factors)[0], expected, 0.0)
+    params = jax.device_get(params)
+    assert_close(tx.update(grads, state, params, factors=factors)[0], expected, 1e-12)
+
+
 def test_what_cannot_be_is_refused(params, batches):
     like = like_for(params)
     grads, factors = net_statistics(params, batches[0])

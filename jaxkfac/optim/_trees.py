@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -99,7 +100,12 @@ def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
 
 
 def is_concrete(x: object) -> bool:
-    """Whether ``x`` is an array with values: not traced, not a float0, not a Python number."""
+    """Whether ``x`` is an array with values: not traced, not a float0, not a Python number.
+
+    It may be an array of NumPy, as a restored state has.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype != jax.dtypes.float0
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
@@ -144,10 +150,26 @@ def norm_scale(
     product = inner_product(
         [step_leaves[path] for path in ours], [grad_leaves[path] for path in ours], dtype
     )
-    squared = jnp.square(jnp.asarray(rate, dtype)) * product
-    limit = jnp.asarray(limit, dtype)
-    beyond = squared > limit  # False for NaN
-    return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
+    rate, limit = jnp.asarray(rate, dtype), jnp.asarray(limit, dtype)
+    squared = jnp.square(rate) * product
+
+    def in_range() -> Array:
+        beyond = squared > limit
+        return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
+
+    def beyond_range() -> Array:
+        # Above 1e19 in float32 products overflow, with both signs, so that their sum is NaN.
+        pairs = [(step_leaves[p].astype(dtype), grad_leaves[p].astype(dtype)) for p in ours]
+        u, v = (
+            jnp.stack([jnp.abs(x).max(initial=0) for x in leaves]).max()
+            for leaves in zip(*pairs, strict=True)
+        )
+        # Not ``inner_product``, which would need copies of all leaves in units.
+        in_units = jnp.stack([((x / u) * (y / v)).sum() for x, y in pairs]).sum()
+        factor = jnp.sqrt(limit) / (jnp.abs(rate) * jnp.sqrt(u) * jnp.sqrt(v) * jnp.sqrt(in_units))
+        return jnp.where(factor < 1, factor, 1)  # 1 for NaN: the step itself is not finite
+
+    return jax.lax.cond(jnp.isfinite(squared) | (not ours), in_range, beyond_range)
 
 
 def scale_covered(factor: Array, steps: ArrayTree, covered: Collection[str]) -> ArrayTree:

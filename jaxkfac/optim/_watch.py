@@ -273,7 +273,7 @@ def check_state(state: object) -> None:
             ``nnx.Optimizer``.
 
     Raises:
-        ValueError: it contains no such state, or it is traced.
+        ValueError: it contains no such state, or it is traced, or of several models (``vmap``).
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -308,15 +308,20 @@ def _accumulates(node: object) -> bool:
     return isinstance(getattr(node, "accumulation", None), optax.MultiStepsState)
 
 
-def _number(counter: ArrayTree) -> Array:
+def _number(counter: ArrayTree) -> Any:
     """A counter's value; in ``nnx.Optimizer`` the counter is a variable.
 
     Raises:
-        ValueError: it is traced.
+        ValueError: it is traced, or the state is of several models.
     """
     (value,) = jax.tree.leaves(counter)
     if not is_concrete(value):
         raise ValueError("state: its counters are traced; call jk.check_state outside of jit")
+    if value.shape:
+        raise ValueError(
+            f"state: its counters have shape {value.shape}, as under jax.vmap: check the state of "
+            "one model at a time, jax.tree.map(lambda x: x[i], state)"
+        )
     return value
 
 

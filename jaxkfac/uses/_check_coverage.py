@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -319,13 +319,20 @@ class _Trial:
         )
         if number == 1 or not free:
             return {}
-        run, largest = self.compiled(_derivative_sizes, free), {}
+        run, largest, unknown = self.compiled(_derivative_sizes, free), {}, []
         eps = [float(jnp.finfo(jax.tree.leaves(inputs)[k].dtype).eps) for k in free]
         for i in range(min(number, self.most)):
             by = np.array(run(self.params, inputs, self.key, self.state, i), np.float64)
+            if not np.isfinite(by).all():
+                unknown.append(str(i))
+                continue
             size, by[i] = by.max() or 1.0, 0.0
             if by.max() > 64 * max(eps) * size:
                 largest[i, int(by.argmax())] = float(by.max() / size)
+        if unknown:
+            self.remarks.append(
+                f"derivatives between examples: not all finite for outputs of {', '.join(unknown)}"
+            )
         return largest
 
     def compiled(self, run: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -355,7 +362,7 @@ class _Trial:
         errors = {}
         for layer in together.layers:
             pairs = zip(together[layer.name], total[layer.name], strict=True)
-            errors[layer.name] = max(_error(x, y) for x, y in pairs)
+            errors[layer.name] = _largest(_error(x, y) for x, y in pairs)
         return errors
 
     def explicit(self, finding: Mapping[str, Any]) -> dict[str, float]:
@@ -370,15 +377,22 @@ class _Trial:
         measured = measure(params, batch, key, state=state)
         gradients = self.compiled(_example_gradients)(call)
         read = [layer.weight.path for layer in bases.layers]
-        errors = {}
+        errors, left_out = {}, []
         for layer in bases.layers:
             if read.count(layer.weight.path) > 1 or layer.computed_from or not layer.is_covered:
+                left_out.append(layer.name)
                 continue
             squares = _squares(layer, measured, gradients)
             basis: Any = measured[layer.name]  # its class follows from ``is_diagonal``
             values = basis.raw_diagonal if layer.is_diagonal else basis.raw_values
             expected = squares / np.asarray(factors.terms)
             errors[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
+        if left_out:
+            names = ", ".join(map(repr, left_out))
+            self.remarks.append(
+                f"the Fisher's diagonal of {names}: the weight has further readings, is computed, "
+                "or has no block"
+            )
         return errors
 
 
@@ -506,7 +520,7 @@ def _of_gradient(
         run = objective.programs.get((_of_gradient, beside), lambda: run)
     plain = run(params, batch, named)
     by_path = partition(grads)[0]
-    return max((_error(by_path[path], plain[path]) for path in plain), default=0.0)
+    return _largest(_error(by_path[path], plain[path]) for path in plain)
 
 
 def _error(actual: Any, expected: Any) -> float:
@@ -514,6 +528,11 @@ def _error(actual: Any, expected: Any) -> float:
     x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     size = np.abs(y).max() if y.size else 0.0
     return float(np.abs(x - y).max() / (size or 1.0)) if y.size else 0.0
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The largest error, 0 if there is none; NaN if one is, which ``max`` alone may leave out."""
+    return max(errors, key=_rank, default=0.0)
 
 
 def _digits(error: float) -> str:

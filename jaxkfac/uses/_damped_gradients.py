@@ -216,13 +216,18 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
     """Refuse an invalid damping, and zero where a block is singular, as far as values are concrete.
 
     Raises:
-        ValueError: a string other than ``"heuristic"``, a negative number, or zero for a factor
-            that is singular to rounding, with the layer's name.
+        ValueError: a string other than ``"heuristic"``, a pair, a negative number, or zero for a
+            factor that is singular to rounding, with the layer's name.
     """
     if isinstance(damping, str):
         if damping != "heuristic":
             raise ValueError(f'damping={damping!r}: expected "heuristic", or a number')
         return
+    if isinstance(damping, tuple):
+        raise ValueError(
+            f'damping={damping}: expected "heuristic", or one number: a pair is added to the '
+            "factors, and these results are of F plus a multiple of the identity"
+        )
     check_damping(damping, "exact")
     # Only without damping does a zero eigenvalue matter.
     if not _is_zero(damping):

@@ -405,14 +405,17 @@ def check_values(bases: Eigenbases) -> None:
         NonFiniteFactorError: naming the layer.
         ValueError: every eigenvalue is zero.
     """
-    is_zero = True
+    is_zero, corrections = True, bases.corrections if is_measured(bases) else None
     for layer in bases.layers:
         if layer.is_diagonal:
             sides = [bases.diagonals[layer.name]]
         else:
             sides = [spectrum.values for spectrum in bases.spectra(layer)]
-        measured = None if bases.corrections is None else bases.corrections.sums.get(layer.name)
-        arrays = sides if measured is None else [*sides, measured]
+        measured = []
+        if corrections is not None:
+            tables = corrections.sums, corrections.bias_sums
+            measured = [table[layer.name] for table in tables if layer.name in table]
+        arrays = [*sides, *measured]
         if any(isinstance(x, Tracer) or not _is_local(x) for x in arrays):
             return
         if not all(np.isfinite(np.asarray(x)).all() for x in arrays):
@@ -420,13 +423,30 @@ def check_values(bases: Eigenbases) -> None:
                 f"bases: the eigenvalues of layer {layer.name!r} are not finite: collect its "
                 "factors anew, from batches whose loss is finite"
             )
-        curved = sides if measured is None else [measured]
-        is_zero = is_zero and not all(np.asarray(x).any() for x in curved)
+        # A measured eigenvalue is that of a block; one of the factors is only a side of it.
+        curved = any(map(_any, measured)) if measured else all(map(_any, sides))
+        is_zero = is_zero and not curved
     if is_zero:
         raise ValueError(
             "bases: every eigenvalue is zero, so they hold no curvature: decompose the factors of "
             "a batch with jk.eigendecompose"
         )
+
+
+def is_measured(bases: Eigenbases) -> bool:
+    """Whether the bases have measured eigenvalues, not counting a measurement without a term.
+
+    :func:`jaxkfac.kfac` keeps such a measurement after a refresh; the bases then read the
+    eigenvalues of the factors. A traced number of terms counts as some.
+    """
+    terms = None if bases.corrections is None else bases.corrections.terms
+    if terms is None or isinstance(terms, Tracer) or not _is_local(terms):
+        return terms is not None
+    return bool(np.asarray(terms) > 0)
+
+
+def _any(values: Array | np.ndarray) -> bool:
+    return bool(np.asarray(values).any())
 
 
 def _is_local(array: object) -> bool:

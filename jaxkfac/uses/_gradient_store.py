@@ -30,7 +30,7 @@ from jaxkfac.uses._damped_gradients import (
     owned_blocks,
 )
 from jaxkfac.uses._example_gradients import Queries
-from jaxkfac.uses._examples import Examples, check_values, chosen
+from jaxkfac.uses._examples import Examples, check_values, chosen, is_measured
 from jaxkfac.uses._store_files import (
     StoreFolder,
     StoreInMemory,
@@ -307,10 +307,11 @@ def gradient_store(
     Raises:
         MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
         FileNotFoundError: ``train`` is ``None``, and there is no store at ``path``.
-        ValueError: the folder holds a store of another model, objective, dtype, rank, of other
-            eigenvectors or of other data (the difference is named); bases without all vectors
-            (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer, the
-            widest of which is named; two layers that own the same elements; otherwise as for
+        ValueError: the folder holds a store of other parameters, state, layers, likelihood, dtype,
+            rank, eigenvectors or data (the difference is named; a function of the model that
+            changed while all of these stayed, as an activation, is not seen); bases without all
+            vectors (``eigendecompose(rank=)``); a ``rank`` above the shorter side of every layer,
+            the widest of which is named; two layers that own the same elements; otherwise as for
             :func:`influence`.
         NonFiniteFactorError: as for :func:`influence`.
         DamagedFileError: a file of the store is truncated, or its content has changed.
@@ -371,7 +372,7 @@ def gradient_store(
         writer = StoreWriter(source, params, state, parts, kind, files, budget)
         writer.plan(known_number(train) if num_examples is None else num_examples)
         writer.run(train)
-    if bases.corrections is None and objective.num_outputs == 1:
+    if not is_measured(bases) and objective.num_outputs == 1:
         bases = measured(bases, files.sums())
     return GradientStore(objective, bases, files, about, kind, rank)
 

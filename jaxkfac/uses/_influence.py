@@ -1,5 +1,6 @@
 """Influence functions: how training on one example changes the loss of another."""
 
+import operator
 import warnings
 from collections.abc import Iterator
 from html import escape
@@ -11,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac._errors import at_least_one, one_of
+from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._text import short_repr, table_html
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import ModelCall, Objective
@@ -323,6 +324,11 @@ def influence(
                 "top_k is a TopK, of an earlier part of the stream: pass start=, the number of "
                 "examples in it, or indices would begin again at 0"
             )
+    if start is not None and not isinstance(start, Tracer):
+        scalar("start", start, "a whole number of examples")
+        if start < 0 or start != int(start):
+            raise ValueError(f"start={start}: expected a whole number of examples, or 0")
+        start = int(start)
     if isinstance(train, GradientStore):
         train.check(objective, params, bases, state)
     prepared_queries, prepared = queries, isinstance(queries, Queries)
@@ -362,8 +368,8 @@ def influence(
             by_batch.append(scores)
             continue
         if best is None:
-            assert isinstance(top_k, int)
-            best = none_yet(scores.shape[:-1], top_k, scores.dtype)
+            assert not isinstance(top_k, TopK)
+            best = none_yet(scores.shape[:-1], operator.index(top_k), scores.dtype)
         best = joined(best, scores, exist, start)
         start += len(exist)
         bad.append(count_nan(scores, exist))

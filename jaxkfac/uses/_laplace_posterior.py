@@ -36,7 +36,7 @@ from jaxkfac.uses._posterior_precision import (
     LogLikelihood,
     PosteriorPrecision,
     check_maximum,
-    check_positive,
+    check_noise,
     check_prior,
     statistics_dtype_of,
 )
@@ -98,7 +98,7 @@ class LaplacePosterior:
 
         Raises:
             ValueError: an iterable that is empty, a batch that does not fit, or another number of
-                loss terms than the posterior's.
+                loss terms than the posterior's (the number is known outside ``jit`` only).
         """
         total = None
         for some in batches_of(train):
@@ -133,9 +133,11 @@ class LaplacePosterior:
             noise: Replaces the posterior's own.
 
         Raises:
-            ValueError: as in ``log_likelihood``, or a prior precision or noise that is not
-                positive.
+            ValueError: as in ``log_likelihood``; a prior precision or noise that is not
+                positive; or a noise for a likelihood other than a Gaussian.
         """
+        if isinstance(noise, Tracer) and not isinstance(self.likelihood, Gaussian):
+            raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")
         data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
         posterior = self.replace(
             self.prior_precision if prior_precision is None else prior_precision,
@@ -172,7 +174,8 @@ class LaplacePosterior:
 
         Raises:
             ValueError: both train and validation are given; there is no maximum (no curvature, or
-                all parameters are zero); or the loss on validation data is NaN.
+                all parameters are zero; inside ``jit`` the prior precision stays instead); or the
+                loss on validation data is NaN, or is infinite for every prior precision.
 
         Warns:
             UserWarning: by layer, some layers have no maximum and keep their prior precision.
@@ -326,10 +329,11 @@ class LaplacePosterior:
         """The posterior with another prior precision and noise.
 
         Raises:
-            ValueError: a number is not positive, or the prior precision has another shape.
+            ValueError: a number is not positive, the prior precision has another shape, or a
+                noise other than 1 comes to a likelihood that has none.
         """
         check_prior(prior_precision, self.layers)
-        check_positive("noise", noise)
+        check_noise(self.likelihood, noise)
         dtype = statistics_dtype_of(self.bases)
         prior, noise = (jnp.asarray(x, dtype) for x in (prior_precision, noise))
         return dataclasses.replace(self, prior_precision=prior, noise=noise)

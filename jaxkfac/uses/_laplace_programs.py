@@ -171,6 +171,7 @@ def _one(
             changed = posterior.replace(number, posterior.noise)
             outputs = output_distribution(changed, batch, max_bytes=max_bytes)
             losses[k] += _number(_loss(posterior, batch, outputs))
+    _check_least(losses.min())
     return grid[int(losses.argmin())]
 
 
@@ -209,7 +210,17 @@ def _by_layer(
                 trial[layer] = k
                 if (value := loss(trial)) < best:
                     chosen, best, changed = trial, value, True
+    _check_least(best)
     return grid[chosen]
+
+
+def _check_least(loss: float | np.floating) -> None:
+    """Refuse a least loss that is infinite: no number of the grid is better than another."""
+    if not np.isfinite(loss):
+        raise ValueError(
+            f"validation: the least negative log predictive probability of the grid is {loss}: "
+            "look for targets whose logits are infinite, and for numbers that overflow"
+        )
 
 
 def _number(loss: Float[Array, ""]) -> float:

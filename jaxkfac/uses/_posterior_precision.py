@@ -4,7 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import scalar
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.factors import Gaussian
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._damped_gradients import (
@@ -50,6 +51,18 @@ def check_positive(name: str, value: Any) -> None:
     scalar(name, value, "a positive number")
     if not isinstance(value, Tracer) and not (float(value) > 0 and np.isfinite(float(value))):
         raise ValueError(f"{name}={value}: expected a positive number")
+
+
+def check_noise(likelihood: object, noise: ArrayLike) -> None:
+    """Refuse what is not a positive number, and a noise of a likelihood that has none.
+
+    A traced noise passes: compiled functions replace a posterior's noise by itself.
+    """
+    check_positive("noise", noise)
+    if isinstance(likelihood, Gaussian) or isinstance(noise, Tracer):
+        return
+    if float(cast(Any, noise)) != 1:
+        raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")
 
 
 def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:

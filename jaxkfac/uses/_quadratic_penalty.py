@@ -103,7 +103,7 @@ def quadratic_penalty(
 
     Raises:
         ValueError: an anchor that lacks a parameter of the factors or has another shape, factors
-            that are all zero, or a strength that is not positive.
+            that make the penalty zero everywhere, or a strength that is not positive.
         NonFiniteFactorError: naming the layer of a factor that is not finite.
         UncoveredParameterError: naming the parameters, with ``missing="raise"``.
         TypeError: ``factors`` is not ``Factors``.
@@ -157,13 +157,18 @@ def quadratic_penalty(
 
 def _check_values(factors: Factors) -> None:
     """Refuse factors that are not finite, or all zero, if their values are concrete."""
-    leaves = jax.tree.leaves(factors)
-    if any(isinstance(x, Tracer) for x in leaves):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(factors)):
         return
+    is_zero = True
     for name in factors:
         sums = [factors.g_sums.get(name), factors.diagonals.get(name)]
         sums.append(factors.a_sums.get(factors.layer(name).input))
-        if not all(np.isfinite(np.asarray(x)).all() for x in sums if x is not None):
+        arrays = [np.asarray(x) for x in sums if x is not None]
+        if not all(np.isfinite(x).all() for x in arrays):
             raise NonFiniteFactorError(f"the factors of layer {name!r} are not finite")
-    if not any(np.asarray(x).any() for x in leaves):
-        raise ValueError("factors: all are zero, like the penalty: add the factors of a batch")
+        is_zero = is_zero and not all(x.any() for x in arrays)
+    if is_zero:
+        raise ValueError(
+            "factors: every layer has one that is zero, and so is the penalty: add the factors of "
+            "a batch whose loss has curvature"
+        )
