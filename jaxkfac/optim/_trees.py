@@ -150,26 +150,12 @@ def norm_scale(
     product = inner_product(
         [step_leaves[path] for path in ours], [grad_leaves[path] for path in ours], dtype
     )
-    rate, limit = jnp.asarray(rate, dtype), jnp.asarray(limit, dtype)
-    squared = jnp.square(rate) * product
-
-    def in_range() -> Array:
-        beyond = squared > limit
-        return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
-
-    def beyond_range() -> Array:
-        # Above 1e19 in float32 products overflow, with both signs, so that their sum is NaN.
-        pairs = [(step_leaves[p].astype(dtype), grad_leaves[p].astype(dtype)) for p in ours]
-        u, v = (
-            jnp.stack([jnp.abs(x).max(initial=0) for x in leaves]).max()
-            for leaves in zip(*pairs, strict=True)
-        )
-        # Not ``inner_product``, which would need copies of all leaves in units.
-        in_units = jnp.stack([((x / u) * (y / v)).sum() for x, y in pairs]).sum()
-        factor = jnp.sqrt(limit) / (jnp.abs(rate) * jnp.sqrt(u) * jnp.sqrt(v) * jnp.sqrt(in_units))
-        return jnp.where(factor < 1, factor, 1)  # 1 for NaN: the step itself is not finite
-
-    return jax.lax.cond(jnp.isfinite(squared) | (not ours), in_range, beyond_range)
+    squared = jnp.square(jnp.asarray(rate, dtype)) * product
+    limit = jnp.asarray(limit, dtype)
+    beyond = squared > limit  # False for NaN
+    scale = jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
+    # Above 1e19 in float32 the products overflow, with both signs to NaN. Such a step is not taken.
+    return jnp.where(jnp.isnan(squared), 0, scale)
 
 
 def scale_covered(factor: Array, steps: ArrayTree, covered: Collection[str]) -> ArrayTree:
