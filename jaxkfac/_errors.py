@@ -1,6 +1,7 @@
 """Errors of this library, and checks of arguments that raise them."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
-def at_least_one(**numbers: int) -> None:
-    """Refuse a number below one, by its name."""
+def at_least_one(**numbers: Any) -> None:
+    """Refuse a number below one, NaN, or with a fraction, by its name."""
     for name, number in numbers.items():
         scalar(name, number, "a whole number, at least 1")
-        if number < 1:
+        if not number >= 1:
             raise ValueError(f"{name}={number}: expected at least 1")
+        if number != math.inf and number != int(number):
+            raise ValueError(f"{name}={number}: expected a whole number")
 
 
 def instance_of(name: str, value: Any, kind: type, remedy: str) -> None:

@@ -117,8 +117,8 @@ def test_numbers_of_another_form_are_refused_or_read_in_a_users_process():
     messages = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
     assert set(messages) == {"pair", "period", "no period", "NumPy's integer"}
     assert "or one number: a pair is added" in messages["pair"]
-    assert "a whole number of steps, got 2.5" in messages["period"]
-    assert "at least 1, got nan" in messages["no period"]
+    assert "refresh_every=2.5: expected a whole number" in messages["period"]
+    assert "refresh_every=nan: expected at least 1" in messages["no period"]
     assert messages["NumPy's integer"] == "True"
 
 

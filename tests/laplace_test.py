@@ -281,6 +281,16 @@ def test_the_variance_of_one_reading_of_a_tied_table_is_refused():
         posterior.variance(batch[0])
 
 
+@pytest.mark.parametrize(
+    "times, error", [(0, ValueError), (np.nan, jk.NonFiniteFactorError)], ids=["zero", "NaN"]
+)
+def test_bases_without_curvature_are_refused(times, error):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    g = {name: x._replace(values=times * x.values) for name, x in bases.g.items()}
+    with pytest.raises(error, match="every eigenvalue is zero|eigenvalues of layer .* not finite"):
+        jk.laplace(OBJECTIVE, PARAMS, dataclasses.replace(bases, g=g), num_examples=6)
+
+
 def test_samples_have_the_covariance_of_the_dense_posterior():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.7)

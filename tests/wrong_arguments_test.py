@@ -167,7 +167,7 @@ WORDS = {
     "a target without its key": (
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
     "a period that is not whole": (
-        lambda: jk.LevenbergMarquardt(every=2.5), "every=2.5", "whole number of updates"),
+        lambda: jk.LevenbergMarquardt(every=2.5), "every=2.5", "expected a whole number"),
     "another word for the rate": (
         lambda: jk.kfac("adaptive", like=factors), "learning_rate='adaptive'", '"quadratic"'),
     "another word for the momentum": (

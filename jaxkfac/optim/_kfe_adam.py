@@ -24,7 +24,6 @@ from jaxkfac.optim._schedules import (
     Schedule,
     at_step,
     check_learning_rate,
-    check_period,
     check_weight_decay,
     may_be_positive,
 )
@@ -223,7 +222,6 @@ def kfe_adam(
     one_of("refresh", refresh, ("qr", "eigh"))
     one_of("covariance", covariance, ("factors", "gradient"))
     at_least_one(refresh_every=refresh_every)
-    check_period(refresh_every)
     if max_side < 0:
         raise ValueError(
             f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"

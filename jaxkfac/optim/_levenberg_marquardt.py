@@ -183,8 +183,6 @@ class LevenbergMarquardt:
             scalar(name, getattr(self, name), "a number")
             if isinstance(getattr(self, name), Tracer):
                 raise TypeError(f"{name} is traced: LevenbergMarquardt takes numbers of Python's")
-        if self.every != int(self.every):
-            raise ValueError(f"every={self.every}: expected a whole number of updates")
         if not 0 < self.factor < 1:
             raise ValueError(f"factor={self.factor}: expected a number between 0 and 1")
         if not 0 <= self.minimum <= self.maximum:

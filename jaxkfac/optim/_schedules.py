@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jaxkfac._errors import scalar
+from jaxkfac._errors import at_least_one, scalar
 from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.linalg.spectral import check_clipping, check_damping
 
@@ -64,26 +64,14 @@ def check_numbers(
     _number("momentum", momentum, "a number in [0, 1), 0.0 for no momentum")
     if norm_constraint is not None:
         _number("norm_constraint", norm_constraint, "a positive number, or None for no constraint")
-    check_period(refresh_every)
+    if not isinstance(refresh_every, Tracer):
+        at_least_one(refresh_every=refresh_every)
     if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     is_concrete = not isinstance(norm_constraint, Tracer)
     if is_concrete and norm_constraint is not None and not norm_constraint > 0:
         raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
     check_weight_decay(weight_decay)
-
-
-def check_period(refresh_every: Any) -> None:
-    """Refuse a period below 1 or with a fraction, if its value is concrete.
-
-    A step is a whole number, and is no multiple of 2.5 more often than every fifth time.
-    """
-    if isinstance(refresh_every, Tracer):
-        return
-    if not refresh_every >= 1:  # also NaN
-        raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
-    if math.isfinite(refresh_every) and refresh_every != int(refresh_every):
-        raise ValueError(f"refresh_every must be a whole number of steps, got {refresh_every}")
 
 
 def check_weight_decay(weight_decay: Any) -> None:

@@ -10,7 +10,7 @@ from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.interception.coupling import Word
 from jaxkfac.uses._damped_gradients import check_disjoint, owned_blocks
-from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._examples import Examples, check_values
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._posterior_precision import check_positive, raw, warn_of_empirical
 
@@ -69,8 +69,9 @@ def laplace(
         UnknownLayerError: ``layers`` matches nothing.
         ValueError: a number that is not positive, a prior precision of another shape, a parameter
             that two layers own, several likelihoods, bases of another likelihood (if
-            ``bases.origin`` shows it), or bases without vectors. Bases of another model and coupled
-            examples are refused when data comes.
+            ``bases.origin`` shows it), without vectors, or with zero eigenvalues alone. Bases of
+            another model and coupled examples are refused when data comes.
+        NonFiniteFactorError: an eigenvalue is not finite; names the layer.
         TypeError: a scalar loss in place of an ``Objective``.
 
     Warns:
@@ -100,6 +101,7 @@ def laplace(
             f"{objective.num_outputs}: give an Objective of the output that you want"
         )
     selected = Examples(objective, bases, layers, experts, examples)
+    check_values(selected.bases)
     warn_of_empirical(selected.bases)
     (likelihood,) = jax.tree.leaves(objective.likelihood)
     if not isinstance(likelihood, Gaussian) and (isinstance(noise, Tracer) or noise != 1.0):
