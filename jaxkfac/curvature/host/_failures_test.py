@@ -98,7 +98,7 @@ def test_a_first_decomposition_that_fails_raises_at_once(factors):
 
 
 def test_a_failed_decomposition_is_retried_with_numpy(factors, monkeypatch):
-    from jaxkfac.linalg import _eigh_host
+    from jaxkfac.linalg.spectral import _eigh_host
 
     def nothing(host, dtype):
         return _eigh_host.HostSpectrum(np.full(host.shape[:-1], np.nan), None)
