@@ -286,7 +286,7 @@ class Statistics:
             use.operand,
             tuple(tuple(map(atoms, group)) for group in axes),
             atoms(self.traced.examples),
-            (use.free_stack, use.groups, use.reversed),
+            (use.free_stack, use.kind.signature(use)),
             (layer.kind, layer.stack, layer.g_dense, self.unpacks(layer)),
         )
 

@@ -77,11 +77,7 @@ class Use:
         free_stack: Whether the first free axis is read as a stack of experts.
         row_batch: For a dense layer, which pairs of shared axes are rows because the parameter was
             broadcast along them.
-        row_axes: For kernels gathered by row, which of their axes are rows.
-        groups: For a convolution, the sizes of ``batch_axes``.
-        runs: For sorted rows, the value number of the sizes of the experts' runs.
-        reversed: For a convolution, for each spatial axis, whether the kernel is read back to
-            front along it.
+        detail: What the kind alone has to know of the equation, a record of its own.
         where: The equation and the calls around it; equal in every analysis of one program.
     """
 
@@ -105,10 +101,7 @@ class Use:
     layers: tuple[str | None, ...] = ()
     free_stack: bool = False
     row_batch: tuple[int, ...] = ()
-    row_axes: tuple[int, ...] = ()
-    groups: tuple[int, ...] = ()
-    runs: int = -1
-    reversed: tuple[bool, ...] = ()
+    detail: Any = None
     where: Hashable = None
 
 
@@ -275,6 +268,10 @@ class Kind(abc.ABC):
         raise NotImplementedError(f"{self.name!r} has no input side")
 
     # -- statistics of one use, in its backward pass ----------------------------------
+
+    def signature(self, use: Use) -> Hashable:
+        """What else two uses of equal equations must have in common to share one program."""
+        return ()
 
     def gradient(self, vjp: LayerVjp) -> Shaped[Array, "..."]:
         """The parameter's gradient at each position, before any sum (elementwise kinds only)."""

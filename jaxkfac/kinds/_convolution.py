@@ -1,7 +1,7 @@
 """Convolutions: every output position is a row that reads one patch of the signal."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxkfac.interception import LayerVjp, Use, register_kind, reversal
 from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import Arrays, BothSides
-from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
+from jaxkfac.kinds._patches import KernelOrder, over_patches, patches_of, summed_patches
 from jaxkfac.kinds._rows import (
     ArrayOrShape,
     Rows,
@@ -74,9 +74,11 @@ class Convolution(TwoSided):
         use.in_axes = (channels, *spatial)
         # Groups are blocks of their own: no patch of one group meets a kernel of another.
         use.batch_axes = tuple((a,) for a in table.atoms(group_axes[0]))
-        use.groups = tuple(table.size(a) for a in table.atoms(group_axes[0]))
         use.out_axes = (group_axes[1],)
-        use.reversed = tuple(o == "whole" for o in order)
+        use.detail = KernelOrder(
+            tuple(table.size(a) for a in table.atoms(group_axes[0])),
+            tuple(o == "whole" for o in order),
+        )
         return [use]
 
     def place(self, use: Use, axes: Axes) -> None:
@@ -97,7 +99,10 @@ class Convolution(TwoSided):
         # The kernel's size is part of how the signal is read: convolutions of 1 and 3 points with
         # the same strides read other patches.
         sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
-        return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
+        return repr((*(p[k] for k in keys), inputs, sizes, use.detail))
+
+    def signature(self, use: Use) -> Hashable:
+        return use.detail
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         """All patches; pass only a few examples at a time."""
@@ -106,8 +111,8 @@ class Convolution(TwoSided):
     def outputs(self, vjp: LayerVjp) -> Rows:
         use, cotangent = vjp.use, vjp.cotangent
         examples, channels, *spatial = vjp.site.eqn.params["dimension_numbers"].out_spec
-        groups, shape = len(use.groups), cotangent.shape
-        x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
+        groups, shape = len(use.detail.groups), cotangent.shape
+        x = cotangent.reshape(*shape[:channels], *use.detail.groups, -1, *shape[channels + 1 :])
         # The split of the channels into groups moves the axes behind them.
         rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
         batch = tuple(range(channels, channels + groups))

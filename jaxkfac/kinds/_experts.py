@@ -14,6 +14,12 @@ from jaxkfac.kinds._two_sided import TwoSided
 # ---------------- kernels gathered row by row: ``einsum("nd,ndk->nk", x, kernels[expert])``
 
 
+class _PickedRows(NamedTuple):
+    """Which axes of kernels that are gathered row by row are rows."""
+
+    row_axes: tuple[int, ...]
+
+
 @register_kind
 class Gathered(TwoSided):
     """A stack of kernels, from which each row of data picks the kernel that multiplies it.
@@ -67,8 +73,8 @@ class Gathered(TwoSided):
         if not inputs or not outputs:
             return "is picked row by row and is no matrix"
         use = Use(self, eqn, position, view, scope, data=data)
-        use.row_axes = tuple(d for d in is_row if is_row[d])
-        rows = [data.axes[d] for d in axes.rows_of_data(use.row_axes)]
+        use.detail = _PickedRows(tuple(d for d in is_row if is_row[d]))
+        rows = [data.axes[d] for d in axes.rows_of_data(use.detail.row_axes)]
         # Rows that only the kernels have: several picks for one row of data, as in top-k routing.
         rows += [view.axes[d] for d in axes.free if is_row[d]]
         every = [a for axis in rows for a in table.atoms(axis)]
@@ -88,7 +94,7 @@ class Gathered(TwoSided):
         assert data is not None and use.view.axes is not None
         shared = [data.axes[d] for d in axes.shared.values()]
         mine = [
-            use.view.axes[d] if d in use.row_axes else table.new(axes.shape[d], "feature")
+            use.view.axes[d] if d in use.detail.row_axes else table.new(axes.shape[d], "feature")
             for d in axes.free
         ]
         theirs = [data.axes[d] for d in axes.other_free]
@@ -97,9 +103,9 @@ class Gathered(TwoSided):
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         axes, picked = _Axes.of(use.eqn, use.operand), use.view.picked
         assert picked is not None
-        features = zip(use.in_axes, axes.inputs(use.row_axes), strict=True)
+        features = zip(use.in_axes, axes.inputs(use.detail.row_axes), strict=True)
         theirs = [d for _, d in sorted((place(axis), d) for axis, d in features)]
-        rows = axes.rows_of_data(use.row_axes)
+        rows = axes.rows_of_data(use.detail.row_axes)
         # The indices are part of it: the same data picked by other indices gives other sums for
         # each expert.
         return repr((theirs, rows, len(use.rows), picked.indices))
@@ -107,10 +113,10 @@ class Gathered(TwoSided):
     def inputs(self, vjp: LayerVjp) -> Rows:
         use, x = vjp.use, vjp.data
         axes = _Axes.of(use.eqn, use.operand)
-        rows = axes.rows_of_data(use.row_axes)
+        rows = axes.rows_of_data(use.detail.row_axes)
         more = range(x.ndim, x.ndim + len(use.rows) - len(rows))  # rows that only the kernels have
-        stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.row_axes)
-        features = sorted(zip(axes.inputs(use.row_axes), use.in_axes, strict=True))
+        stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.detail.row_axes)
+        features = sorted(zip(axes.inputs(use.detail.row_axes), use.in_axes, strict=True))
         x = jnp.expand_dims(x, tuple(more))
         return _by_expert(vjp, Rows(x, (*rows, *more), stacked, tuple(features)))
 
@@ -123,13 +129,13 @@ class Gathered(TwoSided):
         theirs |= {d: k for k, d in enumerate(axes.shared.values())}
         # A row axis that the product sums over (a weighted sum of experts) is not in the cotangent;
         # it gets an axis of one, because each of its rows has the same cotangent.
-        summed = [d for d in axes.rows_of_data(use.row_axes) if d not in theirs]
+        summed = [d for d in axes.rows_of_data(use.detail.row_axes) if d not in theirs]
         theirs |= {d: cotangent.ndim + k for k, d in enumerate(summed)}
         cotangent = jnp.expand_dims(cotangent, [theirs[d] for d in summed])
-        rows = [theirs[d] for d in axes.rows_of_data(use.row_axes)]
-        rows += [mine[d] for d in axes.free if d in use.row_axes]
-        stacked = [k for k, d in enumerate(axes.shared) if d not in use.row_axes]
-        features = [mine[d] for d in axes.free if d not in use.row_axes]
+        rows = [theirs[d] for d in axes.rows_of_data(use.detail.row_axes)]
+        rows += [mine[d] for d in axes.free if d in use.detail.row_axes]
+        stacked = [k for k, d in enumerate(axes.shared) if d not in use.detail.row_axes]
+        features = [mine[d] for d in axes.free if d not in use.detail.row_axes]
         features = tuple(zip(features, use.out_axes, strict=True))
         side = Rows(cotangent, tuple(rows), tuple(stacked), features)
         return _by_expert(vjp, side).masked(vjp.weights)
@@ -227,6 +233,12 @@ def _size(table: AxisTable, axis: Atoms) -> int:
 # ---------------- rows sorted by expert: ``jax.lax.ragged_dot``
 
 
+class _Runs(NamedTuple):
+    """The value number of the sizes of the experts' runs of rows."""
+
+    sizes: int
+
+
 @register_kind
 class Ragged(TwoSided):
     """A stack of kernels, each of which reads its own run of the rows.
@@ -271,7 +283,7 @@ class Ragged(TwoSided):
         use.batch_axes, use.in_axes = (view.axes[group],), (view.axes[inputs],)
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in (group, inputs))
         use.rows = (data.axes[1 - contract[0][0]],)
-        use.runs = ins[2].number
+        use.detail = _Runs(ins[2].number)
         return [use]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
@@ -280,7 +292,7 @@ class Ragged(TwoSided):
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         # Experts with other group sizes read other rows. The sizes are compared by value number and
         # not by variable: a jitted function that is called twice has the same variables twice.
-        return repr((use.runs, use.eqn.params["ragged_dot_dimension_numbers"]))
+        return repr((use.detail.sizes, use.eqn.params["ragged_dot_dimension_numbers"]))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         use = vjp.use

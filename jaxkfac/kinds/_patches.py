@@ -102,7 +102,7 @@ def over_patches(vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None],
         of_run = lambda side, exists: statistic(side.masked(exists), exists)
         return _over_runs(signal._replace(x=x), use, exists, of_run)
 
-    lead = len(use.groups)
+    lead = len(use.detail.groups)
     several = _run_length(signal, lead + 1) < _longest(signal.axes)[1]
     axis = axis_of_devices(signal.x.shape[lead]) if several else None
     if axis is None:
@@ -111,6 +111,18 @@ def over_patches(vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None],
     exists = None if weights is None else by_device(weights, 0, axis)
     shards = jax.vmap(total)(by_device(signal.x, lead, axis), exists)
     return jax.tree.map(lambda x: x.sum(0), shards)
+
+
+class KernelOrder(NamedTuple):
+    """The order in which a convolution reads its kernel.
+
+    Attributes:
+        groups: Sizes of the use's ``batch_axes``.
+        reversed: For each spatial axis, whether the kernel is read back to front along it.
+    """
+
+    groups: tuple[int, ...]
+    reversed: tuple[bool, ...]
 
 
 class _Axis(NamedTuple):
@@ -134,7 +146,7 @@ class _Signal(NamedTuple):
 
 
 def _signal(vjp: LayerVjp) -> _Signal:
-    eqn, groups = vjp.site.eqn, vjp.use.groups
+    eqn, groups = vjp.site.eqn, vjp.use.detail.groups
     p, x, kernel = eqn.params, vjp.operands[0], vjp.operands[1].shape
     numbers = p["dimension_numbers"]
     examples, channels, *spatial = numbers.lhs_spec
@@ -165,12 +177,12 @@ def _signal(vjp: LayerVjp) -> _Signal:
 
 def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
     """The windows, or their sums over outputs, formed axis by axis."""
-    x, lead = signal.x, len(use.groups) + 1
+    x, lead = signal.x, len(use.detail.groups) + 1
     for d, axis in enumerate(signal.axes, start=lead):
         windows = []
         # A kernel that is reversed in the program meets the windows back to front; A belongs to the
         # parameter's own order.
-        for k in range(axis.size)[:: -1 if use.reversed[d - lead] else 1]:
+        for k in range(axis.size)[:: -1 if use.detail.reversed[d - lead] else 1]:
             first = k * axis.dilation
             last = first + (axis.outputs - 1) * axis.stride
             window = jax.lax.slice_in_dim(x, first, last + 1, axis.stride, d)
@@ -185,7 +197,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
 
 
 def _rows(signal: _Signal, use: Use, x: ArrayOrShape) -> Rows:
-    lead, n = len(use.groups), len(signal.axes)
+    lead, n = len(use.detail.groups), len(signal.axes)
     channels, *spatial = use.in_axes
     features = tuple(enumerate((*spatial, channels), start=lead + 1 + n))
     return Rows(x, tuple(range(lead, lead + 1 + n)), tuple(range(lead)), features)
@@ -201,7 +213,7 @@ def _over_runs(
 
     The axis of examples is not cut, because it may be sharded over devices.
     """
-    lead, axes = len(use.groups) + 1, signal.axes
+    lead, axes = len(use.detail.groups) + 1, signal.axes
     along, outputs = _longest(axes)
     length = _run_length(signal, lead)
 
