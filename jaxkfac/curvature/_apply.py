@@ -56,7 +56,9 @@ def map_in_batches(
     """``{name: function(static, arrays)}``, with one call for all problems that look alike.
 
     Problems look alike if their static parts are equal, and their arrays agree in structure,
-    shape, dtype, sharding and device. The cost is linear in the number of problems.
+    shape, dtype and devices. Arrays that lie differently on the same devices of an automatic mesh
+    are stacked too, which may change the sharding of a result and changes no value. The cost is
+    linear in the number of problems.
 
     Args:
         function: Called with arrays that have one more leading axis if several problems

@@ -174,8 +174,7 @@ class _Eigenvectors(Preconditioner[Eigenbases]):
             old = jax.tree.map(jnp.zeros_like, new)
         if decay is None:
             return current, old
-        stored_type = jnp.where(new.terms > 0, decay, 1.0)
-        return current, old.decayed(stored_type, new)
+        return current, old.decayed(decay, new)
 
     def measured_since(
         self, current: Eigenbases, corrections: Corrections | None, renewed: Bool[Array, ""]
