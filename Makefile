@@ -1,20 +1,26 @@
 # make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, two minutes, one figure
 # make test  run the test suite
 # Each creates .venv if it is missing and brings it up to date when pyproject.toml or the
-# constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer).
+# constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer),
+# VENV=/some/folder make ... another place.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
-PYTHON ?= python3
-VENV := .venv
-OLDEST := .venv-oldest
-NEWEST := .venv-newest
-ZOO := .venv-zoo
-CUDA := .venv-cuda
-TPU := .venv-tpu
+# Which Python makes the environments; without a name .ci/venv finds one that is new enough.
+PYTHON ?=
+# That of `make run` and `make test`; the others lie beside it.
+VENV ?= .venv
+LINT := $(VENV)-lint
+SITE := $(VENV)-site
+BENCH := $(VENV)-bench
+OLDEST := $(VENV)-oldest
+NEWEST := $(VENV)-newest
+ZOO := $(VENV)-zoo
+CUDA := $(VENV)-cuda
+TPU := $(VENV)-tpu
 BIN := $(VENV)/bin
 NEWEST_PYTHON ?= python3.12
 # Two workers: JAX uses several threads by itself. PYTEST_ARGS="-x -k factors" make test
@@ -51,64 +57,71 @@ help:
 	@echo "make clean        remove every environment and every cache"
 
 # ---------------------------------------------------------------- environments
+# A stamp says that pip has ended without an error. Each environment belongs to its targets alone, so
+# that none of them passes only where another one has installed what it needs.
 
-# $(call venv,folder): created once, then kept; pip brings it up to date.
+# $(call venv,folder,what pip installs into it)
 define venv
-@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "jaxkfac needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + "; try PYTHON=python3.12 make ...")'
-@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+@.ci/venv $(1) $(PYTHON)
+@echo "installing $(2) into $(1)"
 endef
+# $(call pip,folder): pip's own error comes through, and it is said how long it took
+pip = TIMEFORMAT="installed in %0R s"; time $(1)/bin/python -m pip install --quiet
+PINNED := -c constraints.txt
 
 $(VENV)/.stamp-run: pyproject.toml constraints.txt
-	$(call venv,$(VENV))
-	@echo "installing jaxkfac into $(VENV); the first time takes a few minutes"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all]"
+	$(call venv,$(VENV),jaxkfac (the first time takes a few minutes))
+	$(call pip,$(VENV)) $(PINNED) -e ".[all]"
 	@touch $@
 
 $(VENV)/.stamp-test: pyproject.toml constraints.txt
-	$(call venv,$(VENV))
-	@echo "installing jaxkfac and its tests into $(VENV); the first time takes a few minutes"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,test,lint]"
+	$(call venv,$(VENV),jaxkfac and its tests (the first time takes a few minutes))
+	$(call pip,$(VENV)) $(PINNED) -e ".[all,test]"
 	@touch $@
 
-$(VENV)/.stamp-docs: pyproject.toml constraints.txt
-	$(call venv,$(VENV))
-	@echo "installing what builds the site into $(VENV)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+$(LINT)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(LINT),what checks the code)
+	$(call pip,$(LINT)) $(PINNED) -e ".[all,lint]"
+	@touch $@
+
+$(SITE)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(SITE),what builds the site)
+	$(call pip,$(SITE)) $(PINNED) -e ".[docs]"
+	@touch $@
+
+$(BENCH)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(BENCH),what the benchmarks need)
+	$(call pip,$(BENCH)) $(PINNED) -e ".[all]"
 	@touch $@
 
 $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
-	$(call venv,$(OLDEST))
-	@echo "installing the oldest versions allowed into $(OLDEST)"
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest hypothesis beartype
+	$(call venv,$(OLDEST),the oldest versions allowed)
+	$(call pip,$(OLDEST)) -c constraints-oldest.txt -e . pytest hypothesis beartype
 	@touch $@
 
-$(NEWEST)/.stamp: PYTHON = $(NEWEST_PYTHON)
+$(NEWEST)/.stamp: PYTHON := $(NEWEST_PYTHON)
 $(NEWEST)/.stamp: pyproject.toml constraints-newest.txt
-	$(call venv,$(NEWEST))
-	@echo "installing the newest versions tried into $(NEWEST)"
-	$(NEWEST)/bin/python -m pip install --quiet -c constraints-newest.txt -e . pytest pytest-xdist hypothesis beartype
+	$(call venv,$(NEWEST),the newest versions tried)
+	$(call pip,$(NEWEST)) -c constraints-newest.txt -e . pytest pytest-xdist hypothesis beartype
 	@touch $@
 
 # Tunix alone brings forty packages that no other test needs; 2.8 GB with those of the tests.
 $(ZOO)/.stamp: pyproject.toml constraints.txt
-	$(call venv,$(ZOO))
-	@echo "installing the libraries of the zoo into $(ZOO); the first time takes some minutes"
-	$(ZOO)/bin/python -m pip install --quiet -c constraints.txt -e ".[zoo]"
+	$(call venv,$(ZOO),the libraries of the zoo (the first time takes some minutes))
+	$(call pip,$(ZOO)) $(PINNED) -e ".[zoo]"
 	@touch $@
 
 # Compilers without devices: the plugins alone, none of the CUDA libraries.
 $(CUDA)/.stamp: pyproject.toml constraints.txt
-	$(call venv,$(CUDA))
-	@echo "installing the compiler for NVIDIA GPUs into $(CUDA), about 200 MB"
-	$(CUDA)/bin/python -m pip install --quiet -c constraints.txt -e .
+	$(call venv,$(CUDA),the compiler for NVIDIA GPUs (about 200 MB))
+	$(call pip,$(CUDA)) $(PINNED) -e .
 	jax=$$($(CUDA)/bin/python -c 'import jax; print(jax.__version__)'); \
 	  $(CUDA)/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12
 	@touch $@
 
 $(TPU)/.stamp: pyproject.toml constraints.txt
-	$(call venv,$(TPU))
-	@echo "installing the compiler for TPUs into $(TPU)"
-	$(TPU)/bin/python -m pip install --quiet -c constraints.txt -e . libtpu
+	$(call venv,$(TPU),the compiler for TPUs)
+	$(call pip,$(TPU)) $(PINNED) -e . libtpu
 	@touch $@
 
 # ---------------------------------------------------------------- the two commands
@@ -129,7 +142,7 @@ test: $(VENV)/.stamp-test
 # Only files that have some are imported, as the others take half a minute; where PYTEST_ARGS has
 # a path, that alone.
 PATHS = $(wildcard $(foreach word,$(PYTEST_ARGS),$(firstword $(subst ::, ,$(word)))))
-SLOW = $(if $(PATHS),,$$(grep -rlw 'slow' --include='*_test.py' jaxkfac torch_ref parity_tests tests))
+SLOW = $(if $(PATHS),,$$(grep -rlE 'mark\.(slow|default)' --include='*_test.py' jaxkfac torch_ref parity_tests tests))
 
 test-slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(SLOW) -m "slow and not exhaustive" -n $(WORKERS) -p parity_tests.schedule $(PYTEST_ARGS) || test $$? -eq 5
@@ -151,36 +164,37 @@ test-newest: $(NEWEST)/.stamp
 zoo: $(ZOO)/.stamp
 	$(ZOO)/bin/python -m pytest tests/zoo -m "" -n $(WORKERS) $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/pyright
-	PYTHONPATH=.ci $(BIN)/lint-imports
-	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python .ci/typed_blocks.py
-	$(BIN)/python .ci/plain_words.py
+lint: $(LINT)/.stamp
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/ruff format --check .
+	PATH="$$(realpath $(LINT))/bin:$$PATH" pyright --pythonpath $(LINT)/bin/python
+	PYTHONPATH=.ci $(LINT)/bin/lint-imports
+	PATH="$$(realpath $(LINT))/bin:$$PATH" python .ci/typed_blocks.py
+	$(LINT)/bin/python .ci/plain_words.py
 
-format: $(VENV)/.stamp-test
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+format: $(LINT)/.stamp
+	$(LINT)/bin/ruff check --fix .
+	$(LINT)/bin/ruff format .
 
 docs-check: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m "not exhaustive" tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
 
 # Read it from the folder: build/site/index.html needs no server and no network. The pages of numbers
 # and documents are made from their records; a test fails where the committed ones differ.
-site: $(VENV)/.stamp-docs
-	$(BIN)/codespell README.md CHANGELOG.md docs jaxkfac examples notebooks
-	$(BIN)/python -m benchmarks.numbers --write docs/numbers.md
-	$(BIN)/python -m benchmarks.documents --page
+site: $(SITE)/.stamp
+	$(SITE)/bin/codespell README.md CHANGELOG.md docs jaxkfac examples notebooks
+	$(SITE)/bin/python -m benchmarks.numbers --write docs/numbers.md
+	$(SITE)/bin/python -m benchmarks.documents --page
+	$(SITE)/bin/python -m doctest docs/_extensions/*.py
 	rm -rf build/site
-	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees -b html docs build/site
-	$(BIN)/python docs/_extensions/check_site.py build/site
+	JAX_PLATFORMS=cpu $(SITE)/bin/python -m sphinx -q -W --keep-going -d build/doctrees -b html docs build/site
+	$(SITE)/bin/python docs/_extensions/check_site.py build/site
 
-bench: $(VENV)/.stamp-run
-	$(BIN)/python -m benchmarks.factors
+bench: $(BENCH)/.stamp
+	$(BENCH)/bin/python -m benchmarks.factors
 
-bench-quick: $(VENV)/.stamp-run
-	$(BIN)/python -m benchmarks.quick
+bench-quick: $(BENCH)/.stamp
+	$(BENCH)/bin/python -m benchmarks.quick
 
 # In a copy of the last commit. Delete the first record to draw new ones from it; what survives meets
 # the tests of every later commit in which this runs. MUTANTS=FILE takes another record. The second
@@ -204,7 +218,7 @@ NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip inst
 
 parity: $(VENV)/.stamp-test
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(None if importlib.util.find_spec("torch") else "$(NO_TORCH)")'
-	$(BIN)/python -m pytest -m "not slow" parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow or default" parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
 
 # Rows that are recorded are not compiled again: ACCELERATORS_ARGS=--again
 ACCELERATORS_ARGS ?=
@@ -239,6 +253,6 @@ endif
 	fi
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ZOO) $(CUDA) $(TPU) build dist *.egg-info .import_linter_cache
+	rm -rf $(VENV) $(LINT) $(SITE) $(BENCH) $(OLDEST) $(NEWEST) $(ZOO) $(CUDA) $(TPU) build dist *.egg-info .import_linter_cache
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

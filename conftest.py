@@ -203,8 +203,9 @@ def _promotion(request: pytest.FixtureRequest):
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here (``gpu``, ``float16``) and most cases of ``sampled`` tests."""
-    _leave_to_exhaustive(items)
+    """Leave out what cannot run here (``gpu``, ``float16``), and most cases of some tests."""
+    _leave_to(pytest.mark.exhaustive, "sampled", items)
+    _leave_to(pytest.mark.slow, "default", items)
     narrow = [item for item in items if item.get_closest_marker("float16")]
     if narrow and not _compiles_float16():
         for item in narrow:
@@ -224,24 +225,24 @@ def _compiles_float16() -> bool:
     return True
 
 
-def _leave_to_exhaustive(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked ``sampled(n)``, all but n, spread evenly, are exhaustive.
+def _leave_to(later: pytest.MarkDecorator, mark: str, items: list[pytest.Item]) -> None:
+    """Of the cases of a test with a mark of n, all but n, spread evenly, run later.
 
-    Of those that are slow n are taken too.
+    Those that run later anyway are not among the n; ``sampled`` takes n of the slow ones besides.
     """
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "sampled" in marks and not marks & {"exhaustive", "gpu"}:
+        names = {x.name for x in item.iter_markers()}
+        if mark in names and not names & {"exhaustive", "gpu", later.name}:
             test = item.nodeid.partition("[")[0]
-            cases.setdefault((test, "slow" in marks), []).append(item)
+            cases.setdefault((test, "slow" in names), []).append(item)
     for members in cases.values():
-        (wanted,) = members[0].get_closest_marker("sampled").args
+        (wanted,) = members[0].get_closest_marker(mark).args
         last = len(members) - 1
         taken = {round(i * last / max(1, wanted - 1)) for i in range(wanted)}
         for i, item in enumerate(members):
             if i not in taken:
-                item.add_marker(pytest.mark.exhaustive)
+                item.add_marker(later)
 
 
 # ---------------------------------------------------------------- CI fails on an unknown skip

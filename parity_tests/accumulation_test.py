@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 import torch
 
 import jaxkfac as jk
@@ -193,6 +194,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_accumulation_agrees(case, check):
     check(case)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
 
 from jaxkfac import lslora
@@ -139,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_made_adapters_agree(case, check):
     check(case)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import torch
 from torch import nn
 
@@ -271,6 +272,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_adapters_on_a_base_in_four_bits_agree(case, check):
     check(case)

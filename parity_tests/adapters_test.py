@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 from jaxkfac import lslora
@@ -231,6 +232,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_adapters_agree(case, check):
     check(case)

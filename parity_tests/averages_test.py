@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
+import pytest
 
 import jaxkfac as jk
 from parity_tests.cases import cases, exact, over
@@ -111,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_averages_agree(case, check):
     check(case)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import jax.numpy as jnp
+import pytest
 
 import jaxkfac as jk
 from parity_tests.cases import cases, exact, over
@@ -36,6 +37,7 @@ CASES = cases(
 )
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_factors_of_passes_agree(case, check):
     check(case)

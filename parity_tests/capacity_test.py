@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy import stats
 
 import jaxkfac as jk
@@ -203,6 +204,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_capacity_agrees(case, check):
     check(case)

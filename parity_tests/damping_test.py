@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import pytest
 import torch
 
 import jaxkfac as jk
@@ -137,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_dampings_agree(case, check):
     check(case)

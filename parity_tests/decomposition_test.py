@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkfac as jk
 from jaxkfac.linalg import spectral
@@ -155,6 +156,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(3)
 @over(CASES)
 def test_decompositions_agree(case, check):
     check(case)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import jaxkfac as jk
 from parity_tests.cases import Tolerance, cases, exact, over
@@ -186,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(2)
 @over(CASES)
 def test_factors_agree(case, check):
     check(case)

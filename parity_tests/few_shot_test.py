@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 import torch
 from flax import nnx
 
@@ -150,6 +151,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_few_shot_models_agree(case, check):
     check(case)

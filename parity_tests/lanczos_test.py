@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxkfac as jk
 from parity_tests.cases import Tolerance, cases, exact, over
@@ -74,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_extremes_agree(case, check):
     check(case)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -234,6 +235,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_numbers_stay_as_they_are(case, check):
     check(case)

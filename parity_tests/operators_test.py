@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 import jaxkfac as jk
@@ -146,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_products_agree(case, check):
     check(case)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import pytest
 
 import jaxkfac as jk
 from parity_tests.cases import Tolerance, cases, divided, exact, over
@@ -134,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_powers_agree(case, check):
     check(case)

@@ -26,6 +26,7 @@ def test_tf32_is_switched_on_both_sides_and_back(tf32: bool):
     assert _now() == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch before 2.9"
 )

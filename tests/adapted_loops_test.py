@@ -103,6 +103,7 @@ def expected():
     return params
 
 
+@pytest.mark.slow
 def test_plain_loop():
     params, batch = start()
     found, _ = trained(adaptive(STATS, params, batch), STATS.adaptation)
@@ -211,6 +212,7 @@ def test_equinox_filtered_loop():
     assert_tree_close({"up": model.up, "down": model.down}, expected(), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_last_in_a_chain():
     """``optax.clip_by_global_norm`` that clips nothing hands everything on."""
     params, batch = start()
@@ -267,6 +269,7 @@ def same_model(found, value_fn, operator, params):
     assert_tree_close(made @ elsewhere, operator @ elsewhere, 1e-12)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_the_gradients_key():
     params, batch = start()
 

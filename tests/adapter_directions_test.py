@@ -87,6 +87,7 @@ def test_shapes_suffice():
     assert shapes["up/kernel"].a.shape == (6, 2)
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_by_name():
     zeros = jax.tree.map(jnp.zeros_like, FACTORS)
     with pytest.raises(ValueError, match=r"up/kernel.*inputs have 0 directions.*rank is 2"):

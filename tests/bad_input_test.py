@@ -71,6 +71,7 @@ for option in ("fisher", "sharing", "bias", "scales", "uncovered"):
 """
 
 
+@pytest.mark.slow
 def test_wrong_literals_raise_when_built_in_a_users_process():
     """Without the type hook of the tests: the message names option, value and choices."""
     done = subprocess.run(
@@ -110,6 +111,7 @@ print("NumPy's integer |", bool((found.indices == expected.indices).all()))
 """
 
 
+@pytest.mark.slow
 def test_numbers_of_another_form_are_refused_or_read_in_a_users_process():
     """Without the type hook of the tests, which lets none of them pass."""
     done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)

@@ -31,6 +31,7 @@ NO_GRADIENT = {"while on the batch", "pmax under vmap", "pallas, whole", "matrix
 DERIVATIVES_ALONE = [name for name in MIXING if not EXPECTED[name].value]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(MIXING.keys() - NO_GRADIENT - {*DERIVATIVES_ALONE}))
 def test_it_finds_each_program_that_mixes(name):
@@ -38,6 +39,7 @@ def test_it_finds_each_program_that_mixes(name):
     assert report.examples_meet and bool(report.seen) == EXPECTED[name].value
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", DERIVATIVES_ALONE)
 def test_it_finds_derivatives_between_examples_whose_values_do_not_meet(name):
     report = jk.check_coverage(*problem(MIXING[name]))
@@ -45,6 +47,7 @@ def test_it_finds_derivatives_between_examples_whose_values_do_not_meet(name):
     assert "they meet in derivatives" in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(APART.keys() - {"pallas by rows", "while by example"}))
 def test_it_sees_none_where_none_mix(name):
@@ -57,6 +60,7 @@ def mlp(p, x):
     return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]
 
 
+@pytest.mark.slow
 def test_gradient_and_factors_agree_to_rounding_and_it_says_so():
     report = jk.check_coverage(*problem(mlp))
     assert report.value.answer == report.derivative.answer == "no"
@@ -67,6 +71,7 @@ def test_gradient_and_factors_agree_to_rounding_and_it_says_so():
     assert "gradient beside plain JAX" in said and "2 layers, worst" in said
 
 
+@pytest.mark.slow
 def test_factors_of_coupled_examples_are_not_those_of_single_ones():
     report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) - mlp(p, x).mean(0)))
     assert min(report.factors.values()) > 1e-3
@@ -88,6 +93,7 @@ def test_stacks_masks_and_scales_are_compared(width):
     assert max(report.factors.values()) < 1e-12 and max(report.products.values()) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_and_identical_examples_are_not_tried():
     one = jk.check_coverage(*problem(mlp, _couplings.batch(1)))
     assert one.tried == 0 and "a batch of one" in str(one)
@@ -101,6 +107,7 @@ def test_outputs_that_are_no_numbers_are_named():
     assert "not a number" in str(report)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_no_number_is_seen_whichever_parameter_has_it():
     """Zero times the derivative of a root at zero is NaN, in the last of three parameters."""
     model = lambda p, x: mlp(p, x) + 0 * jnp.sqrt(p["z"])
@@ -118,6 +125,7 @@ def test_derivatives_that_are_no_numbers_are_named():
     assert any("not all finite for outputs of 0, 1" in remark for remark in report.remarks)
 
 
+@pytest.mark.slow
 def test_layers_whose_products_are_not_compared_are_named():
     model = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T @ p["u"]
     params, x = {"w": normal(0, 4, 3), "u": normal(1, 4, 2)}, normal(2, 5, 4)
@@ -199,6 +207,7 @@ def sigmoid_model(p, x):
     return jax.nn.sigmoid(x @ p["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "likelihood", "link"),
     [

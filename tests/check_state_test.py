@@ -165,6 +165,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
@@ -178,6 +179,7 @@ def test_each_complaint_is_made_once_and_by_its_cause_alone(situation, kind):
         assert len(said) == 1 and re.search(words, said[0]), said
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_adaptive_training_is_not_complained_of(kind):
@@ -292,6 +294,7 @@ def test_the_first_finite_loss_is_the_yardstick():
     assert counts(jnp.nan, jnp.inf, 2.0, 21.0, 23.0) == [1, 2, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_without_a_loss_nothing_is_counted():
     tx = jk.kfac(0.1, like=LIKE)
     state = tx.init(PARAMS)

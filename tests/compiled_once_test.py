@@ -176,6 +176,7 @@ def test_every_function_has_a_case():
     assert functions - tested - plain == set()
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_compiles_nothing_and_returns_the_same_bits(name, bases, counted):
@@ -203,6 +204,7 @@ def test_an_equal_shape_takes_other_values(bases):
     assert (smaller[0] > smaller[1]).all()
 
 
+@pytest.mark.slow
 def test_programs_go_with_their_objective_and_arrays_with_the_call(bases):
     class Closed:
         def __init__(self):

@@ -39,6 +39,7 @@ def kernels(factors):
     return {name: factors[name] for name in factors if name not in ("v", "g")}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_are_those_of_the_product(sharing):
     """The bias beside such a product is a lone one: no parameter has the row it would be."""
@@ -136,6 +137,7 @@ def test_nothing_is_preconditioned_by_the_factors_of_a_computed_weight():
     assert "v@effective" in str(metrics)
 
 
+@pytest.mark.slow
 def test_kfac_keeps_no_average_of_it():
     stats = jk.value_grad_and_factors(objective_of(model))
     tx = jk.kfac(0.05, like=stats.factor_shapes(params(), tokens()), damping=1e-2)
@@ -242,6 +244,7 @@ def two_marks(p, batch):
     return -0.5 * log_p.mean() + jnp.square(error).mean() + 0.1 * jnp.square(p["v"]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fisher", ["empirical", "exact", pytest.param("mc", marks=pytest.mark.exhaustive)]

@@ -36,6 +36,7 @@ def _batch(masked=False):
     return (normal(1, N, S, D, scale=1.0), labels(2, N), *mask)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -178,12 +179,14 @@ def _one_state_for_all(p, x, tap):
     return tap.dense("head", h, h @ p["head"])
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_state_without_examples_is_a_row_of_each(x64, sharing):
     """It meets each example's data in an addition; its product is made for each of them."""
     check(_one_state_for_all, _params(), _batch(), sharing=sharing)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
     def loss(p, batch, depends):
         x, y = batch
@@ -219,6 +222,7 @@ def test_a_projected_table_of_positions_is_read_by_each_example(x64, positions):
         check(model, p, batch, sharing=sharing)
 
 
+@pytest.mark.slow
 def test_a_weight_in_a_fixed_basis_is_no_layer_but_what_it_gives_is(x64):
     """Its rows are features of the data, even where there are as many of them as examples."""
     basis = normal(9, N, 2)

@@ -95,6 +95,7 @@ def check(model, twin, params, batch, *, wrap=lambda f: f, labels=None, **option
     return factors
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [batch_norm_folded, batch_norm_divided])
 def test_a_residual_net_with_batch_statistics_has_the_factors_of_its_rows(x64, norm):
@@ -163,6 +164,7 @@ def test_a_weight_times_a_batch_statistic_is_a_layer_of_the_product(x64):
     check(model, twin, tree(0, w=(4, 3)), mlp_batch())
 
 
+@pytest.mark.slow
 def test_sampled_labels_are_right_one_by_one(x64):
     drawn = labels(7, 2, 6)
     check(

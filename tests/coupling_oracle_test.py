@@ -37,6 +37,7 @@ def check(found, so):
         assert not (mixes and answer == "no"), (found, so)
 
 
+@pytest.mark.default(19)
 @every
 def test_an_answer_is_never_no_where_examples_meet(name):
     check(answers(PROGRAMS[name], _couplings.params(), _couplings.batch()), EXPECTED[name])
@@ -55,6 +56,7 @@ def test_what_is_expected_is_so_at_other_draws(name):
     assert truth(PROGRAMS[name], _couplings.params(), _couplings.batch()) == EXPECTED[name]
 
 
+@pytest.mark.slow
 def test_nearly_all_programs_that_do_not_mix_are_proved_not_to():
     """Of at least 40, all but the two that are named at most."""
     unproved = {
@@ -199,6 +201,7 @@ def check_chain(names):
 CHAINS = st.lists(st.sampled_from(sorted(STEPS)), min_size=5, max_size=5)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=2, deadline=None, derandomize=True)
 @hypothesis.given(CHAINS)
 @hypothesis.example(["stopped roll", "roll back", "tanh", "product", "stop"])

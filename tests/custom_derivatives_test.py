@@ -104,6 +104,7 @@ WALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", WALLS.values(), ids=WALLS.keys())
 def test_the_rules_give_the_gradient_and_the_statistics(x64, wall):

@@ -146,12 +146,14 @@ def assert_logits(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FAMILIES])
 def test_logits_equal_those_of_transformers(name, tmp_path):
     assert_logits_of_a_case(name, tmp_path)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_every_family_equal_those_of_transformers(name, tmp_path):
     assert_logits_of_a_case(name, tmp_path)
@@ -204,6 +206,7 @@ def test_packed_rows_equal_texts_alone_in_transformers(tmp_path):
 GREEDY = ("phi3 window", "llama3", "mistral window")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [*GREEDY[:1], *FAMILIES, *(pytest.param(x, marks=EXHAUSTIVE) for x in GREEDY[1:])]

@@ -79,6 +79,7 @@ def check(inside, fisher="exact", wall=lambda f: f, loss=None):
     return factors
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_factors_of_a_derivative_are_those_of_brute_force(form):
@@ -91,6 +92,7 @@ def test_every_fisher_type_of_a_second_derivative(fisher):
     check(residual("forward over reverse"), fisher)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("form", ["hessian", "forward over forward"])
@@ -155,6 +157,7 @@ def test_a_network_that_scans_over_its_layers(form):
     assert_stacked(factors, blocks_of(parts, layers_apart(params), joined))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("network", ["scanned", "written_out"])
 @pytest.mark.parametrize("form", ["reverse over reverse", "hessian"])
@@ -219,6 +222,7 @@ ALONG_ONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ALONG_ONE)
 def test_a_linear_model_has_its_gauss_newton_matrix(form):

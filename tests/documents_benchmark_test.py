@@ -146,6 +146,7 @@ def recounted_now():
     return recounted(RECORD, lengths)
 
 
+@pytest.mark.slow
 @as_users_run_it
 def test_verdicts_of_arithmetic_shapes_and_plans_are_those_of_today():
     """A difference is named. `python -m benchmarks.documents --counted --write` records it."""
@@ -208,6 +209,7 @@ def test_what_is_measured_without_a_clock_is_what_was_recorded(claim):
         )
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_record():
     results = ROOT / "benchmarks" / "results"
     marks = source_marks(RECORD)

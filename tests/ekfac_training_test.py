@@ -73,6 +73,7 @@ def test_what_stats_measures_is_what_correct_eigenvalues_measures(params, batche
     assert_close(dataclasses.replace(factors, corrections=None), plain)
 
 
+@pytest.mark.slow
 def test_steps_use_measured_eigenvalues_begun_anew_at_a_refresh(params, batches):
     decay, every = 0.7, 3
     options = {"momentum": 0.0, "decay": decay, "refresh_every": every, "norm_constraint": None}
@@ -155,6 +156,7 @@ def test_micro_batches_measure_like_one_batch(params, batches):
     assert_close(split[0], whole[0], 1e-10)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_refused(params, batches):
     bases = jk.eigendecompose(STATS(params, batches[0]).factors)
     other = {"l0": params["l0"]}

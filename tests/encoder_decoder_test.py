@@ -129,6 +129,7 @@ def as_stored(tree, name):
     return np.asarray(node["kernel"]).T if "kernel" in node else next(iter(node.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax's
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["version 1.0", "version 1.1"])
@@ -194,6 +195,7 @@ BEAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", BEAMS)
 def test_answers_equal_those_of_transformers(how, tmp_path):

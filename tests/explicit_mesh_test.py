@@ -75,6 +75,7 @@ def _assert_same(found, expected):
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-12)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -114,6 +115,7 @@ def _split_by_features(p):
     return {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x", None))}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_parameters_may_be_split(x64, mesh, sharing):
     p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
@@ -158,6 +160,7 @@ def test_the_second_pass_takes_examples_of_a_split_batch(x64, mesh):
     _assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -213,6 +216,7 @@ def _trained(step, tx, p, batch):
     return p
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once(x64, mesh):
     """The first state has the types of those that steps return."""
     model, p, batch = _case("mlp")

@@ -108,6 +108,7 @@ def test_a_wide_output_side_is_whole_before_its_cotangent_is_propagated():
     assert f"tensor<{wide}x{wide}xf32>" in types and f"tensor<{ROWS}x{wide}xf32>" in types
 
 
+@pytest.mark.default(2)
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
@@ -123,6 +124,7 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     assert {p for asked in found.values() for p in asked} <= {"HIGHEST"}
 
 
+@pytest.mark.default(3)
 @pytest.mark.sampled(10)  # each of both
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.eigh])
@@ -132,6 +134,7 @@ def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):
     assert called == [EIGH[platform]] * ENTRY_POINTS[name].eigh
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.cholesky])
 def test_inverses_are_one_cholesky_decomposition_of_each_side_and_two_solves(name, platform):

@@ -151,6 +151,7 @@ def test_attention_with_norm_and_head(x64):
     check(attention, attention_params(), (normal(1, 3, 4, 4), labels(2, 3, 4)))
 
 
+@pytest.mark.slow
 def test_projections_of_one_input_share_its_factor(x64):
     layers = jk.find_layers(
         lambda p, x: attention(p, x, PLAIN), attention_params(), normal(1, 3, 4, 4)
@@ -187,6 +188,7 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
     assert factors["table"].a.shape == (7,)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
 def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
     """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
@@ -665,6 +667,7 @@ def test_positions_take_padding_out_of_both_factors(x64):
     np.testing.assert_allclose(factors["up/kernel"].a[-1, -1], 1.0)
 
 
+@pytest.mark.slow
 def test_positions_through_attention(x64):
     here = _positions()[:, :4]
     check(
@@ -859,6 +862,7 @@ def _samples(model, p, batch, likelihood, count):
     return jax.jit(jax.vmap(lambda k: stats(p, batch, key=k)[2]))(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_sampled_labels_are_unbiased_when_outputs_mix_tokens(x64, likelihood):
@@ -897,6 +901,7 @@ def test_labels_of_different_terms_are_independent(x64):
     assert (error <= 5 * draws.std(0) / np.sqrt(len(draws)) + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_sampled_labels_leave_value_gradient_and_inputs_alone(x64):
     p, batch = mlp_params(), (normal(1, 4, 4), labels(2, 4))
     key = jax.random.key(3)
@@ -1139,6 +1144,7 @@ def test_batch_size_may_change_between_calls(x64):
 # ------------------------------------------------------------------ precision
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_accumulates_in_float32():
     """bf16 rounds at 2^-8 = 0.4%; a and g pass through a few roundings each, so entries of
     the factors stay within 3% of the largest entry of the float32 oracle's.

@@ -29,6 +29,7 @@ def problem(x64):
     return jk.Objective(model, jk.Categorical()), params, (x, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("per", "scales"), [("token", "diagonal"), ("example", "exact_diagonal")])
 def test_ekfac_measures_what_factors_hold(problem, per, scales):

@@ -37,6 +37,7 @@ def mark_of(name: str, method: str) -> pytest.MarkDecorator:
     return pytest.mark.slow if method == "kfac" else pytest.mark.exhaustive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [

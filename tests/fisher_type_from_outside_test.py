@@ -63,6 +63,7 @@ def assert_close(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [problem, two_outputs])
 @pytest.mark.parametrize("of", ["empirical", "exact", "mc"])
@@ -94,6 +95,7 @@ def test_an_operator_refuses_a_type_that_is_not_right_for_whole_examples():
         jk.operators.fisher(*problem(), fisher=FISHER_TYPES["forward"]())
 
 
+@pytest.mark.slow
 def test_factors_host_eigenvalues_optimizer_and_plan_take_it(x64):
     """Each is that of the empirical type, with every target the label."""
     objective, params, (x, y, mask) = problem()

@@ -118,6 +118,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_an_expert_has_the_rows_that_pick_it(name):
@@ -131,6 +132,7 @@ def test_an_expert_has_the_rows_that_pick_it(name):
     assert factors.layer("up").kind == "gathered" and factors.layer("up").stack == (EXPERTS,)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", ["top-2", "flattened"])
 def test_an_example_is_the_mean_over_its_tokens_that_pick_an_expert(name):
     p, data = params(), batch()
@@ -163,6 +165,7 @@ def test_measured_eigenvalues_are_of_each_example_s_gradient():
         np.testing.assert_allclose(found[name].raw_values.sum((1, 2)), trace, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_scores_are_of_each_example_s_gradient(name):
@@ -199,6 +202,7 @@ TABLES = {
 }
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("name", TABLES)
 def test_matrices_that_no_row_is_multiplied_by_are_rows_of_a_table(name):
     """One block of the table, as it is where a lookup of vectors is read."""

@@ -118,6 +118,7 @@ def test_float32_loses_nothing(trained, in_float32):
     assert_close(jk.influence(*args, queries, in_float32), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_the_default_and_correlates(trained):
     objective, params, bases, queries, batch = trained
     store = stored(trained)
@@ -170,6 +171,7 @@ def of_both_ranks(problem, rank):
     return zip(found, expected, strict=True), low, full
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["one position", "six positions", "full side"])
 def test_a_rank_that_the_gradients_have_loses_nothing(trained, read_in_turn, what):
@@ -195,6 +197,7 @@ def test_a_lower_rank_correlates_and_says_what_it_loses(read_in_turn):
         assert_close(x, y, 1e-6)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("shape", [(3, 2, 40, 60), (3, 60, 40), (3, 5, 7)])
 def test_the_nearest_matrices_of_a_rank_are_those_of_the_decomposition(x64, shape):
     rng, rank = np.random.default_rng(0), 3
@@ -211,6 +214,7 @@ def test_the_nearest_matrices_of_a_rank_are_those_of_the_decomposition(x64, shap
     assert jnp.isnan(nearest_of_rank(jnp.nan * matrices, rank)[1]).all()
 
 
+@pytest.mark.slow
 def test_a_store_of_low_rank_is_gone_on_with_and_refused_by_its_rank(trained, tmp_path, capsys):
     objective, params, bases, queries, batch = trained
     batches, path = cut(batch, 60), tmp_path / "store"
@@ -265,6 +269,7 @@ def test_options_mean_the_same_of_a_store(trained, bias, options):
         assert_close(x, y, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_best_examples_are_those_of_the_stream(trained):
     objective, params, bases, queries, (x, y) = trained
     mask = jnp.arange(len(x)) % 7 > 0  # examples without a term are not among the best
@@ -303,6 +308,7 @@ def test_no_backward_pass_is_taken_over_the_training_set(trained, in_float32, mo
 # ------------------------------------------------------------ files
 
 
+@pytest.mark.slow
 def test_a_store_is_opened_again_with_and_without_its_data(trained, tmp_path, capsys):
     objective, params, bases, queries, batch = trained
     batches, path = cut(batch, 50), tmp_path / "store"
@@ -501,6 +507,7 @@ def test_layers_that_are_not_stored_are_named(trained):
     assert found.shape == (5, 120)
 
 
+@pytest.mark.slow
 def test_layers_of_one_parameter_are_not_told_apart(x64):
     model, params, batch = PROGRAMS["tied, some targets left out"]
     objective = jk.Objective(model, jk.Categorical(ignore_index=-100))

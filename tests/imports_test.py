@@ -57,6 +57,7 @@ def probe() -> dict:
     return found
 
 
+@pytest.mark.default(7)
 @pytest.mark.parametrize(("module", "reason"), UNWANTED.items())
 def test_import_does_not_bring(probe: dict, module: str, reason: str):
     brought = {name.partition(".")[0] for name in probe["new"]}
@@ -86,6 +87,7 @@ def test_changelog_has_the_version():
     assert newest.removeprefix("## ").startswith(jaxkfac.__version__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["planning", "uses"])
 def test_a_room_can_be_the_first_that_is_imported(room):
     """``from jaxkfac import lslora`` inside it asks for that room, and not for every name."""

@@ -130,6 +130,7 @@ def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
     check(objective, params, batch, bases_of(objective, params, batch))
 
 
+@pytest.mark.slow
 def test_each_output_of_several_counts_with_the_sum_of_its_terms():
     def model(p, x):
         h = jnp.tanh(x @ p["w"])
@@ -163,6 +164,7 @@ def rows(gradient, name):
     return np.concatenate(parts, 1).reshape(len(parts[0]), -1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("damping", ["heuristic", 0.3])
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
@@ -186,6 +188,7 @@ def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, dam
     assert_close(whole, sum(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 def test_a_stack_has_the_damping_of_each_of_its_slices(corrected):
@@ -210,6 +213,7 @@ def test_a_stack_has_the_damping_of_each_of_its_slices(corrected):
     assert_close(*scores)
 
 
+@pytest.mark.slow
 def test_scores_by_token_are_those_of_a_copy_of_the_weights_for_each_position():
     n, s = 3, 4
     params = {"w": normal(3, 3), "scale": normal(3), "u": normal(3, 2)}
@@ -252,6 +256,7 @@ def nearest_of_rank(matrices, rank):
     return (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :], s[..., rank:]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*PROGRAMS, "scanned"])
 def test_queries_of_low_rank_score_as_the_nearest_matrices(name):
@@ -288,6 +293,7 @@ def part_of_bias(queries, layer, train):
     return np.einsum("qo,no->qn", queries.of_bias(layer), train[layer.bias.path])
 
 
+@pytest.mark.slow
 def test_queries_within_a_budget_are_those_without_one():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     args = OBJECTIVE, PARAMS, bases, QUERIES
@@ -299,6 +305,7 @@ def test_queries_within_a_budget_are_those_without_one():
         jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
 
 
+@pytest.mark.slow
 def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
@@ -337,6 +344,7 @@ def ridge_scores():
     return w, jk.influence(*args, ONE, batch, damping=RIDGE)[0], own
 
 
+@pytest.mark.slow
 def test_on_ridge_regression_a_score_is_the_derivative_in_an_examples_weight_times_minus_n():
     def loss(weights):
         return jnp.square(ONE[0] @ ridge(weights) - ONE[1]).sum() / 2
@@ -361,6 +369,7 @@ def test_leaving_an_example_out_changes_a_prediction_by_one_over_one_minus_its_l
 # ------------------------------------------------------------ streams
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_scores_of_one_batch_and_top_k_their_largest():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     args = OBJECTIVE, PARAMS, bases, QUERIES
@@ -457,6 +466,7 @@ def test_one_slice_of_a_stack_is_read_by_no_other():
     assert_close(found, jk.influence(*args, per="layer")[:, place])
 
 
+@pytest.mark.slow
 def test_self_influence_is_the_same_whatever_fits_at_once():
     def model(p, x):  # a weight that is read twice, so that its gradients are held
         return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["u"]
@@ -513,6 +523,7 @@ def test_parameters_outside_the_bases_count_as_fixed():
     assert_close(found, jk.influence(*args, bases, QUERIES, BATCH, layers="u"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_of_few_bits_are_near_those_of_many(dtype):
@@ -548,6 +559,7 @@ def refused(match, error=ValueError, *, model=perceptron, change=None, queries=Q
         jk.influence(objective, PARAMS, bases, queries, train, **options)
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_by_name():
     refused("'w', 'u': .* evaluation mode", jk.CoupledExamplesError, model=coupled)
     refused("matches no layer of the bases", jk.UnknownLayerError, layers="v")
@@ -579,6 +591,7 @@ def with_zeros(bases):
     return dataclasses.replace(bases, a=bases.a | {name: spectrum})
 
 
+@pytest.mark.slow
 def test_a_measurement_without_a_term_is_none():
     """``kfac`` keeps one after a refresh; the bases then read the eigenvalues of the factors."""
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)

@@ -65,6 +65,7 @@ def test_a_rate_of_zero_holds_the_parameters_still_as_in_optax():
 # ------------------------------------------------------------------ defaults
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "factored"])
 def test_a_rate_brings_a_damping_and_a_constraint_that_can_be_undone(mode):
@@ -83,6 +84,7 @@ def test_a_rate_alone_is_damped_exactly():
     np.testing.assert_array_equal(found["w"], wanted["w"])
 
 
+@pytest.mark.slow
 def test_no_number_is_the_quadratic_model_with_an_adapted_damping():
     rule = jk.LevenbergMarquardt()
     named = {"damping": rule, "momentum": "quadratic", "damping_mode": "pi"}

@@ -36,6 +36,7 @@ def loaded(objective, params, train, folder=FILES, **options):
     return load_kronfluence(folder, like, **{"terms_per_example": 1, "names": NAMES, **options})
 
 
+@pytest.mark.slow
 def test_bases_that_were_read_give_the_scores_that_kronfluence_gave():
     objective, params, train, queries, found = problem()
     bases = loaded(objective, params, train)
@@ -45,6 +46,7 @@ def test_bases_that_were_read_give_the_scores_that_kronfluence_gave():
     np.testing.assert_allclose(own, found["own"], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_measurement_gives_the_scores_that_kronfluence_gave_its_own():
     objective, params, train, queries, found = problem()
     bases = loaded(objective, params, train)

@@ -193,6 +193,7 @@ def test_variance_is_the_same_whatever_fits_at_once():
         posterior.variance(BATCH[0], max_bytes=3 * rows - 1)
 
 
+@pytest.mark.slow
 def test_variance_holds_no_jacobian_of_all_examples():
     params = {"w": normal(32, 32), "u": normal(32, 8)}
     inputs, targets = normal(128, 32), jnp.zeros(128, int)
@@ -228,6 +229,7 @@ def check_variance(objective, params, batch):
     assert_close(posterior.variance(batch[0]), expected, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_variance_of_each_kind_of_layer_is_that_of_whole_jacobians(name):
@@ -271,6 +273,7 @@ def test_variance_of_programs_that_are_no_matrix_product_of_rows(name):
     check_variance(jk.Objective(model, jk.Categorical()), params, batch)
 
 
+@pytest.mark.slow
 def test_the_variance_of_one_reading_of_a_tied_table_is_refused():
     model, params, batch = PROGRAMS["tied"]
     objective = jk.Objective(model, jk.Categorical())
@@ -291,6 +294,7 @@ def test_bases_without_curvature_are_refused(times, error):
         jk.laplace(OBJECTIVE, PARAMS, dataclasses.replace(bases, g=g), num_examples=6)
 
 
+@pytest.mark.slow
 def test_samples_have_the_covariance_of_the_dense_posterior():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.7)
@@ -368,6 +372,7 @@ def test_what_was_read_of_the_data_stands_for_it_and_a_stream_for_one_batch():
 # ------------------------------------------------------------ tuning
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_tuning_finds_where_the_evidence_has_no_slope(by_layer):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -382,6 +387,7 @@ def test_tuning_finds_where_the_evidence_has_no_slope(by_layer):
     assert value(best) > max(value(1.1 * best), value(best / 1.1), value(1e3 * best))
 
 
+@pytest.mark.slow
 def test_tuning_fits_the_noise_of_a_gaussian_too():
     batch = FEATURES, FEATURES @ normal(4, 2) + 0.3 * normal(9, 2)
     params = {"w": jnp.linalg.lstsq(*batch)[0], "c": normal(2) / 10}
@@ -401,6 +407,7 @@ def test_tuning_fits_the_noise_of_a_gaussian_too():
     assert posterior.tune_prior().noise == 1
 
 
+@pytest.mark.slow
 def test_tuning_on_validation_takes_the_best_of_the_grid():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
@@ -444,6 +451,7 @@ def test_validation_with_an_infinite_loss_tunes_nothing(by_layer):
 # ------------------------------------------------------------ predictives
 
 
+@pytest.mark.slow
 def test_class_probabilities_are_those_of_the_formulas():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
@@ -469,6 +477,7 @@ def test_class_probabilities_are_those_of_the_formulas():
     np.testing.assert_allclose(drawn, expected, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_bridge_of_confident_logits_is_what_it_is_of_many_bits(classes):
@@ -487,6 +496,7 @@ def test_the_bridge_of_confident_logits_is_what_it_is_of_many_bits(classes):
     assert_close(bridge(outputs), expected)
 
 
+@pytest.mark.slow
 def test_one_logit_for_each_example_and_several():
     for params in ({"w": normal(3), "b": normal()}, {"w": normal(3, 2), "b": normal(2)}):
         objective = jk.Objective(lambda p, x: x @ p["w"] + p["b"], jk.Bernoulli())
@@ -586,6 +596,7 @@ def refused(match, error=ValueError, *, use=None, model=perceptron, likelihood=N
         use(jk.laplace(objective, PARAMS, bases, **{"num_examples": 6, **options}))
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_by_name():
     x = BATCH[0]
     refused("num_examples=0: expected a positive number", num_examples=0)
@@ -643,6 +654,7 @@ def test_parameters_that_are_zero_have_no_best_prior():
         posterior.tune_prior(by_layer=True)
 
 
+@pytest.mark.slow
 def test_a_layer_of_zeros_keeps_its_prior_while_the_others_are_tuned():
     params = WITHOUT_BIAS | {"scale": normal(4), "shift": jnp.zeros(4)}
     objective, batch = jk.Objective(elements, jk.Gaussian()), (BATCH[0], normal(6, 3))

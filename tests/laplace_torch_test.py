@@ -39,6 +39,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_evidence_variance_and_predictives_are_those_that_it_found():
     found = {k: jnp.asarray(v) for k, v in np.load(FILE).items()}
     params = {k: v for k, v in found.items() if k.startswith("layers")}

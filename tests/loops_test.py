@@ -86,6 +86,7 @@ class Net(nnx.Module):
         return hidden @ self.down["w"][...]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["dictionary", "state"])
 def test_nnx_optimizer_steps_as_the_plain_loop_does(form):
@@ -204,11 +205,13 @@ def test_injected_numbers_outside_of_jit_are_checked():
         jax.jit(tx.init)(PARAMS)
 
 
+@pytest.mark.slow
 def test_chain_hands_factors_to_kfac_alone():
     tx = optax.chain(optax.scale(2.0), jk.kfac(0.05, damping=1e-2, **OPTIONS))
     assert_close(trained(tx)[0], expected())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["masked", "partition"])
 def test_the_parameters_of_a_mask_are_stepped_and_the_others_left_to_others(by):
@@ -246,6 +249,7 @@ def states():
     yield "bases", jax.tree.map(jnp.zeros_like, corrected), corrected
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax.adam multiplies floats by its step
 def test_states_are_written_and_read_by_flax_serialization():
     for name, target, state in states():

@@ -41,6 +41,7 @@ def assert_equal(x, y, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), x, y)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -51,6 +52,7 @@ def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
     assert_equal(of(jax.jit(marked)), of(jk.Objective(model, jk.Categorical())))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint])
 def test_what_a_loss_holds_beside_its_marks_is_in_no_factor(wall):
@@ -67,6 +69,7 @@ def test_what_a_loss_holds_beside_its_marks_is_in_no_factor(wall):
     assert_equal(factors, jk.value_grad_and_factors(marked)(params, batch).factors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [False, True])
 def test_only_what_leads_past_the_marks_takes_a_second_pass(extra):
     params, batch = net()
@@ -83,6 +86,7 @@ def test_only_what_leads_past_the_marks_takes_a_second_pass(extra):
     assert (len(products) > len(alone)) == extra
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["number", "array"])
 def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
@@ -109,6 +113,7 @@ def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
         jk.value_grad_and_factors(loss, sharing="reduce")(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["u", "v"])
 def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
     """The second layer read an A that was weighed as the first one weighs its rows."""
@@ -131,6 +136,7 @@ def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
         np.testing.assert_allclose(np.kron(*factors[name]), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_forward_needs_no_cotangents_of_marks():
     """Marks in a row, and one in a custom derivative, are refused where cotangents count."""
 

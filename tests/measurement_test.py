@@ -68,6 +68,7 @@ def test_a_margin_scores_as_its_explicit_gradient():
     check(OBJECTIVE, BATCH, QUERIES, margin)
 
 
+@pytest.mark.slow
 def test_a_log_likelihood_of_some_tokens_scores_as_its_explicit_gradient():
     objective = jk.Objective(tokens, jk.Categorical())
     batch = (normal(6, 2, 4), jnp.asarray([[0, 1], [2, 0], [1, 2]] * 2))

@@ -56,6 +56,7 @@ def regression(name="regression"):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lbfgs", "kfac_fixed", "kfac_adaptive"])
 def test_every_optimizer_lowers_the_loss(name):
@@ -79,6 +80,7 @@ def random_images():
     return dict(zip(names, (*of(module.TRAIN), *of(module.HELD_OUT)), strict=True))
 
 
+@pytest.mark.default(9)
 @pytest.mark.parametrize("name", list(PROBLEMS))
 def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     problem = PROBLEMS[name]

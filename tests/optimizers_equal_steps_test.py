@@ -66,6 +66,7 @@ def test_runs_of_ours_go_on_to_the_seconds_of_the_other_comparison(tmp_path):
     assert key is not None and (key.budget, key.steps) == (0.0, 1000)
 
 
+@pytest.mark.slow
 def test_rates_of_a_setting_share_its_program_and_only_annealed_ones_fall():
     from tests.optimizers_benchmark_test import regression
 

@@ -62,6 +62,7 @@ def test_bases_are_of_what_their_factors_are(fisher):
     assert jax.jit(jk.eigendecompose)(factors).origin == expected
 
 
+@pytest.mark.slow
 def test_measured_eigenvalues_are_of_what_was_measured():
     bases = bases_of("exact")
     found = jk.correct_eigenvalues(OBJECTIVE, bases, fisher="mc")(PARAMS, BATCH, KEY)
@@ -127,6 +128,7 @@ def updates_of(tx, given):
     return updates, state, new
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("inverse", ["eigh", "cholesky", "host"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact", None])

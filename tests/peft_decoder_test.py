@@ -41,6 +41,7 @@ def logits_of(model):
         return model(torch.from_numpy(IDS).long()).logits.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets, tmp_path):
@@ -62,6 +63,7 @@ def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets
     np.testing.assert_allclose(found, logits_of(adapted), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, placement",
@@ -104,6 +106,7 @@ def moved(decoder, config):
     return adapters, adapted(decoder.params, adapters, jnp.asarray(IDS))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_a_folder_written_here_opens_by_itself_in_stock_peft(kind, tmp_path):

@@ -187,6 +187,7 @@ def test_every_beginning_that_peft_names_has_a_row():
     assert {word.partition("[")[0] for word in words} <= {row.rstrip("4") for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "row"),
@@ -233,6 +234,7 @@ def test_another_model_is_refused_by_the_settings_name(name, row, base, plain):
         lslora.load(plain, scanned="layers")
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("targets", "whole", "kernel"),
     [

@@ -43,5 +43,6 @@ def test_pages_docstrings_and_help_are_read(tmp_path):
     assert places == ["docs/a.md:2", "jaxkfac/jobs/_options.py:3"]
 
 
+@pytest.mark.slow
 def test_what_users_read_has_none_of_them():
     assert list(LINT["complaints"]()) == []

@@ -38,6 +38,7 @@ def names(quick):
     return [pytest.param(x, marks=found) for x, found in marks.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", names(QUICK))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
@@ -118,6 +119,7 @@ def placed(tree, mesh, *axes):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axis"),
     [("dense", None), pytest.param("convolution", "data", marks=pytest.mark.slow)],
@@ -199,6 +201,7 @@ def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothin
     assert dataclasses.replace(plan[8, 1], exchanged={}) == plan[1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", [False, True])
 def test_a_device_of_a_mesh_has_its_batch_whole_unless_the_objective_divides_it(monkeypatch, named):

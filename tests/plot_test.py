@@ -44,6 +44,7 @@ def _closed():
     pyplot.close("all")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["spectra", "coverage", "capacity", "plan", "nonlinearities"])
 def test_a_figure_is_drawn_where_it_is_asked_for(things, name):
@@ -171,6 +172,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_object_is_refused_by_name_and_without_matplotlib_the_extra_is_named():
     run = subprocess.run([sys.executable, "-c", _WRONG], capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()

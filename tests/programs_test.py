@@ -62,6 +62,7 @@ def classifier(apply_fn):
 # ------------------------------------------------------------------ bit for bit
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "model, params, batch",
@@ -298,6 +299,7 @@ def test_fori_loop_over_data(x64):
     check(model, p, batch, oracle_model=recurrent_unrolled)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scales", ["diagonal", "full_block"])
 def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
@@ -321,6 +323,7 @@ def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
     assert factors.layer("w").bias.path == "b" and factors.layer("u").bias is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("constant", [3.0, 0.5, -1.0, "neg"])
 def test_a_bias_times_a_constant_is_a_block_of_its_own(x64, constant):
@@ -943,6 +946,7 @@ def test_grouped_convolution(x64):
         assert_tree_close(grads, jax.grad(objective)(p, batch), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouped", [False, True])
@@ -1144,6 +1148,7 @@ def test_reported_parameter_names_its_place_inside_scan(x64):
     assert_reported_and_raises(classifier(apply_fn), p, BATCH(), "blocks/w", "dot_general")
 
 
+@pytest.mark.slow
 def test_uncovered_parameters_get_a_diagonal_on_request(x64):
     """Squared per-example gradients over the number of terms, shaped like the parameter."""
 

@@ -36,6 +36,7 @@ def adapted():
     return lambda lora, x: nnx.merge(graph, lora, rest)(x), jax.tree.map(drawn, lora), batch, rest
 
 
+@pytest.mark.slow
 def test_factors_are_those_of_the_written_out_branch(adapted):
     apply_fn, lora, batch, rest = adapted
     factors = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))(lora, batch)[2]

@@ -58,6 +58,7 @@ def blocks(p, x, y):
     return out
 
 
+@pytest.mark.slow
 def test_an_expert_has_the_rows_that_reach_it():
     p, (x, y) = params(), batch()
     objective = jk.Objective(routed, jk.Categorical())
@@ -153,6 +154,7 @@ def test_single_rows_are_measured_in_the_eigenbases():
     assert a.shape == (EXPERTS, HIDDEN, HIDDEN) and g.shape == (EXPERTS, 3, 3)
 
 
+@pytest.mark.slow
 def test_scores_of_layers_whose_rows_are_sorted_by_expert_are_refused_by_name():
     """Behind the sort no row is known to be of an example, and before it none of an output."""
     p, data = params(), batch()

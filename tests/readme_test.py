@@ -65,6 +65,7 @@ def sides(difference: str) -> tuple[list[str], list[str]]:
     return [x for sign, x in lines if sign != "+"], [x for sign, x in lines if sign != "-"]
 
 
+@pytest.mark.slow
 def test_both_sides_of_the_difference_to_optax_train(tmp_path: Path):
     text = (ROOT / "README.md").read_text()
     (difference,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

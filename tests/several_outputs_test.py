@@ -160,6 +160,7 @@ def options_of(fisher):
     return labels, {"fisher": fisher}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
@@ -228,6 +229,7 @@ def test_measured_eigenvalues_are_of_the_whole_loss(by, fisher):
         np.testing.assert_allclose(found[k].raw_values, expected, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "empirical", "marked ggn", "marked fisher"])
 def test_operators_are_of_the_whole_loss(kind):
@@ -281,6 +283,7 @@ def test_a_form_that_is_not_that_of_the_likelihoods_is_named():
         objective(params, (x, targets | {"box": jnp.ones((N, 3))}))
 
 
+@pytest.mark.slow
 def test_one_output_for_each_example_is_a_column_of_one():
     params, x, targets, _ = problem()
     p, y = {"f": params["f"]}, targets["flag"]
@@ -319,6 +322,7 @@ def test_a_tuple_of_inputs_is_unpacked_and_a_named_tuple_is_not():
         np.testing.assert_allclose(factors["w"].a, 9 * np.ones((3, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_an_output_that_keeps_no_term_has_no_part(fisher):

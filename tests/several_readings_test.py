@@ -111,6 +111,7 @@ TWICE = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):

@@ -46,6 +46,7 @@ def test_equal_parameters_have_the_gradients_sum_and_the_factors_of_all(loss, ev
     np.testing.assert_allclose(found[1], of(PARAMS, x, y, 2)[1], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_page_is_a_step_of_the_whole_batch():
     """Value and gradient over the number of devices; three steps of kfac equal those of one."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4

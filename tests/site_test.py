@@ -1,13 +1,12 @@
 """The site says everything, leads nowhere wrong, and what checks it finds what is wrong.
 
-``make site`` builds it; here is what needs no build.
+``make site`` builds it and runs the examples of its extensions; here is what needs no Sphinx.
 """
 
-import doctest
-import importlib.util
 import json
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +20,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
 
 
-def extension(name):
-    path = ROOT / "docs" / "_extensions" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"site_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+API_INDEX = ROOT / "docs" / "_extensions" / "api_index.py"
+CHECK_SITE = ROOT / "docs" / "_extensions" / "check_site.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -50,6 +45,7 @@ documents._write_pages(record, "cpu")
 """
 
 
+@pytest.mark.slow
 def test_the_site_makes_the_pages_of_records_where_pytorch_is_not(tmp_path):
     recipe = re.search(r"^site:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     assert recipe
@@ -79,7 +75,7 @@ def test_links_of_notebooks_lead_somewhere():
 
 def test_the_index_of_the_api_has_every_public_name_with_a_sentence():
     pages = [page.stem for page in (ROOT / "docs" / "api").glob("*.md")]
-    tables = extension("api_index").tables(ROOT / "docs" / "api", pages)
+    tables = runpy.run_path(str(API_INDEX))["tables"](ROOT / "docs" / "api", pages)
     rows = dict(re.findall(r"^\| \{py:obj\}`(\w+) <[\w.]+>` \| (.*) \|$", tables, re.M))
     missing = {name for name in jk.__all__ if not rows.get(name) and callable(getattr(jk, name))}
     assert not missing
@@ -105,14 +101,6 @@ def test_every_page_is_in_a_table_of_contents():
     assert listed == {page for page in docs.rglob("*.md") if page != docs / "index.md"}
 
 
-@pytest.mark.parametrize("name", ["docstrings", "notebooks", "records"])
-def test_examples_of_the_extensions(name):
-    pytest.importorskip("sphinx", reason="the site's packages are not installed")
-    result = doctest.testmod(extension(name))
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
 def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
     (tmp_path / "a.html").write_text(
         '<p id="here"><a href="b.html#there">1</a> <a href="b.html#gone">2</a>'
@@ -121,7 +109,7 @@ def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
         '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="x.css">'
     )
     (tmp_path / "b.html").write_text('<p id="there">')
-    assert list(extension("check_site").faults(tmp_path)) == [
+    assert list(runpy.run_path(str(CHECK_SITE))["faults"](tmp_path)) == [
         "a.html: loads https://example.org/x.js from a network",
         "a.html: b.html#gone: no such place on that page",
         "a.html: c.html is not there",

@@ -81,6 +81,7 @@ def assert_close(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @MODELS
 def test_running_statistics_of_twenty_steps_are_those_of_plain_training(make):
@@ -129,6 +130,7 @@ def test_the_objective_itself_returns_the_changed_state(make):
     assert_close((value, changed), (expected, after))
 
 
+@pytest.mark.default(1)
 @MODELS
 def test_with_aux_the_changed_state_comes_beside_it(make):
     apply_fn, params, state = make()
@@ -146,6 +148,7 @@ def test_with_aux_the_changed_state_comes_beside_it(make):
     assert_close(changed, plain_loss(apply_fn)(params, state, X[0], Y[0], KEYS[0])[1])
 
 
+@pytest.mark.slow
 @MOSTLY_NNX
 def test_passes_under_a_budget_return_one_changed_state(make):
     apply_fn, params, state = make()
@@ -198,6 +201,7 @@ def evaluated():
     return jk.Objective(apply_fn, jk.Categorical()), closed, variables["params"], state
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 3])
 def test_operators_are_those_of_the_model_with_its_state_closed_over(evaluated, kind, chunk):

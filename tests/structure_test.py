@@ -1,8 +1,11 @@
 """The inside is open to a stranger: what `python -m benchmarks.structure` counts stays so."""
 
+import pytest
+
 from benchmarks.structure import house, sources
 
 
+@pytest.mark.slow
 def test_doors_and_kinds_stay_as_they_are_recorded():
     counted = sources()
     assert counted["of private modules"] == 0

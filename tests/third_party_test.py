@@ -165,6 +165,7 @@ def test_haiku_mlp(x64):
     assert_factors_close(run(net.apply, params, batch), oracle(twin, params, batch), 1e-10)
 
 
+@pytest.mark.slow
 def test_haiku_attention(x64):
     def forward(x):
         init = hk.initializers.VarianceScaling()

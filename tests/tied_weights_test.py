@@ -60,6 +60,7 @@ def test_operators_are_those_of_the_whole_parameter(name):
     np.testing.assert_allclose(ggn, rows.T @ rows / N, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @models
 def test_kfac_solves_with_one_block(name):
@@ -91,6 +92,7 @@ def test_kfac_solves_with_one_block(name):
         np.testing.assert_allclose(found["c"], expected[-1], rtol=1e-8)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @models
 def test_measured_eigenvalues(name):

@@ -44,6 +44,7 @@ def transformed_params():
     return tree(0, w=(4, 5), gain=(5,), v=(5, 5), d=(5,), t=(5,), head=(5, 3), scale=())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.checkpoint, jax.jit], ids=["", "remat", "jit"])
 def test_diagonals_are_squares_of_each_examples_gradient(wall):
@@ -157,6 +158,7 @@ def test_flat_preconditioning_is_that_of_the_tree():
     np.testing.assert_allclose(found, ravel_pytree(expected)[0], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_budgeted_passes_give_the_factors_of_one():
     case = all_programs()["a list of layers stacked for a scan"].build()
     whole = jk.value_grad_and_factors(case.objective)(case.params, case.batch).factors
@@ -188,6 +190,7 @@ def lora_params():
     return tree(0, w=(4, 3), a=(4, 2), b=(2, 3))
 
 
+@pytest.mark.slow
 def test_only_remedies_that_work_are_printed():
     scalar = lambda p, b: jnp.mean(lora(p, b[0]) ** 2)
     with pytest.raises(jk.UncoveredParameterError) as raised:

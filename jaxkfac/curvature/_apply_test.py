@@ -107,6 +107,7 @@ def test_stacked_layer_is_one_block_per_slice():
         )
 
 
+@pytest.mark.slow
 def test_swapped_axes_and_diagonal_sides():
     tree, factors, bases = setup(SWAPPED + TABLE + SCALE)
     got = natural_gradient(tree, bases, damping=0.3)
@@ -152,6 +153,7 @@ def rank_deficient(bias="joint"):
     return dataclasses.replace(factors, g_sums={**factors.g_sums, "w": tied})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("power", [-2.0, -1.0, -0.5, 0.5, 1.0])
 def test_a_cut_is_the_pseudo_inverse_of_the_dense_block(power):
@@ -179,6 +181,7 @@ def test_a_cut_is_the_pseudo_inverse_of_the_dense_block(power):
     assert jnp.allclose(got["scale"], jnp.where(kept, diagonal**power, 0) * tree["scale"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "damping"), MODES)
 def test_what_is_cut_stays_out_whatever_the_clipping_and_the_damping(mode, damping):
@@ -431,6 +434,7 @@ def small_factors(bias="joint"):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("power", [-1.0, -0.5])

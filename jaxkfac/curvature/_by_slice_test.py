@@ -54,6 +54,7 @@ def distance(tree, other):
     return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
 
 
+@pytest.mark.slow
 def test_one_layer_at_a_time_from_the_host_gives_the_same(problem):
     _, grads, factors = problem
     held = bases_of(factors, bases_in="host")
@@ -117,6 +118,7 @@ def test_identities_are_kept_likewise(problem):
     assert distance(halved, jax.tree.map(lambda g: g / 2, grads)) < 1e-6
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     "options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}, {"bases_in": "device", "rank": 9}]
 )
@@ -178,6 +180,7 @@ def solved_densely(grads, rebuilt, damping):
     return a_vectors @ inside @ np.swapaxes(g_vectors, -1, -2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bases_in", ["device", "host"])
 @pytest.mark.parametrize("rank", [3, 20])

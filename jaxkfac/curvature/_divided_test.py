@@ -102,6 +102,7 @@ def _factors(x):
     return stats({"kernel": jnp.ones((3, 2))}, (x, jnp.zeros((4, 2))))
 
 
+@pytest.mark.slow
 def test_the_mesh_is_that_which_is_set_or_that_of_the_arrays(mesh):
     factors = _factors(jnp.arange(12.0).reshape(4, 3)).factors
     expected = eigendecompose(factors, placement="device")

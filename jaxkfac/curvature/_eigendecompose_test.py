@@ -47,6 +47,7 @@ def assert_rebuilds(bases, factors, tol=1e-10):
         assert_close(rebuilt[name], factors[name], tol)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
@@ -142,6 +143,7 @@ def test_rank_deficient_and_empty_factors_decompose(factors):
     assert all(bool((v == 0).all()) for v in (empty["q"].a_values, empty["scale"].diagonal))
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])

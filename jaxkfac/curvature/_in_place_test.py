@@ -42,6 +42,7 @@ def stored(request, monkeypatch):
     return (lambda x: x.packed()) if request.param == "packed" else (lambda x: x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_bases_in_place_are_those_of_a_decomposition(bias, stored):
     factors = random_factors(LAYERS, jax.random.key(0), bias=bias)
@@ -50,6 +51,7 @@ def test_bases_in_place_are_those_of_a_decomposition(bias, stored):
     assert_close(bases, eigendecompose(factors, placement="device"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damping", "mode"), DAMPINGS.values(), ids=DAMPINGS)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_inverses_in_place_are_those_of_an_inversion(bias, damping, mode, stored):

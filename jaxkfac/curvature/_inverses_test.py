@@ -90,6 +90,7 @@ def test_a_joint_block_is_its_damped_inverse_written_out(damping, mode):
     assert_close(found, {"q": solved[:-1], "q_b": solved[-1], "uncovered": np.ones(2)})
 
 
+@pytest.mark.default(1)
 @damped
 def test_identities_are_damped_as_eigenbases_of_the_identity(damping, mode):
     factors, grads = problem()
@@ -134,6 +135,7 @@ def test_exact_damping_has_no_inverses():
         invert(factors, damping=0.1, damping_mode="exact")
 
 
+@pytest.mark.slow
 @damped
 def test_packed_factors_decompose_and_invert_like_dense_ones(damping, mode):
     layers = (

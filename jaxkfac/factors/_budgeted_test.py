@@ -122,6 +122,7 @@ def test_passes_gather_what_one_pass_gathers(x64, options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected.grads)
 
 
+@pytest.mark.slow
 def test_packed_factors_take_fewer_passes_and_are_the_same(x64):
     objective, params, batch = nested(64)
     dense, packed = (
@@ -264,6 +265,7 @@ def test_a_sink_takes_every_row_once():
             np.testing.assert_allclose(total[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_budget_below_one_side_names_it():
     objective, params, batch = transformer(4, 8)
     with pytest.raises(MemoryBudgetError, match=r"the (in|out)put side of .* needs \d+ bytes"):

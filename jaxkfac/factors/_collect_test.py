@@ -55,6 +55,7 @@ def test_a_call_under_another_setting_is_traced_under_it(counted, setting):
     assert read
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_the_first_call_and_the_second_are_what_jit_computes(fisher):
     objective = Objective(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), Categorical())

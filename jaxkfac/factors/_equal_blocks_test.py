@@ -49,6 +49,7 @@ def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.default(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",

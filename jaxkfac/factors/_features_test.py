@@ -35,6 +35,7 @@ def batch(likelihood):
     return x, jnp.asarray(TARGETS[likelihood])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
@@ -50,6 +51,7 @@ def test_a_scalar_has_one_gradient_at_each_position(likelihood, place, params, b
         np.testing.assert_allclose(factors[name].diagonal.sum(), expected, rtol=1e-12)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
 def test_with_one_position_all_modes_agree(likelihood, params, batch):
     objective, batch = (

@@ -39,6 +39,7 @@ def assert_equal(left, right, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("chunk", [2, 4, 6, 100])
@@ -51,6 +52,7 @@ def test_exact_does_not_depend_on_the_chunk(x64, chunk, sharing):
     assert_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
@@ -98,6 +100,7 @@ def test_one_sample_is_the_sample_of_the_likelihood(x64):
     assert_equal(sampled, given)
 
 
+@pytest.mark.slow
 def test_devices_draw_labels_of_their_own(x64):
     """Under ``shard_map`` one key serves every device: G is not that of equal labels."""
     objective, params, (x, y) = program(n=2)
@@ -171,6 +174,7 @@ def test_the_covariance_of_a_wide_side_takes_two_thirds_of_the_product():
     assert 1.0 <= part_of_product(256) < 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_memory_of_exact_is_bounded_by_the_chunk(sharing):
@@ -207,6 +211,7 @@ def test_masked_terms_are_in_no_sum_and_no_count(x64, fisher):
         np.testing.assert_allclose(masked[name].g * 6, expected[name].g * 9, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "exact_if_terms_do_not_mix"])
 def test_the_second_pass_uses_the_same_fisher_type(x64, fisher):

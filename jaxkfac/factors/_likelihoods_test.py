@@ -36,6 +36,7 @@ def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likeliho
     np.testing.assert_allclose(found, product, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 def test_gradients_at_sampled_labels_have_the_fisher_as_second_moment(likelihood):

@@ -37,6 +37,7 @@ def shapes_of(factors):
     return [x.shape for x in jax.tree.leaves(factors)]
 
 
+@pytest.mark.slow
 def test_sides_from_64_on_are_packed_and_every_reading_is_dense(factors):
     packed = jax.jit(lambda x: x.packed())(factors)
     folded_inputs = {k for k in packed.dense_inputs if is_folded(packed.a_sums[k])}
@@ -66,6 +67,7 @@ def test_numpy_stays_numpy(factors):
     assert_equal(packed, factors)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
 def test_size_and_diagonal_of_folded_matrices(n):
     x = jax.random.normal(jax.random.key(n), (3, n, n))
@@ -82,6 +84,7 @@ def test_of_a_matrix_that_is_not_symmetric_the_lower_triangle_counts(factors):
     assert read[0, 5] == read[5, 0] == factors.g_sums["a"][5, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 def test_the_collector_packs_what_it_would_return(fisher):
     from jaxkfac.factors import Categorical, Objective
@@ -150,6 +153,7 @@ READ = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("how", READ)
 def test_readings_of_packed_factors_are_dense_under(factors, how):
     expected, found = READ[how](factors), READ[how](factors.packed())

@@ -178,6 +178,7 @@ def test_factors_equal_sums_over_explicit_patches(x64, case, sharing, bias):
     check_factors(case, sharing=sharing, bias=bias)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["2d-strided", "2d-first-grouped"])
 def test_a_separate_bias_leaves_the_ones_column_out(x64, name, sharing):

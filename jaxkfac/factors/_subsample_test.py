@@ -100,6 +100,7 @@ def test_so_are_those_of_patches():
     assert_unbiased(Objective(model, Categorical()), params, (x, jnp.arange(3)), fraction=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_every_row_is_the_full_factors(sharing):

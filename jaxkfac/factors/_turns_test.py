@@ -189,6 +189,7 @@ def marks_of(case):
     return [pytest.mark.slow if case in SLOW else pytest.mark.exhaustive]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "decay"),
     [("windows that overlap", 0.0)] + [pytest.param(x, 0.9, marks=marks_of(x)) for x in CASES],
@@ -206,6 +207,7 @@ def as_float64_problem(objective, params, batch):
     return objective, as_float64(params), as_float64(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
     [pytest.param(unrolled, marks=pytest.mark.exhaustive), lambda: scanned(5)],
@@ -238,6 +240,7 @@ def test_masks_and_positions_hold_in_every_turn(x64):
     assert_same_means(average, expected.factors)
 
 
+@pytest.mark.slow
 def test_a_loss_that_marks_its_outputs_comes_in_turns(x64):
     objective, params, (x, targets) = as_float64_problem(*scanned(5))
 
@@ -252,6 +255,7 @@ def test_a_loss_that_marks_its_outputs_comes_in_turns(x64):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_every_iteration_decays_by_its_own_count(x64, packed):
     """NumPy: windows, masks with different numbers of terms, and a batch without any term."""
@@ -302,6 +306,7 @@ def test_every_iteration_decays_by_its_own_count(x64, packed):
     assert len(means) == len(counts) == iterations + 3  # and one for each other layer
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_turn_add_up(x64):
     objective, params, (x, targets) = as_float64_problem(*scanned(5))
     stats = value_grad_and_factors(objective, collect=2)
@@ -314,6 +319,7 @@ def test_micro_batches_of_one_turn_add_up(x64):
         np.testing.assert_allclose(summed.a_sums[name], 2 * expected.a_sums[name], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_sum_of_two_groups_is_never_averaged():
     objective, params, batch = scanned(4)
     stats = value_grad_and_factors(objective, collect=2)
@@ -334,6 +340,7 @@ def test_a_sum_of_two_groups_is_never_averaged():
     assert number == 1 and average.turn.number == 1
 
 
+@pytest.mark.slow
 def test_a_weighted_average_weighs_its_counts():
     objective, params, batch = scanned(4)
     stats = value_grad_and_factors(objective, collect=2)
@@ -361,6 +368,7 @@ def test_reading_says_which_layers_have_another_turn():
     assert of_parameters(factors).turn is not None
 
 
+@pytest.mark.slow
 def test_a_wide_scan_in_turns_holds_a_part_of_its_factors():
     """Zeros of full size, or a copy of the average, would show here."""
     objective, params, batch = scanned(8, 128, wrap=jax.checkpoint)
@@ -423,6 +431,7 @@ def test_layers_without_a_scan_need_a_static_number_and_a_layer_for_each_group()
             call()
 
 
+@pytest.mark.slow
 def test_averages_and_sums_refuse_factors_of_other_turns():
     objective, params, batch = scanned(4)
     complete, half, third = (value_grad_and_factors(objective, collect=k) for k in (1, 2, 3))

@@ -83,6 +83,7 @@ def test_a_model_in_evaluation_mode_changes_nothing(make):
     np.testing.assert_allclose(apply_fn(params, X), model(X), rtol=1e-6)
 
 
+@pytest.mark.default(2)
 @MODELS
 @pytest.mark.parametrize("mutable", [nnx.BatchStat, ()])
 def test_dropout_without_a_key_raises(make, mutable):

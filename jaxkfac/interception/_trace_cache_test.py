@@ -72,6 +72,7 @@ def test_what_is_static_tells_traces_apart(times_made):
     assert [times_made(x, x, static=name) for name in ("a", "b", "a")] == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_trace_around_which_another_ends_is_not_kept():
     cache, x = TraceCache(), jnp.ones(3)
 

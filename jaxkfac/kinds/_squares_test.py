@@ -110,6 +110,7 @@ def _sums(arrays):
     return {"products": x.T @ y, "squares": jnp.square(x).sum(0)}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_gradients_several_at_once_are_those_one_by_one(monkeypatch, at_once):
     """What accelerators do, and what the CPU does."""

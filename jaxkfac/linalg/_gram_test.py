@@ -32,6 +32,7 @@ def test_panels_unpack_to_the_full_product(x64, size):
     np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.default(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("number", [1, 2, 64])

@@ -65,6 +65,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("how", TRANSFORMED)
 def test_folding_and_unfolding_are_exact_to_the_bit_under(how):
     transformed = TRANSFORMED[how]
@@ -86,6 +87,7 @@ def test_a_donated_rectangle_is_written_in_place():
         assert folded.is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_every_dtype_stays_and_keeps_its_bits(x64, dtype):
     for n in SIZES:
@@ -132,6 +134,7 @@ def test_users_compile_large_matrices_as_fast_as_small_ones():
     assert large < 5 * small + 1
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_linear_maps(x64):
     """The transpose of a map T is the one with <T x, y> = <x, T' y>."""
     normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)

@@ -96,6 +96,7 @@ def test_an_index_beyond_the_bank_gives_nan_where_it_is_traced(bank, serve):
     assert np.isfinite(mixed[0]).all() and np.isnan(mixed[1]).all() and np.isfinite(mixed[2]).all()
 
 
+@pytest.mark.slow
 def test_gradients_reach_only_the_adapters_that_rows_use(bank, serve):
     run, _ = serve
     grads = jax.grad(lambda b: jnp.sin(run(b, jnp.array([0, 0, 1]))).sum())(bank)
@@ -162,6 +163,7 @@ def test_what_a_bank_cannot_hold_is_refused(bank):
         full.index("c")
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("index", [0, -1, np.array([0, -1, 0])])
 def test_a_diverged_adapter_that_is_disabled_leaves_the_base_model(bank, outputs, index):
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), ADAPTERS["first"])
@@ -197,6 +199,7 @@ def test_settings_of_another_rank_or_kind_are_refused(bank):
         bank.get("plain", Config(rank=3, alpha=2))
 
 
+@pytest.mark.slow
 def test_values_beyond_the_rank_that_training_made_are_not_dropped():
     configs = {n: Config(rank=r, fourier_placement="bottleneck") for n, r in [("a", 1), ("b", 2)]}
     each = {n: moved(init(fn, c, PARAMS, X, key=KEY), 1) for n, c in configs.items()}

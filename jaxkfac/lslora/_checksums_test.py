@@ -173,6 +173,7 @@ def test_damage_to_another_writers_files_is_named_or_still_gives_an_adapter(conf
     assert len(errors) > 50 and all("file" in e or "adapter_" in e or "bad" in e for e in errors)
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_read_computes_what_was_written(tmp_path):
     adapters = written(tmp_path)
     expected = attach(fn, CONFIG)(PARAMS, adapters, X)

@@ -120,6 +120,7 @@ def test_shapes_suffice():
     assert made["block/q_proj/kernel"].a.shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_measured_sigma_is_the_root_mean_square_of_z():
     def scanned(p, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["kernel"])[0]

@@ -29,6 +29,7 @@ def adapters_of(config, scale=0.3):
     }
 
 
+@pytest.mark.slow
 def test_a_merged_model_computes_what_plain_lora_computes():
     config = Config(rank=2, alpha=3, fourier_placement="none")
     adapted, adapters = attach(fn, config), adapters_of(config)
@@ -59,6 +60,7 @@ def test_a_quantised_base_is_not_merged_into():
         merge(attach(dense, config), nf4.quantize(params), adapters, x)
 
 
+@pytest.mark.slow
 def test_the_approximate_merge_is_the_least_squares_fit_and_reports_its_error(x64):
     params = jax.tree.map(lambda x: x.astype(jnp.float64), PARAMS)
     x = X.astype(jnp.float64)
@@ -180,6 +182,7 @@ def test_a_branch_that_no_gradient_reaches_is_not_called_exact():
         approximate_merge(attach(routed, config), params, adapters, X)
 
 
+@pytest.mark.slow
 def test_a_fit_to_too_few_rows_warns_and_one_to_nan_is_refused():
     config = Config(rank=2)
     adapted, adapters = attach(fn, config), adapters_of(config)

@@ -125,6 +125,7 @@ def test_a_fresh_adapter_starts_at_its_own_coefficients_and_changes_nothing(x64)
     assert (init(scanned, measured, params, x, key=KEY)["head/kernel"].sigma > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("placement", ["output", "bottleneck"])

@@ -100,6 +100,7 @@ def merged(fn, config, adapters):
     return with_leaves(PARAMS, leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "experts"), [*((n, None) for n in PROGRAMS), ("experts as outputs", "e")]

@@ -173,6 +173,7 @@ class Paper:
         self.w = moved
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("factor_every", [0, 3])
 @pytest.mark.parametrize(
@@ -336,6 +337,7 @@ def test_accumulated_steps_are_those_of_the_whole_batch():
     np.testing.assert_allclose(state.inner.adaptation.ratio, one.adaptation.ratio, rtol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
@@ -367,6 +369,7 @@ def test_a_state_can_be_donated():
     assert moved[0]["kernel"].shape == params[0]["kernel"].shape
 
 
+@pytest.mark.slow
 def test_damping_stays_within_its_bounds():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.5, every=1, factor=0.1, minimum=0.2, maximum=0.6)
@@ -375,6 +378,7 @@ def test_damping_stays_within_its_bounds():
     assert state.adaptation.damping == 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"inverse": "host"}, {"stagger": True, "damping_mode": "pi"}], ids=str
@@ -422,6 +426,7 @@ def test_parameters_of_others_are_left_to_them():
     np.testing.assert_allclose(found[1]["kernel"], found[0]["kernel"], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     _, _, _, params, batch = problem()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -440,6 +445,7 @@ def test_a_wrong_word_as_damping_names_the_rule_that_adapts_it():
         Adaptation.of(0.1, 0.9, "adaptive", None)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
@@ -484,6 +490,7 @@ def test_kfac_that_is_not_last_in_its_chain_is_seen(options):
     assert state[0].adaptation.displaced == 1
 
 
+@pytest.mark.slow
 def test_where_the_gradient_is_zero_nothing_is_rejected():
     x = jnp.eye(3)
     params, batch = {"kernel": jnp.ones((3, 2))}, (x, jnp.ones((3, 2)))
@@ -493,6 +500,7 @@ def test_where_the_gradient_is_zero_nothing_is_rejected():
     assert (state.adaptation.rejected, state.adaptation.damping) == (0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_rejected_update_leaves_the_parameters_of_others_too():
     _, _, _, params, batch = problem()
     stats = value_grad_and_factors(LINEAR, fisher="exact")
@@ -517,6 +525,7 @@ def two_heads(params, x):
     return {"label": h @ out["kernel"] + out["bias"], "box": h}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("boxes", [0, 5])
 def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
@@ -559,6 +568,7 @@ def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_group():
         group(state, micro_batches[2], None)
 
 
+@pytest.mark.slow
 def test_a_scheduled_damping_is_reported_ahead_of_its_update():
     _, _, _, params, batch = problem()
     stats = value_grad_and_factors(OBJECTIVE)
@@ -584,6 +594,7 @@ def test_a_scheduled_damping_is_reported_ahead_of_its_update():
 
 
 class TestRefused:
+    @pytest.mark.slow
     def test_curvature_of_a_micro_batch(self):
         _, _, _, params, batch = problem()
         tx, _, _ = training(params, batch, damping=0.1)
@@ -627,6 +638,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=f"needs {absent}: tx.update"):
             tx.update(grads, state, factors=factors, **given)
 
+    @pytest.mark.default(2)
     @pytest.mark.parametrize("objective", [OBJECTIVE, marked], ids=["objective", "marked"])
     @pytest.mark.parametrize(
         "changed",

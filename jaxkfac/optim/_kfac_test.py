@@ -65,6 +65,7 @@ def test_one_plain_step_is_the_natural_gradient(problem):
     assert_close(updates, jax.tree.map(lambda g: -0.1 * g, natural))
 
 
+@pytest.mark.slow
 def test_steps_without_factors_go_on_with_the_average_there_is(problem):
     """Factors at every second step from the second on: identities, then what they were."""
     params, batches, like = problem
@@ -146,6 +147,7 @@ def test_a_constraint_that_does_not_bind_has_no_part_in_derivatives(problem):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_product_out_of_range_leaves_no_nan(problem):
     """It is infinite times a learning rate of zero: the first step of a warm-up."""
     params, batches, like = problem
@@ -178,6 +180,7 @@ def test_scan_equals_a_loop(problem):
     assert_close(scanned_state.average, state.average)
 
 
+@pytest.mark.slow
 def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem, monkeypatch):
     params, batches, like = problem
     traces, solve = [], module.natural_gradient
@@ -232,6 +235,7 @@ def broken_at(where, grads, factors):
     return grads, factors
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax.adam multiplies floats by an integer count
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [0, 2])
@@ -262,6 +266,7 @@ def test_a_non_finite_step_changes_nothing_and_is_counted(problem, at):
         assert_close(got, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_failed_decomposition_keeps_the_basis_before_it(problem, monkeypatch):
     params, batches, like = problem
     tx = kfac(0.1, like=like, refresh_every=1, momentum=0.0)
@@ -294,6 +299,7 @@ def test_uncovered_parameters_follow_plain_descent_with_momentum(problem):
         assert_close(updates["extra"]["x"], jnp.full(3, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_others_looks_after_uncovered_parameters_alone(problem):
     params, batches, like = problem
@@ -327,6 +333,7 @@ def test_updates_keep_the_gradients_dtype_and_the_state_its_own():
     assert shapes(after) == shapes(state)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", [jnp.arange(3), jax.random.key(0), "float0"])
 def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):

@@ -65,6 +65,7 @@ class Adam:
         return left @ (m / (np.sqrt(self.v / (1 - B2**self.t)) + EPS)) @ right.T
 
 
+@pytest.mark.slow
 def test_every_step_equals_the_algorithm_written_out(problem):
     params, batches, like = problem
     rate, decay, weight = (lambda t: 0.1 / (1.0 + t)), 0.7, 0.05
@@ -95,6 +96,7 @@ def test_every_step_equals_the_algorithm_written_out(problem):
     assert int(state.step) == 6 and int(state.skipped) == 0 and int(state.kept) == 0
 
 
+@pytest.mark.slow
 def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     params, batches, like = problem
     tx = kfe_adam(0.01, like=like, refresh_every=2)
@@ -189,6 +191,7 @@ def test_tracked_eigenvectors_are_those_of_eigh_for_a_matrix_that_stays(problem)
         assert_close(*found, 1e-8)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_skipped(problem):
     params, batches, like = problem
     tx = kfe_adam(0.1, like=like, others=optax.sgd(0.1, momentum=0.9))
@@ -233,6 +236,7 @@ def embedding(vocabulary=12, width=4, classes=3):
     return Objective(net, Categorical()), params, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_side", [12, 11])
 def test_a_side_that_factors_keep_diagonal_takes_the_gradients_covariance(max_side):
     objective, params, batch = embedding()
@@ -325,6 +329,7 @@ def test_a_layer_that_gets_no_gradient_stays_and_others_look_after_what_is_not_c
     np.testing.assert_allclose(updates["free"], -0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", [2.3, -5.0, 0.0])
 def test_a_loss_out_of_bounds_is_counted_and_said_once(problem, start):

@@ -104,6 +104,7 @@ def test_gradients_count_by_terms_where_factors_are_of_some_micro_batches(params
     assert_close(updates, expected, 1e-10 if dtype is None else 1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_between_collections_weigh_in_the_pooled_gradient(params):
     objective = Objective(lambda p, x: x @ p["left"]["kernel"], Categorical())
     params = {"left": {"kernel": params["left"]["kernel"]}}
@@ -156,6 +157,7 @@ def test_adamw_inside_scan_equals_adamw_on_the_pooled_gradients():
     assert_close(got, params)
 
 
+@pytest.mark.slow
 def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
     like = like_for(params)
     tx, one = multi_steps(kfac(0.1, like=like), every_k_schedule=K), kfac(0.1, like=like)
@@ -209,6 +211,7 @@ def test_output_statistics_of_a_fully_masked_micro_batch_are_dropped_even_if_nan
     assert_close(state.inner.average["head/kernel"].g, factors["head/kernel"].g)
 
 
+@pytest.mark.slow
 def test_a_group_without_any_term_makes_no_update_and_is_counted(params):
     tx = multi_steps(kfac(0.1, like=like_for(params), weight_decay=0.1), every_k_schedule=2)
     step, state = jitted(tx), tx.init(params)
@@ -285,6 +288,7 @@ def test_factors_are_found_in_a_chain_and_given_by_like(params):
     assert seen[0].layers == factors.layers
 
 
+@pytest.mark.slow
 def test_sums_are_double_under_x64_and_single_for_half_precision():
     double = {"w": jnp.array([1.0, 0.1])}
     tx = multi_steps(optax.identity(), 2)
@@ -301,6 +305,7 @@ def test_sums_are_double_under_x64_and_single_for_half_precision():
     assert float(updates["w"][0]) == float(jnp.bfloat16(257 / 2))
 
 
+@pytest.mark.slow
 def test_state_structure_is_stable_and_integer_leaves_pass_through(params):
     like = like_for(params)
     grads, factors = net_statistics(params, net_batch(jax.random.key(0), N))
@@ -330,6 +335,7 @@ def test_bad_arguments_are_named(params):
         tx.update(grads, state, params, factors=other)
 
 
+@pytest.mark.slow
 def test_left_out_factors_are_zeros(params):
     tx = multi_steps(kfac(0.1, like=like_for(params)), 2)
     (one, two, *_), _ = group(0)

@@ -65,6 +65,7 @@ def nbytes(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -140,6 +141,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -194,6 +196,7 @@ def test_a_packed_state_on_two_devices_is_that_of_one(two_layers, axis_type):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_stack_of_no_matrices_changes_nothing():
     params = {"w": jnp.zeros((0, WIDE, WIDE)), "out": jnp.ones((WIDE, 3)) / WIDE}
     batch = jnp.ones((N, WIDE)), jnp.zeros(N, int)
@@ -213,6 +216,7 @@ def test_a_stack_of_no_matrices_changes_nothing():
     assert_close(*results[:2])
 
 
+@pytest.mark.slow
 def test_accumulated_factors_are_packed_like_the_state(problem):
     (params, state), _ = trained(problem, packed=False, accumulate=2)
     (found, packed_state), _ = trained(problem, packed=True, accumulate=2)
@@ -266,6 +270,7 @@ def test_bytes_of_the_other_storage_or_cut_short_are_refused(problem, mode):
                 serialization.from_bytes(target, written[packed][:size])
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_not_finite_is_skipped_and_a_failed_inverse_kept(problem):
     objective, params, batch = problem
     stats = value_grad_and_factors(objective)

@@ -31,6 +31,7 @@ def run(tx, steps, *, compiled=False, stats=STATS):
 ODD = [1, 3, 5, 7, 9, 11]  # no multiple of 4 among them
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("inverse", ["eigh", "host"])
 def test_outside_of_jit_kfac_raises_where_no_factors_came_by_the_second_refresh(inverse):
     tx = kfac(0.1, like=LIKE, refresh_every=2, inverse=inverse)
@@ -64,6 +65,7 @@ def test_inside_jit_the_state_says_how_many_refreshes_missed_their_factors():
     assert int(grouped.inner.step) == 3 and int(grouped.inner.missed) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax.MultiSteps divides floats by an integer count
 def test_optax_multi_steps_that_hands_on_the_last_micro_batch_alone_shows_in_the_state():
     """Its groups end at steps 3 and 7, and factors are collected at 0 and 4."""

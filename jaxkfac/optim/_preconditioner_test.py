@@ -45,6 +45,7 @@ def written_out(params, damping, mode, batches, refreshes=(0, 3)):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["pi", "factored"])
 def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
@@ -57,6 +58,7 @@ def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     assert_close(found, written_out(params, damping, mode, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("inverse", "mode", "damping"),
@@ -113,6 +115,7 @@ def test_a_nan_batch_changes_neither_average_nor_inverses(params, batches):
     assert_close(after._replace(skipped=state.skipped), state, 0.0)
 
 
+@pytest.mark.slow
 def test_an_inverse_that_fails_leaves_the_one_before_it(params, batches):
     """A factor that is not positive has none."""
     options = OPTIONS | {"refresh_every": 1, "decay": 0.0}
@@ -137,6 +140,7 @@ def test_bfloat16_parameters_keep_their_dtype(params, batches):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_the_host_decomposes_for_numpy_arrays_and_schedules_of_python_numbers(params, batches):
     """Neither is traced."""
     like = like_for(params)

@@ -41,6 +41,7 @@ def states(tx, params, steps):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 @pytest.mark.parametrize("every", [2, 3, 7])
@@ -100,6 +101,7 @@ def test_left_out_factors_and_counts_of_zero_are_the_same(params, batches):
     assert int(left.step) == 5 and not np.array_equal(held(left)["4"], jnp.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_periods_that_never_meet_still_refresh_from_what_there_is(params, batches, every):

@@ -69,6 +69,7 @@ def test_what_is_stacked_reads_as_it_was(factors):
         same(stacks.unstacked_tree(stacks.tree(leaves), leaves), leaves)
 
 
+@pytest.mark.slow
 def test_the_stacked_model_is_preconditioned_as_the_model(factors):
     stacks, grads = Stacks.of(factors), tree(jax.random.key(1))
     bases = eigendecompose(stacks.factors(factors))

@@ -87,6 +87,7 @@ WAYS = {
 MARKS = {"chain": [], "adaptive, exact": [pytest.mark.slow]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [pytest.param(x, marks=MARKS.get(x, [pytest.mark.exhaustive])) for x in WAYS]
 )
@@ -116,6 +117,7 @@ def states_in(state):
     return [x for x in jax.tree.leaves(state, is_leaf=is_kfac) if is_kfac(x)]
 
 
+@pytest.mark.slow
 def test_a_training_in_turns_is_that_of_averages_made_by_hand(x64):
     """NumPy averages each iteration by its own count, with masks of different size."""
     objective, params, (x, targets) = as_float64(problem_of())
@@ -179,6 +181,7 @@ def test_steps_of_a_scan_and_of_a_loop_agree(x64):
     assert carried[1].step == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"learning_rate": 0.1}, pytest.param({}, marks=pytest.mark.exhaustive)],
@@ -198,6 +201,7 @@ def test_a_nan_in_one_turn_leaves_everything(options):
     assert carry[1].step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
@@ -238,6 +242,7 @@ def test_gradients_wait_for_the_other_parameters_too():
 # ---------------- accumulated, saved, watched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [None, pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
     objective, params, (x, targets) = as_float64(problem_of(66))
@@ -270,6 +275,7 @@ def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
     assert state.inner.step == 2 and state.skipped == 0
 
 
+@pytest.mark.slow
 def test_a_group_of_micro_batches_of_two_turns_is_skipped_and_counted():
     objective, params, batch = problem_of()
     stats = value_grad_and_factors(objective, collect=2)
@@ -309,6 +315,7 @@ def test_single_micro_batches_pass_turns_on():
     assert other.inner.step == 2
 
 
+@pytest.mark.slow
 def test_a_state_in_turns_is_saved_and_restored():
     problem = problem_of()
     step, tx, carry = training(problem, 3, learning_rate=0.1)
@@ -354,6 +361,7 @@ def bottlenecks(width, iterations):
     return Objective(apply, Categorical()), {"down": down, "up": up}, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pi", pytest.param("exact", marks=pytest.mark.exhaustive)])
 def test_a_step_holds_the_factors_of_one_turn(mode):
     """Zeros of full size, or a copy of the average, would show here."""
@@ -371,6 +379,7 @@ def test_a_step_holds_the_factors_of_one_turn(mode):
 # ---------------- what is refused
 
 
+@pytest.mark.slow
 def test_complete_factors_and_those_of_turns_do_not_meet():
     objective, params, batch = problem_of()
     complete, half = (value_grad_and_factors(objective, collect=k) for k in (1, 2))

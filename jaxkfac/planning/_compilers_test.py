@@ -47,6 +47,7 @@ def curvature_step(dtype):
     return stats, (params, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, jnp.bfloat16])
 def test_bytes_equal_those_of_a_direct_compilation(dtype):
@@ -56,6 +57,7 @@ def test_bytes_equal_those_of_a_direct_compilation(dtype):
     assert told.temporaries > 0
 
 
+@pytest.mark.slow
 def test_donated_arguments_are_counted_once_in_the_peak():
     def step(x, y):
         return x + 1.0, y.sum()

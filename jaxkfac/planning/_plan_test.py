@@ -196,6 +196,7 @@ def test_host_rows_are_what_the_service_needs_and_holds(case):
     assert estimate.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("decay", "pushes", "steps"), [(0.99, 3, 260), (0.999, 1, 350), (0.95, 12, 25)]
@@ -297,6 +298,7 @@ def test_remat_has_the_activations_of_the_program_with_checkpoints():
     assert "rematted already" in already.unavailable["remat"]
 
 
+@pytest.mark.slow
 def test_what_recomputation_does_not_lower_is_not_called_activations():
     def planned(tokens):
         layout = DecoderLayout(3, 64, 2, 64, 40, fused=True)
@@ -334,6 +336,7 @@ def test_half_precision_takes_fewer_bytes_where_it_is_not_computed_in_float32_as
     assert half_of_now["cpu"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_kfac_has_its_average_and_bases_in_their_own_rows(case, mode):
@@ -418,6 +421,7 @@ def test_a_scalar_loss_is_planned_and_has_no_adapters():
     assert "scalar loss" in plan.unavailable["adapters"]
 
 
+@pytest.mark.slow
 def test_what_an_objective_returns_beside_its_value_is_planned_too():
     case = mlp()
     plain = lambda params, batch: case.objective(params, batch)
@@ -536,6 +540,7 @@ def test_a_compiler_that_fails_leaves_estimates_and_says_so(monkeypatch):
     assert "not compiled: compiling for this CPU: no result after 1 s" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_not_installed_is_needed_only_where_it_is_asked(monkeypatch):
     absent = dataclasses.replace(TARGETS["h100"], module="no_such_plugins.xla_cuda")
     monkeypatch.setitem(TARGETS, "h100", absent)

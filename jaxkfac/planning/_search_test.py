@@ -133,6 +133,7 @@ def _accumulating(steps):
     return Setting(frozenset({"accumulation"}), steps)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dearer", [0.6, 1.5])
 def test_the_set_that_is_found_is_that_of_a_search_that_compiles_everything(dearer, monkeypatch):

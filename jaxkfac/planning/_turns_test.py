@@ -67,6 +67,7 @@ def temporaries(rows, state):
     return beside + max(rows["activations"], rows["update"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_rows_are_those_of_the_average_of_all_layers_and_of_one_group(packed):
     problem = _, params, batch = bottlenecks()

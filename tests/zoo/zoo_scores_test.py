@@ -37,6 +37,7 @@ def test_scores_are_those_of_each_examples_gradient(name, x64):
     check_scores(case.objective, case.params, case.batch, bases, case.tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REFUSED)

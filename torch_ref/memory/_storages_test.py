@@ -82,6 +82,7 @@ def test_saved_activation_lives_until_its_backward_pass():
         assert made.live_bytes == FLOAT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_are_not_alive_between_the_passes(reentrant):
     block = nn.Sequential(*[nn.Tanh() for _ in range(4)])
@@ -144,6 +145,7 @@ def test_meta_tensors_have_no_bytes_and_other_devices_may_be_left_out():
     del x, y
 
 
+@pytest.mark.slow
 def test_cycle_is_alive_until_it_is_collected():
     gc.collect()
     with track_storages() as made:

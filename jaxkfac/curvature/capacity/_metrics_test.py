@@ -213,6 +213,7 @@ def test_over_layers_each_slice_counts_as_one(bases):
     assert singular.largest_condition is None and singular.largest_condition_clipped == 1e3
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_measured_eigenvalues_count_instead_of_products(bias):
     bases = eigendecompose(random_factors(LAYERS, jax.random.key(0), bias=bias), vectors=False)
@@ -343,6 +344,7 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(bases):
         capacity_interval([measure(bases)] * 2, confidence=1.0)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

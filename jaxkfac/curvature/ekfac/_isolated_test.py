@@ -52,6 +52,7 @@ def corrected(fn, fisher, **options):
     return jax.jit(correct)(PARAMS, BATCH, **labels).corrections
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 @pytest.mark.parametrize("name", MAPPED)

@@ -116,6 +116,7 @@ def in_one_step(averages, factors, number):
     return averages
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "number", [10_000, pytest.param(200_000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]

@@ -65,6 +65,7 @@ def failing_copy(monkeypatch, number, error):
     monkeypatch.setattr(_push, "start_copy", copy)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_flight", [TOGETHER, ONE_BY_ONE])
 @pytest.mark.parametrize("again", [True, False])

@@ -121,6 +121,7 @@ def test_bases_are_those_of_the_average_at_the_refresh_step(factors):
     assert seen[0]["k"].a_vectors.shape == (3, 3) and seen[0]["q"].a_vectors.shape == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_doubles_stay_doubles():
     double = [random_factors(LAYERS, jax.random.key(i)) for i in range(4)]
@@ -354,6 +355,7 @@ def test_donated_arrays_are_deleted_and_others_are_not(factors):
             jax.jit(lambda f: running.push(f, 2))(factors[0])
 
 
+@pytest.mark.slow
 def test_references_are_dropped_as_soon_as_the_average_has_them(factors):
     class Tracked(np.ndarray):
         """An array that can be watched."""
@@ -543,6 +545,7 @@ def test_bases_return_to_the_accelerator(factors, placement):
 WIDE = (layer("wide", (64, 65), bias="wide_bias"), layer("stack", (2, 70, 3), stack=1))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_packed_factors_give_the_average_of_dense_ones(storage):
     """The rectangle of a packed factor is the one in which the average is kept."""

@@ -158,6 +158,7 @@ def test_close_from_another_thread_wakes_a_push_that_waits(monkeypatch):
     assert not pusher.is_alive() and "is closed" in str(caught[0])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how",

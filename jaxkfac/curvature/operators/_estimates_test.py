@@ -29,6 +29,7 @@ def assert_estimates(found, true, sigmas=4.0):
     assert jnp.abs(found.value - true) <= sigmas * found.standard_error
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_trace_is_within_its_standard_error(x64, method):
     operator = matrix_operator(with_eigenvalues(decaying()))
@@ -66,6 +67,7 @@ def test_the_trace_is_exact_where_products_make_up_the_matrix(x64, method):
     assert found.standard_error == 0
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("size", [1.0, 1e-10, 1e10])
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
 def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
@@ -84,6 +86,7 @@ def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
     assert found.standard_error > 0
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [1, 50])
 def test_the_trace_of_zero_is_zero(method, n):
@@ -91,6 +94,7 @@ def test_the_trace_of_zero_is_zero(method, n):
     assert found.value == 0 and found.standard_error == 0
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("negative", [100, 50, 30])
 def test_xnystrace_of_an_indefinite_operator_is_not_a_number(x64, negative):
     # matfree drops the negative part, and calls the error 0
@@ -119,6 +123,7 @@ def test_a_negative_width_or_damping_is_refused(bad):
         log_determinant(operator, key=KEY, damping=bad)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("damping", [1e-2, 1.0])
 def test_the_log_determinant_is_within_its_standard_error(x64, damping):
     operator = matrix_operator(with_eigenvalues(decaying(60)))
@@ -144,6 +149,7 @@ def test_the_log_determinant_of_scalar_and_zero_operators_is_exact():
         np.testing.assert_allclose(found.standard_error, 0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_log_determinant_of_a_singular_operator_is_minus_infinity(x64):
     true = jnp.arange(20.0)
     found = log_determinant(matrix_operator(with_eigenvalues(true)), damping=0.0, key=KEY)
@@ -161,6 +167,7 @@ def test_the_density_integrates_to_one_and_counts_eigenvalues(x64):
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_density_is_that_of_the_dense_eigenvalues_within_its_error(x64):
     true, grid = jnp.linspace(-1, 2, 50), jnp.linspace(-1.5, 2.5, 9)
     operator = matrix_operator(with_eigenvalues(true))

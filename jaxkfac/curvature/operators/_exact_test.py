@@ -80,6 +80,7 @@ def test_mc_fisher_is_the_mean_of_empirical_ones_at_its_labels(x64, name):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_mc_fisher_is_unbiased(x64):
     problem = attention_problem()
     operator = fisher(*problem, fisher="mc", key=jax.random.key(0), samples=4000)

@@ -59,6 +59,7 @@ def test_kronecker_is_the_ggn_of_a_linear_model_with_squared_error(x64):
     assert_close(kronecker(bases, params).to_dense(), ggn(*problem).to_dense())
 
 
+@pytest.mark.slow
 def test_without_params_it_multiplies_and_adds_but_has_no_shapes(x64):
     objective, params, batch = attention_problem(masked=False)
     operator = kronecker(bases_of((objective, params, batch)))

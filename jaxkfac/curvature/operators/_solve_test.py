@@ -28,6 +28,7 @@ def ill_conditioned():
     return model, params, (x, y)
 
 
+@pytest.mark.slow
 def test_the_solution_is_that_of_the_dense_system(x64):
     problem = mlp_problem()
     operator, rhs = ggn(*problem), jax.grad(problem[0])(*problem[1:])
@@ -57,6 +58,7 @@ def test_a_marked_loss_is_solved_as_its_objective_is(x64):
         np.testing.assert_allclose(one, expected.solution[path], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_kronecker_inverse_takes_fewer_steps(x64):
     objective, params, batch = ill_conditioned()
     grads = jax.grad(objective)(params, batch)

@@ -40,6 +40,7 @@ def test_every_eigenvalue_lies_within_its_bound_of_a_true_one(x64):
     assert distance(few.eigenvalues, true).max() > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [ggn, hessian])
 def test_all_steps_give_the_whole_spectrum(x64, kind):
@@ -76,6 +77,7 @@ def test_eigenvectors_are_unit_trees_that_the_operator_stretches(x64):
         np.testing.assert_allclose(product, value * flat, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
     [pytest.param(n, marks=[] if n == 5 else pytest.mark.exhaustive) for n in (2, 5, 12, 40)],
@@ -116,6 +118,7 @@ def test_leaves_without_gradient_change_nothing(x64):
     np.testing.assert_allclose(found.eigenvalues, [3, 2, 1, 0, 0], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_nonsymmetric_operator_is_refused_with_both_products():
     matrix = with_eigenvalues(jnp.arange(1.0, 11)).at[0, 5].add(1.0)
     operator = matrix_operator(matrix)

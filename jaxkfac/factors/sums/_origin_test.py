@@ -52,6 +52,7 @@ def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fi
         assert jax.tree.structure(found) == jax.tree.structure(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_a_loss_with_marks_has_the_likelihoods_of_its_heads(fisher):
@@ -82,6 +83,7 @@ def test_every_way_of_collecting_says_it(options):
     assert factors("mc", **options).origin == Origin("mc", ("Categorical",))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("options", [{}, {"max_factor_bytes": 200}])
 def test_factors_of_a_step_without_collection_have_the_same_structure(options):
     stats = value_grad_and_factors(CATEGORICAL, fisher="exact", every=2, **options)

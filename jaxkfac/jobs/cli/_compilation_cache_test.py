@@ -138,6 +138,7 @@ print("hits", found.count("cache_hits"))
 """
 
 
+@pytest.mark.slow
 def test_jax_finds_what_another_process_has_compiled(tmp_path):
     variables = {k: v for k, v in os.environ.items() if "CACHE" not in k}
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path)]

@@ -102,6 +102,7 @@ def test_processes_of_one_run_check_their_paths_together(tmp_path, monkeypatch):
     assert main(words) == 0 and called
 
 
+@pytest.mark.slow
 def test_the_import_of_jax_is_announced():
     command = [sys.executable, "-m", "jaxkfac", "plan", "--device-bytes", "1GB", "--batch", "0"]
     said = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
@@ -122,6 +123,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert 'pip install "jaxkfac[cli]"' in capsys.readouterr().err
 
 
+@pytest.mark.default(6)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -60,6 +60,7 @@ def test_sharded_parameters_are_planned_on_their_devices(capsys):
     assert half["fully_sharded"] and half["now"]["exchanged"]["all-gather"] > 0
 
 
+@pytest.mark.slow
 def test_json_holds_bytes_and_the_optimizers_share(capsys):
     found = {}
     for optimizer in ("none", "sgd", "adam", "kfac"):
@@ -77,6 +78,7 @@ def test_json_holds_bytes_and_the_optimizers_share(capsys):
     assert found["kfac"]["factors"] == 2 * found["none"]["factors"]
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_planned_with_its_accumulators(capsys):
     found = {}
     for dtype, kind in ((None, "device"), ("bfloat16", "device"), (None, "pinned_host")):

@@ -79,6 +79,7 @@ def assert_same_end(one, other, name):
     assert a.records["losses"] == b.records["losses"]
 
 
+@pytest.mark.slow
 def test_a_run_writes_report_metrics_and_checkpoints(finished):
     metrics = json.loads((finished / "metrics.json").read_text())
     assert set(metrics["runs"]) == {"kfac", "adamw"}
@@ -144,6 +145,7 @@ def test_analyze_reproduces_the_spectra_of_the_run(finished, capsys):
     assert shown["step"] == 9 and shown["spectra"] == metrics["spectra"]
 
 
+@pytest.mark.slow
 def test_analyze_measures_the_capacity_with_the_number_of_training_examples(finished, capsys):
     assert main(["analyze", str(finished), "--json"]) == 0
     capacity = json.loads(capsys.readouterr().out)["capacity"]
@@ -177,6 +179,7 @@ def test_analyze_gives_intervals_over_held_out_batches(finished, capsys):
     assert (shown["capacity"]["num_examples"], shown["capacity"]["damping"]) == (50, 0.5)
 
 
+@pytest.mark.slow
 def test_analyze_prints_tables(finished, capsys):
     assert main(["analyze", str(finished), "--compare", str(finished / "kfac" / "6")]) == 0
     shown = capsys.readouterr().out

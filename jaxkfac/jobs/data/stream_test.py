@@ -48,6 +48,7 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @OPTIONS
 def test_a_pass_holds_every_record_once_in_an_order_of_its_own(folder, options):
@@ -62,6 +63,7 @@ def test_a_pass_holds_every_record_once_in_an_order_of_its_own(folder, options):
     assert letters(a_pass(stream_of(folder, seed=4, **options))) != first
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @OPTIONS
 def test_from_any_position_the_same_batches_follow(folder, options):

@@ -60,6 +60,7 @@ def base(pretrained):
     return lambda ids: pretrained.apply_fn(pretrained.params, ids)
 
 
+@pytest.mark.slow
 def test_likelihoods_of_continuations_are_those_of_the_whole_function(pretrained):
     pairs = [("ab", "cd"), ("", "xyz"), ("hello ", "you"), ("", "<ab"), ("<ab", "c"), ("q", "r")]
     rows = [
@@ -81,6 +82,7 @@ def test_likelihoods_of_continuations_are_those_of_the_whole_function(pretrained
     assert Requests(pretrained, None, None, 3).loglikelihood(asked(("ab", likeliest)))[0][1]
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 47])
 def test_a_text_longer_than_the_context_is_scored_in_windows(pretrained, length):
     """Every token once, the last window with as many tokens before it as fit."""
@@ -96,6 +98,7 @@ def test_a_text_longer_than_the_context_is_scored_in_windows(pretrained, length)
     assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_end_before_the_strings_that_end_them(pretrained):
     model = Requests(pretrained, None, None, 2)
     prompts = ("ab", "xyz", "abcdefghijklmnopqrstuvwxyz")

@@ -117,6 +117,7 @@ def test_depth_has_a_row_for_each_block_whose_shares_are_one(stacked):
     assert "model/layers: entropy rank" in printed(depth_table(stacked.capacity))
 
 
+@pytest.mark.slow
 def test_the_summary_has_one_line_for_all_depths_of_a_factor(many):
     text = printed(spectra_summary_table(many.spectra))
     assert len(text.splitlines()) == 4 and " 64 " in text

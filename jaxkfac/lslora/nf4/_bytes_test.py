@@ -60,11 +60,13 @@ def test_gradients_of_the_adapters_hold_no_stack(remat):
     assert temporaries(remat, True) < GRADIENT
 
 
+@pytest.mark.slow
 def test_a_base_decoded_first_holds_the_stack():
     """What the bounds above are measured against."""
     assert temporaries(False, True, "decoded first") > LAYERS
 
 
+@pytest.mark.slow
 def test_a_weight_kept_for_the_backward_pass_breaks_the_bound(monkeypatch):
     monkeypatch.setattr(jax, "checkpoint", lambda fn, **_: fn)  # what keeps codes instead
     assert temporaries.__wrapped__(False, True) > LAYERS

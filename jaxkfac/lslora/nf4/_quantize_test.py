@@ -157,6 +157,7 @@ def test_float64_kernels_are_quantised_as_float32(x64):
 # ---------------------------------------------------------------- form
 
 
+@pytest.mark.slow
 def test_slices_of_a_stack_are_the_stack_of_slices():
     kernel = weights(3, 64, 4)
     stacked = nf4.quantize({"kernel": kernel}, stack=1)["kernel"]
@@ -305,6 +306,7 @@ def test_slices_that_do_not_fit_are_refused(shapes, length, message):
         nf4.quantize_slices((weights(*s) for s in shapes), length=length)
 
 
+@pytest.mark.slow
 def test_nothing_matched_is_an_unknown_layer():
     with pytest.raises(UnknownLayerError):
         nf4.quantize({"w": weights(64, 2)})

@@ -63,11 +63,13 @@ def test_texts_that_are_empty_or_no_texts(analyze, tmp_path, capsys, line, said)
     refused(capsys, analyze("--data", str(tmp_path / "empty.jsonl")), "empty.jsonl", said)
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_says_the_smallest(analyze, capsys):
     code = analyze("--device-bytes", "10MB")
     refused(capsys, code, "--device-bytes 9.54 MiB: this analysis needs at least")
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_refused_before_anything_is_loaded(analyze, monkeypatch, capsys):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 0))
@@ -105,6 +107,7 @@ def test_the_first_layer_whose_inputs_overflow_is_named(analyze, tmp_path, capsy
     refused(capsys, code, *said)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(analyze, tmp_path, capsys):
     def change(tensors):
         tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = np.inf

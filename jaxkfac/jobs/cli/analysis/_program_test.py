@@ -82,6 +82,7 @@ def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
     assert analysis.fit(room, held_bytes=0) == planned  # where every pass has been compiled
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_plan_finds_the_passes_of_a_run_near_the_edge_of_a_budget(analysis, share):

@@ -91,6 +91,7 @@ def test_a_run_goes_on_from_a_saved_adapter(tmp_path, placement):
     assert float(jnp.abs(ours - base).max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_start_of_another_placement_is_refused(tmp_path):
     _, first = problem_of(fourier_placement="bottleneck")
     jk.lslora.save(tmp_path, first.initial(), first.config)
@@ -98,6 +99,7 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
         problem_of(start=str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "said"),

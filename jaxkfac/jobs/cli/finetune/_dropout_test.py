@@ -48,6 +48,7 @@ def test_a_decoder_has_none():
         Finetuning(dropout=1.0)
 
 
+@pytest.mark.slow
 def test_training_drops_by_its_key_and_a_measurement_does_not():
     experiment = dataclasses.replace(BASE, train="all", dropout=0.4)
     pretrained = _encoder_decoder.EncoderDecoderFamily().load(experiment)

@@ -23,6 +23,7 @@ def net(x64):
     return lambda p, x: x @ p["w"], params, batch
 
 
+@pytest.mark.slow
 def test_value_and_gradient_are_optaxs_of_smoothed_labels(net):
     apply_fn, params, (inputs, targets, mask) = net
 

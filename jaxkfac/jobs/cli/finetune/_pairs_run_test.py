@@ -199,6 +199,7 @@ def _loss(model, source, target):
     return -np.take_along_axis(logs, np.asarray(target)[..., None], -1)[0, :, 0]
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),

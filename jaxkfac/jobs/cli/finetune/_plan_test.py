@@ -39,6 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", ["adapter", "all"])
 def test_a_config_is_enough(train, folder, monkeypatch, capsys):
@@ -59,6 +60,7 @@ def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys)
     assert "By the plan it fits with" in shown and "--gradient-accumulation-steps" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -192,6 +194,7 @@ def test_remedies_fit_when_they_are_taken_and_none_is_missed_that_a_grid_has(wor
     assert not smallest_sets(arguments, shapes, least - 1)[0]
 
 
+@pytest.mark.slow
 def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(folder):
     experiment = Finetuning(model=str(folder), data="nowhere", train="all", dtype="bfloat16")
     rows = planned_shapes().need(FinetuneArguments(experiment=experiment)).rows

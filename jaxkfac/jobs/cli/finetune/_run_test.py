@@ -141,6 +141,7 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     assert shown.err.count(" s an update, 2 updates)") == 1  # four of six have been measured
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_base_model(finished, decoder):
     problem_batch = _first_batch(decoder)
     logits = decoder.apply_fn(decoder.params, jnp.asarray(problem_batch.ids))
@@ -420,6 +421,7 @@ def test_ids_beyond_the_vocabulary_are_named(name, run, folder, capsys):
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -64,6 +64,7 @@ def found(output):
     return json.loads((output / "influence.json").read_text()), np.load(output / "scores.npy")
 
 
+@pytest.mark.slow
 def test_a_run_scores_as_the_library_does_and_shows_the_first_and_the_last(run, tmp_path, capsys):
     assert run("--fisher", "empirical", "--query-rank", "None", "--factors-from", "11") == 0
     record, scores = found(tmp_path / "run")

@@ -37,6 +37,7 @@ def run(queries=None, **options):
     return Run(arguments, None, pretrained, None, texts, queries, "")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_on_with_has_the_same_bytes(tmp_path):
     stats = jk.value_grad_and_factors(OBJECTIVE)
     bases = jk.eigendecompose(stats(PARAMS, (INPUTS, jnp.zeros(12, int))).factors)

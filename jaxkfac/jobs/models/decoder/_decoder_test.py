@@ -73,6 +73,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["all", "longrope", "dynamic", "mixed"])
 def test_two_texts_in_one_row_equal_two_rows(name):
@@ -89,6 +90,7 @@ def test_two_texts_in_one_row_equal_two_rows(name):
     assert bool(jnp.isfinite(logits).all())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["all", "window", "longrope", "mixed"])
 def test_padding_on_either_side_changes_nothing(name):
@@ -104,6 +106,7 @@ def test_padding_on_either_side_changes_nothing(name):
     close(apply_fn(params, left)[:, 3:], alone)
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_no_later_one_and_on_none_before_its_window():
     for config, first in ((CONFIG, 0), (dataclasses.replace(WINDOW, depth=1), 5)):
         apply_fn, params = built(config)
@@ -118,6 +121,7 @@ def test_a_token_depends_on_no_later_one_and_on_none_before_its_window():
         assert max(changed[:first], default=0) == 0 and max(changed[9:]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_gives_what_reading_everything_gives(name):
@@ -164,6 +168,7 @@ def test_flash_attention_is_refused_where_it_has_no_soft_caps():
         Decoder(MIXED, attention="cudnn", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_a_long_text_has_other_angles_than_a_short_one():
     for config in (LONG, DYNAMIC):
         apply_fn, params = built(config)
@@ -203,6 +208,7 @@ def test_paths_give_the_modules_of_hugging_face():
     }
 
 
+@pytest.mark.slow
 def test_curvature_of_padded_and_packed_rows():
     """One backward pass through scan, remat and attention; padding is in no factor."""
     apply_fn, params = jk.from_nnx(Decoder(CONFIG, rngs=nnx.Rngs(0)))

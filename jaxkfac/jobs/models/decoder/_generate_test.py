@@ -43,6 +43,7 @@ def by_argmax(read, prompt, steps, *operands):
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_argmax_of_the_full_forward():
     pretrained = model()
     answers = generate(pretrained, PROMPTS, max_new_tokens=9)
@@ -100,6 +101,7 @@ def test_adapters_answer_through_the_same_program():
         generate(pretrained, PROMPTS, **broken, adapter=rows)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [

@@ -174,6 +174,7 @@ def test_loading_takes_the_parameters_and_one_stored_tensor(tmp_path):
     assert total <= peak <= total + largest + slack < total + stack
 
 
+@pytest.mark.slow
 def test_kernels_are_quantised_while_they_are_read(tmp_path):
     config = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     write(tmp_path, config)
@@ -194,6 +195,7 @@ def test_kernels_are_quantised_while_they_are_read(tmp_path):
         load_decoder(tmp_path, quantize=pattern)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_every_family_takes_adapters_and_nf4(tmp_path, kind):

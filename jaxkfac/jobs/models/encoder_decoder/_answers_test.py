@@ -41,6 +41,7 @@ def by_argmax(read, source, steps):
     return ids[1:]
 
 
+@pytest.mark.slow
 def test_targets_are_the_argmax_of_the_full_forward():
     pretrained = model()
     read = jax.jit(functools.partial(pretrained.apply_fn, pretrained.params))

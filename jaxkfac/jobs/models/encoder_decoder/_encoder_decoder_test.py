@@ -52,6 +52,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_padding_of_the_source_changes_nothing_and_so_does_none():
     apply_fn, params = built()
     logits = apply_fn(params, pairs_of())
@@ -77,6 +78,7 @@ def test_a_token_depends_on_the_whole_source_and_on_no_later_token():
         assert float(moved[place:].min()) > 1e-5 and not moved[:place].any()
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("config", [CONFIG, FLAN], ids=["version 1.0", "FLAN"])
 def test_every_parameter_is_covered_and_blocks_are_stacked(config):
     apply_fn, params = jk.from_nnx(EncoderDecoder(config, rngs=nnx.Rngs(0)))
@@ -113,6 +115,7 @@ def same_factors(objective, params, **call):
     return factors
 
 
+@pytest.mark.slow
 def test_factors_leave_padding_of_the_source_out():
     apply_fn, params = built()
     objective = jk.Objective(apply_fn, jk.Categorical())

@@ -36,6 +36,7 @@ def episodes(count=1):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @BOTH
 def test_a_batch_of_episodes_is_each_episode_by_itself(build):
@@ -71,6 +72,7 @@ def test_prototypes_are_means_and_logits_are_minus_squared_distances():
     np.testing.assert_allclose(found[0], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_support_weights_choose_the_images_of_a_class():
     """All weight on the second image: the first one is not seen."""
     support, query = episodes()
@@ -102,6 +104,7 @@ def test_episodes_of_another_form_are_refused_with_their_shape():
         CosineTransformerConfig(5, 0)
 
 
+@pytest.mark.slow
 def test_many_queries_are_answered_as_few_are():
     """Compiled, where a fusion of XLA's once gave wrong numbers from the thirteenth query on."""
     rngs = nnx.Rngs(0)
