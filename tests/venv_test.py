@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What a stand-in answers to the questions of .ci/venv, and what it does when it is to make one.
 PYTHON = """#!/bin/bash
-if [[ $1 == -m ]]; then {make}; fi
+if [[ $1 == -m ]]; then
+  {make}
+fi
 case $2 in
   *"print(*(name"*) echo "{missing}" ;;
   *version_info\\[:2\\]*) echo "{version}" ;;
