@@ -39,7 +39,7 @@ def names(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", names(QUICK))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     training = TRAININGS[name]()
