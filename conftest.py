@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,27 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(kept, ignore_errors=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Modules and tests live as long as the process: no garbage collection looks through them."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-@pytest.fixture
-def x64():
-    """Float64 for the length of one test; create every array inside it."""
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_mlir_context():
-    """Programs of one file and thread are lowered in one MLIR context.
+@contextlib.contextmanager
+def _one_mlir_context() -> Iterator[None]:
+    """Programs of one thread are lowered in one MLIR context.
 
     JAX makes one for each program, of which tests have tens of thousands: several milliseconds,
     which is most of lowering a small one. Nothing of a program is kept in it but what is interned.
@@ -129,6 +112,31 @@ def _one_mlir_context():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "make_ir_context", context)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests live as long as the process: no garbage collection looks through them."""
+    gc.disable()
+    try:
+        with _one_mlir_context():  # for what modules compute when they are imported
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture
+def x64():
+    """Float64 for the length of one test; create every array inside it."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lowering():
+    with _one_mlir_context():
         yield
 
 

@@ -1,5 +1,6 @@
 """The runtime type hook's checker: beartype, which writes its code once for each signature."""
 
+import functools
 import types
 import typing
 from collections.abc import Callable
@@ -17,9 +18,13 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     jaxtyping asks for a function that has the signature of one of the library's and does nothing
     else. For what is defined inside another function it asks anew with every call of that one,
     which took a tenth of all tests' time; the same signature of the same name gets the same check.
+    For all others it asks when a module is imported, twice each, and most are not called in this
+    process: their check is written at the first call.
     """
-    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
+    if not isinstance(function, types.FunctionType):
         return beartype.beartype(function)
+    if "<locals>" not in function.__qualname__:
+        return _written_when_called(function)
     code = function.__code__
     numbers = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     hints = tuple((name, _key(hint)) for name, hint in function.__annotations__.items())
@@ -30,6 +35,19 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError:  # a hint without a hash
         return beartype.beartype(function)
     return _written[key]
+
+
+def _written_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    check: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal check
+        if check is None:
+            check = beartype.beartype(function)
+        return check(*args, **kwargs)
+
+    return call
 
 
 def _key(hint: Any) -> Any:
