@@ -183,7 +183,7 @@ NAMES = {
     "with_arrays_of_turn": _NO_TWIN_BESIDE,
     "without_turn": _PART,
     "stored_like": _PART,
-    "number_kept": _PART,
+    "number_of_terms": _PART,
     "of_parameters": _PART,
     "layer_difference": "words, of which there is no number",
     "without_loss_terms": _PART,
