@@ -123,7 +123,7 @@ def _in_unit_interval(x: np.ndarray) -> bool:
 
 
 def _poisoned(
-    terms: Float[Array, "*terms"], valid: Bool[Array, "*terms"]
+    terms: Float[Array, "*terms"], valid: Bool[Targets, "*terms"]
 ) -> Float[Array, "*terms"]:
     """NaN where a target is invalid. It is a product, so that the gradient is NaN there too."""
     one = jnp.ones((), terms.dtype)
@@ -147,7 +147,7 @@ class Categorical:
     """
 
     ignore_index: SupportsIndex | None = None
-    class_weights: Sequence[float] | Array | np.ndarray | None = dataclasses.field(
+    class_weights: Sequence[float | int] | Array | np.ndarray | None = dataclasses.field(
         default=None, repr=False
     )
     link: ClassVar[str] = "softmax"
