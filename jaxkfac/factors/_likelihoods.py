@@ -175,7 +175,7 @@ class Categorical:
             return jax.eval_shape(self.kept, targets)
         is_kept = None
         if self.ignore_index is not None:
-            is_kept = ~_labels_equal(targets, self.ignore_index)
+            is_kept = ~_labels_equal(targets, operator.index(self.ignore_index))
         if self.class_weights is None:
             return is_kept
         weights, last = jnp.asarray(self.class_weights), len(self.class_weights) - 1
@@ -269,7 +269,7 @@ class Bernoulli:
         self, outputs: Float[Array, "*terms c"], targets: Num[Targets, "*terms c"]
     ) -> Float[Array, "*terms"]:
         logits = _wide(outputs)
-        targets = targets.astype(logits.dtype)
+        targets = jnp.asarray(targets).astype(logits.dtype)
         valid = ((targets >= 0) & (targets <= 1)).all(-1)
         # softplus(z) - y z is the cross entropy for any y in [0, 1], finite where a sigmoid has
         # rounded to 0 or 1.

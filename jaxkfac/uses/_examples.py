@@ -330,7 +330,7 @@ class Examples:
             return every
         masks = self.objective.parts(batch.mask, "batch: the mask")
         masks_by_example = [
-            every if x is None else (x != 0).reshape(len(x), -1).any(1) for x in masks
+            every if x is None else x.astype(bool).reshape(len(x), -1).any(1) for x in masks
         ]
         return jnp.stack(masks_by_example).any(0)
 
