@@ -43,6 +43,7 @@ from jaxkfac.interception import (
     Site,
     TraceCache,
     Traced,
+    check_weights,
     trace,
     trace_marked,
 )
@@ -443,8 +444,11 @@ def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMa
         return []
     check_array("positions", positions)
     shapes = [x.shape for x in traced.out_shapes[: traced.num_outputs]]
-    if positions.dtype != jnp.bool_:
-        raise ValueError(f"positions: expected a bool array, got {positions.dtype}")
+    if positions.dtype != jnp.bool_ and not jnp.issubdtype(positions.dtype, jnp.floating):
+        raise ValueError(
+            f"positions: expected a bool array, or floating weights, got {positions.dtype}"
+        )
+    check_weights("positions", positions)
     number = positions.ndim
     for index, shape in enumerate(shapes):
         axes = traced.output_axes(index)

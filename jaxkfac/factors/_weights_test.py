@@ -203,3 +203,79 @@ def test_class_weights_are_weights_of_the_given_targets():
     assert Categorical(class_weights=[1, 2]) == Categorical(class_weights=jnp.asarray([1.0, 2.0]))
     shape = jax.ShapeDtypeStruct((2, 3), jnp.int8)
     assert ignoring.kept(shape) == jax.ShapeDtypeStruct((2, 3), jnp.float64)
+
+
+def text_model(p, ids):
+    """An embedding, a convolution over positions, a scan, and a head on the mean position."""
+    ones, dimensions = jax.nn.one_hot(ids, 5, dtype=p["conv"].dtype), ("NHC", "HIO", "NHC")
+    y = jax.lax.conv_general_dilated(ones, p["conv"], (1,), "SAME", dimension_numbers=dimensions)
+    x = p["embedding"][ids] + y
+    step = lambda h, w: (jnp.tanh(h @ w), None)
+    x, _ = jax.lax.scan(step, x + p["bias"], p["stack"])
+    return x @ p["head"] + x.mean(1, keepdims=True) @ p["pooled"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_positions_weigh_a_and_nothing_else(fisher):
+    params = {
+        "embedding": RNG.normal(size=(5, 4)),
+        "conv": RNG.normal(size=(3, 5, 4)),
+        "bias": RNG.normal(size=4),
+        "stack": RNG.normal(size=(2, 4, 4)),
+        "head": RNG.normal(size=(4, CLASSES)),
+        "pooled": RNG.normal(size=(4, CLASSES)),
+    }
+    ids, number = RNG.integers(0, 5, (N, T)), np.array([1.0, 2.0, 0.5])
+    stats = jax.jit(value_grad_and_factors(Objective(text_model, Categorical()), fisher=fisher))
+    positions = np.broadcast_to(number[:, None], (N, T))
+    found = stats(params, (ids, Y), positions=positions)
+    plain = stats(params, (ids, Y))
+    assert_close(found[:2], plain[:2])
+    assert_close(output_sides(found.factors), output_sides(plain.factors))
+    # A sum over examples: each by itself, times the weight of its positions.
+    alone = [stats(params, (ids[n, None], Y[n, None])).factors for n in range(N)]
+    for name in ("a_sums", "a_counts"):
+        total = jax.tree.map(
+            lambda *x: sum(n * y for n, y in zip(number, x)), *[getattr(f, name) for f in alone]
+        )
+        assert_close(getattr(found.factors, name), total)
+    # Weights of terms and of positions together are repetitions, A included.
+    number = np.array([1, 2, 3])
+    both = np.broadcast_to(number[:, None].astype(float), (N, T))
+    again = np.repeat(np.arange(N), number)
+    weighed = stats(params, (ids, Y, both), positions=both).factors
+    repeated = stats(params, (ids[again], Y[again])).factors
+    assert_close([*weighed.values()], [*repeated.values()])
+    zeros = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    left_out = [stats(params, (ids, Y), positions=p).factors for p in (zeros, zeros > 0)]
+    assert_close(*left_out)
+
+
+def test_weights_of_positions_that_no_factor_can_have():
+    objective, half = Objective(model, Categorical()), jnp.full((N, T), 0.5)
+    with pytest.raises(
+        ValueError, match="positions= has weights, and the layer is read by example"
+    ):
+        value_grad_and_factors(objective, sharing="reduce")(PARAMS, (X, Y), positions=half)
+    stats = value_grad_and_factors(objective)
+    with pytest.raises(ValueError, match=r"positions has the weight -0.5 at \[0, 0\]"):
+        stats(PARAMS, (X, Y), positions=-half)
+    factors = jax.jit(stats)(PARAMS, (X, Y), positions=-half).factors
+    assert not factors.is_finite()["w"]
+
+
+def test_weights_of_positions_with_a_sample_of_the_rows_are_unbiased():
+    objective = Objective(lambda p, x: x @ p["w"] + p["b"], Gaussian())
+    params, x = {"w": np.ones((4, 2)), "b": np.zeros(2)}, RNG.normal(size=(64, 4))
+    weights = RNG.uniform(0.5, 2, size=64) * (RNG.uniform(size=64) > 0.25)
+    stats = value_grad_and_factors(objective, subsample=0.5)
+
+    def a(key):
+        return stats(params, (x, x[:, :2]), key, positions=jnp.asarray(weights)).factors.a_sums["w"]
+
+    found = jax.jit(jax.vmap(a))(jax.random.split(jax.random.key(0), 400))
+    ones = np.concatenate([x, np.ones((64, 1))], 1)
+    expected = ones.T @ (weights[:, None] * ones)
+    error = np.asarray(found.std(0)) / 20  # of the mean of 400
+    assert (abs(found.mean(0) - expected) < 5 * error + 1e-9).all()
