@@ -290,7 +290,7 @@ def _spread(
 ) -> Bool[Array, "*atoms"] | Float[Array, "*atoms"]:
     """The mask broadcast to the atoms of the rows; over its other atoms it is reduced by any.
 
-    Of weights the largest is taken: a row that is computed from several positions exists if one of
+    The largest weight is taken: a row that is computed from several positions exists if one of
     them does, and has weight 2 if all of them have.
     """
     atoms = mask.atoms(table)
