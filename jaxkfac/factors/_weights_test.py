@@ -279,3 +279,22 @@ def test_weights_of_positions_with_a_sample_of_the_rows_are_unbiased():
     expected = ones.T @ (weights[:, None] * ones)
     error = np.asarray(found.std(0)) / 20  # of the mean of 400
     assert (abs(found.mean(0) - expected) < 5 * error + 1e-9).all()
+
+
+def test_rows_of_a_layer_with_two_marks_have_the_marks_weights_and_not_those_of_terms():
+    x, z = RNG.normal(size=(5, 4)), RNG.normal(size=(3, 4))
+
+    def marked(p, masks):
+        total = 0.0
+        for rows, weight, mask in ((x, 1.0, masks[0]), (z, 4.0, masks[1])):
+            y = mark_outputs(rows @ p["w"], Gaussian(), weight=weight, mask=mask)
+            w = mask.astype(y.dtype)
+            total += weight * (w * Gaussian().terms(y, jnp.zeros_like(y))).sum() / w.sum()
+        return total
+
+    stats, ones, twos = jax.jit(value_grad_and_factors(marked)), np.ones(3), np.full(5, 2.0)
+    found, plain = (stats({"w": PARAMS["w"]}, (w, ones)) for w in (twos, np.ones(5)))
+    assert_close([*found[:2], found.factors["w"]], [*plain[:2], plain.factors["w"]])
+    kept = np.arange(5) < 4
+    found, plain = (stats({"w": PARAMS["w"]}, (w, ones)) for w in (kept * 0.3, kept))
+    assert_close([*found[:2], found.factors["w"]], [*plain[:2], plain.factors["w"]])
