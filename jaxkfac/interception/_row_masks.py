@@ -75,7 +75,7 @@ def is_mask(eqn: Eqn, ins: Sequence[Value]) -> bool:
 # ---------------- rows that exist: masks follow axis identities to each use
 
 
-def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
+def mark_rows(x: Shaped[Array, "..."], mask: Shaped[Array, "*rows"]) -> Shaped[Array, "..."]:
     """Declare, inside a model, which rows of ``x`` exist. An identity.
 
     Where the engine cannot follow the axes of a mask to a layer (an encoder stream whose
@@ -85,19 +85,20 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Arr
     Args:
         x: Any value, shape ``(*mask.shape, ...)``. Under ``jax.vmap`` the mapped axis is an axis of
             rows too.
-        mask: True where the row exists, shape of the leading axes of ``x``.
+        mask: True where the row exists, shape of the leading axes of ``x``; bool or integers.
 
     Returns:
         ``x``, unchanged.
 
     Raises:
-        ValueError: the mask is not bool, or its shape is not that of the leading axes of ``x``.
+        ValueError: the mask is floating, or its shape is not that of the leading axes of ``x``.
     """
-    if mask.dtype != jnp.bool_:
+    if jnp.issubdtype(mask.dtype, jnp.floating):
         raise ValueError(
             f"mark_rows: mask has dtype {mask.dtype}, expected bool (weights of positions go into "
             "positions=)"
         )
+    mask = mask.astype(bool)  # an integer mask: 1 & 2 would be 0
     if x.shape[: mask.ndim] != mask.shape:
         raise ValueError(
             f"mark_rows: mask has shape {mask.shape}, expected the leading axes of x, "

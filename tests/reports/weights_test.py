@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxkfac as jk
@@ -131,33 +130,32 @@ def test_a_host_average_of_weighted_batches_is_that_of_repeated_ones():
     close(*found)
 
 
-@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
-def test_a_negative_weight_skips_the_update_and_is_counted(bad):
-    weights = WEIGHTS.copy()
-    weights[2] = bad
-    with pytest.raises(
-        ValueError, match=r"mask has the weight (-1|nan|inf) at \[2\], expected a fin"
-    ):
-        OBJECTIVE(PARAMS, (X, Y, weights))
+def test_a_negative_weight_skips_the_update_and_is_counted():
     stats = jk.value_grad_and_factors(OBJECTIVE)
+    counting = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical(), normalize="count"))
     tx = jk.kfac(0.1, like=stats.factor_shapes(PARAMS, WEIGHED))
     params = jax.tree.map(jnp.asarray, PARAMS)
-    for many in (tx, jk.multi_steps(tx, 2)):
 
-        @jax.jit
-        def step(params, state, weights, many=many):
-            value, grads, factors = stats(params, (X, Y, weights))
-            updates, state = many.update(grads, state, params, factors=factors)
-            return value, optax.apply_updates(params, updates), state
+    @jax.jit
+    def step(weights):
+        value, grads, factors = stats(params, (X, Y, weights))
+        after = []
+        for one in (tx, jk.multi_steps(tx, 2)):
+            updates, state = one.update(grads, one.init(params), params, factors=factors)
+            after.append((state.skipped, updates))
+        return value, after, counting(params, (X, Y, weights))
 
-        state = many.init(params)
-        value, after, state = step(params, state, weights)
-        assert np.isnan(value) and int(state.skipped) == 1
-        jax.tree.map(np.testing.assert_array_equal, after, params)
-    for normalize in ("weight", "count"):
-        objective = jk.Objective(model, jk.Categorical(), normalize=normalize)
-        value, _, factors = jax.jit(jk.value_grad_and_factors(objective))(params, (X, Y, weights))
-        assert np.isnan(value) and np.isnan(factors["v"].g).all()
+    for bad in (-1.0, np.nan, np.inf):
+        weights = np.where(np.arange(N) == 2, bad, WEIGHTS)
+        with pytest.raises(
+            ValueError, match=r"mask has the weight (-1|nan|inf) at \[2\], expected"
+        ):
+            OBJECTIVE(PARAMS, (X, Y, weights))
+        value, after, by_count = step(weights)
+        assert np.isnan(value) and np.isnan(by_count.value)
+        assert np.isnan(by_count.factors["v"].g).all()
+        for skipped, updates in after:
+            assert int(skipped) == 1 and not any(map(np.any, jax.tree.leaves(updates)))
 
 
 def test_weights_of_all_zero_or_of_whole_numbers():
@@ -239,3 +237,15 @@ def test_a_plan_of_a_training_with_weights():
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), WEIGHED)
     plan = jk.plan_memory(OBJECTIVE, PARAMS, batch, device_bytes=1e9, compiled="none")
     assert plan.fits
+
+
+def test_an_integer_mask_of_rows_inside_the_model():
+    """Numbers other than 0 count as 1; weights of rows go into positions=."""
+    for mask, count in ((np.array([1, 0, 2, 1, 1, 1]), 5), (np.ones(N, np.int8), N)):
+        marked = jk.Objective(
+            lambda p, x, m=mask: jk.mark_rows(x, jnp.asarray(m)) @ p, jk.Gaussian()
+        )
+        factors = jk.value_grad_and_factors(marked)(jnp.ones((4, 2)), (X, X[:, :2])).factors
+        assert [float(n) for n in factors.a_counts.values()] == [count]
+    with pytest.raises(ValueError, match="mask has dtype float64, expected bool"):
+        jk.mark_rows(jnp.asarray(X), jnp.ones(N))
