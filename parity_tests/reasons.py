@@ -45,6 +45,7 @@ NAMES = {
     "OutputMark": _TYPE,
     "Marked": _TYPE,
     "check_likelihood": _CHECK,
+    "check_weights": _CHECK,
     "Head": _PART,
     "MarkedTerms": _PART,
     "arguments": _PART,
