@@ -66,7 +66,7 @@ _KEYS_BY_REASON = {
     ),
     "Its false side only ends in an error.": (
         "jaxkfac/factors/_model_call.py:_pair: isinstance(out, tuple) and len(out) == 2",
-        "jaxkfac/factors/_objective.py:_joined: mask.shape == kept_by_targets.shape",
+        "jaxkfac/factors/_objective.py:_joined: mask.shape != by_targets.shape",
     ),
     "It leaves out what is no floating number; jaxkfac/factors/_collect_test.py and jaxkfac/lslora/_diagnose_test.py compare the rest.": (
         "jaxkfac/factors/_collect.py:_gradient: jnp.issubdtype(x.dtype, jnp.number)",

@@ -68,6 +68,24 @@ def narrow_labels(sides: Sides) -> Iterable[Pair]:
     yield from factor_pairs(sides, found.factors, sides.sum_factors())
 
 
+def weighted(sides: Sides) -> Iterable[Pair]:
+    """Terms with weights: the loss multiplies by them, the Fisher by their roots."""
+    inputs, targets, *mask = sides.our_batch()
+    shape = targets.shape[: sides.data().terms_axes]
+    numbers = np.random.default_rng(9).integers(0, 9, shape) / 4.0  # in any dtype without rounding
+    numbers = numbers * np.asarray(mask[0]) if mask else numbers
+    collect = jax.jit(jk.value_grad_and_factors(sides.objective))
+    ours = (inputs, targets, jax.numpy.asarray(numbers, np.float32))
+    found = collect(sides.params, ours, positions=sides.our_positions())
+    theirs = (*sides.batch()[:2], sides.tensor(numbers))
+    yield Pair("objective", "value", found.value, sides.loss(sides.model, theirs).detach())
+    yield Pair("objective", "terms", found.factors.terms, numbers.sum())
+    loss = ref.fisher_loss(sides.likelihood, root=True)
+    factors = sides.collect(theirs, EVERY[0], loss=loss)
+    terms = float(numbers.sum())
+    yield from factor_pairs(sides, found.factors, ref.to_sum_scale(factors, loss_terms=terms))
+
+
 def documented(sides: Sides) -> Iterable[Pair]:
     """The documents' own G, of the mean loss, is ours over rows and terms; A is A."""
     terms, theirs = sides.data().loss_terms, sides.factors()
@@ -157,6 +175,14 @@ CASES = [
         "labels of 8 bits, outside jit",
         ["classifier", "masked tokens"],
         narrow_labels,
+        covers=COLLECT,
+        tolerances=exact(),
+    ),
+    *cases(
+        "factors",
+        "terms with weights",
+        ["classifier", "masked tokens"],
+        weighted,
         covers=COLLECT,
         tolerances=exact(),
     ),

@@ -648,9 +648,9 @@ def test_loss_mask_over_examples(x64):
     check(mlp, mlp_params(), (normal(1, 4, 4), labels(2, 4), mask))
 
 
-def test_a_mask_that_is_not_boolean_is_named(x64):
-    """A weight is not a mask: 0.5 would be a count that no convention covers."""
-    batch = (normal(1, 4, 4), labels(2, 4), jnp.asarray([1.0, 0.0, 0.5, 1.0]))
+def test_a_mask_of_integers_is_named(x64):
+    """Are they a mask or weights? Floating numbers are weights (tests/reports/weights_test.py)."""
+    batch = (normal(1, 4, 4), labels(2, 4), jnp.asarray([1, 0, 2, 1]))
     with pytest.raises((ValueError, TypeError), match="(?s)mask.*bool"):
         jk.value_grad_and_factors(objective_of(mlp))(mlp_params(), batch)
 

@@ -368,7 +368,7 @@ def test_marks_that_do_not_fit_are_refused():
     for wrong, words in (
         (lambda: jk.mark_outputs(z.astype(int), kind), "dtype int64, expected outputs"),
         (lambda: jk.mark_outputs(z, kind, mask=jnp.ones(3, bool)), r"one entry per term, \(5,\)"),
-        (lambda: jk.mark_outputs(z, kind, mask=jnp.ones(N)), "mask is float64 of shape"),
+        (lambda: jk.mark_outputs(z, kind, mask=jnp.ones(N, int)), "mask is int64 of shape"),
         (lambda: jk.mark_outputs(z, kind, weight=-1.0), "weight=-1.0, expected a positive"),
         (lambda: jk.mark_outputs(z, kind, weight=jnp.ones(2)), "expected a scalar"),
         (lambda: jk.mark_outputs(z.sum(), kind), "x is a scalar"),
@@ -462,7 +462,9 @@ def test_a_contrastive_loss_is_no_sum():
 
 def test_targets_that_a_mark_does_not_see_are_left_out_by_its_mask():
     z, ignoring = jnp.ones((N, 3)), jk.Categorical(ignore_index=-100)
-    with pytest.raises(ValueError, match="give mask=targets != -100"):
+    with pytest.raises(
+        ValueError, match=r"ignore_index= of Cat.*give mask=likelihood.kept\(targets\)"
+    ):
         jk.mark_outputs(z, ignoring)
     jk.mark_outputs(z, ignoring, mask=jnp.ones(N, bool))
     with pytest.raises(ValueError, match="weight=-1.0, expected a number that is not negative"):

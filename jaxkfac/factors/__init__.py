@@ -16,7 +16,7 @@ from jaxkfac.factors._fisher import (
     estimator_of,
 )
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from jaxkfac.factors._loss_terms import Head, kept_targets, number_kept
+from jaxkfac.factors._loss_terms import Head, kept_targets, number_of_terms
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
 from jaxkfac.factors._objective import Objective, arguments
@@ -68,7 +68,7 @@ __all__ = [
     "gradient_rows",
     "kept_targets",
     "largest_budget",
-    "number_kept",
+    "number_of_terms",
     "per_example_diagonals",
     "plan_passes",
     "returned",

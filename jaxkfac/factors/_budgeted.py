@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
@@ -84,7 +84,7 @@ class BudgetedCollector:
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree = None,
         state: ArrayTree | None = None,
         *,
@@ -155,7 +155,7 @@ class BudgetedCollector:
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree = None,
         state: ArrayTree | None = None,
     ) -> PassPlan:
@@ -179,7 +179,7 @@ class BudgetedCollector:
         self,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
     ) -> Call:
         """The arguments for a program of :meth:`pass_program`."""
         return self._collector.checked(batch, key, positions)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from jaxkfac._arguments import ArrayTree, check_arrays, leaves_by_path, with_leaves
 from jaxkfac._errors import check_key, instance_of
@@ -23,7 +23,7 @@ from jaxkfac.factors._diagonal_pass import (
     per_example_diagonals,
 )
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._model_call import ModelCall
+from jaxkfac.factors._model_call import ModelCall, check_array
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
@@ -39,7 +39,14 @@ from jaxkfac.factors.sums._average import zeros_like
 from jaxkfac.factors.sums._corrections import Corrections, Measurable
 from jaxkfac.factors.sums._factors import BiasMode, Factors, with_origin
 from jaxkfac.factors.sums._origin import Origin, Turn
-from jaxkfac.interception import Layer, Staged, TraceCache, Traced, fast_convolutions
+from jaxkfac.interception import (
+    Layer,
+    Staged,
+    TraceCache,
+    Traced,
+    check_weights,
+    fast_convolutions,
+)
 from jaxkfac.interception.values import Window
 from jaxkfac.kinds import Precision, Products
 from jaxkfac.linalg import statistics_dtype
@@ -113,14 +120,14 @@ class FactorCollector:
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree = None,
         state: ArrayTree | None = None,
         *,
         step: ArrayLike | None = None,
         bases: Measurable | None = None,
     ) -> ValueGradAndFactors:
-        """Value, gradient and factors of one batch.
+        r"""Value, gradient and factors of one batch.
 
         Args:
             params: Parameters; integer leaves are not differentiated and get zero gradients.
@@ -128,7 +135,9 @@ class FactorCollector:
                 whatever the function takes, for a scalar loss.
             key: For dropout, for the labels of ``fisher="mc"`` and for the rows of ``subsample=``.
             positions: ``(N, S)`` bool: which positions exist. Other rows are left out of every
-                factor and its count. The axes are those of the outputs.
+                factor and its count. The axes are those of the outputs. Or floating weights of
+                positions, not negative: A is $\sum p a a^\top / \sum p$, and a row whose weight is
+                not 0 exists for everything else. Weights take ``sharing="expand"``.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled ones,
                 for a test or another framework. With several likelihoods, a tree of their form;
                 with a loss that marks its outputs, a list with an entry for each mark.
@@ -278,7 +287,7 @@ class FactorCollector:
         self,
         batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree = None,
         state: ArrayTree | None = None,
         bases: Measurable | None = None,
@@ -288,6 +297,9 @@ class FactorCollector:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
         if self._subsample is not None:
             check_key(key)
+        if positions is not None:
+            check_array("positions", positions)
+            check_weights("positions", positions)  # here they have values; the program is staged
         has_outputs = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if has_outputs else batch
         estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
@@ -471,7 +483,7 @@ class FactorCollector:
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         state: ArrayTree | None = None,
         *,
         bases: Measurable | None = None,

@@ -1,7 +1,9 @@
 """Negative log-likelihoods of loss terms, their Fisher matrices, and labels sampled from them."""
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 Outputs = Array | jax.ShapeDtypeStruct  # a check reads only their shape and dtype
+Targets = Array | np.ndarray  # NumPy's too, outside of ``jit``
 
 
 @runtime_checkable
@@ -17,14 +20,15 @@ class Likelihood(Protocol):
     """What an ``Objective`` needs from a likelihood; the last axis of outputs belongs to one term.
 
     Four more members are optional. A class attribute ``one_output`` is true if outputs may lack
-    that last axis, with one number for each term. ``kept(targets)`` says which terms the targets
-    themselves keep (``Categorical(ignore_index=)``). ``fisher_product(outputs, vector)`` multiplies
-    each term's Fisher by a vector shaped like the outputs, where that is cheaper than all columns.
+    that last axis, with one number for each term. ``kept(targets)`` is the mask of terms, or their
+    weights, by the targets alone (``Categorical(ignore_index=, class_weights=)``).
+    ``fisher_product(outputs, vector)`` multiplies each term's Fisher by a vector shaped like the
+    outputs, where that is cheaper than all columns.
     ``are_probabilities(outputs)`` says whether outputs, which have values, could be probabilities
     where the likelihood expects logits; the attribute ``link`` names what makes them so.
     """
 
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Targets, mask: Targets | None = None) -> None:
         """Raise ``ValueError`` if targets do not fit the outputs.
 
         Shapes and dtypes are checked at trace time. Values are checked where they are concrete,
@@ -32,7 +36,7 @@ class Likelihood(Protocol):
         """
         ...
 
-    def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
+    def terms(self, outputs: Float[Array, "*terms c"], targets: Targets) -> Float[Array, "*terms"]:
         """Negative log-likelihood of each term, at least float32."""
         ...
 
@@ -55,14 +59,14 @@ def _wide(x: Array) -> Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
-def _expect(what: str, targets: Array, shape: tuple[int, ...], kind: type, expected: str) -> None:
+def _expect(what: str, targets: Targets, shape: tuple[int, ...], kind: type, expected: str) -> None:
     if targets.shape != shape:
         raise ValueError(f"{what}: targets have shape {targets.shape}, expected {shape}")
     if not jnp.issubdtype(targets.dtype, kind):
         raise ValueError(f"{what}: targets have dtype {targets.dtype}, expected {expected}")
 
 
-def _concrete_targets(targets: Array, mask: Array | None) -> np.ndarray | None:
+def _concrete_targets(targets: Targets, mask: Targets | None) -> np.ndarray | None:
     """The targets that the mask keeps, or ``None`` if either is traced and has no values yet."""
     for x in (targets, mask):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
@@ -70,12 +74,56 @@ def _concrete_targets(targets: Array, mask: Array | None) -> np.ndarray | None:
     return np.asarray(targets) if mask is None else np.asarray(targets)[np.asarray(mask)]
 
 
+def _labels_equal(labels: Any, index: int) -> Any:
+    """Which integer labels are equal to an index: none if their dtype cannot hold the index.
+
+    NumPy labels are compared in NumPy, with the values that they had before JAX narrows 64 bits.
+    """
+    holds = jnp.iinfo(labels.dtype)
+    numpy = np if isinstance(labels, np.ndarray) else jnp
+    # Converted to the labels' dtype, another index would wrap: -100 is 156 in uint8.
+    if not holds.min <= index <= holds.max:
+        return numpy.zeros(labels.shape, bool)
+    return labels == numpy.asarray(index, labels.dtype)
+
+
+def _wide_index(labels: Any) -> Any:
+    """Labels in at least 32 bits: int8 may not hold the number of classes, which would wrap."""
+    return labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
+
+
+def _checked_index(index: Any) -> int:
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(
+            f"Categorical: ignore_index={index!r}, expected an integer or None"
+        ) from None
+
+
+def _checked_weights(weights: Any) -> tuple[float, ...]:
+    if isinstance(weights, Tracer):
+        raise TypeError(
+            "Categorical: class_weights is traced, and a likelihood is static: give numbers, or "
+            "put weights[targets] in the place of the batch's mask"
+        )
+    x = np.asarray(weights, np.float64)
+    if x.ndim != 1 or not (np.isfinite(x) & (x >= 0)).all() or not x.any():
+        raise ValueError(
+            f"Categorical: class_weights={weights!r}, expected one finite number for each class, "
+            "none negative and not all zero"
+        )
+    return tuple(map(float, x))
+
+
 def _in_unit_interval(x: np.ndarray) -> bool:
     return bool(((x >= 0) & (x <= 1)).all())  # false for NaN
 
 
 def _poisoned(
-    terms: Float[Array, "*terms"], valid: Bool[Array, "*terms"]
+    terms: Float[Array, "*terms"], valid: Bool[Targets, "*terms"]
 ) -> Float[Array, "*terms"]:
     """NaN where a target is invalid. It is a product, so that the gradient is NaN there too."""
     one = jnp.ones((), terms.dtype)
@@ -91,26 +139,64 @@ class Categorical:
 
     Args:
         ignore_index: Terms with this target are masked: they are in no sum and no count, as if
-            the batch's mask left them out. ``-100`` in PyTorch's convention.
+            the batch's mask left them out. ``-100`` in PyTorch's convention. An index that the
+            targets' dtype cannot hold (-100 in uint8) is the target of no term.
+        class_weights: A weight for each class, ``(classes,)``, not negative. A term has the weight
+            of its target in the batch, as if it stood in the batch's mask, times the weight there.
+            Labels sampled for a Fisher do not change it. The mean is that of PyTorch's ``weight=``.
     """
 
-    ignore_index: int | None = None
+    ignore_index: SupportsIndex | None = None
+    class_weights: Sequence[float | int] | Array | np.ndarray | None = dataclasses.field(
+        default=None, repr=False
+    )
     link: ClassVar[str] = "softmax"
 
-    def kept(self, targets: Any) -> Any:
-        """The mask of terms that ``ignore_index`` keeps, ``None`` for all; shapes give shapes."""
-        if self.ignore_index is None:
-            return None
-        if isinstance(targets, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(targets.shape, bool)
-        return targets != self.ignore_index
+    def __post_init__(self) -> None:
+        # Set as Python numbers, which have a hash: a likelihood is static under ``jit``.
+        if self.ignore_index is not None:
+            object.__setattr__(self, "ignore_index", _checked_index(self.ignore_index))
+        if self.class_weights is not None:
+            object.__setattr__(self, "class_weights", _checked_weights(self.class_weights))
 
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+    def kept(self, targets: Any) -> Any:
+        """The mask or the weights of terms by their targets; ``None`` if all terms count alike.
+
+        Args:
+            targets: Classes of any integer dtype, or their shape, which gives a shape.
+
+        Returns:
+            Bool, False for ``ignore_index``; with ``class_weights``, their numbers, 0 for
+            ``ignore_index``.
+        """
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            return None  # ``check`` refuses such targets
+        if isinstance(targets, jax.ShapeDtypeStruct):
+            return jax.eval_shape(self.kept, targets)
+        is_kept = None
+        if self.ignore_index is not None:
+            is_kept = ~_labels_equal(targets, operator.index(self.ignore_index))
+        if self.class_weights is None:
+            return is_kept
+        weights, last = jnp.asarray(self.class_weights), len(self.class_weights) - 1
+        index = _wide_index(targets)
+        # A class out of range has weight 1, so that it is refused, or its loss is NaN.
+        valid, one = (index >= 0) & (index <= last), jnp.ones((), weights.dtype)
+        of_terms = jnp.where(valid, weights[index.clip(0, last)], one)
+        return of_terms if is_kept is None else jnp.where(is_kept, of_terms, jnp.zeros_like(one))
+
+    def check(self, outputs: Outputs, targets: Targets, mask: Targets | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")
+        if self.class_weights is not None and len(self.class_weights) != outputs.shape[-1]:
+            raise ValueError(
+                f"Categorical: class_weights has {len(self.class_weights)} entries, expected one "
+                f"for each of the {outputs.shape[-1]} classes of the outputs"
+            )
         y = _concrete_targets(targets, mask)
         if y is None or not y.size:
             return
-        low, high, classes = y.min(), y.max(), outputs.shape[-1]
+        # Python numbers: NumPy would compare in the targets' dtype, which may not hold the classes.
+        low, high, classes = int(y.min()), int(y.max()), outputs.shape[-1]
         if low < 0 or high >= classes:
             raise ValueError(
                 f"Categorical: targets run from {low} to {high}, expected classes from 0 to "
@@ -124,11 +210,9 @@ class Categorical:
         within = max(1e-5, 2 * float(jnp.finfo(outputs.dtype).eps))
         return _in_unit_interval(x) and bool((abs(x.sum(-1) - 1) <= within).all())
 
-    def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
+    def terms(self, outputs: Float[Array, "*terms c"], targets: Targets) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
-        # In int8 the number of classes may not be representable, and the comparison below would
-        # wrap.
-        index = targets if targets.dtype.itemsize >= 4 else targets.astype(jnp.int32)
+        index = _wide_index(targets)
         valid = (index >= 0) & (index < outputs.shape[-1])
         # Clipped, so that the program reads in bounds; the default mode would fill NaN into the
         # value but leave the gradient finite.
@@ -167,7 +251,7 @@ class Bernoulli:
     one_output: ClassVar[bool] = True
     link: ClassVar[str] = "sigmoid"
 
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Targets, mask: Targets | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
         y = _concrete_targets(targets, mask)
         if y is not None and not ((y >= 0) & (y <= 1)).all():
@@ -182,10 +266,10 @@ class Bernoulli:
         return _in_unit_interval(x) and bool((x != x.flat[0]).any())
 
     def terms(
-        self, outputs: Float[Array, "*terms c"], targets: Num[Array, "*terms c"]
+        self, outputs: Float[Array, "*terms c"], targets: Num[Targets, "*terms c"]
     ) -> Float[Array, "*terms"]:
         logits = _wide(outputs)
-        targets = targets.astype(logits.dtype)
+        targets = jnp.asarray(targets).astype(logits.dtype)
         valid = ((targets >= 0) & (targets <= 1)).all(-1)
         # softplus(z) - y z is the cross entropy for any y in [0, 1], finite where a sigmoid has
         # rounded to 0 or 1.
@@ -219,11 +303,11 @@ class Gaussian:
 
     one_output: ClassVar[bool] = True
 
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Targets, mask: Targets | None = None) -> None:
         _expect("Gaussian", targets, outputs.shape, jnp.floating, "floating")
 
     def terms(
-        self, outputs: Float[Array, "*terms c"], targets: Float[Array, "*terms c"]
+        self, outputs: Float[Array, "*terms c"], targets: Float[Targets, "*terms c"]
     ) -> Float[Array, "*terms"]:
         wide = _wide(outputs)
         return 0.5 * jnp.square(wide - targets.astype(wide.dtype)).sum(-1)
@@ -242,14 +326,3 @@ class Gaussian:
         self, outputs: Float[Array, "*terms c"], vector: Float[Array, "*terms c"]
     ) -> Float[Array, "*terms c"]:
         return vector
-
-
-def masked_mean(
-    terms: Float[Array, "*terms"], mask: Bool[Array, "*terms"] | None
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean of the terms that the mask keeps, and their number; both are 0 if it keeps none."""
-    if mask is None:
-        return terms.mean(), jnp.asarray(terms.size, terms.dtype)
-    count = mask.sum(dtype=terms.dtype)
-    kept_terms = jnp.where(mask, terms, jnp.zeros((), terms.dtype))
-    return kept_terms.sum() / jnp.maximum(count, jnp.ones((), terms.dtype)), count

@@ -1,25 +1,30 @@
 r"""Loss terms of one output or of several, and the cotangents that stand for their Fisher.
 
-The loss is $\sum_m \tfrac{w_m}{T_m} \sum_t -\log p_m(y_t \mid x_t)$: each output $m$ has a weight
-and the mean over its own $T_m$ kept terms. Its Fisher sums $\tfrac{w_m}{T_m} s s^\top$ over terms,
-where $s$ is the gradient of one term. Factors are sums over $T = \sum_m T_m$ terms, formed as $T^2$
-times the products of what is propagated back. So a cotangent here is $s \sqrt{w_m / (T_m T)}$. For
-one output of weight one that is $s / T$, the gradient of the mean loss itself.
+The loss is $\sum_m \tfrac{w_m}{T_m} \sum_t -v_t \log p_m(y_t \mid x_t)$: each output $m$ has a
+weight and the mean over its own terms, with weights $v_t$ and $T_m = \sum_t v_t$. A mask is weights
+of 0 and 1, and $T_m$ then the number of kept terms. The Fisher sums
+$\tfrac{w_m}{T_m} v_t s s^\top$ over terms, where $s$ is the gradient of one term. Factors are sums
+over $T = \sum_m T_m$ terms, formed as $T^2$ times the products of what is propagated back. So a
+cotangent here is $s \sqrt{v_t w_m / (T_m T)}$. For one output of weight one, and a mask, that is
+$s / T$, the gradient of the mean loss itself; with weights the loss's own cotangent is $v_t s / T$.
 """
 
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac.factors._likelihoods import masked_mean
 from jaxkfac.linalg import statistics_dtype
+
+Normalize = Literal["weight", "count"]
 
 
 def _examples_do_not_meet() -> str:
@@ -33,11 +38,13 @@ class Head(NamedTuple):
         likelihood: Its likelihood.
         outputs: ``(*terms, c)``, or ``(n,)`` for one number for each term; or their shape.
         targets: ``None`` if only labels sampled from the model are needed.
-        mask: ``(*terms,)``, or ``None`` for all.
+        mask: ``(*terms,)`` bool, or floating weights of terms; ``None`` for all.
         weight: Weight of its mean in the loss.
         name: For messages.
         meeting: Says where a term of one example may have a derivative in rows of another; the
             text is empty if none does. The program is analyzed when this is called.
+        normalize: What the mean divides by: the sum of the terms' weights, or the number of terms
+            whose weight is not 0.
     """
 
     likelihood: Any
@@ -47,6 +54,7 @@ class Head(NamedTuple):
     weight: Any = 1.0
     name: str = ""
     meeting: Callable[[], str] = _examples_do_not_meet
+    normalize: Normalize = "weight"
 
     @property
     def coupled(self) -> bool:
@@ -77,33 +85,94 @@ class Head(NamedTuple):
         return self._replace(outputs=_expanded(self.outputs), targets=targets)
 
     @property
-    def num_kept(self) -> Float[Array, ""]:
-        """Number of terms that the mask keeps."""
+    def has_weights(self) -> bool:
+        """Whether the mask holds weights of terms."""
+        return self.mask is not None and self.mask.dtype != jnp.bool_
+
+    @property
+    def term_weights(self) -> Float[Array, "*terms"] | None:
+        """The weights of terms, at least float32; NaN in place of a negative or infinite one."""
+        if not self.has_weights:
+            return None
         dtype = statistics_dtype(self.outputs.dtype)
+        weights = jnp.asarray(self.mask).astype(dtype)
+        valid = (weights >= 0) & (weights < jnp.inf)
+        return jnp.where(valid, weights, jnp.full((), jnp.nan, dtype))
+
+    @property
+    def kept(self) -> Bool[Array, "*terms"] | None:
+        """Which terms count, ``None`` for all; those of weight 0 do not."""
         if self.mask is None:
+            return None
+        weights = self.term_weights
+        return jnp.asarray(self.mask) if weights is None else weights != 0
+
+    @property
+    def num_kept(self) -> Float[Array, ""]:
+        """Number of terms that the mask keeps, each counted once."""
+        dtype, kept = statistics_dtype(self.outputs.dtype), self.kept
+        if kept is None:
             return jnp.asarray(math.prod(self.terms_shape), dtype)
-        return self.mask.sum(dtype=dtype)
+        return kept.sum(dtype=dtype)
+
+    @property
+    def total_weight(self) -> Float[Array, ""]:
+        """Sum of the weights of terms; their number where they have none."""
+        weights = self.term_weights
+        return self.num_kept if weights is None else weights.sum()
+
+    @property
+    def num_terms(self) -> Float[Array, ""]:
+        """The number that stands for its terms in counts, and that its mean divides by."""
+        return self.num_kept if self.normalize == "count" else self.total_weight
 
     @property
     def count(self) -> Float[Array, ""]:
-        """Number of terms in the denominator of its mean; at least one."""
+        """``num_terms``, and 1 in place of 0."""
         # A batch whose mask drops everything has the mean 0, not 0 / 0.
-        return self.num_kept if self.mask is None else jnp.maximum(self.num_kept, 1)
+        return self.num_terms if self.mask is None else or_one(self.num_terms)
 
-    def mean(self, outputs: Float[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """``(mean over the kept terms, their number)``, unweighted."""
-        head = self._replace(outputs=outputs).with_one_output()
-        targets = kept_targets(head.targets, self.mask)
-        return masked_mean(self.likelihood.terms(head.outputs, targets), self.mask)
+    def mean(
+        self, outputs: Float[Array, "..."], *, root: bool = False
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """``(mean over the kept terms, num_terms)``, without the output's own weight.
 
-    def kept_terms(self) -> Float[Array, "..."]:
-        """Every loss term, 0 where the mask drops it."""
-        head = self.with_one_output()
-        terms = self.likelihood.terms(head.outputs, kept_targets(head.targets, self.mask))
+        Args:
+            outputs: Outputs in place of its own.
+            root: See ``kept_terms``.
+        """
+        head = self._replace(outputs=outputs)
+        terms = head.kept_terms(root=root)
         if self.mask is None:
-            return terms
+            return terms.mean(), jnp.asarray(terms.size, terms.dtype)
+        return terms.sum() / head.count.astype(terms.dtype), head.num_terms.astype(terms.dtype)
+
+    def kept_terms(self, *, root: bool = False) -> Float[Array, "..."]:
+        """Every loss term times its weight, 0 where the mask drops it.
+
+        Args:
+            root: Take the square root of the weight, with which a term's gradient enters a Fisher.
+        """
+        head = self.with_one_output()
+        terms = self.likelihood.terms(head.outputs, kept_targets(head.targets, self.kept))
+        return self.weighted(terms, 0.5 if root else 1.0)
+
+    def weighted(self, x: Float[Array, "..."], power: float) -> Float[Array, "..."]:
+        """``x``, ``(*terms, ...)``, times a power of each term's weight, 0 at dropped terms.
+
+        Args:
+            x: Values of terms.
+            power: 1, 0.5 or -0.5.
+        """
+        kept, weights = self.kept, self.term_weights
+        if kept is None:
+            return x
+        further = range(kept.ndim, x.ndim)
+        if weights is not None:
+            factor = jnp.sqrt(weights) if abs(power) == 0.5 else weights
+            x = times(x, jnp.expand_dims(factor if power > 0 else 1 / factor, further))
         # `where` and not a product: a dropped term may be NaN or infinite.
-        return jnp.where(self.mask, terms, jnp.zeros((), terms.dtype))
+        return jnp.where(jnp.expand_dims(kept, further), x, jnp.zeros((), x.dtype))
 
     def check(self) -> None:
         """Refuse outputs, targets or a mask that do not fit each other."""
@@ -122,7 +191,7 @@ class Head(NamedTuple):
             )
         head = self.with_one_output()
         try:
-            self.likelihood.check(head.outputs, head.targets, self.mask)
+            self.likelihood.check(head.outputs, head.targets, kept_values(self.mask))
         except ValueError as error:
             if not self.name:
                 raise
@@ -139,10 +208,8 @@ class Head(NamedTuple):
     def column(self, index: Int[Array, ""]) -> Float[Array, "..."]:
         """A column of the square root of each term's Fisher, 0 at masked terms."""
         head = self.with_one_output()
-        column = self.likelihood.fisher_column(head.outputs, index)
-        if self.mask is not None:
-            # A masked term has no loss, so its outputs have no Fisher either.
-            column = jnp.where(self.mask[..., None], column, jnp.zeros((), column.dtype))
+        # A masked term has no loss, so its outputs have no Fisher either.
+        column = self.weighted(self.likelihood.fisher_column(head.outputs, index), 0.5)
         return column.reshape(self.outputs.shape)
 
     def fisher_product(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -151,9 +218,7 @@ class Head(NamedTuple):
             return self._product_by_columns(vector)
         head = self.with_one_output()
         product = self.likelihood.fisher_product(head.outputs, vector.reshape(head.outputs.shape))
-        if self.mask is not None:
-            product = jnp.where(self.mask[..., None], product, jnp.zeros((), product.dtype))
-        return product.reshape(self.outputs.shape)
+        return self.weighted(product, 1.0).reshape(self.outputs.shape)
 
     def _product_by_columns(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
         def add(index: Array, total: Array) -> Array:
@@ -190,10 +255,23 @@ def _expanded(x: Any) -> Any:
     return x[..., None]
 
 
-def kept_targets(targets: Array, mask: Array | None) -> Array:
+def or_one(number: Float[Array, ""]) -> Float[Array, ""]:
+    """A divisor that may be 0, with 1 in its place; a sum of weights may be less than 1."""
+    return jnp.where(number == 0, jnp.ones_like(number), number)
+
+
+def kept_values(mask: Any) -> np.ndarray | Any:
+    """Which terms a mask or weights keep, as NumPy values where there are some."""
+    if mask is None or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
+        return mask
+    return mask if mask.dtype == jnp.bool_ else np.asarray(mask) != 0
+
+
+def kept_targets(targets: Any, mask: Any) -> Any:
     """``targets`` with 0 at masked terms, where a NaN would reach the gradient."""
     if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
         return targets
+    targets = jnp.asarray(targets)  # NumPy's 64 bits become those that JAX has
     mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
     # `where` on the terms alone is not enough: its gradient multiplies the NaN of a dropped term's
     # derivative by zero.
@@ -201,23 +279,25 @@ def kept_targets(targets: Array, mask: Array | None) -> Array:
 
 
 def total_count(heads: Sequence[Head]) -> Float[Array, ""]:
-    """Number of kept terms of all outputs; at least one."""
-    return jnp.maximum(number_kept(heads), 1)
+    """Number of terms of all outputs, as each counts them; 1 in place of 0."""
+    return or_one(number_of_terms(heads))
 
 
-def number_kept(heads: Sequence[Head]) -> Float[Array, ""]:
-    """Number of kept terms of all outputs."""
-    return _sum([head.num_kept for head in heads])
+def number_of_terms(heads: Sequence[Head]) -> Float[Array, ""]:
+    """Number of terms of all outputs, as each counts them (``Head.num_terms``)."""
+    return _sum([head.num_terms for head in heads])
 
 
 def shares(heads: Sequence[Head]) -> list[Float[Array, ""]]:
-    """The fraction of all kept terms that belongs to each output."""
+    """The fraction of all terms that belongs to each output."""
     total = total_count(heads)
-    return [head.num_kept / total.astype(head.num_kept.dtype) for head in heads]
+    return [head.num_terms / total.astype(head.num_terms.dtype) for head in heads]
 
 
 def common_scale(heads: Sequence[Head]) -> Float[Array, ""] | None:
-    """The square of ``own_scales`` if shapes show that it is one number; else ``None``."""
+    """The square of ``own_scales`` if it is one number for all terms, by shapes; else ``None``."""
+    if any(head.has_weights for head in heads):
+        return None
     if not all(_same_share(head, heads[0]) for head in heads[1:]):
         return None
     return jnp.square(own_scales(heads)[0])
@@ -254,7 +334,7 @@ class LossTerms(abc.ABC):
     def loss(
         self, outputs: ArrayTree, targets: ArrayTree, mask: ArrayTree
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """``(weighted sum of the means over kept terms, number of all kept terms)``."""
+        """``(weighted sum of the means over kept terms, number of all terms)``."""
         heads = self.heads(outputs, targets, mask)
         means, counts = [], []
         for head in heads:
@@ -276,7 +356,7 @@ class LossTerms(abc.ABC):
         for head, seed in zip(heads, seeds, strict=True):
             # The mean without its weight: the seed holds the root of the weight, as the Fisher
             # wants it, and the loss would multiply by the weight itself.
-            mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
+            mean, vjp = jax.vjp(lambda y, head=head: head.mean(y, root=True)[0], head.outputs)
             cotangents.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
         return self.tree(cotangents)
 
@@ -284,8 +364,12 @@ class LossTerms(abc.ABC):
         """Rescale the loss's own cotangents to those of its Fisher."""
         heads = self.heads(outputs, None, mask)
         # `heads` only takes the tree of cotangents apart, in the order of the outputs.
-        flat = [head.outputs for head in self.heads(cotangents, None, mask)]
-        return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
+        flat = self.heads(cotangents, None, mask)
+        scaled = [times(h.outputs, s) for h, s in zip(flat, own_scales(heads), strict=True)]
+        if any(head.has_weights for head in heads):
+            # The loss multiplies a term by its weight, the Fisher by the root of it.
+            scaled = [h.weighted(c, -0.5) for h, c in zip(heads, scaled, strict=True)]
+        return self.tree(scaled)
 
     def over_counts(
         self, cotangents: ArrayTree, mask: ArrayTree, counts: Sequence[Float[Array, ""]]
@@ -362,7 +446,8 @@ def _seeds(heads: Sequence[Head]) -> list[Array]:
 def own_scales(heads: Sequence[Head]) -> list[Array]:
     r"""The factor $\sqrt{T_m / (w_m T)}$ of the loss's own cotangent, for each output.
 
-    It is zero for an output of weight zero, whose cotangent is zero as well.
+    Where terms have weights, $1 / \sqrt{v_t}$ comes to it. The factor is zero for an output of
+    weight zero, whose cotangent is zero as well.
     """
     scales = []
     for head, share in zip(heads, shares(heads), strict=True):

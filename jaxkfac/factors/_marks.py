@@ -129,7 +129,8 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
         nominal_weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
         # A mark that keeps no term adds nothing to the loss; its weight would dilute the others.
         weights = [jnp.where(k > 0, w, none) for k, w in zip(counts, nominal_weights, strict=True)]
-        means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
+        # Each term counts once here: its weight is none of its rows' in A.
+        means = [w / jnp.maximum(k, 1) for w, k in zip(weights, counts, strict=True)]
         marks = sorted(frozenset().union(*reached))
         total = sum(weights[m] for m in marks)
         one = jnp.ones((), dtype)  # for a total of zero, where all sums are zero

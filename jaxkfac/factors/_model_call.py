@@ -11,12 +11,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac.interception import check_weights
 
 
 class Batch(NamedTuple):
-    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps loss terms.
+    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps or weights loss terms.
 
-    Targets and mask are arrays, or trees of them in the form of an ``Objective``'s likelihoods.
+    Targets and mask are arrays, or trees of them in the form of an ``Objective``'s likelihoods. A
+    mask is bool, or holds floating weights of loss terms.
     """
 
     inputs: ArrayTree
@@ -51,7 +53,8 @@ def as_batch(batch: ArrayTree) -> Batch:
     """Check a batch's form.
 
     Raises:
-        ValueError: not a pair or triple, an empty array, or a mask that keeps nothing.
+        ValueError: not a pair or triple, an empty array, a mask that keeps nothing, or weights
+            that are negative or not finite.
         TypeError: a mask that is no array.
     """
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
@@ -70,8 +73,12 @@ def as_batch(batch: ArrayTree) -> Batch:
         # A list in place of an array comes as its numbers, so the message names the whole mask.
         if not hasattr(mask, "shape"):
             check_array("batch: the mask", out.mask)
-        if mask.dtype != jnp.bool_:
-            raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
+        if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.floating):
+            raise ValueError(
+                f"{what} has dtype {mask.dtype}, expected bool (write mask > 0), or floating "
+                "weights of loss terms"
+            )
+        check_weights(what, mask)
     # `None` is an entry of its own, for "all terms", and must not vanish from the tree of masks.
     if all(map(_keeps_none, jax.tree.leaves(out.mask, is_leaf=lambda x: x is None))):
         raise ValueError("batch: the mask masks every loss term, so there is no mean")

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree, check_function
+from jaxkfac._errors import one_of
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
-from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
+from jaxkfac.factors._loss_terms import Head, LossTerms, Normalize, shares, times
 from jaxkfac.factors._model_call import Batch, as_batch, form_of, parameters_of, returned, takes_key
 from jaxkfac.interception import check_likelihood, trace
 from jaxkfac.interception.values import decoded_shapes
+from jaxkfac.linalg import statistics_dtype
 
 # ---------------- compiled programs of an objective
 
@@ -55,7 +57,7 @@ class KeptPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class Objective(LossTerms):
-    """Mean negative log-likelihood of a model, or the sum of several.
+    r"""Mean negative log-likelihood of a model, or the sum of several.
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
@@ -71,19 +73,28 @@ class Objective(LossTerms):
             if every term counts. The loss is the sum of the means.
         has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``; with a state,
             ``((outputs, aux), changed)``.
+        normalize: Where the batch's mask holds weights $w$ of loss terms $l$: ``"weight"`` for the
+            mean $\sum w l / \sum w$; ``"count"`` divides by the number of terms whose weight is
+            not 0, for rows that were drawn with unequal probabilities and weighted by their
+            inverses. That number then also counts the terms of factors.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
         >>> objective = jk.Objective(lambda p, x: x @ p, jk.Gaussian())
-        >>> float(objective(jnp.ones((2, 1)), (jnp.ones((3, 2)), jnp.zeros((3, 1)))))
-        2.0
+        >>> batch = jnp.asarray([[1.0, 1.0], [2.0, 2.0]]), jnp.zeros((2, 1))
+        >>> float(objective(jnp.ones((2, 1)), batch))
+        5.0
+        >>> float(objective(jnp.ones((2, 1)), (*batch, jnp.asarray([3.0, 1.0]))))
+        3.5
     """
 
     apply_fn: Callable[..., Any]
     likelihood: Any
     has_aux: bool = False
+    normalize: Normalize = "weight"
 
     def __post_init__(self) -> None:
+        one_of("normalize", self.normalize, get_args(Normalize))
         check_function("apply_fn", self.apply_fn)
         _check_haiku(self.apply_fn)
         if isinstance(self.apply_fn, Objective):
@@ -98,7 +109,7 @@ class Objective(LossTerms):
 
     def __hash__(self) -> int:
         # Written out, because a dictionary of likelihoods has no hash.
-        return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux))
+        return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux, self.normalize))
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs are neither pickled nor copied with the fields.
@@ -150,7 +161,7 @@ class Objective(LossTerms):
         ]
         none = [None] * len(names)
         return [
-            Head(*head, name=f"output {name}" if name else "batch")
+            Head(*head, name=f"output {name}" if name else "batch", normalize=self.normalize)
             for *head, name in zip(
                 self._likelihoods,
                 self.parts(outputs, "apply_fn: outputs"),
@@ -163,7 +174,7 @@ class Objective(LossTerms):
         ]
 
     def batch(self, batch: ArrayTree) -> Batch:
-        """Check a batch's form, and mask the terms that the targets themselves leave out.
+        """Check a batch's form, and mask or weight its terms as the targets themselves say.
 
         Raises:
             ValueError: see ``as_batch``; or targets or a mask do not have the likelihoods' form.
@@ -333,14 +344,21 @@ def _nothing(targets: Any) -> None:
     return None
 
 
-def _joined(mask: Any, kept_by_targets: Any) -> Any:
-    """The terms that both the mask and the targets keep; ``None`` for all."""
-    if kept_by_targets is None or mask is None:
-        return mask if kept_by_targets is None else kept_by_targets
-    if isinstance(kept_by_targets, jax.ShapeDtypeStruct):
-        return mask
+def _joined(mask: Any, by_targets: Any) -> Any:
+    """The mask that both keep, or the product of weights; ``None`` for all."""
+    if by_targets is None or mask is None:
+        return mask if by_targets is None else by_targets
     # ``check`` refuses a mask of another shape.
-    return mask & kept_by_targets if mask.shape == kept_by_targets.shape else mask
+    if mask.shape != by_targets.shape:
+        return mask
+    if isinstance(mask, jax.ShapeDtypeStruct) or isinstance(by_targets, jax.ShapeDtypeStruct):
+        return by_targets if mask.dtype == jnp.bool_ else mask
+    if mask.dtype == by_targets.dtype == jnp.bool_:
+        return mask & by_targets
+    dtypes = [x.dtype for x in (mask, by_targets) if x.dtype != jnp.bool_]
+    one, other = (jnp.asarray(x).astype(statistics_dtype(*dtypes)) for x in (mask, by_targets))
+    # A weight of 0 leaves the term out, whatever the other weight is.
+    return jnp.where((one == 0) | (other == 0), jnp.zeros_like(one), one * other)
 
 
 def _sketch(tree: PyTree) -> str:

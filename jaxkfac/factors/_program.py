@@ -20,7 +20,7 @@ from jaxkfac._arguments import (
 )
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import varying_axes
-from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
+from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_of_terms
 from jaxkfac.factors._marks import (
     MarkedTerms,
     check_marked_outputs,
@@ -43,6 +43,7 @@ from jaxkfac.interception import (
     Site,
     TraceCache,
     Traced,
+    check_weights,
     trace,
     trace_marked,
 )
@@ -284,7 +285,7 @@ class Program:
             aux,
             grads,
             emitted,
-            number_kept(heads),
+            number_of_terms(heads),
             fixed,
             lambda g: vjp((g, jnp.zeros_like(value)))[1],
             terms_of,
@@ -413,11 +414,12 @@ class Program:
         def fisher_cotangents() -> ArrayTree:
             return objective.rescaled(fixed, cotangents, batch.mask)
 
-        scale = None
-        if objective.num_outputs > 1:
-            # With one output the loss's cotangents are those of the Fisher already, and no scale is
-            # needed.
-            scale = common_scale(objective.heads(fixed, None, batch.mask))
+        heads, scale, as_emitted = objective.heads(fixed, None, batch.mask), None, True
+        if objective.num_outputs > 1 or heads[0].has_weights:
+            # With one output whose terms have no weights, the loss's cotangents are those of the
+            # Fisher already, and no scale is needed.
+            scale = common_scale(heads)
+            as_emitted = scale is not None
         return Linearised(
             value,
             aux,
@@ -428,7 +430,7 @@ class Program:
             lambda g: vjp(g)[1],
             CoupledTerms(objective, lambda: self.meeting(traced, "derivative")),
             batch,
-            fisher_cotangents if objective.num_outputs > 1 and scale is None else None,
+            None if as_emitted else fisher_cotangents,
             scale,
         )
 
@@ -442,8 +444,11 @@ def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMa
         return []
     check_array("positions", positions)
     shapes = [x.shape for x in traced.out_shapes[: traced.num_outputs]]
-    if positions.dtype != jnp.bool_:
-        raise ValueError(f"positions: expected a bool array, got {positions.dtype}")
+    if positions.dtype != jnp.bool_ and not jnp.issubdtype(positions.dtype, jnp.floating):
+        raise ValueError(
+            f"positions: expected a bool array, or floating weights, got {positions.dtype}"
+        )
+    check_weights("positions", positions)
     number = positions.ndim
     for index, shape in enumerate(shapes):
         axes = traced.output_axes(index)

@@ -311,10 +311,16 @@ class Statistics:
         examples = self.traced.example_axes
         products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
         if "a" in like:
-            out |= kind.input_moments(vjp, like, products)
+            out |= kind.input_moments(vjp.with_input_weights(), like, products)
             if constants is not None and "row_weights" in constants:
                 out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
         elif "a_rows" in like:
+            if vjp.input_weights is not None:
+                raise ValueError(
+                    f"layer {use.layer!r}: positions= has weights, and the layer is read by "
+                    'example, which averages its positions: take sharing="expand", or bool '
+                    "positions"
+                )
             side = kind.summed_input_rows(vjp)
             out["a_rows"] = example_sums(vjp, side, examples, like["a_rows"])
             outputs = kind.output_rows(vjp.masked_by(None))

@@ -26,7 +26,8 @@ from jaxkfac.interception.values import Atoms, Entries, Slot
 from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 
-Weights = Bool[Array, "..."] | None  # True for rows that exist; None if all do
+# True for rows that exist, or their weights; None if all do.
+Weights = Bool[Array, "..."] | Float[Array, "..."] | None
 Active = Bool[Array, ""] | None  # whether statistics are needed
 
 
@@ -180,6 +181,8 @@ def _operation(
                     operands: list[Array], cotangent: Array, rows: Weights, constants: Slot | None
                 ) -> Slot:
                     vjp = LayerVjp(site, uses[k], operands, cotangent, rows)
+                    if rows is not None and rows.dtype != jnp.bool_:
+                        vjp = dataclasses.replace(vjp, weights=rows != 0, input_weights=rows)
                     return emitter.emit(vjp, like, constants)
 
                 out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])

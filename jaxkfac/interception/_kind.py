@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
@@ -120,7 +120,7 @@ class Site:
     eqn: Eqn
     uses: list[Use]
     slots: list[Slot]
-    rows: list[Bool[Array, "..."] | None]
+    rows: list[Bool[Array, "..."] | Float[Array, "..."] | None]
     active: list[Bool[Array, ""] | None]
     table: AxisTable
 
@@ -144,14 +144,17 @@ class LayerVjp:
             that ``picks``, they end with the indices.
         cotangent: The cotangent of the result, with its shape; for an insertion, that of the
             parameter after it was broadcast.
-        weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do.
+        weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do. For the
+            moments of inputs these may be floating weights of rows.
+        input_weights: Those weights, where positions have some; else ``None``.
     """
 
     site: Site
     use: Use
     operands: Sequence[Any]
     cotangent: Shaped[Array, "..."]
-    weights: Bool[Array, "..."] | None = None
+    weights: Bool[Array, "..."] | Float[Array, "..."] | None = None
+    input_weights: Float[Array, "..."] | None = None
 
     @property
     def table(self) -> AxisTable:
@@ -163,9 +166,13 @@ class LayerVjp:
         """The operand that meets the parameter."""
         return self.operands[1 - self.use.operand]
 
-    def masked_by(self, weights: Bool[Array, "..."] | None) -> "LayerVjp":
+    def masked_by(self, weights: Bool[Array, "..."] | Float[Array, "..."] | None) -> "LayerVjp":
         """The product with other rows left out; ``None`` for all rows, padding included."""
-        return dataclasses.replace(self, weights=weights)
+        return dataclasses.replace(self, weights=weights, input_weights=None)
+
+    def with_input_weights(self) -> "LayerVjp":
+        """The product for moments of inputs, where ``weights`` are those of positions, if any."""
+        return self if self.input_weights is None else self.masked_by(self.input_weights)
 
 
 class Kind(abc.ABC):

@@ -69,15 +69,19 @@ def mark_outputs(
             with their methods. For a squared error without the half, pass ``weight=2.0``.
         weight: Factor of the mean in the loss, a positive number, or a scalar array that is not
             negative; a mark with weight zero contributes to no factor.
-        mask: ``(examples, ...)`` bool, True for the terms that count; ``None`` for all.
+        mask: ``(examples, ...)``: bool, True for the terms that count; or floating weights of
+            terms, not negative. The mean is then $\sum w l / \sum w$ with $T = \sum w$, and a term
+            enters the Fisher with $\sqrt w$ times its gradient. ``None`` for all.
 
     Returns:
         ``x``, unchanged.
 
     Raises:
         TypeError: ``x`` is no array, or ``weight`` no number.
-        ValueError: ``x`` has no floating dtype, ``mask`` is no bool array of the terms' shape,
-            ``weight`` is not positive, or ``ignore_index`` is given without a mask.
+        ValueError: ``x`` has no floating dtype, ``mask`` is no bool or floating array of the terms'
+            shape or has a weight that is negative or not finite, ``weight`` is not positive, or
+            ``ignore_index`` or ``class_weights`` is given without a mask. Inside ``jit`` such a
+            weight makes the factors NaN.
         HiddenMarkError: later, when factors are collected: the mark is inside a ``scan``,
             ``cond``, ``while``, ``shard_map`` or ``custom_vjp``, where its terms cannot be read.
 
@@ -95,24 +99,19 @@ def mark_outputs(
          [0. 1.]]
     """
     check_likelihood("mark_outputs: likelihood", likelihood)
-    ignored = getattr(likelihood, "ignore_index", None)
-    if ignored is not None and mask is None:
-        raise ValueError(
-            f"mark_outputs: ignore_index={ignored} names targets, which a mark does not see: give "
-            f"mask=targets != {ignored}"
-        )
+    for name in ("ignore_index", "class_weights"):
+        if mask is None and getattr(likelihood, name, None) is not None:
+            raise ValueError(
+                f"mark_outputs: {name}= of {type(likelihood).__name__} is about targets, which a "
+                "mark does not see: give mask=likelihood.kept(targets)"
+            )
     # A weight that is a number becomes a parameter of the equation, so that factors know it when
     # they are traced; only an array is an operand.
     x, weight = checked_outputs(x), checked_weight(weight)
     one = getattr(likelihood, "one_output", False)
     if mask is not None:
         shapes = [x.shape[:-1], x.shape] if one and x.ndim < 2 else [x.shape[:-1]]
-        if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_ or mask.shape not in shapes:
-            actual = f"{mask.dtype} of shape {mask.shape}" if hasattr(mask, "dtype") else mask
-            raise ValueError(
-                f"mark_outputs: mask is {actual}, expected bool with one entry per term, "
-                f"{shapes[-1]}"
-            )
+        _check_mask(mask, shapes)
     if x.ndim == 0 and not one:
         raise ValueError(
             f"mark_outputs: x is a scalar, expected the outputs of {type(likelihood).__name__} on "
@@ -128,6 +127,36 @@ def mark_outputs(
         weight=weight if isinstance(weight, float) else None,
         masked=mask is not None,
     )
+
+
+def _check_mask(mask: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse what is neither a mask nor weights of terms, and weights that are no weights."""
+    has_dtype = hasattr(mask, "dtype")
+    fits = has_dtype and (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.floating))
+    if not fits or mask.shape not in shapes:
+        actual = f"{mask.dtype} of shape {mask.shape}" if has_dtype else mask
+        raise ValueError(
+            f"mark_outputs: mask is {actual}, expected bool, or floating weights, with one entry "
+            f"per term, {shapes[-1]}"
+        )
+    check_weights("mark_outputs: mask", mask)
+
+
+def check_weights(what: str, mask: Any) -> None:
+    """Refuse weights of terms that are negative or not finite, where they have values.
+
+    Raises:
+        ValueError: naming the first such weight.
+    """
+    if mask.dtype == jnp.bool_ or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
+        return
+    weights = np.asarray(mask, np.float64)
+    if (bad := ~(np.isfinite(weights) & (weights >= 0))).any():
+        at = tuple(map(int, np.argwhere(bad)[0]))
+        raise ValueError(
+            f"{what} has the weight {weights[at]:g} at {list(at)}, expected a finite number that "
+            "is not negative"
+        )
 
 
 def checked_outputs(x: Any) -> Any:

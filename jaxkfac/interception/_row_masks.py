@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import Eqn, is_var
@@ -75,7 +75,7 @@ def is_mask(eqn: Eqn, ins: Sequence[Value]) -> bool:
 # ---------------- rows that exist: masks follow axis identities to each use
 
 
-def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
+def mark_rows(x: Shaped[Array, "..."], mask: Shaped[Array, "*rows"]) -> Shaped[Array, "..."]:
     """Declare, inside a model, which rows of ``x`` exist. An identity.
 
     Where the engine cannot follow the axes of a mask to a layer (an encoder stream whose
@@ -85,14 +85,20 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Arr
     Args:
         x: Any value, shape ``(*mask.shape, ...)``. Under ``jax.vmap`` the mapped axis is an axis of
             rows too.
-        mask: True where the row exists, shape of the leading axes of ``x``.
+        mask: True where the row exists, shape of the leading axes of ``x``; bool or integers.
 
     Returns:
         ``x``, unchanged.
 
     Raises:
-        ValueError: the mask's shape is not that of the leading axes of ``x``.
+        ValueError: the mask is floating, or its shape is not that of the leading axes of ``x``.
     """
+    if jnp.issubdtype(mask.dtype, jnp.floating):
+        raise ValueError(
+            f"mark_rows: mask has dtype {mask.dtype}, expected bool (weights of positions go into "
+            "positions=)"
+        )
+    mask = mask.astype(bool)  # an integer mask: 1 & 2 would be 0
     if x.shape[: mask.ndim] != mask.shape:
         raise ValueError(
             f"mark_rows: mask has shape {mask.shape}, expected the leading axes of x, "
@@ -159,12 +165,17 @@ class RowMask:
     """A mask and the atoms of its axes.
 
     Attributes:
+        mask: Which rows exist; for ``positions=`` also floating weights of rows.
         complete: Whether the mask must cover every axis of rows: True for ``positions=``, False for
             a mark inside the model, which covers only its own axes.
     """
 
     def __init__(
-        self, mask: Bool[Array, "*rows"], axes: Sequence[Atoms], *, complete: bool
+        self,
+        mask: Bool[Array, "*rows"] | Float[Array, "*rows"],
+        axes: Sequence[Atoms],
+        *,
+        complete: bool,
     ) -> None:
         self.mask, self.axes, self.complete = mask, tuple(axes), complete
 
@@ -174,8 +185,8 @@ class RowMask:
 
 def row_weights(
     table: AxisTable, use: Use, masks: Sequence[RowMask], marks: Sequence[Axes] = ()
-) -> Bool[Array, "*rows"] | None:
-    """The rows of a use that exist, as a boolean array over its row axes.
+) -> Bool[Array, "*rows"] | Float[Array, "*rows"] | None:
+    """The rows of a use that exist, as a boolean array over its row axes, or their weights.
 
     Args:
         table: The axis atoms.
@@ -184,7 +195,8 @@ def row_weights(
         marks: The axes of every mark of the program, known at the use or not.
 
     Returns:
-        Boolean, one axis per entry of ``use.rows``; ``None`` if no mask covers them.
+        Boolean, or floating if a mask is, one axis per entry of ``use.rows``; ``None`` if no mask
+        covers them.
 
     Raises:
         LostRowsError: a mask for the whole program is given, and an axis of the rows comes
@@ -225,16 +237,16 @@ def row_weights(
         return None
     weights = jnp.ones([table.size(a) for a in flat], bool)
     for mask in masks:
-        weights = weights & _spread(table, mask, flat)
+        weights = _both(weights, _spread(table, mask, flat))
     return weights.reshape([math.prod(map(table.size, axis)) for axis in rows])
 
 
 def where_chosen(
     table: AxisTable,
     use: Use,
-    weights: Bool[Array, "*rows"] | None,
+    weights: Bool[Array, "*rows"] | Float[Array, "*rows"] | None,
     choices: Sequence[RowMask],
-) -> Bool[Array, "*rows"] | None:
+) -> Bool[Array, "*rows"] | Float[Array, "*rows"] | None:
     """The rows that exist; none, if a choice for all rows at once excludes the use.
 
     Such a choice (a cond on a scalar) has no axis along which it could differ between rows.
@@ -245,8 +257,18 @@ def where_chosen(
     shape = [math.prod(map(table.size, table.atoms(axis))) for axis in use.rows]
     every = jnp.ones(shape, bool) if weights is None else weights
     for mask in for_all_rows:
-        every = every & mask
+        every = _both(every, mask)
     return every
+
+
+def _both(one: Array, other: Array) -> Array:
+    """The rows of both masks; the product of weights, and 0 where a mask leaves a row out."""
+    if one.dtype == jnp.bool_ and other.dtype == jnp.bool_:
+        return one & other
+    if jnp.bool_ not in (one.dtype, other.dtype):
+        return one * other
+    mask, weights = (one, other) if one.dtype == jnp.bool_ else (other, one)
+    return jnp.where(mask, weights, jnp.zeros((), weights.dtype))
 
 
 def own_axes(table: AxisTable, use: Use) -> set[int]:
@@ -264,15 +286,21 @@ def own_axes(table: AxisTable, use: Use) -> set[int]:
     }
 
 
-def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*atoms"]:
-    """The mask broadcast to the atoms of the rows; over its other atoms it is reduced by any."""
+def _spread(
+    table: AxisTable, mask: RowMask, flat: list[int]
+) -> Bool[Array, "*atoms"] | Float[Array, "*atoms"]:
+    """The mask broadcast to the atoms of the rows; over its other atoms it is reduced by any.
+
+    The largest weight is taken: a row that is computed from several positions exists if one of
+    them does, and has weight 2 if all of them have.
+    """
     atoms = mask.atoms(table)
     values = mask.mask.reshape([table.size(a) for a in atoms])
     away = tuple(i for i, a in enumerate(atoms) if a not in flat)
     # A mask without an axis among those of the rows says nothing about them.
     if len(away) == len(atoms):
         return jnp.ones([1] * len(flat), bool)
-    values = values.any(away)
+    values = values.any(away) if values.dtype == jnp.bool_ else values.max(away)
     present = [a for a in atoms if a in flat]
     where = {a: [i for i, b in enumerate(flat) if b == a] for a in present}
     out = jnp.ones([1] * len(flat), bool)
@@ -282,5 +310,5 @@ def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*a
         shape = [1] * len(flat)
         for a in present:
             shape[at[a]] = table.size(a)
-        out = out & values.transpose(order).reshape(shape)
+        out = _both(out, values.transpose(order).reshape(shape))
     return out

@@ -219,17 +219,26 @@ def input_moments(
 ) -> Slot:
     """The entries that the slot has of the input side: ``a``, ``a_count``, ``a_sum``.
 
-    ``side`` may be a chunk of the rows, and ``weights`` says which rows of the chunk exist.
+    ``side`` may be a chunk of the rows, and ``weights`` says which rows of the chunk exist, or what
+    weights they have.
     """
     dtype, times = slot["a_count"].dtype, None
     count = jnp.asarray(side.number, dtype) if weights is None else weights.sum(dtype=dtype)
+    summands = side  # of `a_sum`; of `a` they are the rows that are squared
+    if weights is not None and weights.dtype != jnp.bool_:
+        wide, of_rows = side.x.astype(dtype), side.spread(weights.astype(dtype))
+        side = side._replace(x=wide * jnp.sqrt(of_rows))
+        summands, weights = summands._replace(x=wide * of_rows), weights != 0
     if _is_dense(slot["a"], slot["a_count"].ndim):
-        side, times = products.sampled(side, weights)
+        drawn, times = products.sampled(side, weights)
+        # The key is the same, and so are the rows.
+        summands = drawn if summands is side else products.sampled(summands, weights)[0]
+        side = drawn
     precision = products.precision_of(vjp.site.eqn)
     out = {"a": _multiplied(moments(vjp, side, slot["a"], precision=precision), times)}
     out["a_count"] = jnp.broadcast_to(count, slot["a_count"].shape)
     if "a_sum" in slot:  # over the same rows; otherwise A with a ones column is no second moment
-        total = _multiplied(_summed(vjp, side, side.x, dtype), times)
+        total = _multiplied(_summed(vjp, summands, summands.x, dtype), times)
         out["a_sum"] = jnp.broadcast_to(total, slot["a_sum"].shape)
     return out
 

@@ -88,11 +88,16 @@ class Rows(NamedTuple):
         """
         if weights is None:
             return self
+        exists = weights if weights.dtype == jnp.bool_ else weights != 0
+        return self._replace(x=masked(self.x, self.spread(exists)))
+
+    def spread(self, weights: ArrayOrShape) -> ArrayOrShape:
+        """Numbers of rows, with the axes of ``use.rows``, along the axes of ``x``."""
         shape = [1] * self.x.ndim
         order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
         for i in order:
             shape[self.rows[i]] = weights.shape[i]
-        return self._replace(x=masked(self.x, weights.transpose(order).reshape(shape)))
+        return weights.transpose(order).reshape(shape)
 
 
 def part_of_rows(vjp: LayerVjp, side: Rows) -> Rows:

@@ -135,7 +135,9 @@ class TwoSided(Kind):
         # A row that does not reach an expert is zero in its sum, so its count leaves the row out.
         exists = self.reached(vjp)
         if exists is not None:
-            exists = exists if vjp.weights is None else exists & vjp.weights
+            if vjp.weights is not None:
+                weights = vjp.weights.astype(like["a_count"].dtype)
+                exists = jnp.where(exists, weights, jnp.zeros((), weights.dtype))
             lead, stack = exists.ndim - len(vjp.use.rows), like["a_count"].shape
             count = exists.sum(range(lead, exists.ndim), dtype=like["a_count"].dtype)
             trailing = (1,) * (len(stack) - lead)

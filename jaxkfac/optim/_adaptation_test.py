@@ -1,6 +1,7 @@
 """Adapted steps against a restatement of the paper in NumPy, and where nothing can be adapted."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxkfac.curvature import operators
 from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import mark_outputs
 from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
-from jaxkfac.optim._adaptation import Adaptation
+from jaxkfac.optim._adaptation import Adaptation, check_batch
 from jaxkfac.optim._levenberg_marquardt import minimum
 
 N, SIZES = 24, (4, 5, 3)
@@ -801,3 +802,13 @@ def test_a_model_of_one_direction_is_least_where_its_slope_ends():
     np.testing.assert_allclose(found, (0.75, 0, -9 / 8), rtol=1e-15)
     given = minimum(jnp.array([[4.0]]), jnp.array([-3.0]), jnp.asarray(0.5), None)
     np.testing.assert_allclose(given, (0.5, 0, 0.5 - 1.5), rtol=1e-15)
+
+
+def test_sums_of_weights_may_round_and_numbers_of_terms_may_not():
+    def check(theirs, ours):
+        check_batch(types.SimpleNamespace(loss_terms=np.float64(theirs)), np.float64(ours))
+
+    check(np.float32(2.4) + np.float32(3e-7), np.float32(2.4))
+    for theirs, ours in ((2.48, 2.4), (1_000_001.0, 1_000_000.0), (2.39, 2.4)):
+        with pytest.raises(ValueError, match="the operator comes from a batch of"):
+            check(theirs, ours)

@@ -418,7 +418,7 @@ def _example_gradients(objective: Objective, call: ModelCall) -> dict[str, Array
     def terms(free: dict[str, Array]) -> Array:
         outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
         (head,) = objective.heads(outputs, batch.targets, batch.mask)
-        kept_terms = head.kept_terms()
+        kept_terms = head.kept_terms(root=True)
         return kept_terms.reshape(len(kept_terms), -1).sum(1)
 
     return jax.jacrev(terms)(partition(params)[0])

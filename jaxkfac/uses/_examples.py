@@ -324,12 +324,14 @@ class Examples:
         return at.outputs, at.vjp
 
     def exists(self, batch: Batch) -> Bool[Array, " N"]:
-        """Which examples have a term that the mask keeps."""
+        """Which examples have a term that the mask keeps, or weights by more than 0."""
         every = jnp.ones(batch.num_examples, bool)
         if batch.mask is None:
             return every
         masks = self.objective.parts(batch.mask, "batch: the mask")
-        masks_by_example = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
+        masks_by_example = [
+            every if x is None else x.astype(bool).reshape(len(x), -1).any(1) for x in masks
+        ]
         return jnp.stack(masks_by_example).any(0)
 
 

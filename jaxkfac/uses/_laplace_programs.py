@@ -66,8 +66,9 @@ def summed_terms(posterior: Posterior, batch: Batch) -> LogLikelihood:
     (head,) = objective.heads(outputs, batch.targets, batch.mask)
     loss, dtype = head.kept_terms().sum(), posterior.noise.dtype
     gaussian = isinstance(posterior.likelihood, Gaussian)
-    targets = head.num_kept * (head.columns if gaussian else 0)
-    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.num_kept, targets)))
+    # A term of weight w stands for w terms, each with its own noise, whatever the mean divides by.
+    targets = head.total_weight * (head.columns if gaussian else 0)
+    return LogLikelihood(*(x.astype(dtype) for x in (loss, head.num_terms, targets)))
 
 
 @jax.jit

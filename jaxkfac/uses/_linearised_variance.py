@@ -390,7 +390,7 @@ def rule_of(likelihood: object, method: str) -> Rule:
 def negative_log_predictive(
     head: Head, outputs: OutputDistribution, noise: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Summed over kept terms: by the probit rule, or exactly for a Gaussian likelihood.
+    """Summed over terms with their weights: by the probit rule, or exactly for a Gaussian.
 
     Args:
         head: Outputs in their own shape, targets and mask.
@@ -401,16 +401,14 @@ def negative_log_predictive(
         return (
             head._replace(outputs=outputs.moderated.reshape(head.outputs.shape)).kept_terms().sum()
         )
-    targets = kept_targets(head.targets, head.mask).reshape(outputs.mean.shape)
+    targets = kept_targets(head.targets, head.kept).reshape(outputs.mean.shape)
     residual = targets.astype(outputs.mean.dtype) - outputs.mean
     covariance = with_noise(outputs.covariance, noise)
     values, vectors = jnp.linalg.eigh(covariance)
     exact = jax.lax.Precision.HIGHEST
     rotated = jnp.einsum("...ij,...i->...j", vectors, residual, precision=exact)
     losses = (jnp.square(rotated) / values + jnp.log(2 * math.pi * values)).sum(-1) / 2
-    if head.mask is not None:
-        losses = jnp.where(head.mask.reshape(losses.shape), losses, 0)
-    return losses.sum()
+    return head.weighted(losses.reshape(head.terms_shape), 1.0).sum()
 
 
 def with_noise(

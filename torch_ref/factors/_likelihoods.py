@@ -54,7 +54,11 @@ class Bernoulli:
 
 
 def fisher_loss(
-    likelihood: Likelihood, *, fisher: Literal["empirical", "sampled"] = "empirical", seed: int = 0
+    likelihood: Likelihood,
+    *,
+    fisher: Literal["empirical", "sampled"] = "empirical",
+    seed: int = 0,
+    root: bool = False,
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
     r"""The mean negative log-likelihood of given targets, or of targets that the model samples.
 
@@ -63,12 +67,15 @@ def fisher_loss(
         fisher: ``"empirical"``: given targets. ``"sampled"``: targets drawn from the outputs of
             the same forward pass; given ones are ignored.
         seed: Of the samples. Equal outputs give equal samples in every call.
+        root: Multiply a term by the square root of its weight and still divide by the sum of the
+            weights: the outer products of such gradients are the Fisher of the weighted mean.
 
     Returns:
         ``loss(model, batch)`` with ``batch`` either ``(inputs, targets)`` or
-        ``(inputs, targets, mask)``, the mask nonzero where a loss term counts. Mappings of
-        inputs are given as keywords; of an output with ``logits`` these are taken. Targets of
-        masked terms may be anything (-100, NaN); a mask that keeps no term gives 0.
+        ``(inputs, targets, mask)``, the mask nonzero where a loss term counts; a floating mask
+        holds the terms' weights. Mappings of inputs are given as keywords; of an output with
+        ``logits`` these are taken. Targets of masked terms may be anything (-100, NaN); a mask
+        that keeps no term gives 0.
     """
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -84,6 +91,10 @@ def fisher_loss(
         axes = targets.ndim - kept.ndim  # beyond one entry per term
         targets = targets.masked_fill(~kept.reshape(*kept.shape, *[1] * axes), 0)
         terms = likelihood.terms(outputs, targets).masked_fill(~kept, 0)
-        return terms.sum() / kept.sum().clamp(min=1)
+        if not masks[0].is_floating_point():
+            return terms.sum() / kept.sum().clamp(min=1)
+        weights, total = masks[0].to(terms.dtype), masks[0].sum().to(terms.dtype)
+        terms = terms * (weights.sqrt() if root else weights)
+        return terms.sum() / total.where(total != 0, torch.ones_like(total))
 
     return loss

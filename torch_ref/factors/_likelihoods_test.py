@@ -92,6 +92,18 @@ def test_mask_that_keeps_no_term_gives_zero_and_no_gradient(fisher):
     assert value.item() == 0 and not outputs.grad.any()
 
 
+@pytest.mark.parametrize("root", [False, True])
+def test_a_floating_mask_holds_weights_of_terms(root):
+    outputs, y = OUTPUTS.clone(), torch.tensor([[0, 1, 3], [2, 2, -100]])
+    weights = torch.tensor([[2.0, 0.5, 1.0], [0.25, 0.0, 0.0]], dtype=OUTPUTS.dtype)
+    found = fisher_loss(Categorical(), root=root)(nn.Identity(), (outputs, y, weights))
+    terms = Categorical().terms(outputs, y.clamp(min=0))
+    torch.testing.assert_close(found, (terms * (weights.sqrt() if root else weights)).sum() / 3.75)
+    ones = fisher_loss(Categorical(), root=root)(nn.Identity(), (outputs, y, (y >= 0).double()))
+    masked = fisher_loss(Categorical())(nn.Identity(), (outputs, y, y >= 0))
+    torch.testing.assert_close(ones, masked)
+
+
 def test_samples_depend_on_the_seed_alone():
     x, y = torch.zeros(50, 3), torch.zeros(50, dtype=torch.long)
 

@@ -7,7 +7,7 @@ from torch_ref.factors._statistics import LayerFactors
 
 
 def to_sum_scale(
-    factors: Mapping[str, LayerFactors], *, loss_terms: int
+    factors: Mapping[str, LayerFactors], *, loss_terms: float
 ) -> dict[str, LayerFactors]:
     r"""From $g$ of the mean loss to $g$ of the sum over one example's terms.
 
@@ -23,26 +23,28 @@ def to_sum_scale(
 
     Args:
         factors: On the documents' scale, of one batch.
-        loss_terms: T, all unmasked terms of the batch that the loss is the mean of.
+        loss_terms: T, all unmasked terms of the batch that the loss is the mean of; where terms
+            have weights, their sum.
 
     Raises:
-        ValueError: ``loss_terms < 1``, or the factors are an average over different row counts.
+        ValueError: ``loss_terms`` is not positive, or the factors are an average over different
+            row counts.
     """
     return _scale_g(factors, loss_terms, power=1)
 
 
 def to_mean_scale(
-    factors: Mapping[str, LayerFactors], *, loss_terms: int
+    factors: Mapping[str, LayerFactors], *, loss_terms: float
 ) -> dict[str, LayerFactors]:
     r"""The inverse of :func:`to_sum_scale`: $G = \text{rows}^{-1} T^{-1} G_{\text{sum}}$."""
     return _scale_g(factors, loss_terms, power=-1)
 
 
 def _scale_g(
-    factors: Mapping[str, LayerFactors], loss_terms: int, *, power: int
+    factors: Mapping[str, LayerFactors], loss_terms: float, *, power: int
 ) -> dict[str, LayerFactors]:
-    if loss_terms < 1:
-        raise ValueError(f"loss_terms must be at least 1, got {loss_terms}")
+    if not loss_terms > 0:
+        raise ValueError(f"loss_terms must be positive, got {loss_terms}")
     unknown = [name for name, f in factors.items() if f.rows is None]
     if unknown:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import (
@@ -55,7 +55,7 @@ class EigenvalueCorrector:
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
-        positions: Bool[Array, "..."] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree | None = None,
         state: ArrayTree | None = None,
     ) -> Eigenbases:
@@ -65,7 +65,8 @@ class EigenvalueCorrector:
             params: Parameters.
             batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
             key: For dropout, and for the labels of ``fisher="mc"``.
-            positions: ``(N, S)`` bool: which positions exist. Other rows do not count.
+            positions: ``(N, S)`` bool: which positions exist. Other rows do not count. Floating
+                weights, which weigh A alone, leave out the rows whose weight is 0.
             labels: ``(samples, *targets)`` for ``fisher="mc"``, in place of sampled ones.
             state: What a call changes (batch statistics); the changes are left out.
 
@@ -270,7 +271,7 @@ def corrections_of(
     bases: Eigenbases,
     estimator: Estimator,
     call: ModelCall,
-    positions: Bool[Array, "..."] | None,
+    positions: Bool[Array, "..."] | Float[Array, "..."] | None,
 ) -> Corrections:
     """Measure like ``correct_eigenvalues``, with a program that exists already.
 

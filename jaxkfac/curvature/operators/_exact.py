@@ -35,7 +35,7 @@ from jaxkfac.factors import (
     ModelCall,
     Objective,
     check_label_values,
-    number_kept,
+    number_of_terms,
     takes_key,
 )
 from jaxkfac.interception import Marked, OutputMark, fast_convolutions, lifted, marks_of
@@ -101,7 +101,7 @@ class ExactOperator(Operator):
 
     @property
     def loss_terms(self) -> Array:
-        return number_kept(self._heads())
+        return number_of_terms(self._heads())
 
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
@@ -129,7 +129,7 @@ class ExactOperator(Operator):
 
     def _heads(self) -> list[Head]:
         """The outputs for the full batch, as shapes, with likelihood and mask."""
-        # Shapes suffice: the number of kept terms depends on the mask alone.
+        # Shapes suffice: the number of terms depends on the mask alone.
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
@@ -309,7 +309,7 @@ def _call(
 def _loss_terms(operator: MarkedGaussNewton) -> Array:
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
-    return number_kept(_heads(marks, out, at))
+    return number_of_terms(_heads(marks, out, at))
 
 
 @jax.jit

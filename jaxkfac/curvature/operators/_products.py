@@ -34,8 +34,8 @@ class Chunk(NamedTuple):
         batch: The chunk's examples.
         labels: ``(n, samples, *targets)``, or ``None`` for the given targets; or an
             ``Estimator`` for each example, stacked.
-        counts: For each output, the number of its loss terms in the *full* batch. A sum divided by
-            it is the chunk's share of the mean. Dividing first keeps 16-bit cotangents in range.
+        counts: For each output, ``Head.count`` of the *full* batch. A sum divided by it is the
+            chunk's share of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
         state: What a call of the model changes, or ``None``.
     """
@@ -58,12 +58,13 @@ class Chunk(NamedTuple):
         """Each output with its likelihood, targets and mask."""
         return self.objective.heads(outputs, targets, self.batch.mask)
 
-    def losses(self, outputs: ArrayTree, targets: ArrayTree) -> list[Array]:
-        """For each output, each example's sum of kept terms, ``(n,)``."""
+    def losses(self, outputs: ArrayTree, targets: ArrayTree, *, root: bool = False) -> list[Array]:
+        """For each output, each example's sum of kept terms, ``(n,)``; see ``Head.kept_terms``."""
         sums = []
         for head in self.heads(outputs, targets):
             head.check()
-            sums.append(head.kept_terms().reshape(head.outputs.shape[0], -1).sum(-1))
+            kept_terms = head.kept_terms(root=root)
+            sums.append(kept_terms.reshape(head.outputs.shape[0], -1).sum(-1))
         return sums
 
     def loss(self, outputs: ArrayTree) -> Array:
@@ -111,7 +112,7 @@ def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
 
 
 def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
-    """Multiply the Fisher of each kept term by a vector of outputs, and divide by ``count``."""
+    """Multiply the Fisher of each term by a vector of outputs, and divide by ``count``."""
     return _over_count(head.fisher_product(vector), count)
 
 
@@ -202,7 +203,7 @@ def _shares(chunk: Chunk, outputs: ArrayTree, targets: ArrayTree) -> Array:
 
     The squares of the gradients of these sums add up to the Fisher.
     """
-    sums = chunk.losses(outputs, targets)
+    sums = chunk.losses(outputs, targets, root=True)
     shares = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
     return functools.reduce(jnp.add, shares)
 

@@ -48,10 +48,10 @@ class SmoothedCategorical(jk.Categorical):
 
     smoothing: float = 0.0
 
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Any, mask: Any = None) -> None:
         super().check(outputs, _classes(targets), mask)
 
-    def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
+    def terms(self, outputs: Float[Array, "*terms c"], targets: Any) -> Float[Array, "*terms"]:
         plain = super().terms(outputs, _classes(targets))
         wide = outputs.astype(statistics_dtype(outputs.dtype))
         uniform = jax.nn.logsumexp(wide, -1) - wide.mean(-1)
@@ -62,7 +62,7 @@ class SmoothedCategorical(jk.Categorical):
         return -1 - super().sample(key, outputs)
 
 
-def _classes(targets: Array) -> Array:
+def _classes(targets: Any) -> Array:
     return jnp.where(targets < 0, -1 - targets, targets)
 
 

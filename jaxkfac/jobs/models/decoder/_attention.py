@@ -173,7 +173,8 @@ def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> tuple[Re
     shape = tokens.ids.shape
     positions_BxT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if tokens.positions is not None:
-        positions_BxT = tokens.positions
+        # In a narrow or unsigned dtype the -1 below, or a length, would wrap.
+        positions_BxT = tokens.positions.astype(jnp.int32)
     same_BxTxS, start, segments = None, 0, tokens.segments
     mixed, capped = config.windowed is not None, config.attention_softcap is not None
     if segments is None and (mixed or capped):  # masks per kind, or attention written out here

@@ -177,6 +177,19 @@ def test_a_long_text_has_other_angles_than_a_short_one():
         assert float(jnp.abs(short - long).max()) > 1e-2
 
 
+def test_positions_and_segments_of_a_narrow_dtype_are_those_of_32_bits():
+    """The length of a text is the largest position of its segment, else -1, which is 255."""
+    apply_fn, params = built(LONG)
+    ids, places = ids_of(1, 9), np.arange(9)[None] % 5
+    segments = 1 + np.arange(9)[None] // 5
+    read = lambda dtype: apply_fn(
+        params, Tokens(ids, *(x.astype(dtype) for x in (places, segments)))
+    )
+    wide = read(np.int32)
+    for dtype in (np.uint8, np.int8, np.uint16):
+        np.testing.assert_array_equal(read(dtype), wide)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_covered_and_blocks_are_stacked(tied):
     config = dataclasses.replace(CONFIG, tied_head=tied, attention_bias=True, mlp_bias=True)
