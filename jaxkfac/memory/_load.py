@@ -13,7 +13,13 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jaxkfac.memory._leaves import Target, aligned_empty, check_targets, release
+from jaxkfac.memory._leaves import (
+    Target,
+    aligned_empty,
+    check_targets,
+    check_values,
+    release,
+)
 from jaxkfac.memory._place import as_sharding, checked_dtype, convert
 
 # ---------------- the files of a safetensors checkpoint, all checked before a tensor is read
@@ -178,8 +184,7 @@ def load_safetensors(
         path: A ``.safetensors`` file, an index (``model.safetensors.index.json``), or a folder
             with ``model.safetensors.index.json``, ``model.safetensors``, or a single file of
             another name.
-        dtype: Dtype for floating tensors; others keep theirs. Values beyond it become infinite, or
-            NaN in a float8 without infinity. ``None`` keeps all dtypes.
+        dtype: Dtype for floating tensors; others keep theirs. ``None`` keeps all dtypes.
         sharding: A ``jax.sharding.Sharding`` or a device for all tensors, or a function of name
             and shape that returns one. ``None`` means the default device, uncommitted.
 
@@ -193,7 +198,8 @@ def load_safetensors(
         FileNotFoundError: there is no checkpoint, or a shard of the index is missing; named.
         ValueError: a file is truncated or no safetensors file; an index does not fit its shards,
             with each tensor named; or a stored dtype does not exist in JAX or is a 64-bit type
-            that cannot be kept (a float without ``dtype=``, an integer that does not fit 32 bits).
+            that cannot be kept (a float without ``dtype=``, an integer that does not fit 32 bits);
+            or a finite value is beyond ``dtype``.
         MemoryBudgetError: it would not fit; raised before anything is read.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
@@ -241,6 +247,9 @@ def _target(tensor: StoredTensor, float_dtype: Any, sharding: LeafSharding | Non
 
 def _load(tensor: StoredTensor, target: Target) -> jax.Array:
     stored = _read(tensor)
+    if jnp.issubdtype(tensor.dtype, jnp.floating) and target.dtype != tensor.dtype:
+        where = f"tensor {tensor.name!r} in {tensor.file}"
+        check_values(stored, target.dtype, where, may_be_infinite=True)
     if tensor.dtype.itemsize == 8 and target.dtype != tensor.dtype:  # x64 is off
         if tensor.dtype.kind in "iu":
             _check_range(tensor, stored, target.dtype)

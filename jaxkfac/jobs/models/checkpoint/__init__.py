@@ -1,14 +1,17 @@
 """Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and loaded parameters."""
 
 from jaxkfac.jobs.models.checkpoint._fill import (
+    HeadTensors,
     Leaf,
     Shape,
     Source,
+    StoredHead,
     TensorSpec,
     alone,
     check_tensors,
     fill,
     fill_shapes,
+    stored_head,
 )
 from jaxkfac.jobs.models.checkpoint._folder import (
     Pretrained,
@@ -25,10 +28,12 @@ from jaxkfac.jobs.models.checkpoint._tokenizer import (
 )
 
 __all__ = [
+    "HeadTensors",
     "Leaf",
     "Pretrained",
     "Shape",
     "Source",
+    "StoredHead",
     "TensorSpec",
     "Tokenizer",
     "alone",
@@ -40,6 +45,7 @@ __all__ = [
     "read_config",
     "read_json",
     "save_folder",
+    "stored_head",
     "token_ids",
     "tokenizers_package",
 ]

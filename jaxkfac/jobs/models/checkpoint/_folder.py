@@ -60,18 +60,19 @@ class SafetensorsSource:
                 "quantised already is not read: take the original and pass quantize="
             )
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, in the stored dtype."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """One tensor in the stored dtype, or some of its rows."""
         tensor = self._tensors[name]
-        count = math.prod(tensor.shape)
-        flat = np.fromfile(
-            tensor.file, np.uint8, count * tensor.dtype.itemsize, offset=tensor.start
-        )
-        if flat.size != count * tensor.dtype.itemsize:
+        first, last, _ = rows.indices(*tensor.shape[:1] or (1,))
+        row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        nbytes = (last - first) * row
+        flat = np.fromfile(tensor.file, np.uint8, nbytes, offset=tensor.start + first * row)
+        if flat.size != nbytes:
             raise ValueError(
                 f"{tensor.file} ended inside tensor {name!r}: it has been changed while it was read"
             )
-        return flat.view(tensor.dtype).reshape(tensor.shape)
+        shape = (last - first, *tensor.shape[1:]) if tensor.shape else ()
+        return flat.view(tensor.dtype).reshape(shape)
 
 
 # ---------------- reading a folder

@@ -4,15 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxkfac.interception import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
+    HeadTensors,
     Leaf,
     Pretrained,
-    Source,
     TensorSpec,
     alone,
     check_tensors,
@@ -21,6 +20,7 @@ from jaxkfac.jobs.models.checkpoint import (
     open_weights,
     read_config,
     save_folder,
+    stored_head,
 )
 from jaxkfac.jobs.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.jobs.models.encoder_decoder._encoder_decoder import EncoderDecoder
@@ -29,9 +29,13 @@ from jaxkfac.memory import LeafSharding, checked_dtype
 # ---------------- which stored tensors form each parameter of an encoder-decoder
 
 
-def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
-    """All parameters by path."""
-    leaves = {"shared/embedding": alone("shared.weight", (config.vocabulary, config.width))}
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+HEAD = HeadTensors("shared.weight", copies=_COPIES)
+
+
+def layout(config: EncoderDecoderConfig, *, embedding: str = HEAD.embedding) -> dict[str, Leaf]:
+    """All parameters by path; ``embedding`` is the tensor that holds the table of the tokens."""
+    leaves = {"shared/embedding": alone(embedding, (config.vocabulary, config.width))}
     for stack, depth in (("encoder", config.encoder_depth), ("decoder", config.decoder_depth)):
         for path, shape in _block(config, cross=stack == "decoder").items():
             name, kind = path.replace("/", "."), "scale" if len(shape) == 1 else "kernel"
@@ -50,15 +54,14 @@ def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
         leaves[f"{stack}/final_layer_norm/scale"] = alone(norm, (config.width,))
     if not config.tied_head:
         shape = (config.vocabulary, config.width)
-        leaves["lm_head/kernel"] = alone("lm_head.weight", shape, transposed=True)
+        leaves["lm_head/kernel"] = alone(HEAD.head, shape, transposed=True)
     return leaves
 
 
 def repeats(name: str, config: EncoderDecoderConfig) -> bool:
     """Whether a stored tensor is redundant: the embedding again, or never used."""
-    again = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    return name in (*again, unread) or (name == "lm_head.weight" and config.tied_head)
+    return name in (*HEAD.copies, unread) or (name == HEAD.head and config.tied_head)
 
 
 def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int, ...]]:
@@ -79,9 +82,6 @@ def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int,
 # ---------------- loading
 
 
-_HEAD, _EMBEDDING = "lm_head.weight", "shared.weight"
-
-
 def load_encoder_decoder(
     path: str | Path,
     *,
@@ -96,7 +96,7 @@ def load_encoder_decoder(
     Parameters are not initialised first: shapes come from the config, names and shapes of the
     checkpoint are compared with them before any parameter is filled, and stacked parameters are
     read block by block. The head is tied if the checkpoint has none, or a copy of the
-    embedding.
+    embedding, whatever its config says; a warning says so where the config says otherwise.
 
     Args:
         path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
@@ -125,7 +125,7 @@ def load_encoder_decoder(
     Memory:
         The parameters, and in main memory one stored tensor and, on an accelerator, the largest
         stacked parameter (a kernel of all blocks). If both are stored, embedding and head are also
-        read once to compare them.
+        read once, to the first difference.
 
     Example:
         >>> load_encoder_decoder("nowhere")
@@ -135,14 +135,16 @@ def load_encoder_decoder(
     path = Path(path)
     config = EncoderDecoderConfig.from_hugging_face(read_config(path))
     source, tokenizer = open_weights(path, vocabulary=config.vocabulary, eos_ids=config.eos_ids)
-    config = dataclasses.replace(config, tied_head=_is_tied(config, source))
-    leaves = layout(config)
+    stored = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
+    config = dataclasses.replace(config, tied_head=stored.is_tied)
+    leaves = layout(config, embedding=stored.embedding)
     check_tensors(
         source.shapes,
         leaves,
         str(path),
         what="encoder-decoder",
         repeats=lambda name: repeats(name, config),
+        hint=stored.hint,
     )
     params = fill(
         source,
@@ -178,7 +180,8 @@ def encoder_decoder_shapes(
     if any(path.glob("*.safetensors")):
         sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
         source, tokenizer = open_weights(path, **sizes)
-        config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+        stored = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
+        config = dataclasses.replace(config, tied_head=stored.is_tied)
     return shaped_encoder_decoder(config, dtype, dropout, remat, quantize)._replace(
         tokenizer=tokenizer, path=str(path)
     )
@@ -227,16 +230,3 @@ def encoder_decoder_function(
 
     shapes = nnx.eval_shape(model)
     return from_nnx(shapes)[0]
-
-
-def _is_tied(config: EncoderDecoderConfig, source: Source) -> bool:
-    """Whether the head is the embedding, which ``config.json`` does not always state.
-
-    transformers 5 writes ``tie_word_embeddings: true`` for every model, but treats two different
-    tensors as two parameters.
-    """
-    if _HEAD not in source.shapes or _EMBEDDING not in source.shapes:
-        return config.tied_head
-    return source.shapes[_HEAD] == source.shapes[_EMBEDDING] and np.array_equal(
-        source.read(_HEAD), source.read(_EMBEDDING)
-    )

@@ -90,13 +90,28 @@ def test_a_head_is_tied_where_the_file_holds_none_or_the_embedding_again(tmp_pat
     def other(tensors):
         tensors["lm_head.weight"] = 2 * tensors["shared.weight"]
 
-    for change, tied in ((None, True), (again, True), (other, False)):
-        write(tmp_path, scaled, change=change)
-        loaded = load_encoder_decoder(tmp_path)
+    def under_another_name(tensors):
+        tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+
+    def under_the_name_of_the_head(tensors):
+        tensors["lm_head.weight"] = tensors.pop("shared.weight")
+
+    elsewhere = (under_another_name, under_the_name_of_the_head)
+    changes = ((None, True), (again, True), (other, False), *((x, True) for x in elsewhere))
+    for change, tied in changes:
+        stored = write(tmp_path, scaled, change=change)
+        loaded = load_encoder_decoder(tmp_path, dtype=jnp.float32)
+        if change in elsewhere:
+            table = stored.get("lm_head.weight", stored.get("decoder.embed_tokens.weight"))
+            np.testing.assert_array_equal(loaded.params["shared"]["embedding"], table)
         assert loaded.config.tied_head is tied and ("lm_head" in loaded.params) is not tied
         assert not loaded.config.scaled_head
     write(tmp_path, UNTIED, change=lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"missing tensors \['lm_head.weight'\]"):
+    with pytest.raises(ValueError, match=r"missing tensors \['lm_head.weight'\].*: false"):
+        load_encoder_decoder(tmp_path)
+    own = {"encoder.embed_tokens.weight": np.ones((31, 16), "f4")}
+    write(tmp_path, CONFIG, change=lambda tensors: tensors.update(own))
+    with pytest.raises(ValueError, match=r"encoder.embed_tokens.weight differs from shared.weight"):
         load_encoder_decoder(tmp_path)
 
 
