@@ -50,6 +50,16 @@ class Adapter(NamedTuple):
         return self.coefficients is None
 
 
+class EmbeddingAdapter(Adapter):
+    """The leaves of an embedding's branch: a row of ``a`` for each token, times ``b``.
+
+    The same fields as :class:`Adapter`, whose ``a`` is looked up instead of multiplied. PEFT's
+    files have other names for them.
+    """
+
+    __slots__ = ()
+
+
 # {layer: Adapter}, with {path: array} for the parameters of ``modules_to_save``.
 Adapters = Mapping[str, Any]
 
@@ -127,6 +137,9 @@ class Config:
         alpha_pattern: ``{pattern: alpha}``, matched like ``rank_pattern``.
         modules_to_save: Full-match pattern of parameters to train in full and save with the
             adapter, or ``None``.
+        ensure_weight_tying: Whether a head that a pretrained model ties to its embedding stays
+            tied: one adapter, or one parameter of ``modules_to_save``, then serves both. Otherwise
+            each has its own, and the one that is not adapted keeps the base model's matrix.
         experts: Parameters to read as a stack of experts; see ``find_layers``.
         nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or a registered one, see
             :class:`Nonlinearity`. ``fourier_placement`` and ``init_sigma`` then apply to that one.
@@ -158,6 +171,7 @@ class Config:
     modules_to_save: str | None = None
     experts: str | None = None
     nonlinearity: str = FOURIER.name
+    ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

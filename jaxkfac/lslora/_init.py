@@ -24,11 +24,13 @@ from jaxkfac.lslora._config import (
     Adapter,
     Adapters,
     Config,
+    EmbeddingAdapter,
     RmsSigma,
     nonlinearities,
     only_adapters,
 )
 from jaxkfac.lslora._diagnose import measure
+from jaxkfac.lslora._modules import tied_heads_of
 
 # ---------------- A from the inputs' covariance (EVA) or from the gradient
 
@@ -227,6 +229,8 @@ def init(
 ) -> Adapters:
     r"""Create adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
 
+    An embedding has A = 0 and B standard normal, as in PEFT, whatever ``init`` is.
+
     ``init="eva"`` sets A to the orthonormal directions in which a layer's inputs vary most;
     ``"gradient"`` sets it to those with the largest gradient, the input side of LoRA-GA. B is zero
     in all cases, so the base model stays unchanged and folders have the usual form.
@@ -255,10 +259,11 @@ def init(
     Raises:
         TypeError: arguments are in the wrong order, or ``apply_fn`` is a model.
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
-        ValueError: the target matches something that cannot be adapted, ``modules_to_save``
-            matches something quantized or targeted as well (``"all-linear"`` skips it instead), or
-            the rank is larger than a layer; each is named. Or the source for ``init`` is missing,
-            lacks a leaf, or has fewer directions than the rank (zeros have none).
+        ValueError: the target matches something that cannot be adapted; ``modules_to_save`` matches
+            a parameter that the program ties (see ``ensure_weight_tying``), or something quantized
+            or targeted as well (``"all-linear"`` skips it instead); or the rank is larger than a
+            layer; each is named. Or the source for ``init`` is missing, lacks a leaf, or has fewer
+            directions than the rank (zeros have none).
         NonFiniteFactorError: a factor or the gradient is not finite.
 
     Example:
@@ -278,18 +283,24 @@ def init(
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)
+    params = adapted.with_heads(params)
     leaves = leaves_by_path(decoded_shapes(params))
-    layers = targeted(config, adapted.traced(params, inputs, key).table)
+    table = adapted.traced(params, inputs, key).table
+    heads = tied_heads_of(apply_fn) if config.ensure_weight_tying else {}
+    layers = [table[heads.get(layer.name, layer.name)] for layer in targeted(config, table)]
+    layers = list(dict.fromkeys(layers))
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
         leaf_dtype = leaves[layer.weight.path].dtype if dtype is None else dtype
         adapters[layer.name] = _fresh(config, layer, mine, leaf_dtype)
-        if init != "default":
+        if init != "default" and not layer.is_lookup:
             a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
             adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
         full_paths = selector(config.modules_to_save, list(leaves))
+        full_paths = {heads.get(path, path) for path in full_paths}
+        _check_read_once(full_paths, table, config)
         if quantised := sorted(full_paths & encoded_paths(params)):
             raise ValueError(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
@@ -302,6 +313,18 @@ def init(
         for name, rms in sigmas.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
     return adapters
+
+
+def _check_read_once(full_paths: set[str], table: LayerTable, config: Config) -> None:
+    """Refuse to train a parameter that the program ties, unless the config keeps it tied."""
+    for path in sorted(full_paths):
+        names = [layer.name for layer in table.of_parameters if layer.weight.path == path]
+        if len(names) > 1 and not config.ensure_weight_tying:
+            raise ValueError(
+                f"modules_to_save={config.modules_to_save!r} matches {path!r}, which the program "
+                f"ties: it is read as {', '.join(map(repr, names))}; pass ensure_weight_tying=True "
+                "to train it for all of them"
+            )
 
 
 def _leave_to_whole(
@@ -328,10 +351,15 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     """
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
-    wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if not x.is_dense}
+    is_wide = config.target == ALL_LINEAR
+    wrong = {
+        x.name: f"is of kind {x.kind!r}"
+        for x in layers
+        if not x.is_dense and (is_wide or not x.is_lookup)
+    }
     wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
     layer_paths = {matrix.path for x in table.values() for matrix in (x.weight, x.bias) if matrix}
-    if config.target == ALL_LINEAR:
+    if is_wide:
         layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
         wrong |= {p: r for p, r in table.uncovered if p not in layer_paths and config.targets(p)}
@@ -344,7 +372,7 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     if wrong:
         rows = "\n".join(f"  {name} {reason}" for name, reason in wrong.items())
         raise ValueError(
-            "only dense layers can be adapted, and target= also matches\n"
+            "only dense layers and embeddings can be adapted, and target= also matches\n"
             f"{rows}\nMake the target narrower, or name these in exclude="
         )
     for layer in layers:
@@ -362,12 +390,17 @@ def _fresh(config: Config, layer: Layer, key: Key[Array, ""], dtype: DTypeLike) 
     rank, bound = config.rank_of(layer.name), 1 / math.sqrt(layer.in_features)
     shape = (*layer.stack, layer.in_features, rank)
     wide = statistics_dtype(dtype)
-    a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
-    b = jnp.zeros((*layer.stack, rank, layer.out_features), dtype)
+    b_shape = (*layer.stack, rank, layer.out_features)
+    form = EmbeddingAdapter if layer.is_lookup else Adapter
+    if layer.is_lookup:  # as in PEFT: with B = 0, only tokens of the batch would ever move A
+        a, b = jnp.zeros(shape, dtype), jax.random.normal(key, b_shape, wide).astype(dtype)
+    else:
+        a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
+        b = jnp.zeros(b_shape, dtype)
     if (phi := config.phi) is None:
-        return Adapter(a, b, None, None)
+        return form(a, b, None, None)
     sigma = 1.0 if isinstance(config.init_sigma, RmsSigma) else config.init_sigma
-    return Adapter(
+    return form(
         a,
         b,
         jnp.broadcast_to(jnp.asarray(phi.first(wide)), (*layer.stack, len(phi.initial))),

@@ -1,14 +1,17 @@
-"""Modules in files of PyTorch models: their names, and fused projections."""
+"""Modules of PyTorch models: their names, tied heads, and fused projections."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 
@@ -91,6 +94,64 @@ def whole_name(path: str) -> tuple[str, bool]:
     kind = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(leaf, leaf)
     head = module_name(module, ()) if module not in ("", _COLLECTION) else ""
     return f"{head}.{kind}" if head else kind, leaf == "kernel"
+
+
+# ---------------- a head that is the embedding, as a parameter of its own
+
+
+# {path of a head: path of the embedding that it is tied to}
+TiedHeads = Mapping[str, str]
+
+
+def tied_heads_of(apply_fn: object) -> TiedHeads:
+    """The heads that an apply function ties, and takes as parameters too; mostly none."""
+    return getattr(apply_fn, "tied_heads", {})
+
+
+def with_heads(params: ArrayTree, heads: TiedHeads) -> ArrayTree:
+    """The parameters with each tied head beside the embedding that it transposes.
+
+    Nothing changes where the head is there already, or the embedding is in NF4.
+    """
+    encoded = encoded_paths(params)
+    leaves = leaves_by_path(decoded_shapes(params))
+    for head, embedding in heads.items():
+        if isinstance(params, dict) and head not in leaves and embedding not in encoded:
+            params = _with_leaf(params, head.split("/"), _transposed(leaves[embedding]))
+    return params
+
+
+def without_heads(params: ArrayTree, heads: TiedHeads) -> ArrayTree:
+    """The parameters without the heads of :func:`with_heads`."""
+    first = {head.partition("/")[0] for head in heads}
+    is_dict = isinstance(params, dict)
+    return {key: x for key, x in params.items() if key not in first} if is_dict else params
+
+
+def turned(adapter: Adapter) -> Adapter:
+    """The adapter of a tied head: the embedding's, transposed.
+
+    Raises:
+        ValueError: the adapter has a nonlinearity, which acts on another side of a transpose.
+    """
+    if not adapter.is_linear:
+        raise ValueError(
+            "ensure_weight_tying: expected plain LoRA, because a nonlinear branch of an embedding "
+            "has no transpose for the head: take fourier_placement='none', or leave it out"
+        )
+    return Adapter(adapter.b.swapaxes(-1, -2), adapter.a.swapaxes(-1, -2), None, None)
+
+
+def _with_leaf(tree: Mapping[str, Any], path: Sequence[str], leaf: Any) -> dict[str, Any]:
+    key, *inner = path
+    value = _with_leaf(tree.get(key, {}), inner, leaf) if inner else leaf
+    return {**tree, key: value}
+
+
+def _transposed(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
+    return x.T
 
 
 # ---------------- fused projections and their parts: q, k, v or gate, up in one kernel

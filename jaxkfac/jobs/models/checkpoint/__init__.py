@@ -15,6 +15,7 @@ from jaxkfac.jobs.models.checkpoint._fill import (
 )
 from jaxkfac.jobs.models.checkpoint._folder import (
     Pretrained,
+    TiedApply,
     open_weights,
     read_config,
     save_folder,
@@ -35,6 +36,7 @@ __all__ = [
     "Source",
     "StoredHead",
     "TensorSpec",
+    "TiedApply",
     "Tokenizer",
     "alone",
     "byte_tokenizer",

@@ -1,13 +1,15 @@
 """A folder in Hugging Face's layout: config, weights and tokenizer."""
 
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import whole_file, write_text
@@ -17,6 +19,43 @@ from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors
 
 # ---------------- a loaded model
+
+
+class TiedApply:
+    """``apply_fn`` of a model whose head is the embedding, unless its parameters have a head.
+
+    Adapters add that head (the embedding transposed), so that either of the two can be adapted or
+    trained in full without the other, as in PEFT. Everything else sees one parameter.
+
+    Args:
+        tied: The function for parameters without a head.
+        untied: Returns the function for parameters with one; called when it is needed.
+        tied_heads: ``{path of the head: path of the embedding}``.
+
+    Attributes:
+        state: ``None``: a call changes no state.
+        tied_heads: As given.
+    """
+
+    state = None
+
+    def __init__(
+        self, tied: NnxApply, untied: Callable[[], NnxApply], tied_heads: Mapping[str, str]
+    ) -> None:
+        self.tied_heads = dict(tied_heads)
+        self._tied, self._untied = tied, functools.cache(untied)
+
+    def __call__(
+        self,
+        params: ArrayTree,
+        *inputs: Any,
+        key: Key[Array, ""] | None = None,
+        state: ArrayTree | None = None,
+    ) -> Any:
+        heads = {path.partition("/")[0] for path in self.tied_heads}
+        has_head = isinstance(params, Mapping) and not heads.isdisjoint(params)
+        apply_fn = self._untied() if has_head else self._tied
+        return apply_fn(params, *inputs, key=key, state=state)
 
 
 class Pretrained(NamedTuple):
@@ -32,7 +71,7 @@ class Pretrained(NamedTuple):
     """
 
     config: Any
-    apply_fn: NnxApply
+    apply_fn: NnxApply | TiedApply
     params: ArrayTree
     tokenizer: Tokenizer | None
     path: str | None = None

@@ -20,6 +20,7 @@ from jaxkfac.jobs.models.checkpoint import (
     Source,
     StoredHead,
     TensorSpec,
+    TiedApply,
     Tokenizer,
     alone,
     check_tensors,
@@ -400,12 +401,20 @@ def shaped_decoder(
     return Pretrained(config, decoder_function(config, remat, attention), params, None)
 
 
-def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
+def decoder_function(
+    config: DecoderConfig, remat: bool, attention: AttentionBy
+) -> NnxApply | TiedApply:
     """``apply_fn`` of a decoder; parameters are passed to each call."""
-    shapes = nnx.eval_shape(
-        lambda: Decoder(config, remat=remat, attention=attention, rngs=nnx.Rngs(0))
-    )
-    return from_nnx(shapes)[0]
+
+    def function(*, tied: bool) -> NnxApply:
+        chosen = dataclasses.replace(config, tied_head=tied)
+        options = {"remat": remat, "attention": attention}
+        return from_nnx(nnx.eval_shape(lambda: Decoder(chosen, rngs=nnx.Rngs(0), **options)))[0]
+
+    if not config.tied_head:
+        return function(tied=False)
+    heads = {"lm_head/kernel": "model/embed_tokens/embedding"}
+    return TiedApply(function(tied=True), lambda: function(tied=False), heads)
 
 
 class OpenedDecoder(NamedTuple):

@@ -13,6 +13,7 @@ from jaxkfac.jobs.models.checkpoint import (
     Leaf,
     Pretrained,
     TensorSpec,
+    TiedApply,
     alone,
     check_tensors,
     fill,
@@ -221,12 +222,19 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
 
 def encoder_decoder_function(
     config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
-) -> NnxApply:
+) -> NnxApply | TiedApply:
     """``apply_fn`` of an encoder-decoder; parameters are passed to each call."""
     rate = config.dropout if dropout is None else dropout
 
-    def model() -> EncoderDecoder:
-        return EncoderDecoder(config, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+    def function(*, tied: bool) -> NnxApply:
+        chosen = dataclasses.replace(config, tied_head=tied)
 
-    shapes = nnx.eval_shape(model)
-    return from_nnx(shapes)[0]
+        def model() -> EncoderDecoder:
+            return EncoderDecoder(chosen, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+
+        return from_nnx(nnx.eval_shape(model))[0]
+
+    if not config.tied_head:
+        return function(tied=False)
+    heads = {"lm_head/kernel": "shared/embedding"}
+    return TiedApply(function(tied=True), lambda: function(tied=False), heads)
