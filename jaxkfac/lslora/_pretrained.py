@@ -15,7 +15,14 @@ from jaxkfac.lslora._config import Adapter, EmbeddingAdapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
 from jaxkfac.lslora._modules import ModuleNames, Parts, TiedHeads, tied_heads_of, with_heads
 from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._record import OWN, is_saved_whole, is_target, nonlinearity_of, pattern_value
+from jaxkfac.lslora._record import (
+    OWN,
+    is_all_linear,
+    is_saved_whole,
+    is_target,
+    nonlinearity_of,
+    pattern_value,
+)
 
 # ---------------- from the modules of a file to stacked layers
 
@@ -289,6 +296,13 @@ def stacks_of(
         fused = {path: stacks.pop(path)}
         # A pattern such as `.*_proj` matches the fused layer and its parts; the file has only one.
         forms = [form for form in (fused, stacks) if not present.isdisjoint(_modules(form))]
+        names_of_both = _modules(fused) | _modules(stacks)
+        if (
+            not forms
+            and is_all_linear(record)
+            and not all(is_target(record, module) for module in names_of_both)
+        ):
+            continue  # the settings exclude it by the names that it has in the file
         for form in forms or (fused, stacks):
             chosen = {
                 name: stack

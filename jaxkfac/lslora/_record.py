@@ -90,7 +90,7 @@ def is_target(record: Mapping[str, Any], module: str, *, stored: bool = False) -
         return False
     if not targets:
         return True  # there is no restriction
-    if isinstance(targets, str) and targets.lower() == _ALL_LINEAR:
+    if is_all_linear(record):
         return stored or module.rpartition(".")[2] not in _ENDS
     if isinstance(targets, str) or not _named(targets, module):
         return _named(targets, module)
@@ -99,6 +99,12 @@ def is_target(record: Mapping[str, Any], module: str, *, stored: bool = False) -
         return True
     number = _layer_number(record, module)
     return number is not None and number in ([chosen] if isinstance(chosen, int) else chosen)
+
+
+def is_all_linear(record: Mapping[str, Any]) -> bool:
+    """Whether the settings say ``"all-linear"`` instead of names."""
+    targets = record["target_modules"]
+    return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
 
 
 def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:

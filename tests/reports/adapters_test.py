@@ -128,3 +128,185 @@ def test_an_adapter_of_one_of_two_tied_matrices(settings, tied, tmp_path):
     adapters, config = check_both_ways(decoder, expected, tmp_path)
     assert config.ensure_weight_tying is settings.get("ensure_weight_tying", False)
     assert not (config.ensure_weight_tying and HEAD in adapters)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", pytest.param("qwen2", marks=pytest.mark.exhaustive)])
+def test_an_adapter_of_an_embedding_that_the_model_scales_or_beside_biases(kind, tmp_path):
+    torch_model(kind).save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}
+    expected = trained_by_peft(torch_model(kind), tmp_path / "theirs", **settings)
+    decoder = load_decoder(tmp_path / "base", dtype=jnp.float32, remat=False)
+    check_both_ways(decoder, expected, tmp_path)
+
+
+def test_an_untied_base_keeps_both_matrices_whatever_the_adapter_asks(tmp_path):
+    torch_model(tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    decoder = load_decoder(tmp_path / "base", dtype=jnp.float32, remat=False)
+    settings = QUERIES | {"modules_to_save": ["embed_tokens"]} | TIE
+    model = torch_model(tie_word_embeddings=False)
+    expected = trained_by_peft(model, tmp_path / "theirs", **settings)
+    adapters, config = lslora.load(tmp_path / "theirs", model=decoder)
+    np.testing.assert_allclose(ours(decoder, adapters, config), expected, **CLOSE)
+
+
+def moved(adapters):
+    """Adapters as after training."""
+    return jax.tree.map(lambda x: x + 0.2 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), adapters)
+
+
+def made(decoder, **settings):
+    config = lslora.Config(rank=2, alpha=3.0, fourier_placement="none", **settings)
+    inputs = jax.ShapeDtypeStruct(IDS.shape, jnp.int32)
+    key = jax.random.key(0)
+    return lslora.init(decoder.apply_fn, config, decoder.params, inputs, key=key), config
+
+
+@pytest.mark.parametrize(
+    ("whole", "tie", "saved"),
+    [
+        (EMBEDDING, False, {EMBEDDING}),
+        pytest.param(HEAD, False, {HEAD}, marks=pytest.mark.exhaustive),
+        pytest.param(f"{EMBEDDING}|{HEAD}", False, {EMBEDDING, HEAD}, marks=pytest.mark.exhaustive),
+        pytest.param(HEAD, True, {EMBEDDING}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_matrix_trained_here_in_full_opens_in_peft(whole, tie, saved, tied, tmp_path):
+    _, decoder = tied
+    settings = {"modules_to_save": whole, "ensure_weight_tying": tie}
+    adapters, config = made(decoder, target=r".*o_proj/kernel", **settings)
+    assert saved == {name for name, x in adapters.items() if not isinstance(x, lslora.Adapter)}
+    base = decoder.apply_fn(decoder.params, jnp.asarray(IDS))
+    np.testing.assert_allclose(ours(decoder, adapters, config), base, **CLOSE)
+    adapters = moved(adapters)
+    expected = ours(decoder, adapters, config)
+    again = saved_for_peft(decoder, adapters, config, tmp_path)
+    np.testing.assert_allclose(again, expected, **CLOSE)
+    loaded, read = lslora.load(tmp_path, model=decoder)
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+    assert read.ensure_weight_tying is tie
+    by_itself, _ = lslora.load(tmp_path)  # the file says what its layers are
+    jax.tree.map(np.testing.assert_array_equal, by_itself, adapters)
+
+
+BOTH = "|".join((EMBEDDING, HEAD))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_adapters_of_both_tied_matrices_train_with_curvature(tie, tied):
+    _, decoder = tied
+    adapters, config = made(decoder, target=BOTH, ensure_weight_tying=tie)
+    assert set(adapters) == ({EMBEDDING} if tie else {EMBEDDING, HEAD})
+    adapted = lslora.attach(decoder.apply_fn, config)
+    apply_fn = lambda adapters, ids: adapted(decoder.params, adapters, ids)
+    objective = jk.Objective(apply_fn, jk.Categorical())
+    batch = jnp.asarray(IDS), jnp.asarray(np.roll(IDS, -1, 1))
+    stats = jk.value_grad_and_factors(objective)
+    tx = jk.kfac(0.3, like=stats.factor_shapes(adapters, batch))
+
+    @jax.jit
+    def step(adapters, state):
+        loss, grads, factors = stats(adapters, batch)
+        updates, state = tx.update(grads, state, adapters, factors=factors)
+        return jax.tree.map(jnp.add, adapters, updates), state, loss, grads, factors
+
+    state, losses = tx.init(adapters), []
+    for _ in range(4):
+        adapters, state, loss, grads, factors = step(adapters, state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.1
+    # A's rows are looked up: its input side counts the tokens, and no other row has a gradient
+    name = f"{EMBEDDING}/a@embedding" if tie else f"{EMBEDDING}/a"
+    counts = np.bincount(IDS.reshape(-1), minlength=31) / IDS.size
+    np.testing.assert_allclose(factors[name].a, counts, atol=1e-6)
+    if not tie:
+        rows = np.abs(grads[EMBEDDING].a).max(1) > 0
+        np.testing.assert_array_equal(rows, counts > 0)
+
+
+def test_a_bank_of_adapters_with_an_embedding_gives_each_row_its_own(tied):
+    _, decoder = tied
+    fresh, config = made(decoder, target=BOTH)
+    trees = {"a": moved(fresh), "b": jax.tree.map(jnp.negative, moved(fresh))}
+    bank, adapted = lslora.stack(trees), lslora.attach(decoder.apply_fn, config)
+    found = jax.jit(lambda i: adapted(decoder.params, bank, jnp.asarray(IDS), adapter=i))
+    alone = [ours(decoder, tree, config) for tree in (*trees.values(), {})]
+    for index in ([1, -1], [0, 1]):
+        expected = np.stack([alone[i][row] for row, i in enumerate(index)])
+        np.testing.assert_allclose(found(jnp.asarray(index)), expected, **CLOSE)
+
+
+def test_an_answer_is_generated_with_a_head_of_its_own(tied):
+    _, decoder = tied
+    adapters, config = made(decoder, target=r".*o_proj/kernel", modules_to_save=HEAD)
+    adapters = adapters | {HEAD: -adapters[HEAD]}
+    chosen = {"adapted": lslora.attach(decoder.apply_fn, config), "adapters": adapters}
+    (new,) = generate(decoder, IDS[0].tolist(), max_new_tokens=1, **chosen)
+    assert new == int(np.argmax(ours(decoder, adapters, config)[0, -1]))
+    assert new != int(np.argmax(decoder.apply_fn(decoder.params, jnp.asarray(IDS))[0, -1]))
+
+
+@pytest.fixture
+def folder_with(tied, tmp_path):
+    """A function that writes a folder of PEFT's with other entries in its settings."""
+    trained_by_peft(torch_model(), tmp_path, target_modules=["q_proj", "o_proj"])
+    file = tmp_path / "adapter_config.json"
+    stored = json.loads(file.read_text())
+
+    def write(**entries):
+        file.write_text(json.dumps(stored | entries))
+        return tmp_path
+
+    return write
+
+
+def test_settings_that_are_no_numbers_are_named(folder_with, tied):
+    for entries, message in (
+        ({"lora_alpha": None}, "lora_alpha: expected a number, got None"),
+        ({"lora_alpha": "16"}, "lora_alpha: expected a number, got '16'"),
+        ({"r": "2"}, "r: expected a whole number, got '2'"),
+        ({"r": 2.0}, "r: expected a whole number, got 2.0"),
+        ({"r": True}, "r: expected a whole number, got True"),
+        ({"lora_dropout": None}, "lora_dropout: expected a number, got None"),
+        ({"alpha_pattern": {"q_proj": "3"}}, r"alpha_pattern\['q_proj'\]: expected a number"),
+        ({"rank_pattern": {"q_proj": None}}, r"rank_pattern\['q_proj'\]: expected a whole number"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern: expected an object of patterns"),
+    ):
+        folder = folder_with(**entries)
+        for call in (lambda f: lslora.load(f, model=tied[1]), lslora.read_modules):
+            with pytest.raises(ValueError, match=rf"adapter_config.json: {message}"):
+                call(folder)
+
+
+def test_all_linear_stands_for_the_modules_of_the_file(folder_with, tied, tmp_path):
+    _, decoder = tied
+    expected = ours(decoder, *lslora.load(folder_with(), model=decoder))
+    with pytest.raises(ValueError, match=r"it lacks \['base_model.*k_proj.lora_A"):
+        lslora.load(folder_with(target_modules="all-linear"), model=decoder)
+    names = ["v_proj", "k_proj", "up_proj", "down_proj", "gate_proj"]
+    folder = folder_with(target_modules="All-Linear", exclude_modules=names)
+    np.testing.assert_array_equal(ours(decoder, *lslora.load(folder, model=decoder)), expected)
+
+
+def test_weights_in_a_pickle_are_refused_with_the_command_that_converts_them(folder_with, tied):
+    folder = folder_with()
+    file = folder / "adapter_model.safetensors"
+    expected = lslora.load(folder, model=tied[1])[0]
+    stored = __import__("safetensors.torch").torch.load_file(file)
+    torch.save(stored, folder / "adapter_model.bin")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="adapter_model.bin is a pickle") as error:
+        lslora.load(folder, model=tied[1])
+    (_, _, program) = str(error.value).partition("python -c ")
+    exec(program.strip('"'))  # what the message says
+    jax.tree.map(np.testing.assert_array_equal, lslora.load(folder, model=tied[1])[0], expected)
+
+
+def test_copies_of_a_tied_head_that_differ_are_named(tied, tmp_path):
+    settings = QUERIES | {"modules_to_save": ["embed_tokens", "lm_head"]}
+    trained_by_peft(torch_model(), tmp_path, **settings)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | TIE))
+    with pytest.raises(ValueError, match=r"lm_head.weight' is not .*ensure_weight_tying: true"):
+        lslora.load(tmp_path, model=tied[1])
+    both, _ = lslora.load(tmp_path, model=tied[1], assume={"ensure_weight_tying": False})
+    assert {EMBEDDING, HEAD} <= both.keys()
