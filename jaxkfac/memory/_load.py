@@ -1,6 +1,7 @@
 """Load a checkpoint into its target dtype and sharding, one tensor at a time."""
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -82,9 +83,16 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
     """``{name: file}`` of an index, or ``None`` without one, and the files in order."""
     if path.is_dir():
-        for pattern in ("model.safetensors.index.json", "model.safetensors"):
-            if (path / pattern).is_file():
-                return _files_of(path / pattern)
+        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+        if single.is_file() and index.is_file():
+            warnings.warn(
+                f"{path} holds {single.name} and an index of shards: {single.name} is read, as "
+                "transformers does; delete the form that is out of date",
+                stacklevel=4,
+            )
+        for file in (single, index):
+            if file.is_file():
+                return _files_of(file)
         for pattern in ("*.safetensors.index.json", "*.safetensors"):
             candidates = sorted(path.glob(pattern))
             if len(candidates) == 1:
@@ -182,8 +190,8 @@ def load_safetensors(
 
     Args:
         path: A ``.safetensors`` file, an index (``model.safetensors.index.json``), or a folder
-            with ``model.safetensors.index.json``, ``model.safetensors``, or a single file of
-            another name.
+            with ``model.safetensors``, else ``model.safetensors.index.json``, else a single file
+            of another name.
         dtype: Dtype for floating tensors; others keep theirs. ``None`` keeps all dtypes.
         sharding: A ``jax.sharding.Sharding`` or a device for all tensors, or a function of name
             and shape that returns one. ``None`` means the default device, uncommitted.
@@ -202,6 +210,9 @@ def load_safetensors(
             or a finite value is beyond ``dtype``.
         MemoryBudgetError: it would not fit; raised before anything is read.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Warns:
+        UserWarning: a folder has both ``model.safetensors``, which is read, and an index.
 
     Memory:
         The checkpoint in its target dtype and one stored tensor, both on the device and in main

@@ -152,20 +152,16 @@ def open_weights(
 
     Args:
         folder: Folder of the checkpoint.
-        vocabulary: Number of rows of the embedding.
+        vocabulary: Number of rows of the embedding; the tokenizer may have more tokens, and then
+            refuses a text that needs one of them.
         eos_ids: End tokens from the config.
 
     Raises:
-        ValueError: the tokenizer has ids outside the embedding.
+        ValueError: a file is damaged, or holds other tensors than floating ones.
     """
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_folder(folder, eos_ids=eos_ids)
-        if tokenizer.size > vocabulary:
-            raise ValueError(
-                f"the tokenizer in {folder} has {tokenizer.size} tokens and the embedding "
-                f"{vocabulary} rows: they are not of one model"
-            )
+        tokenizer = Tokenizer.from_folder(folder, eos_ids=eos_ids).limited(vocabulary)
     return SafetensorsSource(folder), tokenizer
 
 

@@ -432,6 +432,8 @@ def open_checkpoint(path: Path) -> OpenedDecoder:
     config, source, tokenizer = (open_gguf if is_gguf else open_folder)(path)
     head = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
     config = dataclasses.replace(config, tied_head=head.is_tied)
+    if tokenizer is not None:
+        tokenizer = tokenizer.limited(config.vocabulary)
     return OpenedDecoder(config, source, tokenizer, head)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -102,7 +103,8 @@ def load_encoder_decoder(
     Args:
         path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
             optionally ``tokenizer.json`` and ``tokenizer_config.json``.
-        dtype: Dtype of the parameters and of the computation.
+        dtype: Dtype of the parameters and of the computation; not float16, which the activations of
+            T5 exceed.
         dropout: Rate in calls with a ``key``; ``None`` uses that of the file. For training only:
             a key for sampled labels also drops elements.
         remat: Recompute each block's activations in the backward pass.
@@ -118,8 +120,7 @@ def load_encoder_decoder(
     Raises:
         FileNotFoundError: the folder, ``config.json`` or the weights do not exist.
         ValueError: a file is damaged, the model is not supported, tensors are missing, unknown or
-            of the wrong shape (lists all of them), or the tokenizer has ids outside the
-            embedding.
+            of the wrong shape (lists all of them) or not finite, or ``dtype`` is float16.
         MemoryBudgetError: the parameters would not fit; raised before one is filled.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
@@ -150,7 +151,7 @@ def load_encoder_decoder(
     params = fill(
         source,
         leaves,
-        dtype=checked_dtype(dtype),
+        dtype=_checked(dtype),
         sharding=sharding,
         quantize=quantize,
         what=f"loading {path}",
@@ -196,8 +197,21 @@ def shaped_encoder_decoder(
     quantize: str | None,
 ) -> Pretrained:
     """An encoder-decoder with shapes for parameters and no tokenizer."""
-    shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
+    shapes = fill_shapes(layout(config), dtype=_checked(dtype), quantize=quantize)
     return Pretrained(config, encoder_decoder_function(config, remat, dropout), shapes, None)
+
+
+def _checked(dtype: DTypeLike) -> np.dtype:
+    """The dtype, unless activations of T5 exceed it.
+
+    transformers clamps them in float16 and keeps a kernel of every block in float32.
+    """
+    checked = checked_dtype(dtype)
+    if checked == np.float16:
+        raise ValueError(
+            "dtype=float16: activations of T5 exceed 65,504; take dtype=bfloat16 or float32"
+        )
+    return checked
 
 
 def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
@@ -214,7 +228,10 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
     Memory:
         One stored tensor in main memory.
     """
-    config, entries = pretrained.config, pretrained.config.to_hugging_face()
+    config = pretrained.config
+    if "lm_head" in pretrained.params:  # which a merged adapter may have separated
+        config = dataclasses.replace(config, tied_head=False)
+    entries = config.to_hugging_face()
     if pretrained.path is not None:  # entries other than the sizes are kept
         entries = read_config(Path(pretrained.path)) | entries
     save_folder(folder, pretrained.params, layout(config), entries, pretrained.tokenizer)
