@@ -17,7 +17,7 @@ from jaxkfac.interception.values import SlotEntry, decoded_shapes, encoded_paths
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product
 from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
-from jaxkfac.lslora._modules import tied_heads_of, turned, with_heads, without_heads
+from jaxkfac.lslora._modules import separated, tied_again, tied_value, ties_of, turned
 from jaxkfac.lslora._nonlinearity import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
@@ -97,15 +97,15 @@ class Adapted:
         else:
             own_adapters = only_adapters(adapters)
             saved = {name: x for name, x in adapters.items() if name not in own_adapters}
-        params = jax.lax.stop_gradient(self.with_heads(params, [*own_adapters, *saved]))
+        params = jax.lax.stop_gradient(self.separated(params, [*own_adapters, *saved]))
         settings = {name: name for name in own_adapters}
         if self.config.ensure_weight_tying:
-            for head, embedding in tied_heads_of(self._apply).items():
-                if embedding in saved:
-                    saved = {head: saved[embedding].T} | saved
-                if embedding in own_adapters:
-                    own_adapters = {head: turned(own_adapters[embedding])} | own_adapters
-                    settings.setdefault(head, embedding)
+            for path, shared in ties_of(self._apply).items():
+                if shared in saved:
+                    saved = {path: tied_value(path, saved[shared])} | saved
+                if shared in own_adapters:
+                    own_adapters = {path: turned(own_adapters[shared])} | own_adapters
+                    settings.setdefault(path, shared)
         _check_saved(params, saved)
         params = with_leaves(params, saved)
         traced = self.traced(params, inputs, key, tuple(sorted(own_adapters)))
@@ -131,25 +131,21 @@ class Adapted:
         chosen = (handler or adapt)(options)
         return traced.emit(chosen, params, slots, inputs, key, entries=_ENTRIES)
 
-    def with_heads(self, params: ArrayTree, names: Sequence[str] | None = None) -> ArrayTree:
-        """The parameters with each tied head as one of them, where it or its embedding is named.
+    def separated(self, params: ArrayTree, names: Sequence[str] | None = None) -> ArrayTree:
+        """The parameters with one for each tied module, if one of them or their matrix is named.
 
         Args:
             params: The base model.
-            names: Layers with adapters, and parameters that are replaced; ``None`` for all heads.
+            names: Layers with adapters, and parameters that are replaced; ``None`` for all.
         """
-        heads = {
-            head: embedding
-            for head, embedding in tied_heads_of(self._apply).items()
-            if names is None or not {head, embedding}.isdisjoint(names)
-        }
-        return with_heads(params, heads)
+        ties = ties_of(self._apply)
+        is_named = names is None or not {*ties, *ties.values()}.isdisjoint(names)
+        return separated(params, ties) if is_named else params
 
-    def without_tied(self, params: ArrayTree) -> ArrayTree:
-        """The parameters without the heads that ``ensure_weight_tying`` keeps tied."""
-        if not self.config.ensure_weight_tying:
-            return params
-        return without_heads(params, tied_heads_of(self._apply))
+    def tied_again(self, params: ArrayTree) -> ArrayTree:
+        """The parameters without those that ``ensure_weight_tying`` keeps tied."""
+        is_tied = self.config.ensure_weight_tying
+        return tied_again(params, ties_of(self._apply)) if is_tied else params
 
     def traced(
         self,

@@ -39,7 +39,7 @@ from jaxkfac.lslora._pretrained import (
     stacked,
     stacks_of,
     tied_copies,
-    tied_heads,
+    ties_of_model,
     untargeted,
     usual_heads,
     whole_parameters,
@@ -150,7 +150,7 @@ def load(
     record, tensors, metadata = read_folder(where, assume=assume, verify=verify)
     if record.get("ensure_weight_tying"):
         in_file = like or ({} if metadata is None else metadata["layers"] | metadata["whole"])
-        heads = usual_heads(in_file) if model is None else tied_heads(model)
+        heads = usual_heads(in_file) if model is None else ties_of_model(model)
         tensors = without_tied_copies(tensors, heads, names, str(where / TENSORS))
     if model is None and like is None and metadata is None and scanned is None:
         raise ValueError(
@@ -265,6 +265,9 @@ def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[i
 # ---------------- saving
 
 
+_SHARED = "shared/embedding"  # of T5
+
+
 def save(
     folder: Path | str,
     adapters: Adapters,
@@ -330,6 +333,12 @@ def save(
             )
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
     full_names = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
+    if dialect == "peft" and config.ensure_weight_tying and _SHARED in full_names:
+        raise ValueError(
+            f"{_SHARED}: PEFT does not read a trained 'shared' of T5, whose encoder and decoder "
+            "have embeddings of their own; train encoder/embed_tokens/embedding and "
+            "decoder/embed_tokens/embedding for it"
+        )
     tensors = _to_tensors(adapters, modules, full_names, config.phi)
     if config.ensure_weight_tying:
         tensors |= tied_copies(tensors, usual_heads(adapters), names)

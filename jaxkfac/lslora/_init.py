@@ -30,7 +30,7 @@ from jaxkfac.lslora._config import (
     only_adapters,
 )
 from jaxkfac.lslora._diagnose import measure
-from jaxkfac.lslora._modules import tied_heads_of
+from jaxkfac.lslora._modules import Ties, ties_of
 
 # ---------------- A from the inputs' covariance (EVA) or from the gradient
 
@@ -283,12 +283,11 @@ def init(
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)
-    params = adapted.with_heads(params)
+    params = adapted.separated(params)
     leaves = leaves_by_path(decoded_shapes(params))
     table = adapted.traced(params, inputs, key).table
-    heads = tied_heads_of(apply_fn) if config.ensure_weight_tying else {}
-    layers = [table[heads.get(layer.name, layer.name)] for layer in targeted(config, table)]
-    layers = list(dict.fromkeys(layers))
+    ties = ties_of(apply_fn) if config.ensure_weight_tying else {}
+    layers = _shared_layers(targeted(config, table), table, ties)
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
@@ -299,8 +298,8 @@ def init(
             adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
         full_paths = selector(config.modules_to_save, list(leaves))
-        full_paths = {heads.get(path, path) for path in full_paths}
-        _check_read_once(full_paths, table, config)
+        full_paths = {ties.get(path, path) for path in full_paths}
+        _check_read_once(full_paths, table, ties_of(apply_fn), config)
         if quantised := sorted(full_paths & encoded_paths(params)):
             raise ValueError(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
@@ -315,15 +314,28 @@ def init(
     return adapters
 
 
-def _check_read_once(full_paths: set[str], table: LayerTable, config: Config) -> None:
-    """Refuse to train a parameter that the program ties, unless the config keeps it tied."""
-    for path in sorted(full_paths):
+def _shared_layers(layers: list[Layer], table: LayerTable, ties: Ties) -> list[Layer]:
+    """The layers, with that of the shared matrix in place of those that stay tied to it."""
+    names = [ties.get(layer.name, layer.name) for layer in layers]
+    if unread := [name for name in names if name not in table]:
+        members = [path for path, shared in ties.items() if shared == unread[0]]
+        raise ValueError(
+            f"ensure_weight_tying: one adapter cannot serve {', '.join(members)}, of which more "
+            "than one is an embedding; leave it out, or train the matrix with modules_to_save="
+        )
+    return [table[name] for name in dict.fromkeys(names)]
+
+
+def _check_read_once(full_paths: set[str], table: LayerTable, ties: Ties, config: Config) -> None:
+    """Refuse to train a matrix that several modules share, unless the config keeps it shared."""
+    for path in [] if config.ensure_weight_tying else sorted(full_paths):
         names = [layer.name for layer in table.of_parameters if layer.weight.path == path]
-        if len(names) > 1 and not config.ensure_weight_tying:
+        names = names or [member for member, shared in ties.items() if shared == path]
+        if len(names) > 1:
             raise ValueError(
-                f"modules_to_save={config.modules_to_save!r} matches {path!r}, which the program "
-                f"ties: it is read as {', '.join(map(repr, names))}; pass ensure_weight_tying=True "
-                "to train it for all of them"
+                f"modules_to_save={config.modules_to_save!r} matches {path!r}, which is shared: it "
+                f"is read as {', '.join(map(repr, names))}; name one of these if the model has it "
+                "as a parameter, or pass ensure_weight_tying=True to train it for all of them"
             )
 
 

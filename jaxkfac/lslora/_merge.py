@@ -44,7 +44,7 @@ def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: Array
     """Add plain LoRA to the base model's kernels: the same function, without a branch.
 
     Where adapters separate a head from the embedding that it was tied to, the result has the head
-    as a parameter of its own, ``lm_head/kernel``, and ``apply_fn`` uses it.
+    as another parameter, ``lm_head/kernel``, and the model's ``apply_fn`` uses it.
 
     Args:
         adapted: From :func:`attach`, with ``fourier_placement="none"``.
@@ -125,7 +125,7 @@ def approximate_merge(
             f"{', '.join(lookups)} are embeddings, which have no inputs to fit a kernel to: leave "
             "them out with exclude=, or train plain LoRA, which merge() adds"
         )
-    params = adapted.with_heads(params, list(adapters))
+    params = adapted.separated(params, list(adapters))
     traced = adapted.traced(params, inputs, None, tuple(own_adapters))
     ones = {name: traced.table[name].bias is not None for name in own_adapters}
 
@@ -203,7 +203,7 @@ def _written(
             "to be rounded again: merge into jk.nf4.dequantize(params), and quantise the result "
             "if you must"
         )
-    params = adapted.with_heads(params, list(adapters))
+    params = adapted.separated(params, list(adapters))
     leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own_adapters}
     every = adapted.traced(params, inputs, None)
     for name in own_adapters:
@@ -221,7 +221,7 @@ def _written(
                 wide = statistics_dtype(leaf.dtype)
                 new = matrix.read(leaf).astype(wide) + jnp.asarray(delta, wide)
                 leaves[matrix.path] = matrix.write(leaf, new)
-    return adapted.without_tied(with_leaves(params, leaves))
+    return adapted.tied_again(with_leaves(params, leaves))
 
 
 def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Modules of PyTorch models: their names, tied heads, and fused projections."""
+"""Modules of PyTorch models: their names, shared matrices, and fused projections."""
 
 import dataclasses
 import math
@@ -96,36 +96,45 @@ def whole_name(path: str) -> tuple[str, bool]:
     return f"{head}.{kind}" if head else kind, leaf == "kernel"
 
 
-# ---------------- a head that is the embedding, as a parameter of its own
+# ---------------- modules that share a matrix, each with a parameter of its own
 
 
-# {path of a head: path of the embedding that it is tied to}
-TiedHeads = Mapping[str, str]
+# {path of a module's parameter: path of the matrix that it is}; a head's kernel is its transpose
+Ties = Mapping[str, str]
 
 
-def tied_heads_of(apply_fn: object) -> TiedHeads:
-    """The heads that an apply function ties, and takes as parameters too; mostly none."""
-    return getattr(apply_fn, "tied_heads", {})
+def ties_of(apply_fn: object) -> Ties:
+    """The parameters that an apply function takes beside the matrix they are tied to."""
+    return getattr(apply_fn, "ties", {})
 
 
-def with_heads(params: ArrayTree, heads: TiedHeads) -> ArrayTree:
-    """The parameters with each tied head beside the embedding that it transposes.
+def separated(params: ArrayTree, ties: Ties) -> ArrayTree:
+    """The parameters with one for each tied module, all with the values of the shared matrix.
 
-    Nothing changes where the head is there already, or the embedding is in NF4.
+    Nothing changes where they are there already, or the shared matrix is in NF4.
     """
     encoded = encoded_paths(params)
     leaves = leaves_by_path(decoded_shapes(params))
-    for head, embedding in heads.items():
-        if isinstance(params, dict) and head not in leaves and embedding not in encoded:
-            params = _with_leaf(params, head.split("/"), _transposed(leaves[embedding]))
+    for path, shared in ties.items():
+        if isinstance(params, dict) and path not in leaves and shared not in encoded:
+            params = _with_leaf(params, path.split("/"), tied_value(path, leaves[shared]))
     return params
 
 
-def without_heads(params: ArrayTree, heads: TiedHeads) -> ArrayTree:
-    """The parameters without the heads of :func:`with_heads`."""
-    first = {head.partition("/")[0] for head in heads}
-    is_dict = isinstance(params, dict)
-    return {key: x for key, x in params.items() if key not in first} if is_dict else params
+def tied_again(params: ArrayTree, ties: Ties) -> ArrayTree:
+    """The parameters without those that :func:`separated` adds."""
+    for path in ties:
+        params = _without_leaf(params, path.split("/"))
+    return params
+
+
+def tied_value(path: str, shared: Any) -> Any:
+    """The value of a tied parameter: the shared matrix, transposed for the kernel of a head."""
+    if not path.endswith("/kernel"):
+        return shared
+    if isinstance(shared, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shared.shape[::-1], shared.dtype)
+    return shared.T
 
 
 def turned(adapter: Adapter) -> Adapter:
@@ -148,10 +157,12 @@ def _with_leaf(tree: Mapping[str, Any], path: Sequence[str], leaf: Any) -> dict[
     return {**tree, key: value}
 
 
-def _transposed(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
-    return x.T
+def _without_leaf(tree: Any, path: Sequence[str]) -> Any:
+    key, *inner = path
+    if not isinstance(tree, dict) or key not in tree:
+        return tree
+    value = _without_leaf(tree[key], inner) if inner else {}
+    return {k: value if k == key else x for k, x in tree.items() if k != key or value != {}}
 
 
 # ---------------- fused projections and their parts: q, k, v or gate, up in one kernel

@@ -13,7 +13,7 @@ from jaxkfac._errors import CheckpointMismatchError, nearest
 from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.lslora._config import Adapter, EmbeddingAdapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
-from jaxkfac.lslora._modules import ModuleNames, Parts, TiedHeads, tied_heads_of, with_heads
+from jaxkfac.lslora._modules import ModuleNames, Parts, Ties, separated, ties_of
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import (
     OWN,
@@ -173,13 +173,13 @@ _TIED = {
 _HEAD, _EMBEDDINGS = "lm_head/kernel", ("embed_tokens/embedding", "shared/embedding")
 
 
-def usual_heads(paths: Iterable[str]) -> TiedHeads:
+def usual_heads(paths: Iterable[str]) -> Ties:
     """The head of the models that PEFT knows, for the embedding among some paths."""
     embeddings = [path for path in paths if path.endswith(_EMBEDDINGS)]
     return {_HEAD: embeddings[0]} if embeddings else {}
 
 
-def _tied_keys(heads: TiedHeads, names: ModuleNames) -> dict[str, tuple[str, bool]]:
+def _tied_keys(heads: Ties, names: ModuleNames) -> dict[str, tuple[str, bool]]:
     return {
         f"{PREFIX}{names(head, ())}.{end}": (f"{PREFIX}{names(embedding, ())}.{source}", turned)
         for head, embedding in heads.items()
@@ -188,7 +188,7 @@ def _tied_keys(heads: TiedHeads, names: ModuleNames) -> dict[str, tuple[str, boo
 
 
 def tied_copies(
-    tensors: Mapping[str, np.ndarray], heads: TiedHeads, names: ModuleNames
+    tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames
 ) -> dict[str, np.ndarray]:
     """The tensors that a file with ``ensure_weight_tying`` holds for the head too."""
     return {
@@ -199,7 +199,7 @@ def tied_copies(
 
 
 def without_tied_copies(
-    tensors: Mapping[str, np.ndarray], heads: TiedHeads, names: ModuleNames, where: str
+    tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames, where: str
 ) -> dict[str, np.ndarray]:
     """The tensors without those that are written again for a tied head.
 
@@ -247,14 +247,14 @@ class PretrainedModel(Protocol):
         ...
 
 
-def tied_heads(model: PretrainedModel) -> TiedHeads:
-    """The heads that the model ties to an embedding."""
-    return tied_heads_of(getattr(model, "apply_fn", None))
+def ties_of_model(model: PretrainedModel) -> Ties:
+    """The parameters that the model's function takes beside the matrix they are tied to."""
+    return ties_of(getattr(model, "apply_fn", None))
 
 
 def _leaves(model: PretrainedModel) -> dict[str, Any]:
-    """The model's parameters by path, each tied head among them."""
-    return leaves_by_path(decoded_shapes(with_heads(model.params, tied_heads(model))))
+    """The model's parameters by path, each tied one among them."""
+    return leaves_by_path(decoded_shapes(separated(model.params, ties_of_model(model))))
 
 
 class _Place(NamedTuple):

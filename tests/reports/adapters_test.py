@@ -9,7 +9,7 @@ import pytest
 
 import jaxkfac as jk
 from jaxkfac import lslora
-from jaxkfac.models import generate, load_decoder
+from jaxkfac.models import Pairs, generate, load_decoder, load_encoder_decoder
 from tests._transformers import torch, transformers
 
 peft = pytest.importorskip("peft")
@@ -243,6 +243,99 @@ def test_an_answer_is_generated_with_a_head_of_its_own(tied):
     (new,) = generate(decoder, IDS[0].tolist(), max_new_tokens=1, **chosen)
     assert new == int(np.argmax(ours(decoder, adapters, config)[0, -1]))
     assert new != int(np.argmax(decoder.apply_fn(decoder.params, jnp.asarray(IDS))[0, -1]))
+
+
+T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+SOURCE, TARGET = "encoder/embed_tokens/embedding", "decoder/embed_tokens/embedding"
+PAIRS = Pairs(jnp.asarray(IDS), None, jnp.asarray(IDS[:, :4]))
+
+
+def t5_model():
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    with torch.no_grad():  # as after training: logits beyond rounding
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape))
+    return model.eval()
+
+
+def t5_logits(model):
+    ids = torch.from_numpy(IDS).long()
+    with torch.no_grad():
+        return model(input_ids=ids, decoder_input_ids=ids[:, :4]).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def pairs_model(tmp_path_factory):
+    """An encoder-decoder whose head, source and target embeddings are one matrix."""
+    folder = tmp_path_factory.mktemp("t5")
+    t5_model().save_pretrained(folder)
+    return load_encoder_decoder(folder, dtype=jnp.float32, remat=False)
+
+
+VALUES = {"target_modules": ["v"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        VALUES | {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["encoder.embed_tokens", "lm_head"]},
+        *(
+            pytest.param(settings, marks=pytest.mark.exhaustive)
+            for settings in (
+                VALUES | {"modules_to_save": ["lm_head"]},
+                VALUES | {"modules_to_save": ["shared"]},  # which PyTorch's model does not read
+                VALUES | {"modules_to_save": ["decoder.embed_tokens", "lm_head"]},
+                {"target_modules": ["embed_tokens", "v"]},
+            )
+        ),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values()))[:60],
+)
+def test_an_adapter_of_one_of_three_tied_matrices(settings, pairs_model, tmp_path):
+    theirs = peft.get_peft_model(t5_model(), peft.LoraConfig(r=2, lora_alpha=3, **settings)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for x in theirs.parameters():
+            if x.requires_grad:
+                x.add_(0.2 * torch.randn(x.shape))
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = t5_logits(theirs)
+    adapters, config = lslora.load(tmp_path / "theirs", model=pairs_model)
+    adapted, params = lslora.attach(pairs_model.apply_fn, config), pairs_model.params
+    scale = {"atol": 2e-5 * np.abs(expected).max(), "rtol": 0}
+    np.testing.assert_allclose(jax.jit(adapted)(params, adapters, PAIRS), expected, **scale)
+    lslora.save(tmp_path / "ours", adapters, config, dialect="peft")
+    again = peft.PeftModel.from_pretrained(t5_model(), tmp_path / "ours").eval()
+    np.testing.assert_allclose(t5_logits(again), expected, **scale)
+    merged = lslora.merge(adapted, params, adapters, PAIRS)
+    np.testing.assert_allclose(pairs_model.apply_fn(merged, PAIRS), expected, **scale)
+
+
+def test_a_matrix_of_three_modules_is_trained_for_all_only_on_request(pairs_model, tmp_path):
+    options = {"rank": 1, "fourier_placement": "none", "target": ".*/v/kernel"}
+    made = lambda **more: lslora.init(
+        pairs_model.apply_fn, lslora.Config(**options, **more), pairs_model.params, PAIRS,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    whole = "shared/embedding"
+    with pytest.raises(ValueError, match=rf"is shared: it is read as '{SOURCE}', '{TARGET}', 'lm_"):
+        made(modules_to_save=whole)
+    adapters = made(modules_to_save=whole, **TIE)
+    adapters = {name: -x if name == whole else x for name, x in adapters.items()}
+    config = lslora.Config(**options, modules_to_save=whole, **TIE)
+    adapted = lslora.attach(pairs_model.apply_fn, config)
+    other = pairs_model.params | {"shared": {"embedding": adapters[whole]}}
+    expected = pairs_model.apply_fn(other, PAIRS)
+    np.testing.assert_allclose(adapted(pairs_model.params, adapters, PAIRS), expected, **CLOSE)
+    with pytest.raises(ValueError, match="PEFT does not read a trained 'shared' of T5"):
+        lslora.save(tmp_path, adapters, config, dialect="peft")
+    with pytest.raises(ValueError, match="one adapter cannot serve encoder/embed_tokens"):
+        lslora.init(
+            pairs_model.apply_fn, lslora.Config(rank=1, target=SOURCE, **TIE), pairs_model.params,
+            PAIRS, key=jax.random.key(0),
+        )  # fmt: skip
 
 
 @pytest.fixture

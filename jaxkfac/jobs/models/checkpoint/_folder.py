@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,28 +22,28 @@ from jaxkfac.memory import stored_tensors
 
 
 class TiedApply:
-    """``apply_fn`` of a model whose head is the embedding, unless its parameters have a head.
+    """``apply_fn`` of a model whose modules share a matrix, unless the parameters separate them.
 
-    Adapters add that head (the embedding transposed), so that either of the two can be adapted or
-    trained in full without the other, as in PEFT. Everything else sees one parameter.
+    Adapters add a parameter for each module (a head is the embedding transposed), so that one can
+    be adapted or trained in full without the others, as in PEFT. Everything else sees one matrix.
 
     Args:
-        tied: The function for parameters without a head.
-        untied: Returns the function for parameters with one; called when it is needed.
-        tied_heads: ``{path of the head: path of the embedding}``.
+        tied: The function for parameters with one matrix.
+        separate: Returns the function for parameters with all; called when it is needed.
+        ties: ``{path of a parameter that is added: path of the shared one}``.
 
     Attributes:
         state: ``None``: a call changes no state.
-        tied_heads: As given.
+        ties: As given.
     """
 
     state = None
 
     def __init__(
-        self, tied: NnxApply, untied: Callable[[], NnxApply], tied_heads: Mapping[str, str]
+        self, tied: NnxApply, separate: Callable[[], NnxApply], ties: Mapping[str, str]
     ) -> None:
-        self.tied_heads = dict(tied_heads)
-        self._tied, self._untied = tied, functools.cache(untied)
+        self.ties = dict(ties)
+        self._tied, self._separate = tied, functools.cache(separate)
 
     def __call__(
         self,
@@ -52,10 +52,14 @@ class TiedApply:
         key: Key[Array, ""] | None = None,
         state: ArrayTree | None = None,
     ) -> Any:
-        heads = {path.partition("/")[0] for path in self.tied_heads}
-        has_head = isinstance(params, Mapping) and not heads.isdisjoint(params)
-        apply_fn = self._untied() if has_head else self._tied
+        is_separate = any(_has(params, path.split("/")) for path in self.ties)
+        apply_fn = self._separate() if is_separate else self._tied
         return apply_fn(params, *inputs, key=key, state=state)
+
+
+def _has(tree: Any, path: Sequence[str]) -> bool:
+    key, *inner = path
+    return isinstance(tree, Mapping) and key in tree and (not inner or _has(tree[key], inner))
 
 
 class Pretrained(NamedTuple):

@@ -413,8 +413,8 @@ def decoder_function(
 
     if not config.tied_head:
         return function(tied=False)
-    heads = {"lm_head/kernel": "model/embed_tokens/embedding"}
-    return TiedApply(function(tied=True), lambda: function(tied=False), heads)
+    ties = {"lm_head/kernel": "model/embed_tokens/embedding"}
+    return TiedApply(function(tied=True), lambda: function(tied=False), ties)
 
 
 class OpenedDecoder(NamedTuple):

@@ -228,30 +228,40 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
     Memory:
         One stored tensor in main memory.
     """
-    config = pretrained.config
-    if "lm_head" in pretrained.params:  # which a merged adapter may have separated
+    config, params = pretrained.config, dict(pretrained.params)
+    if "lm_head" in params:  # which a merged adapter may have separated
         config = dataclasses.replace(config, tied_head=False)
+    for stack in ("encoder", "decoder"):
+        params[stack] = dict(params[stack])
+        separate = params[stack].pop("embed_tokens", None)
+        if separate and not np.array_equal(separate["embedding"], params["shared"]["embedding"]):
+            raise ValueError(
+                f"params: {stack}/embed_tokens/embedding differs from shared/embedding, and a "
+                "folder of load_encoder_decoder holds one embedding; save the adapter instead of "
+                "merging it"
+            )
     entries = config.to_hugging_face()
     if pretrained.path is not None:  # entries other than the sizes are kept
         entries = read_config(Path(pretrained.path)) | entries
-    save_folder(folder, pretrained.params, layout(config), entries, pretrained.tokenizer)
+    save_folder(folder, params, layout(config), entries, pretrained.tokenizer)
 
 
 def encoder_decoder_function(
     config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
-) -> NnxApply | TiedApply:
+) -> TiedApply:
     """``apply_fn`` of an encoder-decoder; parameters are passed to each call."""
     rate = config.dropout if dropout is None else dropout
 
-    def function(*, tied: bool) -> NnxApply:
-        chosen = dataclasses.replace(config, tied_head=tied)
+    def function(*, separate: bool) -> NnxApply:
+        chosen = dataclasses.replace(config, tied_head=config.tied_head and not separate)
 
         def model() -> EncoderDecoder:
-            return EncoderDecoder(chosen, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+            options = {"dropout": rate, "remat": remat, "separate_embeddings": separate}
+            return EncoderDecoder(chosen, rngs=nnx.Rngs(0), **options)
 
         return from_nnx(nnx.eval_shape(model))[0]
 
-    if not config.tied_head:
-        return function(tied=False)
-    heads = {"lm_head/kernel": "shared/embedding"}
-    return TiedApply(function(tied=True), lambda: function(tied=False), heads)
+    names = ["encoder/embed_tokens/embedding", "decoder/embed_tokens/embedding"]
+    names += ["lm_head/kernel"] * config.tied_head
+    ties = dict.fromkeys(names, "shared/embedding")
+    return TiedApply(function(separate=False), lambda: function(separate=True), ties)
