@@ -9,6 +9,8 @@ import pytest
 
 import jaxkfac as jk
 from jaxkfac import lslora
+from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
+from jaxkfac.jobs.cli.finetune._plan import plan_run, run_shapes
 from jaxkfac.models import Pairs, generate, load_decoder, load_encoder_decoder
 from tests._transformers import torch, transformers
 
@@ -191,7 +193,7 @@ def test_a_matrix_trained_here_in_full_opens_in_peft(whole, tie, saved, tied, tm
 BOTH = "|".join((EMBEDDING, HEAD))
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_adapters_of_both_tied_matrices_train_with_curvature(tie, tied):
     _, decoder = tied
     adapters, config = made(decoder, target=BOTH, ensure_weight_tying=tie)
@@ -403,3 +405,37 @@ def test_copies_of_a_tied_head_that_differ_are_named(tied, tmp_path):
         lslora.load(tmp_path, model=tied[1])
     both, _ = lslora.load(tmp_path, model=tied[1], assume={"ensure_weight_tying": False})
     assert {EMBEDDING, HEAD} <= both.keys()
+
+
+@pytest.mark.standard_promotion  # optax.adamw needs it
+def test_the_plan_of_a_run_counts_the_copies_of_tied_matrices(tied):
+    folder, decoder = tied
+    one = decoder.params["model"]["embed_tokens"]["embedding"].nbytes
+    rows = {}
+    for whole, tie, copies in (
+        (None, False, 0), (EMBEDDING, False, 1), (BOTH, False, 2), (BOTH, True, 1),
+    ):  # fmt: skip
+        chosen = {"rank": 2, "modules_to_save": whole, "ensure_weight_tying": tie}
+        options = AdapterOptions(fourier_placement="none", target=".*o_proj/kernel", **chosen)
+        experiment = Finetuning(model=str(folder), adapter=options, dtype="float32", max_length=16)
+        plan = plan_run(
+            experiment, run_shapes(experiment), device_bytes=1, options=(), compiled="none"
+        )
+        rows[whole, tie] = plan.now.at_once
+        more = {name: nbytes - rows[None, False][name] for name, nbytes in rows[whole, tie].items()}
+        moments = next(nbytes for name, nbytes in more.items() if name.startswith("optimizer"))
+        assert more["parameters"] == copies * one and moments == 2 * copies * one
+
+
+def test_adapters_of_tied_matrices_on_a_base_in_four_bits(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}  # NF4's blocks
+    torch_model(**sizes).save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]}
+    trained_by_peft(torch_model(**sizes), tmp_path / "theirs", **settings)
+    options = {"dtype": jnp.float32, "remat": False}
+    decoder = load_decoder(tmp_path / "base", quantize=".*_proj/kernel", **options)
+    adapters, config = lslora.load(tmp_path / "theirs", model=decoder)
+    adapted = jax.jit(lslora.attach(decoder.apply_fn, config))
+    whole = jk.nf4.dequantize(decoder.params)
+    found, expected = (adapted(p, adapters, jnp.asarray(IDS)) for p in (decoder.params, whole))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
