@@ -149,7 +149,8 @@ def load(
     where = adapter_folder(folder, name)
     record, tensors, metadata = read_folder(where, assume=assume, verify=verify)
     if record.get("ensure_weight_tying"):
-        in_file = like or ({} if metadata is None else metadata["layers"] | metadata["whole"])
+        in_file: Any = like or ({} if metadata is None else metadata["layers"] | metadata["whole"])
+        in_file = in_file or [f"{m.replace('.', '/')}/embedding" for m in adapted_modules(tensors)]
         heads = usual_heads(in_file) if model is None else ties_of_model(model)
         tensors = without_tied_copies(tensors, heads, names, str(where / TENSORS))
     if model is None and like is None and metadata is None and scanned is None:

@@ -104,7 +104,15 @@ def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
                     "(model.safetensors.index.json) beside its shards"
                 )
         names = sorted(file.name for file in path.iterdir())
-        raise FileNotFoundError(f"no *.safetensors in {path}, which holds {names or 'nothing'}")
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        hint = (
+            f"; {pickles[0]} is a pickle, which is not read: save it as safetensors"
+            if pickles
+            else ""
+        )
+        raise FileNotFoundError(
+            f"no *.safetensors in {path}, which holds {names or 'nothing'}{hint}"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}, which does not exist")
     if path.suffix != ".json":
