@@ -58,23 +58,26 @@ def check_source(init: Init, factors: Factors | None, gradient: ArrayTree) -> No
         instance_of("factors", factors, Factors, "as jk.value_grad_and_factors gives them")
 
 
-def covariance(factors: Factors, layer: Layer) -> Any:
+def covariance(factors: Factors, layer: Layer, ties: Ties) -> Any:
     r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
 
     The mean is known if the factor includes the ones of a bias; otherwise it is taken as zero.
+    Factors of the base model have a tied head under the path of the shared matrix.
     """
-    if layer.name not in factors:
+    name = layer.name if layer.name in factors else ties.get(layer.name, layer.name)
+    if name not in factors:
         raise UnknownLayerError(
             f"factors: no layer {layer.name!r}, which gets an adapter; the nearest names are "
             f"{nearest(layer.name, factors)}"
         )
-    sums = factors.a_sums[layer.input]
+    base_layer = factors.layer(name)
+    sums = factors.a_sums[base_layer.input]
     xp: Any = jnp if isinstance(sums, Tracer) else np
     if xp is np:
         sums = np.asarray(sums, np.float64)
-    if not factors.layer(layer.name).a_dense:
+    if not base_layer.a_dense:
         sums = sums[..., None] * xp.eye(sums.shape[-1], dtype=sums.dtype)
-    if factors.has_ones(layer.input):
+    if factors.has_ones(base_layer.input):
         row, ones = sums[..., :-1, -1], sums[..., -1:, -1]
         mean = row / xp.where(ones > 0, ones, 1)
         sums = sums[..., :-1, :-1] - mean[..., :, None] * row[..., None, :]
@@ -99,7 +102,12 @@ def gradient_of(gradient: ArrayTree, layer: Layer) -> Any:
 
 
 def directions(
-    init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: ArrayTree
+    init: Init,
+    layer: Layer,
+    rank: int,
+    factors: Factors | None,
+    gradient: ArrayTree,
+    ties: Ties,
 ) -> Float[Array, "*stack in r"]:
     """Orthonormal columns, the strongest first, each with a positive largest entry.
 
@@ -110,7 +118,7 @@ def directions(
     what = "inputs" if init == "eva" else "gradient"
     if init == "eva":
         assert factors is not None
-        matrix = covariance(factors, layer)
+        matrix = covariance(factors, layer, ties)
     else:
         matrix = gradient_of(gradient, layer)
     traced = isinstance(matrix, Tracer)
@@ -283,7 +291,7 @@ def init(
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)
-    params = adapted.separated(params)
+    params, gradient = adapted.separated(params), adapted.separated(gradient)
     leaves = leaves_by_path(decoded_shapes(params))
     table = adapted.traced(params, inputs, key).table
     ties = ties_of(apply_fn) if config.ensure_weight_tying else {}
@@ -294,7 +302,8 @@ def init(
         leaf_dtype = leaves[layer.weight.path].dtype if dtype is None else dtype
         adapters[layer.name] = _fresh(config, layer, mine, leaf_dtype)
         if init != "default" and not layer.is_lookup:
-            a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
+            rank = config.rank_of(layer.name)
+            a = directions(init, layer, rank, factors, gradient, ties_of(apply_fn))
             adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
         full_paths = selector(config.modules_to_save, list(leaves))

@@ -116,7 +116,8 @@ def separated(params: ArrayTree, ties: Ties) -> ArrayTree:
     encoded = encoded_paths(params)
     leaves = leaves_by_path(decoded_shapes(params))
     for path, shared in ties.items():
-        if isinstance(params, dict) and path not in leaves and shared not in encoded:
+        is_there = shared in leaves and shared not in encoded and path not in leaves
+        if isinstance(params, dict) and is_there:
             params = _with_leaf(params, path.split("/"), tied_value(path, leaves[shared]))
     return params
 

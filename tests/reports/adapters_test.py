@@ -439,3 +439,22 @@ def test_adapters_of_tied_matrices_on_a_base_in_four_bits(tmp_path):
     whole = jk.nf4.dequantize(decoder.params)
     found, expected = (adapted(p, adapters, jnp.asarray(IDS)) for p in (decoder.params, whole))
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_first_values_of_a_tied_heads_adapter_come_from_the_bases_statistics(tied):
+    _, decoder = tied
+    objective = jk.Objective(decoder.apply_fn, jk.Categorical())
+    batch = jnp.asarray(IDS), jnp.asarray(np.roll(IDS, -1, 1))
+    _, gradient, factors = jk.value_grad_and_factors(objective)(decoder.params, batch)
+    config = lslora.Config(rank=2, target=BOTH, fourier_placement="none")
+    call = (decoder.apply_fn, config, decoder.params, batch[0])
+    eva = lslora.init(*call, key=jax.random.key(0), init="eva", factors=factors)
+    top = np.linalg.eigh(factors[EMBEDDING].a)[1][:, :-3:-1]  # the head's block has the path
+    np.testing.assert_allclose(np.abs(top.T @ eva[HEAD].a), np.eye(2), atol=1e-4)
+    slope = lslora.init(*call, key=jax.random.key(0), init="gradient", gradient=gradient)
+    matrix = gradient["model"]["embed_tokens"]["embedding"].T
+    top = np.linalg.svd(matrix)[0][:, :2]
+    np.testing.assert_allclose(np.abs(top.T @ slope[HEAD].a), np.eye(2), atol=1e-4)
+    for adapters in (eva, slope):
+        assert not np.any(adapters[EMBEDDING].a) and np.any(adapters[EMBEDDING].b)
