@@ -201,7 +201,8 @@ def load(
         adapters[path] = jnp.asarray(x.T if transposed else x)
     replaced: dict[str, Any] = {}
     if model is not None:
-        replaced = whole_parameters(model, record, beside, tensors, names)
+        where_from = str(where / TENSORS)
+        replaced = whole_parameters(model, record, beside, tensors, names, where_from)
     with _settings_of(where / CONFIG):
         config = from_record(record, layers, [*full_shapes, *replaced])
     if model is None:

@@ -1,5 +1,6 @@
 """New adapters for the layers that a config targets."""
 
+import collections
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -295,7 +296,7 @@ def init(
     leaves = leaves_by_path(decoded_shapes(params))
     table = adapted.traced(params, inputs, key).table
     ties = ties_of(apply_fn) if config.ensure_weight_tying else {}
-    layers = _shared_layers(targeted(config, table), table, ties)
+    layers = _shared_layers(targeted(config, table), table, ties, config)
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
@@ -323,9 +324,20 @@ def init(
     return adapters
 
 
-def _shared_layers(layers: list[Layer], table: LayerTable, ties: Ties) -> list[Layer]:
+def _shared_layers(
+    layers: list[Layer], table: LayerTable, ties: Ties, config: Config
+) -> list[Layer]:
     """The layers, with that of the shared matrix in place of those that stay tied to it."""
     names = [ties.get(layer.name, layer.name) for layer in layers]
+    of_path = collections.Counter(layer.weight.path for layer in table.of_parameters)
+    if shared := [
+        x.name for x in layers if config.ensure_weight_tying and of_path[x.weight.path] > 1
+    ]:
+        raise ValueError(
+            f"ensure_weight_tying: {shared[0]!r} is one of several uses of its parameter, and one "
+            "adapter for all of them needs a model of load_decoder; leave it out, or train the "
+            "parameter with modules_to_save="
+        )
     if unread := [name for name in names if name not in table]:
         members = [path for path, shared in ties.items() if shared == unread[0]]
         raise ValueError(

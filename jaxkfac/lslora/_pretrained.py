@@ -23,6 +23,7 @@ from jaxkfac.lslora._record import (
     nonlinearity_of,
     pattern_value,
 )
+from jaxkfac.memory import check_values
 
 # ---------------- from the modules of a file to stacked layers
 
@@ -331,6 +332,7 @@ def whole_parameters(
     keys: Sequence[str],
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
+    where: str,
 ) -> dict[str, Any]:
     """The parameters of the model that a file holds in full or in some slices, by path.
 
@@ -343,10 +345,11 @@ def whole_parameters(
         keys: Keys of the tensors that belong to no adapter.
         tensors: Tensors by key.
         names: Module names, as for the adapters.
+        where: Name of the file, for errors.
 
     Raises:
         CheckpointMismatchError: the model does not have a tensor, or has it with another shape.
-        ValueError: the parameter is quantized.
+        ValueError: the parameter is quantized, or a value is beyond its dtype.
     """
     leaves, parameters = _leaves(model), {}
     places = _places(model, names) if keys else {}
@@ -371,6 +374,7 @@ def whole_parameters(
                 f"the file's {key!r} has shape {tensors[key].shape}, and the model's parameter "
                 f"{place.path!r} takes {model_slice.shape} there"
             )
+        check_values(value, model_slice.dtype, f"{where}: {key!r}", may_be_infinite=True)
         value = value.astype(model_slice.dtype)
         if not is_saved_whole(record, name) and np.array_equal(value, model_slice):
             continue

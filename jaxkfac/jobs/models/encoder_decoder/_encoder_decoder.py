@@ -43,9 +43,12 @@ class BlockStack(nnx.Module):
         depth: int,
         *,
         remat: bool,
+        has_embedding: bool,
         rngs: nnx.Rngs,
     ) -> None:
         self.depth, self.remat = depth, remat
+        if has_embedding:
+            self.embed_tokens = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
 
         @nnx.split_rngs(splits=depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -123,12 +126,11 @@ class EncoderDecoder(nnx.Module):
         self.shared = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
         depths = (config.encoder_depth, config.decoder_depth)
         self.encoder, self.decoder = (
-            BlockStack(config, block, depth, remat=remat, rngs=rngs)
+            BlockStack(
+                config, block, depth, remat=remat, has_embedding=separate_embeddings, rngs=rngs
+            )
             for block, depth in zip((SourceBlock, TargetBlock), depths, strict=True)
         )
-        if separate_embeddings:
-            for stack in (self.encoder, self.decoder):
-                stack.embed_tokens = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
         if not config.tied_head:
             init = nnx.initializers.normal(config.width**-0.5)
             self.lm_head = nnx.Linear(
