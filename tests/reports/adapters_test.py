@@ -132,7 +132,8 @@ def test_an_adapter_of_one_of_two_tied_matrices(settings, tied, tmp_path):
     assert not (config.ensure_weight_tying and HEAD in adapters)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", pytest.param("qwen2", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
 def test_an_adapter_of_an_embedding_that_the_model_scales_or_beside_biases(kind, tmp_path):
     torch_model(kind).save_pretrained(tmp_path / "base")
     settings = {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}
@@ -282,10 +283,10 @@ VALUES = {"target_modules": ["v"]}
     "settings",
     [
         VALUES | {"modules_to_save": ["embed_tokens"]},
-        {"target_modules": ["encoder.embed_tokens", "lm_head"]},
         *(
             pytest.param(settings, marks=pytest.mark.exhaustive)
             for settings in (
+                {"target_modules": ["encoder.embed_tokens", "lm_head"]},
                 VALUES | {"modules_to_save": ["lm_head"]},
                 VALUES | {"modules_to_save": ["shared"]},  # which PyTorch's model does not read
                 VALUES | {"modules_to_save": ["decoder.embed_tokens", "lm_head"]},
@@ -315,6 +316,7 @@ def test_an_adapter_of_one_of_three_tied_matrices(settings, pairs_model, tmp_pat
     np.testing.assert_allclose(pairs_model.apply_fn(merged, PAIRS), expected, **scale)
 
 
+@pytest.mark.slow
 def test_a_matrix_of_three_modules_is_trained_for_all_only_on_request(pairs_model, tmp_path):
     options = {"rank": 1, "fourier_placement": "none", "target": ".*/v/kernel"}
     made = lambda **more: lslora.init(
@@ -407,6 +409,7 @@ def test_copies_of_a_tied_head_that_differ_are_named(tied, tmp_path):
     assert {EMBEDDING, HEAD} <= both.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax.adamw needs it
 def test_the_plan_of_a_run_counts_the_copies_of_tied_matrices(tied):
     folder, decoder = tied
@@ -427,6 +430,7 @@ def test_the_plan_of_a_run_counts_the_copies_of_tied_matrices(tied):
         assert more["parameters"] == copies * one and moments == 2 * copies * one
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_tied_matrices_on_a_base_in_four_bits(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}  # NF4's blocks
     torch_model(**sizes).save_pretrained(tmp_path / "base")

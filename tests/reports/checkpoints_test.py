@@ -145,6 +145,7 @@ def test_an_encoder_decoder_without_its_shared_matrix(name, tmp_path):
     np.testing.assert_allclose(loaded.apply_fn(loaded.params, PAIRS), t5_logits(model), **CLOSE)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_tied_head_of_an_encoder_decoder_merged_and_saved(tmp_path):
     t5(tmp_path / "base")
     base = load_encoder_decoder(tmp_path / "base", dtype=jnp.float32, remat=False)
