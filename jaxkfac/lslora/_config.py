@@ -122,9 +122,10 @@ class Config:
     Attributes:
         rank: $r$, the width of the bottleneck.
         alpha: Numerator of the scaling $s$; not 0, because a bank divides by it.
-        target: Layers to adapt: a full-match pattern over layer names (paths of kernels), a tuple
-            of suffixes of names with or without the last component (``("q_proj", "v_proj")``),
-            or ``"all-linear"``, every dense layer.
+        target: Layers to adapt, dense ones and embeddings: a full-match pattern over layer names
+            (paths of kernels; a head that a pretrained model ties is ``lm_head/kernel``), a tuple
+            of suffixes of names with or without the last component (``("q_proj", "v_proj")``), or
+            ``"all-linear"``, every dense layer.
         exclude: Full-match pattern of layers to leave out, or ``None``.
         fourier_placement: ``"output"`` is the first formula, that of the original; ``"bottleneck"``
             the second, with $\varphi$ on $r$ values instead of ``out``. They are different models.

@@ -107,7 +107,9 @@ def load(
 
     Plain LoRA of PEFT loads with ``fourier_placement="none"`` and computes what PEFT computes; to
     start LS-LoRA from it, see :func:`as_fourier`. Where PEFT adapts only some slices of a stack, or
-    gives them different ranks, the missing rows and columns are zero.
+    gives them different ranks, the missing rows and columns are zero. With ``model``, an embedding
+    and a head that the model ties are separate parameters, as in PEFT, unless the file has
+    ``ensure_weight_tying``; see :class:`Config`.
 
     Args:
         folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
@@ -133,9 +135,10 @@ def load(
     Raises:
         CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
         DamagedFileError: a file is damaged, or belongs to another save than the one next to it.
-        ValueError: a tensor is not finite; the ``peft_type`` differs, or a setting makes another
-            model; the nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces
-            one part of a kernel of ``model`` while another part is adapted.
+        ValueError: a tensor is not finite; a setting is no number; tensors of a tied head differ
+            from the embedding's; the ``peft_type`` differs, or a setting makes another model; the
+            nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces one part
+            of a kernel of ``model`` while another part is adapted.
         FileNotFoundError: there is no such adapter.
 
     Example:
@@ -285,7 +288,9 @@ def save(
 
     Every slice of a stack is a separate module: ``<module>.lora_A.weight`` (r, in),
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
-    A nonlinearity other than the Fourier one puts its own name there.
+    A nonlinearity other than the Fourier one puts its own name there. An embedding has
+    ``<module>.lora_embedding_A`` (r, rows) and ``.lora_embedding_B`` (out, r). With
+    ``ensure_weight_tying``, the tensors of a tied head are written too, as PEFT needs them.
     Keys carry no adapter name. ``"default"`` is saved at the folder's root, other names in
     ``folder/name``. Both files are complete on disk before either takes its name, and each has a
     checksum that :func:`load` compares.
