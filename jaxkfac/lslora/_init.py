@@ -31,7 +31,7 @@ from jaxkfac.lslora._config import (
     only_adapters,
 )
 from jaxkfac.lslora._diagnose import measure
-from jaxkfac.lslora._modules import Ties, ties_of
+from jaxkfac.lslora._modules import Ties, check_turns, ties_of
 
 # ---------------- A from the inputs' covariance (EVA) or from the gradient
 
@@ -329,6 +329,7 @@ def _shared_layers(
 ) -> list[Layer]:
     """The layers, with that of the shared matrix in place of those that stay tied to it."""
     names = [ties.get(layer.name, layer.name) for layer in layers]
+    check_turns(config.phi is None or set(ties.values()).isdisjoint(names))
     of_path = collections.Counter(layer.weight.path for layer in table.of_parameters)
     if shared := [
         x.name for x in layers if config.ensure_weight_tying and of_path[x.weight.path] > 1

@@ -138,17 +138,22 @@ def tied_value(path: str, shared: Any) -> Any:
     return shared.T
 
 
-def turned(adapter: Adapter) -> Adapter:
-    """The adapter of a tied head: the embedding's, transposed.
+def check_turns(is_linear: bool) -> None:
+    """Refuse to tie an adapter with a nonlinearity, which acts on another side of a transpose.
 
     Raises:
-        ValueError: the adapter has a nonlinearity, which acts on another side of a transpose.
+        ValueError: it has one.
     """
-    if not adapter.is_linear:
+    if not is_linear:
         raise ValueError(
             "ensure_weight_tying: expected plain LoRA, because a nonlinear branch of an embedding "
             "has no transpose for the head: take fourier_placement='none', or leave it out"
         )
+
+
+def turned(adapter: Adapter) -> Adapter:
+    """The adapter of a tied head: the embedding's, transposed."""
+    check_turns(adapter.is_linear)
     return Adapter(adapter.b.swapaxes(-1, -2), adapter.a.swapaxes(-1, -2), None, None)
 
 

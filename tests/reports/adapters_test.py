@@ -335,11 +335,15 @@ def test_a_matrix_of_three_modules_is_trained_for_all_only_on_request(pairs_mode
     np.testing.assert_allclose(adapted(pairs_model.params, adapters, PAIRS), expected, **CLOSE)
     with pytest.raises(ValueError, match="PEFT does not read a trained 'shared' of T5"):
         lslora.save(tmp_path, adapters, config, dialect="peft")
-    with pytest.raises(ValueError, match="one adapter cannot serve encoder/embed_tokens"):
-        lslora.init(
-            pairs_model.apply_fn, lslora.Config(rank=1, target=SOURCE, **TIE), pairs_model.params,
-            PAIRS, key=jax.random.key(0),
-        )  # fmt: skip
+    nonlinear = {"fourier_placement": "output"}
+    for change, message in (
+        (nonlinear, "ensure_weight_tying: expected plain LoRA"),
+        ({}, "one adapter cannot serve encoder/embed_tokens"),
+    ):
+        config = lslora.Config(**options | {"target": SOURCE} | TIE | change)
+        call = (pairs_model.apply_fn, config, pairs_model.params, PAIRS)
+        with pytest.raises(ValueError, match=message):
+            lslora.init(*call, key=jax.random.key(0))
 
 
 @pytest.fixture
