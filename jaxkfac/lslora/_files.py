@@ -36,6 +36,7 @@ from jaxkfac.lslora._pretrained import (
     PretrainedModel,
     Stack,
     expected_tensors,
+    lacks_copies,
     stacked,
     stacks_of,
     tied_copies,
@@ -155,6 +156,8 @@ def load(
         in_file: Any = like or ({} if metadata is None else metadata["layers"] | metadata["whole"])
         in_file = in_file or [f"{m.replace('.', '/')}/embedding" for m in adapted_modules(tensors)]
         heads = usual_heads(in_file) if model is None else ties_of_model(model)
+        if OWN not in record and lacks_copies(tensors, heads, names):
+            record = record | {"ensure_weight_tying": False}  # PEFT tied nothing
         tensors = without_tied_copies(tensors, heads, names, str(where / TENSORS))
     if model is None and like is None and metadata is None and scanned is None:
         raise ValueError(

@@ -199,6 +199,16 @@ def tied_copies(
     }
 
 
+def lacks_copies(tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames) -> bool:
+    """Whether a trained embedding is not there for its head too.
+
+    PEFT leaves ``ensure_weight_tying`` without effect where its model does not tie the two, such as
+    a base with two equal matrices whose config does not tie them.
+    """
+    keys = tied_copies(tensors, heads, names)
+    return any("lora_" not in key and key not in tensors for key in keys)
+
+
 def without_tied_copies(
     tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames, where: str
 ) -> dict[str, np.ndarray]:

@@ -142,12 +142,19 @@ def test_an_adapter_of_an_embedding_that_the_model_scales_or_beside_biases(kind,
     check_both_ways(decoder, expected, tmp_path)
 
 
-def test_an_untied_base_keeps_both_matrices_whatever_the_adapter_asks(tmp_path):
-    torch_model(tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize("equal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_an_untied_base_keeps_both_matrices_whatever_the_adapter_asks(equal, tmp_path):
+    def untied():
+        model = torch_model(tie_word_embeddings=False)
+        with torch.no_grad():
+            if equal:
+                model.lm_head.weight.copy_(model.get_input_embeddings().weight)
+        return model
+
+    untied().save_pretrained(tmp_path / "base")
     decoder = load_decoder(tmp_path / "base", dtype=jnp.float32, remat=False)
     settings = QUERIES | {"modules_to_save": ["embed_tokens"]} | TIE
-    model = torch_model(tie_word_embeddings=False)
-    expected = trained_by_peft(model, tmp_path / "theirs", **settings)
+    expected = trained_by_peft(untied(), tmp_path / "theirs", **settings)
     adapters, config = lslora.load(tmp_path / "theirs", model=decoder)
     np.testing.assert_allclose(ours(decoder, adapters, config), expected, **CLOSE)
 
