@@ -52,7 +52,7 @@ _KEYS_BY_REASON = {
         "jaxkfac/lslora/_pretrained.py:stacks_of: any((m in present or is_target(record, m) for m in stack.modules))",
         "jaxkfac/lslora/_folder.py:_own_metadata: min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules)",
         "jaxkfac/lslora/_modules.py:fuse: adapter.b.shape[-1] != widths[part]",
-        "jaxkfac/lslora/_pretrained.py:stacks_of: (unknown := [m for m in adapted_modules(tensors) if m not in all_modules])",
+        "jaxkfac/lslora/_pretrained.py:stacks_of: (unknown := [m for m in lookups if m not in all_modules])",
         "jaxkfac/lslora/_pretrained.py:whole_parameters: model_slice.shape != value.shape",
     ),
     "It decides how long a compiled program is kept.": (

@@ -274,6 +274,7 @@ NAMES = {
     "FunctionOperator": "the user's own product",
     "from_function": "the user's own product",
     # lslora
+    "EmbeddingAdapter": "torch_ref has none; tests/reports/adapters_test.py holds it to PEFT",
     "PretrainedModel": _TYPE,
     "ApproximateMerge": "what approximate_merge returns",
     "approximate_merge": f"least squares of a branch on a batch: {_NO_TWIN_BESIDE}",

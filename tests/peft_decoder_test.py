@@ -192,10 +192,3 @@ def test_modules_and_tensors_that_the_model_does_not_have_are_named(tmp_path):
     decoder = load_decoder(tmp_path / "small", dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"no module 'model.layers.1.self_attn.q_proj', .*nearest"):
         lslora.load(tmp_path / "adapter", model=decoder)
-    settings = peft.LoraConfig(r=2, target_modules=["embed_tokens"])
-    adapted = peft.get_peft_model(saved_model("llama", tmp_path / "base"), settings)
-    adapted.save_pretrained(tmp_path / "embedding")
-    with pytest.raises(
-        ValueError, match=r"embed_tokens.lora_embedding_[AB].*no tensor of an adapter"
-    ):
-        lslora.load(tmp_path / "embedding", model=load_decoder(tmp_path / "base"))

@@ -64,6 +64,7 @@ TABLE: dict[str, list[Same | Refused]] = {
         same(target_modules=r".*\.(0|2)\..*(v_proj|down_proj)"),
         same(target_modules=["layers.1.self_attn.k_proj", "up_proj"]),
         same(target_modules=["lm_head", "o_proj"], always=True),
+        same(target_modules=["embed_tokens", "q_proj"]),
     ],
     "exclude_modules": [
         same(exclude_modules=["layers.1.self_attn.q_proj"], always=True),

@@ -167,8 +167,13 @@ class Layer:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the kind is ``dense``, the kind for adapters and NF4."""
+        """Whether the kind is ``dense``, the kind for NF4 and, beside lookups, for adapters."""
         return self.kind == "dense"
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it looks up rows of a table by indices: an embedding."""
+        return self.kind == "embedding"
 
     @property
     def is_convolution(self) -> bool:

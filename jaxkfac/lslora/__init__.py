@@ -2,7 +2,7 @@
 
 from jaxkfac.lslora._attach import Adapted, attach
 from jaxkfac.lslora._bank import Bank, stack
-from jaxkfac.lslora._config import Adapter, Adapters, Config, RmsSigma
+from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, RmsSigma
 from jaxkfac.lslora._diagnose import Diagnosis, diagnose, fourier_loss, regulariser
 from jaxkfac.lslora._files import load, save
 from jaxkfac.lslora._folder import SavedModules, read_modules
@@ -20,6 +20,7 @@ __all__ = [
     "Bank",
     "Config",
     "Diagnosis",
+    "EmbeddingAdapter",
     "Nonlinearity",
     "PretrainedModel",
     "RmsSigma",

@@ -16,7 +16,8 @@ from jaxkfac.interception import Handler, Layer, Site, TraceCache, Traced, trace
 from jaxkfac.interception.values import SlotEntry, decoded_shapes, encoded_paths
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product
-from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
+from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
+from jaxkfac.lslora._modules import separated, tied_again, tied_value, ties_of, turned
 from jaxkfac.lslora._nonlinearity import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
@@ -96,8 +97,17 @@ class Adapted:
         else:
             own_adapters = only_adapters(adapters)
             saved = {name: x for name, x in adapters.items() if name not in own_adapters}
+        params = jax.lax.stop_gradient(self.separated(params, [*own_adapters, *saved]))
+        settings = {name: name for name in own_adapters}
+        if self.config.ensure_weight_tying:
+            for path, shared in ties_of(self._apply).items():
+                if shared in saved:
+                    saved = {path: tied_value(path, saved[shared])} | saved
+                if shared in own_adapters:
+                    own_adapters = {path: turned(own_adapters[shared])} | own_adapters
+                    settings.setdefault(path, shared)
         _check_saved(params, saved)
-        params = with_leaves(jax.lax.stop_gradient(params), saved)
+        params = with_leaves(params, saved)
         traced = self.traced(params, inputs, key, tuple(sorted(own_adapters)))
         if rows is not None and rows.shape[0] != traced.num_examples:
             raise ValueError(
@@ -109,7 +119,9 @@ class Adapted:
             layer = traced.table[name]
             leaves = check_leaves(leaves, layer, self.config, banked=rows is not None)
             slots[name] = {"adapter": leaves}
-            options[name] = self._options(traced, layer, leaves, key, scaled=scaled, bank=bank)
+            options[name] = self._options(
+                traced, layer, leaves, key, scaled=scaled, bank=bank, settings=settings[name]
+            )
             if rows is not None:
                 slots[name]["index"] = jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
             if key is not None and self.config.dropout:
@@ -118,6 +130,22 @@ class Adapted:
                 slots[name]["extra"] = extra[name]
         chosen = (handler or adapt)(options)
         return traced.emit(chosen, params, slots, inputs, key, entries=_ENTRIES)
+
+    def separated(self, params: ArrayTree, names: Sequence[str] | None = None) -> ArrayTree:
+        """The parameters with one for each tied module, if one of them or their matrix is named.
+
+        Args:
+            params: The base model.
+            names: Layers with adapters, and parameters that are replaced; ``None`` for all.
+        """
+        ties = ties_of(self._apply)
+        is_named = names is None or not {*ties, *ties.values()}.isdisjoint(names)
+        return separated(params, ties) if is_named else params
+
+    def tied_again(self, params: ArrayTree) -> ArrayTree:
+        """The parameters without those that ``ensure_weight_tying`` keeps tied."""
+        is_tied = self.config.ensure_weight_tying
+        return tied_again(params, ties_of(self._apply)) if is_tied else params
 
     def traced(
         self,
@@ -179,7 +207,9 @@ class Adapted:
         *,
         scaled: bool,
         bank: bool,
+        settings: str,
     ) -> BranchOptions:
+        """The options of a layer's branch, with the rank and alpha of the layer ``settings``."""
         config = self.config
         if any(u.view.joins or u.view.members for u in traced.uses_of(layer)):
             raise ValueError(
@@ -193,11 +223,11 @@ class Adapted:
                 f"{config.fourier_placement!r}; attach the config that it was made with"
             )
         if not bank:
-            check_rank(layer.name, adapter, config)
+            check_rank(settings, adapter, config)
         return BranchOptions(
             phi=config.phi,
             placement=config.fourier_placement,
-            scaling=1.0 if scaled else config.scaling(layer.name),
+            scaling=1.0 if scaled else config.scaling(settings),
             may_be_linear=bank and not adapter.is_linear,
             forward_mode=self._forward_mode,
             dropout=config.dropout,
@@ -213,7 +243,8 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
     The program is emitted again with the branch at the product itself, inside its scan, remat or
     jit. Layers are found as by :func:`jaxkfac.find_layers`. A constant that multiplies the kernel
     scales only the base product. A tied parameter is adapted in the orientation that the layer's
-    name states, in every use with that orientation.
+    name states, in every use with that orientation; a head that ``load_decoder`` ties is the layer
+    ``lm_head/kernel``. An embedding's branch looks up rows of A. It has no dropout, as in PEFT.
 
     Curvature of the adapters needs nothing new: in
     ``jk.Objective(lambda adapters, inputs: adapted(params, adapters, inputs), ...)`` every A and
@@ -332,6 +363,12 @@ def check_leaves(
     rank, ndim = adapter.a.shape[-1], len(layer.stack)
     slots = adapter.a.shape[ndim : ndim + 1] if banked else ()
     lead = (*layer.stack, *slots)
+    if isinstance(adapter, EmbeddingAdapter) != layer.is_lookup:
+        needed = "EmbeddingAdapter" if layer.is_lookup else "Adapter"
+        raise ValueError(
+            f"layer {layer.name!r}: expected a jk.lslora.{needed} for a layer of kind "
+            f"{layer.kind!r}, got {type(adapter).__name__}"
+        )
     expected = {
         "a": (*lead, layer.in_features, rank),
         "b": (*lead, rank, layer.out_features),

@@ -78,7 +78,7 @@ def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
     for leaf_name, num_axes in OWN_AXES.items():
         leaves = [getattr(adapter, leaf_name) for adapter in adapters]
         new[leaf_name] = None if leaves[0] is None else fn(leaves[0].ndim - num_axes, *leaves)
-    return Adapter(**new)
+    return type(adapters[0])(**new)
 
 
 def pick_slot(bank_leaves: Adapter, slot: ArrayLike) -> Adapter:

@@ -11,10 +11,10 @@ from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac.interception import Site, Use
+from jaxkfac.interception import Lookup, Site, Use
 from jaxkfac.interception.values import Atoms, DeferredParameter
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.lslora._config import OWN_AXES, Adapter, Placement
+from jaxkfac.lslora._config import OWN_AXES, Adapter, EmbeddingAdapter, Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width
 
 # ---------------- the axes of a product, and the two low-rank products along them
@@ -129,7 +129,7 @@ class ProductAxes:
 
     def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
         """Compute ``x A`` as ``(stack..., examples..., other rows..., rank)``."""
-        a = self._unflattened(a, a.ndim - 2, self.use.in_axes)
+        a = _unflattened(self.site, self.use, a, a.ndim - 2, self.use.in_axes)
         n = len(self.contract)
         stack = a.ndim - 1 - n - len(self.examples)
         batch = [*range(len(self.shared)), *range(stack, stack + len(self.examples))]
@@ -148,28 +148,13 @@ class ProductAxes:
 
     def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
         """Compute ``h B`` as ``(stack..., examples..., other rows..., outputs...)``."""
-        b = self._unflattened(b, b.ndim - 1, self._outputs)
+        b = _unflattened(self.site, self.use, b, b.ndim - 1, self._outputs)
         lead = tuple(range(self.lead))
         return jax.lax.dot_general(h, b, (((h.ndim - 1,), (self.lead,)), (lead, lead)), **options)
 
     @property
     def _outputs(self) -> tuple[Atoms, ...]:
         return self.use.out_axes[1:] if self.use.free_stack else self.use.out_axes
-
-    def _unflattened(self, matrix: Array, position: int, axes: tuple[Atoms, ...]) -> Array:
-        """Split a flat axis, in the parameter's order, into axes in the order of the equation."""
-        table, view = self.site.table, self.use.view
-        own_order = [a for axis in view.remaining_axes for a in table.atoms(axis)]
-        flat = [a for axis in axes for a in table.atoms(axis)]
-        ordered = sorted(flat, key=own_order.index)
-        before, after = matrix.shape[:position], matrix.shape[position + 1 :]
-        matrix = matrix.reshape(*before, *map(table.size, ordered), *after)
-        if ordered != flat:
-            middle = [position + ordered.index(a) for a in flat]
-            trailing = range(position + len(flat), matrix.ndim)
-            matrix = matrix.transpose(*range(position), *middle, *trailing)
-        sizes = [math.prod(map(table.size, table.atoms(axis))) for axis in axes]
-        return matrix.reshape(*before, *sizes, *after)
 
     def as_product(self, out: Array) -> Array:
         """Move stack, examples, other rows and outputs to where the product has them."""
@@ -182,6 +167,24 @@ class ProductAxes:
         if order != sorted(order):
             out = out.transpose(order)
         return out.reshape(self.site.eqn.outvars[0].aval.shape)
+
+
+def _unflattened(
+    site: Site, use: Use, matrix: Array, position: int, axes: tuple[Atoms, ...]
+) -> Array:
+    """Split a flat axis, in the parameter's order, into axes in the order of the equation."""
+    table, view = site.table, use.view
+    own_order = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+    flat = [a for axis in axes for a in table.atoms(axis)]
+    ordered = sorted(flat, key=own_order.index)
+    before, after = matrix.shape[:position], matrix.shape[position + 1 :]
+    matrix = matrix.reshape(*before, *map(table.size, ordered), *after)
+    if ordered != flat:
+        middle = [position + ordered.index(a) for a in flat]
+        trailing = range(position + len(flat), matrix.ndim)
+        matrix = matrix.transpose(*range(position), *middle, *trailing)
+    sizes = [math.prod(map(table.size, table.atoms(axis))) for axis in axes]
+    return matrix.reshape(*before, *sizes, *after)
 
 
 def _rank_first(a: Array) -> Array:
@@ -203,6 +206,104 @@ def _lost(site: Site, use: Use, what: str) -> LostRowsError:
         "adapters were given by row. Give one adapter= for the whole batch, or leave this layer "
         "out with exclude=."
     )
+
+
+# ---------------- a lookup, and the rows of A that it picks
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupAxes:
+    """How the rows of a lookup correspond to those of an adapter.
+
+    Inner values are ``(rows..., features...)``; the example axis comes first if adapters differ by
+    example.
+
+    Attributes:
+        site: The lookup.
+        use: The use of the table.
+        lookup: The axis of the table along which it picks.
+        entries: The row that each index picks; the number of rows where it picks none.
+        slots: The slot of a bank for each example, or ``None``.
+        example_axis: The axis of ``entries`` that runs over examples; 0 without a bank.
+    """
+
+    site: Site
+    use: Use
+    lookup: Lookup
+    entries: Array
+    slots: Operand | None
+    example_axis: int
+
+    @classmethod
+    def of(
+        cls,
+        site: Site,
+        use: Use,
+        operands: list[Any],
+        index: Operand | None,
+        examples: Atoms,
+    ) -> "LookupAxes":
+        lookup = Lookup.of(site.eqn)
+        assert lookup is not None
+        entries, at = lookup.entries(site.eqn, operands), 0
+        if index is not None:
+            index = index.reshape(-1, index.shape[-1])[0]
+            rows = [site.table.atoms(axis) for axis in use.rows]
+            if site.table.atoms(examples) not in rows:
+                raise _lost(site, use, "its rows do not run along the examples")
+            at = rows.index(site.table.atoms(examples))
+            entries = jnp.moveaxis(entries, at, 0)
+        return cls(site, use, lookup, entries, index, at)
+
+    def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
+        """Each example's adapter from a bank; A stays that of all slots until :meth:`down`."""
+
+        def one(name: str, leaf: Operand) -> Array:
+            inner = leaf.shape[leaf.ndim - OWN_AXES[name] - (self.slots is not None) :]
+            leaf = jnp.asarray(leaf).reshape(inner)
+            if self.slots is None or name == "a":
+                return leaf
+            out = jnp.take(leaf, jnp.maximum(self.slots, 0), axis=0, mode="fill")
+            on = (self.slots >= 0).reshape(-1, *[1] * OWN_AXES[name])
+            return jnp.where(on, out, jnp.zeros((), out.dtype))
+
+        leaves = {n: x for n, x in adapter._asdict().items() if x is not None}
+        return adapter._replace(**{n: one(n, leaf) for n, leaf in leaves.items()})
+
+    def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
+        """The rows of A that the indices pick, ``(rows..., rank)``; zero for those that pick none.
+
+        ``x`` are the indices, of which ``entries`` are made.
+        """
+        if self.slots is None:
+            return a.at[self.entries].get(mode="fill", fill_value=0)
+        slots = self.slots.reshape(-1, *[1] * (self.entries.ndim - 1))
+        # With NaN beyond the bank, as for products; rows of the base model are zero.
+        out = a.at[jnp.maximum(slots, 0), self.entries].get(mode="fill", fill_value=0)
+        beyond = (slots >= a.shape[0])[..., None]
+        out = jnp.where(beyond, jnp.full((), jnp.nan, out.dtype), out)
+        return jnp.where((slots >= 0)[..., None], out, jnp.zeros((), out.dtype))
+
+    def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
+        """Compute ``h B`` as ``(rows..., outputs...)``."""
+        b = _unflattened(self.site, self.use, b, b.ndim - 1, self.use.out_axes)
+        batch = () if self.slots is None else (0,)
+        contract = ((h.ndim - 1,), (len(batch),))
+        return jax.lax.dot_general(h, b, (contract, (batch, batch)), **options)
+
+    def as_product(self, out: Array) -> Array:
+        """Move rows and outputs to where the result of the lookup has them."""
+        eqn, rows = self.site.eqn, self.entries.ndim
+        out = jnp.moveaxis(out, 0, self.example_axis) if rows else out
+        features = list(eqn.params["dimension_numbers"].offset_dims)
+        unit_axis = self.lookup.axis_in_result(eqn)
+        if unit_axis is not None:
+            features.remove(unit_axis)
+        shape = eqn.outvars[0].aval.shape
+        free = [d for d in range(len(shape)) if d not in features and d != unit_axis]
+        places = [*free, *features]
+        out = out.transpose(sorted(range(out.ndim), key=places.__getitem__))
+        return out.reshape(shape)
 
 
 # ---------------- the branch
@@ -284,19 +385,20 @@ def branch(
     x = operands[1 - use.operand]
     assert not isinstance(x, DeferredParameter)  # only the parameter may be encoded
     slot = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot)
-    if "key" in slot:
-        x = _dropped(x, slot["key"], options, use)
-    axes = ProductAxes.of(site, use, x, slot.get("index"), options.examples)
-    adapter = axes.pick(slot["adapter"], slot.get("index"))
-    p = site.eqn.params
-    product = {
-        "precision": p["precision"],
-        "preferred_element_type": p["preferred_element_type"],
-    }
-    inside = axes.down(x, adapter.a.astype(x.dtype), product)
+    index, p, product = slot.get("index"), site.eqn.params, {}
+    if isinstance(slot["adapter"], EmbeddingAdapter):  # whose inputs, indices, are not dropped
+        axes = LookupAxes.of(site, use, operands, index, options.examples)
+        dtype = site.eqn.outvars[0].aval.dtype
+    else:
+        if "key" in slot:
+            x = _dropped(x, slot["key"], options, use)
+        axes, dtype = ProductAxes.of(site, use, x, index, options.examples), x.dtype
+        product = {name: p[name] for name in ("precision", "preferred_element_type")}
+    adapter = axes.pick(slot["adapter"], index)
+    inside = axes.down(x, adapter.a.astype(dtype), product)
 
     def up(h: Array) -> Array:
-        return axes.up(h.astype(x.dtype), adapter.b.astype(x.dtype), product)
+        return axes.up(h.astype(dtype), adapter.b.astype(dtype), product)
 
     curve, c, sigma = options.phi, adapter.coefficients, adapter.sigma
     if curve is None or c is None or sigma is None:

@@ -1,11 +1,11 @@
-"""What the branch costs beside its products."""
+"""What the branch costs beside its products, and its rows at lookups."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.lslora import Config, attach, init
+from jaxkfac.lslora import Config, EmbeddingAdapter, attach, init, merge
 
 ROWS, IN, OUT, RANK = 64, 48, 40, 3
 X = jax.random.normal(jax.random.key(0), (ROWS, IN))
@@ -63,3 +63,40 @@ def test_the_branch_is_the_formula_in_configs_docstring(placement):
     branch = phi(s * X @ a @ b) if placement == "output" else s * phi(X @ a) @ b
     expected = X @ PARAMS["kernel"] + branch
     np.testing.assert_allclose(adapted(PARAMS, adapters, X), expected, rtol=1e-5, atol=1e-4)
+
+
+def _scanned_tables(p, ids):
+    def step(x, table):
+        return jnp.tanh(x + table[ids]), None
+
+    return jax.lax.scan(step, jnp.zeros((*ids.shape, 5)), p["table"])[0]
+
+
+LOOKUPS = {
+    "rows": ((7, 5), lambda p, ids: jnp.tanh(p["table"][ids])),
+    "columns": ((5, 7), lambda p, ids: jnp.tanh(jnp.take(p["table"], ids, axis=1))),
+    "transposed": ((5, 7), lambda p, ids: jnp.tanh(p["table"].T[ids])),
+    "heads": ((7, 2, 3), lambda p, ids: jnp.tanh(p["table"][ids]).sum(-1)),
+    "mapped": ((7, 5), lambda p, ids: jax.vmap(lambda i: p["table"][i])(ids)),
+    "scanned": ((3, 7, 5), _scanned_tables),
+    "clipped": ((7, 5), lambda p, ids: jnp.take(p["table"], ids + 3, axis=0, mode="clip")),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookups_branch_is_that_of_the_table_with_the_product_added(name):
+    shape, apply_fn = LOOKUPS[name]
+    params = {"table": jax.random.normal(jax.random.key(0), shape)}
+    ids = jnp.asarray([[0, 3, 6], [5, 5, 1]])
+    config = Config(rank=2, alpha=3.0, target="table", fourier_placement="none")
+    adapters = init(apply_fn, config, params, ids, key=jax.random.key(1))
+    assert isinstance(adapters["table"], EmbeddingAdapter)
+    adapted = attach(apply_fn, config)
+    np.testing.assert_allclose(adapted(params, adapters, ids), apply_fn(params, ids), atol=1e-6)
+    adapters = jax.tree.map(
+        lambda x: x + 0.3 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), adapters
+    )
+    merged = merge(adapted, params, adapters, ids)
+    found, expected = adapted(params, adapters, ids), apply_fn(merged, ids)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(expected - apply_fn(params, ids)).max() > 0.05

@@ -50,6 +50,16 @@ class Adapter(NamedTuple):
         return self.coefficients is None
 
 
+class EmbeddingAdapter(Adapter):
+    """The leaves of an embedding's branch: a row of ``a`` for each token, times ``b``.
+
+    The same fields as :class:`Adapter`, whose ``a`` is looked up instead of multiplied. PEFT's
+    files have other names for them.
+    """
+
+    __slots__ = ()
+
+
 # {layer: Adapter}, with {path: array} for the parameters of ``modules_to_save``.
 Adapters = Mapping[str, Any]
 
@@ -112,9 +122,10 @@ class Config:
     Attributes:
         rank: $r$, the width of the bottleneck.
         alpha: Numerator of the scaling $s$; not 0, because a bank divides by it.
-        target: Layers to adapt: a full-match pattern over layer names (paths of kernels), a tuple
-            of suffixes of names with or without the last component (``("q_proj", "v_proj")``),
-            or ``"all-linear"``, every dense layer.
+        target: Layers to adapt, dense ones and embeddings: a full-match pattern over layer names
+            (paths of kernels; a head that a pretrained model ties is ``lm_head/kernel``), a tuple
+            of suffixes of names with or without the last component (``("q_proj", "v_proj")``), or
+            ``"all-linear"``, every dense layer.
         exclude: Full-match pattern of layers to leave out, or ``None``.
         fourier_placement: ``"output"`` is the first formula, that of the original; ``"bottleneck"``
             the second, with $\varphi$ on $r$ values instead of ``out``. They are different models.
@@ -127,6 +138,9 @@ class Config:
         alpha_pattern: ``{pattern: alpha}``, matched like ``rank_pattern``.
         modules_to_save: Full-match pattern of parameters to train in full and save with the
             adapter, or ``None``.
+        ensure_weight_tying: Whether a head that a pretrained model ties to its embedding stays
+            tied: one adapter, or one parameter of ``modules_to_save``, then serves both. Otherwise
+            each has its own, and the one that is not adapted keeps the base model's matrix.
         experts: Parameters to read as a stack of experts; see ``find_layers``.
         nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or a registered one, see
             :class:`Nonlinearity`. ``fourier_placement`` and ``init_sigma`` then apply to that one.
@@ -158,6 +172,7 @@ class Config:
     modules_to_save: str | None = None
     experts: str | None = None
     nonlinearity: str = FOURIER.name
+    ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxkfac._errors import CheckpointMismatchError, JaxkfacError
 from jaxkfac.files import write_together
 from jaxkfac.lslora._bank import check_names
-from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
+from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
 from jaxkfac.lslora._folder import (
     CONFIG,
     DTYPES,
@@ -31,21 +31,24 @@ from jaxkfac.lslora._folder import (
     tensor_keys,
 )
 from jaxkfac.lslora._modules import ModuleNames, fuse, layer_name, module_name, whole_name
+from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._pretrained import (
     PretrainedModel,
     Stack,
     expected_tensors,
+    lacks_copies,
     stacked,
     stacks_of,
+    tied_copies,
+    ties_of_model,
     untargeted,
+    usual_heads,
     whole_parameters,
+    without_tied_copies,
 )
 from jaxkfac.lslora._record import OWN, Dialect, from_record, to_record
 
 # ---------------- stacks of layers in a file that does not say what is scanned
-
-
-_PRODUCTS = tensor_keys(None)
 
 
 def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stack]:
@@ -59,8 +62,10 @@ def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stac
         CheckpointMismatchError: slices are missing, or a module has no ``b``; named.
     """
     modules_by_layer: dict[str, dict[int | None, str]] = {}
-    for module in adapted_modules(tensors):
+    lookups = adapted_modules(tensors)
+    for module, is_lookup in lookups.items():
         layer, index = layer_name(module, scanned)
+        layer = layer.removesuffix("kernel") + ("embedding" if is_lookup else "kernel")
         modules_by_layer.setdefault(layer, {})[index] = module
     stacks = {}
     for layer, slices in modules_by_layer.items():
@@ -72,13 +77,14 @@ def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stac
             )
         modules = [slices[i] for i in indices]
         lead = () if indices == [None] else (len(indices),)
-        a, b = (_tensor(tensors, modules[0], leaf_name) for leaf_name in ("a", "b"))
-        stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules)
+        is_lookup = lookups[modules[0]]
+        keys = tensor_keys(None, is_lookup=is_lookup)
+        a, b = (_tensor(tensors, f"{PREFIX}{modules[0]}.{key}") for key in keys.values())
+        stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules, is_lookup)
     return stacks
 
 
-def _tensor(tensors: Mapping[str, np.ndarray], module: str, leaf_name: str) -> np.ndarray:
-    key = f"{PREFIX}{module}.{_PRODUCTS[leaf_name]}"
+def _tensor(tensors: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     if key not in tensors:
         raise CheckpointMismatchError(f"the file lacks {key!r}")
     return tensors[key]
@@ -102,7 +108,9 @@ def load(
 
     Plain LoRA of PEFT loads with ``fourier_placement="none"`` and computes what PEFT computes; to
     start LS-LoRA from it, see :func:`as_fourier`. Where PEFT adapts only some slices of a stack, or
-    gives them different ranks, the missing rows and columns are zero.
+    gives them different ranks, the missing rows and columns are zero. With ``model``, an embedding
+    and a head that the model ties are separate parameters, as in PEFT, unless the file has
+    ``ensure_weight_tying``; see :class:`Config`.
 
     Args:
         folder: Folder given to :func:`save`, or to PEFT's ``save_pretrained``.
@@ -128,9 +136,10 @@ def load(
     Raises:
         CheckpointMismatchError: keys are missing, unexpected or of another shape; all are named.
         DamagedFileError: a file is damaged, or belongs to another save than the one next to it.
-        ValueError: a tensor is not finite; the ``peft_type`` differs, or a setting makes another
-            model; the nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces
-            one part of a kernel of ``model`` while another part is adapted.
+        ValueError: a tensor is not finite; a setting is no number; tensors of a tied head differ
+            from the embedding's; the ``peft_type`` differs, or a setting makes another model; the
+            nonlinearity is unknown; ``model`` is needed; or ``modules_to_save`` replaces one part
+            of a kernel of ``model`` while another part is adapted.
         FileNotFoundError: there is no such adapter.
 
     Example:
@@ -143,6 +152,13 @@ def load(
         raise ValueError("load: model= and like= both say what the layers are; pass one")
     where = adapter_folder(folder, name)
     record, tensors, metadata = read_folder(where, assume=assume, verify=verify)
+    if record.get("ensure_weight_tying"):
+        in_file: Any = like or ({} if metadata is None else metadata["layers"] | metadata["whole"])
+        in_file = in_file or [f"{m.replace('.', '/')}/embedding" for m in adapted_modules(tensors)]
+        heads = usual_heads(in_file) if model is None else ties_of_model(model)
+        if OWN not in record and lacks_copies(tensors, heads, names):
+            record = record | {"ensure_weight_tying": False}  # PEFT tied nothing
+        tensors = without_tied_copies(tensors, heads, names, str(where / TENSORS))
     if model is None and like is None and metadata is None and scanned is None:
         raise ValueError(
             f"{folder} was not written here and does not say which modules one layer scans over: "
@@ -152,13 +168,12 @@ def load(
         if model is not None:
             stacks = stacks_of(model, record, tensors, names)
         elif like is not None:
-            shapes = {n: (x.a.shape, x.b.shape) for n, x in only_adapters(like).items()}
-            stacks = {n: _stack(n, a, b, names) for n, (a, b) in shapes.items()}
+            stacks = {n: _stack(n, adapter, names) for n, adapter in only_adapters(like).items()}
         elif metadata is not None:
-            stored_layers = metadata["layers"].items()
+            lookups, stored_layers = adapted_modules(tensors), metadata["layers"].items()
             stacks = {
-                n: Stack(tuple(a[:-2]), a[-2], b[-1], module_names)
-                for n, (a, b, module_names) in stored_layers
+                n: Stack(tuple(a[:-2]), a[-2], b[-1], modules, lookups.get(modules[0], False))
+                for n, (a, b, modules) in stored_layers
             }
         else:
             stacks = stacks_in(tensors, str(scanned))
@@ -192,7 +207,8 @@ def load(
         adapters[path] = jnp.asarray(x.T if transposed else x)
     replaced: dict[str, Any] = {}
     if model is not None:
-        replaced = whole_parameters(model, record, beside, tensors, names)
+        where_from = str(where / TENSORS)
+        replaced = whole_parameters(model, record, beside, tensors, names, where_from)
     with _settings_of(where / CONFIG):
         config = from_record(record, layers, [*full_shapes, *replaced])
     if model is None:
@@ -220,9 +236,10 @@ def _settings_of(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _stack(layer: str, a: tuple[int, ...], b: tuple[int, ...], names: ModuleNames) -> Stack:
+def _stack(layer: str, adapter: Adapter, names: ModuleNames) -> Stack:
+    a, b = adapter.a.shape, adapter.b.shape
     modules = [names(layer, index) for index in np.ndindex(*a[:-2])]
-    return Stack(a[:-2], a[-2], b[-1], modules)
+    return Stack(a[:-2], a[-2], b[-1], modules, isinstance(adapter, EmbeddingAdapter))
 
 
 def _stored(path: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -256,6 +273,9 @@ def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[i
 # ---------------- saving
 
 
+_SHARED = "shared/embedding"  # of T5
+
+
 def save(
     folder: Path | str,
     adapters: Adapters,
@@ -271,7 +291,9 @@ def save(
 
     Every slice of a stack is a separate module: ``<module>.lora_A.weight`` (r, in),
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
-    A nonlinearity other than the Fourier one puts its own name there.
+    A nonlinearity other than the Fourier one puts its own name there. An embedding has
+    ``<module>.lora_embedding_A`` (r, rows) and ``.lora_embedding_B`` (out, r). With
+    ``ensure_weight_tying``, the tensors of a tied head are written too, as PEFT needs them.
     Keys carry no adapter name. ``"default"`` is saved at the folder's root, other names in
     ``folder/name``. Both files are complete on disk before either takes its name, and each has a
     checksum that :func:`load` compares.
@@ -314,9 +336,22 @@ def save(
         raise ValueError(f"dialect={dialect!r}: expected 'lslora' or 'peft'")
     for layer, adapter in only_adapters(adapters).items():
         _check_settings(layer, adapter, config)
+        if dialect == "peft" and isinstance(adapter, EmbeddingAdapter) and not adapter.is_linear:
+            raise ValueError(
+                f"layer {layer!r}: PEFT's plug-in has no nonlinear adapter of an embedding; save "
+                "it with dialect='lslora'"
+            )
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
     full_names = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
-    tensors = _to_tensors(adapters, modules, full_names, tensor_keys(config.phi))
+    if dialect == "peft" and config.ensure_weight_tying and _SHARED in full_names:
+        raise ValueError(
+            f"{_SHARED}: PEFT does not read a trained 'shared' of T5, whose encoder and decoder "
+            "have embeddings of their own; train encoder/embed_tokens/embedding and "
+            "decoder/embed_tokens/embedding for it"
+        )
+    tensors = _to_tensors(adapters, modules, full_names, config.phi)
+    if config.ensure_weight_tying:
+        tensors |= tied_copies(tensors, usual_heads(adapters), names)
     saved = sorted({key.rpartition(".")[0] for key, _ in full_names.values()})
     base = None if base_model is None else str(base_model)
     record = to_record(config, modules, saved, dialect, base, task_type)
@@ -360,7 +395,7 @@ def _to_tensors(
     adapters: Adapters,
     modules: dict[str, list[str]],
     full_names: dict[str, tuple[str, bool]],
-    keys: dict[str, str],
+    phi: Nonlinearity | None,
 ) -> dict[str, np.ndarray]:
     """Every tensor by its key, in PyTorch's orientation, on the host."""
     tensors: dict[str, np.ndarray] = {}
@@ -377,6 +412,7 @@ def _to_tensors(
 
     for layer, adapter in only_adapters(jax.device_get(adapters)).items():
         stack = adapter.a.shape[:-2]
+        keys = tensor_keys(phi, is_lookup=isinstance(adapter, EmbeddingAdapter))
         for module, index in zip(modules[layer], np.ndindex(*stack), strict=True):
             for leaf_name, leaf in adapter._asdict().items():
                 if leaf is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.files import ZEROS, checksum, is_sealed, sealed
-from jaxkfac.lslora._config import Adapter
+from jaxkfac.lslora._config import Adapter, EmbeddingAdapter
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
 
@@ -176,15 +176,28 @@ class SavedModules(NamedTuple):
     nonlinearity: Nonlinearity | None
 
 
-def tensor_keys(phi: Nonlinearity | None) -> dict[str, str]:
-    """The ends of the keys of an adapter's leaves, after the module's name."""
-    return {"a": "lora_A.weight", "b": "lora_B.weight"} | ({} if phi is None else phi.tensors)
+_PRODUCTS = {"a": "lora_A.weight", "b": "lora_B.weight"}
+_LOOKUPS = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
-def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of the modules for which a file has an A, in its order."""
-    end = "." + tensor_keys(None)["a"]
-    return [key.removeprefix(PREFIX).removesuffix(end) for key in tensors if key.endswith(end)]
+def tensor_keys(phi: Nonlinearity | None, *, is_lookup: bool = False) -> dict[str, str]:
+    """The ends of the keys of an adapter's leaves, after the module's name.
+
+    Args:
+        phi: The nonlinearity.
+        is_lookup: Whether the module is an embedding, which PEFT's files tell by these names.
+    """
+    return (_LOOKUPS if is_lookup else _PRODUCTS) | ({} if phi is None else phi.tensors)
+
+
+def adapted_modules(tensors: Mapping[str, np.ndarray]) -> dict[str, bool]:
+    """The modules for which a file has an A, in its order: whether each is an embedding."""
+    modules = {}
+    for key in tensors:
+        for keys, is_lookup in ((_PRODUCTS, False), (_LOOKUPS, True)):
+            if key.endswith(end := "." + keys["a"]):
+                modules[key.removeprefix(PREFIX).removesuffix(end)] = is_lookup
+    return modules
 
 
 def read_folder(
@@ -202,7 +215,9 @@ def read_folder(
         raise FileNotFoundError(f"no adapter in {folder}, which {what}: give its folder")
     for path in (folder / CONFIG, folder / TENSORS):
         if not path.is_file():
-            raise FileNotFoundError(f"no adapter in {folder}: it has no {path.name}")
+            raise FileNotFoundError(
+                f"no adapter in {folder}: it has no {path.name}{_advice(folder)}"
+            )
     try:
         text = (folder / CONFIG).read_bytes().decode()
         record = json.loads(text)
@@ -220,6 +235,17 @@ def read_folder(
         tensor_sums = None if own_metadata is None else own_metadata.get(KEY)
         check_tensors(folder / TENSORS, data, sums, tensors, tensor_sums)
     return record, tensors, own_metadata
+
+
+def _advice(folder: Path) -> str:
+    """What to do where the weights are in PyTorch's own format, which runs code when it is read."""
+    if not (folder / (old := "adapter_model.bin")).is_file():
+        return ""
+    return (
+        f"; {old} is a pickle, which is not read here: convert it with python -c "
+        f"\"import torch, safetensors.torch as s; s.save_file(torch.load('{folder / old}', "
+        f"weights_only=True), '{folder / TENSORS}')\""
+    )
 
 
 def _checksums(record: object) -> Any:
@@ -282,23 +308,25 @@ def read_modules(
     """
     record, tensors, _ = read_folder(adapter_folder(folder, name), assume=assume, verify=verify)
     phi = nonlinearity_of(record)
-    leaf_keys = tensor_keys(phi)
-    ends = tuple(f".{key}" for key in leaf_keys.values())
     names = [key.removeprefix(PREFIX) for key in tensors]
+    lookups = {m for m, is_lookup in adapted_modules(tensors).items() if is_lookup}
+    ends = {f".{key}" for x in (False, True) for key in tensor_keys(phi, is_lookup=x).values()}
     modules = sorted(
         {n.removesuffix(e) for n in names for e in ends if n.endswith(e)}, key=_counted
     )
-    expected = [f"{PREFIX}{m}.{key}" for m in modules for key in leaf_keys.values()]
+    keys_of = {m: tensor_keys(phi, is_lookup=m in lookups) for m in modules}
+    expected = [f"{PREFIX}{m}.{key}" for m, keys in keys_of.items() for key in keys.values()]
     if missing := [key for key in expected if key not in tensors]:
         raise CheckpointMismatchError(f"{folder} lacks {missing}")
     adapters = {}
     for module in modules:
         leaves = {
             leaf_name: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"])
-            for leaf_name, key in leaf_keys.items()
+            for leaf_name, key in keys_of[module].items()
         }
         leaves = {"coefficients": None, "sigma": None, **leaves}
-        adapters[module] = Adapter(**(leaves | {"a": leaves["a"].T, "b": leaves["b"].T}))
+        form = EmbeddingAdapter if module in lookups else Adapter
+        adapters[module] = form(**(leaves | {"a": leaves["a"].T, "b": leaves["b"].T}))
     return SavedModules(record, adapters, phi)
 
 

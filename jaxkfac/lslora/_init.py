@@ -1,5 +1,6 @@
 """New adapters for the layers that a config targets."""
 
+import collections
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -24,11 +25,13 @@ from jaxkfac.lslora._config import (
     Adapter,
     Adapters,
     Config,
+    EmbeddingAdapter,
     RmsSigma,
     nonlinearities,
     only_adapters,
 )
 from jaxkfac.lslora._diagnose import measure
+from jaxkfac.lslora._modules import Ties, check_turns, ties_of
 
 # ---------------- A from the inputs' covariance (EVA) or from the gradient
 
@@ -56,23 +59,26 @@ def check_source(init: Init, factors: Factors | None, gradient: ArrayTree) -> No
         instance_of("factors", factors, Factors, "as jk.value_grad_and_factors gives them")
 
 
-def covariance(factors: Factors, layer: Layer) -> Any:
+def covariance(factors: Factors, layer: Layer, ties: Ties) -> Any:
     r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
 
     The mean is known if the factor includes the ones of a bias; otherwise it is taken as zero.
+    Factors of the base model have a tied head under the path of the shared matrix.
     """
-    if layer.name not in factors:
+    name = layer.name if layer.name in factors else ties.get(layer.name, layer.name)
+    if name not in factors:
         raise UnknownLayerError(
             f"factors: no layer {layer.name!r}, which gets an adapter; the nearest names are "
             f"{nearest(layer.name, factors)}"
         )
-    sums = factors.a_sums[layer.input]
+    base_layer = factors.layer(name)
+    sums = factors.a_sums[base_layer.input]
     xp: Any = jnp if isinstance(sums, Tracer) else np
     if xp is np:
         sums = np.asarray(sums, np.float64)
-    if not factors.layer(layer.name).a_dense:
+    if not base_layer.a_dense:
         sums = sums[..., None] * xp.eye(sums.shape[-1], dtype=sums.dtype)
-    if factors.has_ones(layer.input):
+    if factors.has_ones(base_layer.input):
         row, ones = sums[..., :-1, -1], sums[..., -1:, -1]
         mean = row / xp.where(ones > 0, ones, 1)
         sums = sums[..., :-1, :-1] - mean[..., :, None] * row[..., None, :]
@@ -97,7 +103,12 @@ def gradient_of(gradient: ArrayTree, layer: Layer) -> Any:
 
 
 def directions(
-    init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: ArrayTree
+    init: Init,
+    layer: Layer,
+    rank: int,
+    factors: Factors | None,
+    gradient: ArrayTree,
+    ties: Ties,
 ) -> Float[Array, "*stack in r"]:
     """Orthonormal columns, the strongest first, each with a positive largest entry.
 
@@ -108,7 +119,7 @@ def directions(
     what = "inputs" if init == "eva" else "gradient"
     if init == "eva":
         assert factors is not None
-        matrix = covariance(factors, layer)
+        matrix = covariance(factors, layer, ties)
     else:
         matrix = gradient_of(gradient, layer)
     traced = isinstance(matrix, Tracer)
@@ -227,6 +238,8 @@ def init(
 ) -> Adapters:
     r"""Create adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
 
+    An embedding has A = 0 and B standard normal, as in PEFT, whatever ``init`` is.
+
     ``init="eva"`` sets A to the orthonormal directions in which a layer's inputs vary most;
     ``"gradient"`` sets it to those with the largest gradient, the input side of LoRA-GA. B is zero
     in all cases, so the base model stays unchanged and folders have the usual form.
@@ -255,10 +268,11 @@ def init(
     Raises:
         TypeError: arguments are in the wrong order, or ``apply_fn`` is a model.
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
-        ValueError: the target matches something that cannot be adapted, ``modules_to_save``
-            matches something quantized or targeted as well (``"all-linear"`` skips it instead), or
-            the rank is larger than a layer; each is named. Or the source for ``init`` is missing,
-            lacks a leaf, or has fewer directions than the rank (zeros have none).
+        ValueError: the target matches something that cannot be adapted; ``modules_to_save`` matches
+            a parameter that the program ties (see ``ensure_weight_tying``), or something quantized
+            or targeted as well (``"all-linear"`` skips it instead); or the rank is larger than a
+            layer; each is named. Or the source for ``init`` is missing, lacks a leaf, or has fewer
+            directions than the rank (zeros have none).
         NonFiniteFactorError: a factor or the gradient is not finite.
 
     Example:
@@ -278,18 +292,24 @@ def init(
     one_of("init", init, get_args(Init))
     check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)
+    params, gradient = adapted.separated(params), adapted.separated(gradient)
     leaves = leaves_by_path(decoded_shapes(params))
-    layers = targeted(config, adapted.traced(params, inputs, key).table)
+    table = adapted.traced(params, inputs, key).table
+    ties = ties_of(apply_fn) if config.ensure_weight_tying else {}
+    layers = _shared_layers(targeted(config, table), table, ties, config)
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)
         leaf_dtype = leaves[layer.weight.path].dtype if dtype is None else dtype
         adapters[layer.name] = _fresh(config, layer, mine, leaf_dtype)
-        if init != "default":
-            a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
+        if init != "default" and not layer.is_lookup:
+            rank = config.rank_of(layer.name)
+            a = directions(init, layer, rank, factors, gradient, ties_of(apply_fn))
             adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(leaf_dtype))
     if config.modules_to_save is not None:
         full_paths = selector(config.modules_to_save, list(leaves))
+        full_paths = {ties.get(path, path) for path in full_paths}
+        _check_read_once(full_paths, table, ties_of(apply_fn), config)
         if quantised := sorted(full_paths & encoded_paths(params)):
             raise ValueError(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
@@ -302,6 +322,43 @@ def init(
         for name, rms in sigmas.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
     return adapters
+
+
+def _shared_layers(
+    layers: list[Layer], table: LayerTable, ties: Ties, config: Config
+) -> list[Layer]:
+    """The layers, with that of the shared matrix in place of those that stay tied to it."""
+    names = [ties.get(layer.name, layer.name) for layer in layers]
+    check_turns(config.phi is None or set(ties.values()).isdisjoint(names))
+    of_path = collections.Counter(layer.weight.path for layer in table.of_parameters)
+    if shared := [
+        x.name for x in layers if config.ensure_weight_tying and of_path[x.weight.path] > 1
+    ]:
+        raise ValueError(
+            f"ensure_weight_tying: {shared[0]!r} is one of several uses of its parameter, and one "
+            "adapter for all of them needs a model of load_decoder; leave it out, or train the "
+            "parameter with modules_to_save="
+        )
+    if unread := [name for name in names if name not in table]:
+        members = [path for path, shared in ties.items() if shared == unread[0]]
+        raise ValueError(
+            f"ensure_weight_tying: one adapter cannot serve {', '.join(members)}, of which more "
+            "than one is an embedding; leave it out, or train the matrix with modules_to_save="
+        )
+    return [table[name] for name in dict.fromkeys(names)]
+
+
+def _check_read_once(full_paths: set[str], table: LayerTable, ties: Ties, config: Config) -> None:
+    """Refuse to train a matrix that several modules share, unless the config keeps it shared."""
+    for path in [] if config.ensure_weight_tying else sorted(full_paths):
+        names = [layer.name for layer in table.of_parameters if layer.weight.path == path]
+        names = names or [member for member, shared in ties.items() if shared == path]
+        if len(names) > 1:
+            raise ValueError(
+                f"modules_to_save={config.modules_to_save!r} matches {path!r}, which is shared: it "
+                f"is read as {', '.join(map(repr, names))}; name one of these if the model has it "
+                "as a parameter, or pass ensure_weight_tying=True to train it for all of them"
+            )
 
 
 def _leave_to_whole(
@@ -328,10 +385,15 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     """
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
-    wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if not x.is_dense}
+    is_wide = config.target == ALL_LINEAR
+    wrong = {
+        x.name: f"is of kind {x.kind!r}"
+        for x in layers
+        if not x.is_dense and (is_wide or not x.is_lookup)
+    }
     wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
     layer_paths = {matrix.path for x in table.values() for matrix in (x.weight, x.bias) if matrix}
-    if config.target == ALL_LINEAR:
+    if is_wide:
         layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
         wrong |= {p: r for p, r in table.uncovered if p not in layer_paths and config.targets(p)}
@@ -344,7 +406,7 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     if wrong:
         rows = "\n".join(f"  {name} {reason}" for name, reason in wrong.items())
         raise ValueError(
-            "only dense layers can be adapted, and target= also matches\n"
+            "only dense layers and embeddings can be adapted, and target= also matches\n"
             f"{rows}\nMake the target narrower, or name these in exclude="
         )
     for layer in layers:
@@ -362,12 +424,17 @@ def _fresh(config: Config, layer: Layer, key: Key[Array, ""], dtype: DTypeLike) 
     rank, bound = config.rank_of(layer.name), 1 / math.sqrt(layer.in_features)
     shape = (*layer.stack, layer.in_features, rank)
     wide = statistics_dtype(dtype)
-    a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
-    b = jnp.zeros((*layer.stack, rank, layer.out_features), dtype)
+    b_shape = (*layer.stack, rank, layer.out_features)
+    form = EmbeddingAdapter if layer.is_lookup else Adapter
+    if layer.is_lookup:  # as in PEFT: with B = 0, only tokens of the batch would ever move A
+        a, b = jnp.zeros(shape, dtype), jax.random.normal(key, b_shape, wide).astype(dtype)
+    else:
+        a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
+        b = jnp.zeros(b_shape, dtype)
     if (phi := config.phi) is None:
-        return Adapter(a, b, None, None)
+        return form(a, b, None, None)
     sigma = 1.0 if isinstance(config.init_sigma, RmsSigma) else config.init_sigma
-    return Adapter(
+    return form(
         a,
         b,
         jnp.broadcast_to(jnp.asarray(phi.first(wide)), (*layer.stack, len(phi.initial))),

@@ -59,7 +59,6 @@ def test_what_cannot_be_adapted_is_refused_by_name_unless_it_is_excluded():
     with pytest.raises(ValueError) as error:
         adapters_of(Config(rank=2, target=r".*"))
     for name, kind in {
-        "embed/table": "embedding",
         "conv/kernel": "conv",
         "norm/scale": "scale",
     }.items():

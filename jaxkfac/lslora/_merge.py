@@ -18,7 +18,7 @@ from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._attach import Adapted, check_leaves, check_rank
 from jaxkfac.lslora._branch import Branch
-from jaxkfac.lslora._config import Adapters, Config, only_adapters
+from jaxkfac.lslora._config import Adapters, Config, EmbeddingAdapter, only_adapters
 from jaxkfac.lslora._diagnose import measure
 from jaxkfac.lslora._nonlinearity import EPSILON, FOURIER
 
@@ -42,6 +42,9 @@ class ApproximateMerge(NamedTuple):
 
 def merge(adapted: Adapted, params: ArrayTree, adapters: Adapters, inputs: ArrayTree) -> ArrayTree:
     """Add plain LoRA to the base model's kernels: the same function, without a branch.
+
+    Where adapters separate a head from the embedding that it was tied to, the result has the head
+    as another parameter, ``lm_head/kernel``, and the model's ``apply_fn`` uses it.
 
     Args:
         adapted: From :func:`attach`, with ``fourier_placement="none"``.
@@ -117,6 +120,12 @@ def approximate_merge(
         ``in (in + out)`` elements for each slice of each layer.
     """
     own_adapters = only_adapters(adapters)
+    if lookups := [n for n, x in own_adapters.items() if isinstance(x, EmbeddingAdapter)]:
+        raise ValueError(
+            f"{', '.join(lookups)} are embeddings, which have no inputs to fit a kernel to: leave "
+            "them out with exclude=, or train plain LoRA, which merge() adds"
+        )
+    params = adapted.separated(params, list(adapters))
     traced = adapted.traced(params, inputs, None, tuple(own_adapters))
     ones = {name: traced.table[name].bias is not None for name in own_adapters}
 
@@ -194,6 +203,7 @@ def _written(
             "to be rounded again: merge into jk.nf4.dequantize(params), and quantise the result "
             "if you must"
         )
+    params = adapted.separated(params, list(adapters))
     leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own_adapters}
     every = adapted.traced(params, inputs, None)
     for name in own_adapters:
@@ -211,7 +221,7 @@ def _written(
                 wide = statistics_dtype(leaf.dtype)
                 new = matrix.read(leaf).astype(wide) + jnp.asarray(delta, wide)
                 leaves[matrix.path] = matrix.write(leaf, new)
-    return with_leaves(params, leaves)
+    return adapted.tied_again(with_leaves(params, leaves))
 
 
 def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:

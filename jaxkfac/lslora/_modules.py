@@ -1,14 +1,17 @@
-"""Modules in files of PyTorch models: their names, and fused projections."""
+"""Modules of PyTorch models: their names, shared matrices, and fused projections."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
 
@@ -91,6 +94,81 @@ def whole_name(path: str) -> tuple[str, bool]:
     kind = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(leaf, leaf)
     head = module_name(module, ()) if module not in ("", _COLLECTION) else ""
     return f"{head}.{kind}" if head else kind, leaf == "kernel"
+
+
+# ---------------- modules that share a matrix, each with a parameter of its own
+
+
+# {path of a module's parameter: path of the matrix that it is}; a head's kernel is its transpose
+Ties = Mapping[str, str]
+
+
+def ties_of(apply_fn: object) -> Ties:
+    """The parameters that an apply function takes beside the matrix they are tied to."""
+    return getattr(apply_fn, "ties", {})
+
+
+def separated(params: ArrayTree, ties: Ties) -> ArrayTree:
+    """The parameters with one for each tied module, all with the values of the shared matrix.
+
+    Nothing changes where they are there already, or the shared matrix is in NF4.
+    """
+    encoded = encoded_paths(params)
+    leaves = leaves_by_path(decoded_shapes(params))
+    for path, shared in ties.items():
+        is_there = shared in leaves and shared not in encoded and path not in leaves
+        if isinstance(params, dict) and is_there:
+            params = _with_leaf(params, path.split("/"), tied_value(path, leaves[shared]))
+    return params
+
+
+def tied_again(params: ArrayTree, ties: Ties) -> ArrayTree:
+    """The parameters without those that :func:`separated` adds."""
+    for path in ties:
+        params = _without_leaf(params, path.split("/"))
+    return params
+
+
+def tied_value(path: str, shared: Any) -> Any:
+    """The value of a tied parameter: the shared matrix, transposed for the kernel of a head."""
+    if not path.endswith("/kernel"):
+        return shared
+    if isinstance(shared, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shared.shape[::-1], shared.dtype)
+    return shared.T
+
+
+def check_turns(is_linear: bool) -> None:
+    """Refuse to tie an adapter with a nonlinearity, which acts on another side of a transpose.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if not is_linear:
+        raise ValueError(
+            "ensure_weight_tying: expected plain LoRA, because a nonlinear branch of an embedding "
+            "has no transpose for the head: take fourier_placement='none', or leave it out"
+        )
+
+
+def turned(adapter: Adapter) -> Adapter:
+    """The adapter of a tied head: the embedding's, transposed."""
+    check_turns(adapter.is_linear)
+    return Adapter(adapter.b.swapaxes(-1, -2), adapter.a.swapaxes(-1, -2), None, None)
+
+
+def _with_leaf(tree: Mapping[str, Any], path: Sequence[str], leaf: Any) -> dict[str, Any]:
+    key, *inner = path
+    value = _with_leaf(tree.get(key, {}), inner, leaf) if inner else leaf
+    return {**tree, key: value}
+
+
+def _without_leaf(tree: Any, path: Sequence[str]) -> Any:
+    key, *inner = path
+    if not isinstance(tree, dict) or key not in tree:
+        return tree
+    value = _without_leaf(tree[key], inner) if inner else {}
+    return {k: value if k == key else x for k, x in tree.items() if k != key or value != {}}
 
 
 # ---------------- fused projections and their parts: q, k, v or gate, up in one kernel

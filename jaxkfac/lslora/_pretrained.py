@@ -1,7 +1,7 @@
 """A file's modules matched to a pretrained model's parameters and their slices."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -11,11 +11,19 @@ from jax.typing import DTypeLike
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import CheckpointMismatchError, nearest
 from jaxkfac.interception.values import decoded_shapes, encoded_paths
-from jaxkfac.lslora._config import Adapter
+from jaxkfac.lslora._config import Adapter, EmbeddingAdapter
 from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
-from jaxkfac.lslora._modules import ModuleNames, Parts
+from jaxkfac.lslora._modules import ModuleNames, Parts, Ties, separated, ties_of
 from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._record import OWN, is_saved_whole, is_target, nonlinearity_of, pattern_value
+from jaxkfac.lslora._record import (
+    OWN,
+    is_all_linear,
+    is_saved_whole,
+    is_target,
+    nonlinearity_of,
+    pattern_value,
+)
+from jaxkfac.memory import check_values
 
 # ---------------- from the modules of a file to stacked layers
 
@@ -28,12 +36,14 @@ class Stack(NamedTuple):
         inputs: Inputs of a slice.
         outputs: Outputs of a slice.
         modules: Name of the module of each slice, in order.
+        is_lookup: Whether it is an embedding.
     """
 
     lead: tuple[int, ...]
     inputs: int
     outputs: int
     modules: list[str]
+    is_lookup: bool = False
 
 
 class ModuleSettings(NamedTuple):
@@ -54,9 +64,9 @@ def expected_tensors(
 
     A module without any tensor in the file is skipped if the file's settings do not target it.
     """
-    phi = nonlinearity_of(record)
-    keys, shapes = tensor_keys(phi), {}
+    phi, shapes = nonlinearity_of(record), {}
     for stack in stacks.values():
+        keys = tensor_keys(phi, is_lookup=stack.is_lookup)
         for module in stack.modules:
             rank = _slice(record, module).rank
             leaf_shapes: Shapes = {
@@ -76,9 +86,9 @@ def untargeted(
     record: Mapping[str, Any], stacks: Mapping[str, Stack], stored: Mapping[str, np.ndarray]
 ) -> list[str]:
     """Modules that a file has but its settings do not target: PEFT would skip them."""
-    key = tensor_keys(None)["a"]
+    present = adapted_modules(stored)
     modules = [m for stack in stacks.values() for m in stack.modules]
-    return [m for m in modules if f"{PREFIX}{m}.{key}" in stored and not is_target(record, m)]
+    return [m for m in modules if m in present and not is_target(record, m, stored=True)]
 
 
 def stacked(
@@ -95,7 +105,7 @@ def stacked(
         CheckpointMismatchError: no slice has an adapter.
     """
     phi = nonlinearity_of(record)
-    keys = tensor_keys(phi)
+    keys = tensor_keys(phi, is_lookup=stack.is_lookup)
     module_tensors: list[dict[str, np.ndarray]] = []
     for module in stack.modules:
         names = {leaf_name: f"{PREFIX}{module}.{key}" for leaf_name, key in keys.items()}
@@ -126,7 +136,8 @@ def stacked(
     for leaf_name, slice_arrays in leaves.items():
         x = np.stack(slice_arrays)
         arrays[leaf_name] = jnp.asarray(x.reshape((*stack.lead, *x.shape[1:])))
-    return Adapter(**arrays), widest.rank, widest.alpha
+    form = EmbeddingAdapter if stack.is_lookup else Adapter
+    return form(**arrays), widest.rank, widest.alpha
 
 
 def _slice(record: Mapping[str, Any], module: str) -> ModuleSettings:
@@ -148,6 +159,80 @@ def _nothing(stack: Stack, rank: int, dtype: DTypeLike, phi: Nonlinearity | None
     if phi is None:
         return zeros
     return zeros | {"coefficients": phi.first(np.float32), "sigma": np.float32(1)}
+
+
+# ---------------- what PEFT writes again for a head that stays tied
+
+
+# For each tensor of a head: that of the embedding, and whether it is transposed.
+_TIED = {
+    "weight": ("weight", False),
+    "base_layer.weight": ("base_layer.weight", False),
+    "lora_A.weight": ("lora_embedding_B", True),
+    "lora_B.weight": ("lora_embedding_A", True),
+}
+_HEAD, _EMBEDDINGS = "lm_head/kernel", ("embed_tokens/embedding", "shared/embedding")
+
+
+def usual_heads(paths: Iterable[str]) -> Ties:
+    """The head of the models that PEFT knows, for the embedding among some paths."""
+    embeddings = [path for path in paths if path.endswith(_EMBEDDINGS)]
+    return {_HEAD: embeddings[0]} if embeddings else {}
+
+
+def _tied_keys(heads: Ties, names: ModuleNames) -> dict[str, tuple[str, bool]]:
+    return {
+        f"{PREFIX}{names(head, ())}.{end}": (f"{PREFIX}{names(embedding, ())}.{source}", turned)
+        for head, embedding in heads.items()
+        for end, (source, turned) in _TIED.items()
+    }
+
+
+def tied_copies(
+    tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames
+) -> dict[str, np.ndarray]:
+    """The tensors that a file with ``ensure_weight_tying`` holds for the head too."""
+    return {
+        key: np.ascontiguousarray(tensors[source].T if turned else tensors[source])
+        for key, (source, turned) in _tied_keys(heads, names).items()
+        if source in tensors
+    }
+
+
+def lacks_copies(tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames) -> bool:
+    """Whether a trained embedding is not there for its head too.
+
+    PEFT leaves ``ensure_weight_tying`` without effect where its model does not tie the two, such as
+    a base with two equal matrices whose config does not tie them.
+    """
+    keys = tied_copies(tensors, heads, names)
+    return any("lora_" not in key and key not in tensors for key in keys)
+
+
+def without_tied_copies(
+    tensors: Mapping[str, np.ndarray], heads: Ties, names: ModuleNames, where: str
+) -> dict[str, np.ndarray]:
+    """The tensors without those that are written again for a tied head.
+
+    Args:
+        tensors: Tensors of a file with ``ensure_weight_tying``, by key.
+        heads: The model's tied heads.
+        names: Module names, as for the adapters.
+        where: Name of the file, for errors.
+
+    Raises:
+        ValueError: the head's tensors are not the embedding's; named.
+    """
+    out, copies = dict(tensors), tied_copies(tensors, heads, names)
+    for key, (source, _) in _tied_keys(heads, names).items():
+        copy = out.pop(key, None)
+        if copy is not None and not (key in copies and np.array_equal(copy, copies[key])):
+            raise ValueError(
+                f"{where}: {key!r} is not {source!r}, and adapter_config.json has "
+                "ensure_weight_tying: true, which makes them one; pass "
+                "assume={'ensure_weight_tying': False} to keep both"
+            )
+    return out
 
 
 # ---------------- a pretrained model's parameters
@@ -173,6 +258,16 @@ class PretrainedModel(Protocol):
         ...
 
 
+def ties_of_model(model: PretrainedModel) -> Ties:
+    """The parameters that the model's function takes beside the matrix they are tied to."""
+    return ties_of(getattr(model, "apply_fn", None))
+
+
+def _leaves(model: PretrainedModel) -> dict[str, Any]:
+    """The model's parameters by path, each tied one among them."""
+    return leaves_by_path(decoded_shapes(separated(model.params, ties_of_model(model))))
+
+
 class _Place(NamedTuple):
     """The place of a stored tensor in a parameter."""
 
@@ -193,8 +288,15 @@ def stacks_of(
     Raises:
         CheckpointMismatchError: the file adapts a module that the model does not have.
     """
-    present, all_modules, result = set(adapted_modules(tensors)), set[str](), {}
+    lookups, all_modules, result = adapted_modules(tensors), set[str](), {}
+    present = {module for module, is_lookup in lookups.items() if not is_lookup}
+    targets = record["target_modules"]
     for path, shape in _shapes(model).items():
+        if path.endswith("/embedding"):
+            modules = [names(path, index) for index in np.ndindex(*shape[:-2])]
+            all_modules |= set(modules)
+            if any(lookups.get(m) or (targets and is_target(record, m)) for m in modules):
+                result[path] = Stack(shape[:-2], shape[-2], shape[-1], modules, is_lookup=True)
         if not path.endswith("/kernel"):
             continue
         stacks = {}
@@ -205,6 +307,13 @@ def stacks_of(
         fused = {path: stacks.pop(path)}
         # A pattern such as `.*_proj` matches the fused layer and its parts; the file has only one.
         forms = [form for form in (fused, stacks) if not present.isdisjoint(_modules(form))]
+        names_of_both = _modules(fused) | _modules(stacks)
+        if (
+            not forms
+            and is_all_linear(record)
+            and not all(is_target(record, module) for module in names_of_both)
+        ):
+            continue  # the settings exclude it by the names that it has in the file
         for form in forms or (fused, stacks):
             chosen = {
                 name: stack
@@ -214,7 +323,7 @@ def stacks_of(
             if chosen:
                 result |= chosen
                 break
-    if unknown := [m for m in adapted_modules(tensors) if m not in all_modules]:
+    if unknown := [m for m in lookups if m not in all_modules]:
         raise CheckpointMismatchError(
             f"the model has no module {unknown[0]!r}, which the file adapts; the nearest are "
             f"{nearest(unknown[0], sorted(all_modules))}"
@@ -233,6 +342,7 @@ def whole_parameters(
     keys: Sequence[str],
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
+    where: str,
 ) -> dict[str, Any]:
     """The parameters of the model that a file holds in full or in some slices, by path.
 
@@ -245,12 +355,13 @@ def whole_parameters(
         keys: Keys of the tensors that belong to no adapter.
         tensors: Tensors by key.
         names: Module names, as for the adapters.
+        where: Name of the file, for errors.
 
     Raises:
         CheckpointMismatchError: the model does not have a tensor, or has it with another shape.
-        ValueError: the parameter is quantized.
+        ValueError: the parameter is quantized, or a value is beyond its dtype.
     """
-    leaves, parameters = leaves_by_path(decoded_shapes(model.params)), {}
+    leaves, parameters = _leaves(model), {}
     places = _places(model, names) if keys else {}
     quantised = encoded_paths(model.params)
     for key in keys:
@@ -273,6 +384,7 @@ def whole_parameters(
                 f"the file's {key!r} has shape {tensors[key].shape}, and the model's parameter "
                 f"{place.path!r} takes {model_slice.shape} there"
             )
+        check_values(value, model_slice.dtype, f"{where}: {key!r}", may_be_infinite=True)
         value = value.astype(model_slice.dtype)
         if not is_saved_whole(record, name) and np.array_equal(value, model_slice):
             continue
@@ -300,7 +412,7 @@ def _places(model: PretrainedModel, names: ModuleNames) -> dict[str, _Place]:
 
 
 def _shapes(model: PretrainedModel) -> dict[str, tuple[int, ...]]:
-    leaves = leaves_by_path(decoded_shapes(model.params))
+    leaves = _leaves(model)
     return {p: tuple(x.shape) for p, x in leaves.items() if p.rpartition("/")[2] in _KINDS}
 
 

@@ -27,6 +27,7 @@ _READ = (
     "layers_to_transform",
     "layers_pattern",
     "modules_to_save",
+    "ensure_weight_tying",
     "bias",
     "init_lora_weights",
 )
@@ -46,7 +47,6 @@ _WITHOUT_EFFECT = (
     "corda_config",
     "lora_ga_config",
     "qalora_group_size",
-    "ensure_weight_tying",
 )
 
 
@@ -70,8 +70,19 @@ def unsupported(record: Mapping[str, Any], own_keys: tuple[str, ...]) -> dict[st
     return wrong
 
 
-def is_target(record: Mapping[str, Any], module: str) -> bool:
-    """Whether PEFT adapts a module of this name, if it is linear."""
+_ALL_LINEAR = "all-linear"
+_ENDS = ("embed_tokens", "shared", "lm_head")  # not linear, or the output layer
+
+
+def is_target(record: Mapping[str, Any], module: str, *, stored: bool = False) -> bool:
+    """Whether PEFT adapts a module of this name, if it is linear or an embedding.
+
+    Args:
+        record: Content of ``adapter_config.json``.
+        module: Name of the module.
+        stored: Whether the file adapts the module. ``"all-linear"`` stands for those of the file,
+            and leaves out embeddings and the head otherwise.
+    """
     excluded, targets = record.get("exclude_modules"), record["target_modules"]
     if excluded and _named(excluded, module):
         return False
@@ -79,6 +90,8 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
         return False
     if not targets:
         return True  # there is no restriction
+    if is_all_linear(record):
+        return stored or module.rpartition(".")[2] not in _ENDS
     if isinstance(targets, str) or not _named(targets, module):
         return _named(targets, module)
     chosen = record.get("layers_to_transform")
@@ -86,6 +99,12 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
         return True
     number = _layer_number(record, module)
     return number is not None and number in ([chosen] if isinstance(chosen, int) else chosen)
+
+
+def is_all_linear(record: Mapping[str, Any]) -> bool:
+    """Whether the settings say ``"all-linear"`` instead of names."""
+    targets = record["target_modules"]
+    return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
 
 
 def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:
@@ -130,6 +149,10 @@ OWN = "jaxkfac"  # key of the settings that PEFT does not have; other readers ig
 _OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
 _OWN_FIELDS += ("init_sigma", "reg_weight")
 _OWN_OPTIONS = ("nonlinearity", "checksums")
+# The settings that are numbers, and their types.
+_NUMBERS = {"r": ("a whole number", int), "lora_alpha": ("a number", (int, float))}
+_NUMBERS |= {"lora_dropout": ("a number", (int, float))}
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 
 
 def to_record(
@@ -167,13 +190,14 @@ def to_record(
         "r": config.rank,
         "lora_alpha": config.alpha,
         # A pattern of exactly these modules: a list would also match longer names with their ends.
-        "target_modules": "|".join(map(re.escape, names)),
+        "target_modules": "|".join(_pattern_of(name, config) for name in names),
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         # Without ^, PEFT matches the ends of names.
         "rank_pattern": {f"^{re.escape(m)}": r for m, r in ranks.items() if r != config.rank},
         "alpha_pattern": {f"^{re.escape(m)}": a for m, a in alphas.items() if a != config.alpha},
         "modules_to_save": list(full_modules) or None,
+        "ensure_weight_tying": config.ensure_weight_tying,
         "bias": "none",
         OWN: {
             "target": config.target if isinstance(config.target, str) else list(config.target),
@@ -196,6 +220,14 @@ def to_record(
         if dialect == "peft":
             record["init_lora_weights"] = NEEDS_PLUG_IN
     return record
+
+
+def _pattern_of(module: str, config: Config) -> str:
+    """The pattern that PEFT matches with a module."""
+    prefix, dot, name = module.rpartition(".")
+    if config.ensure_weight_tying and name in _ENDS:  # PEFT looks for the last component alone
+        return f"(?:{re.escape(prefix + dot)})?{re.escape(name)}"
+    return re.escape(module)
 
 
 def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
@@ -242,6 +274,7 @@ def check_record(record: Any, where: str) -> None:
             f"{where} lacks {missing}; without them it is another model than the one saved. If "
             "you know what they were, pass assume={...}, by these names"
         )
+    _check_numbers(record, where)
     wrong = unsupported(record, (OWN, *([] if phi is None else phi.settings)))
     unknown = stored_own.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
     wrong |= {f"{OWN}.{key}": stored_own[key] for key in sorted(unknown)}
@@ -257,6 +290,25 @@ def check_record(record: Any, where: str) -> None:
             f"{where}: these settings are not supported: {wrong}. If one is not known here and "
             "changes nothing of what the adapter computes, pass assume={its name: None}"
         )
+
+
+def _check_numbers(record: Mapping[str, Any], where: str) -> None:
+    """Refuse a setting that is no number: null, or a number in quotes."""
+    values = {key: record[key] for key in _NUMBERS}
+    kinds = dict(_NUMBERS)
+    for key, number in _PATTERNS.items():
+        patterns = record.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise ValueError(f"{where}: {key}: expected an object of patterns, got {patterns!r}")
+        values |= {f"{key}[{pattern!r}]": value for pattern, value in patterns.items()}
+        kinds |= {f"{key}[{pattern!r}]": _NUMBERS[number] for pattern in patterns}
+    for key, value in values.items():
+        what, types = kinds[key]
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise ValueError(
+                f"{where}: {key}: expected {what}, got {value!r}; write the number that the "
+                "adapter was trained with into the file, without quotes"
+            )
 
 
 def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
@@ -297,6 +349,7 @@ def from_record(
         "rslora": bool(record.get("use_rslora", False)),
         "dropout": record["lora_dropout"],
         "nonlinearity": _name(record),
+        "ensure_weight_tying": bool(record.get("ensure_weight_tying", False)),
     }
     placement, init_sigma, reg_weight = "none", Config.init_sigma, Config.reg_weight
     if phi is not None:

@@ -16,7 +16,7 @@ from jaxkfac.memory._budget import (
 )
 from jaxkfac.memory._duplicates import Duplicate, DuplicateReport, duplicate_report
 from jaxkfac.memory._environment import Finding, inspect_environment
-from jaxkfac.memory._leaves import Target, aligned_empty, check_targets
+from jaxkfac.memory._leaves import Target, aligned_empty, check_targets, check_values
 from jaxkfac.memory._load import LeafSharding, load_safetensors, stored_tensors
 from jaxkfac.memory._place import (
     as_sharding,
@@ -55,6 +55,7 @@ __all__ = [
     "cast_once",
     "check_same_batch",
     "check_targets",
+    "check_values",
     "checked_dtype",
     "divided_shardings",
     "duplicate_report",

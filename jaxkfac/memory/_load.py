@@ -1,6 +1,7 @@
 """Load a checkpoint into its target dtype and sharding, one tensor at a time."""
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,13 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jaxkfac.memory._leaves import Target, aligned_empty, check_targets, release
+from jaxkfac.memory._leaves import (
+    Target,
+    aligned_empty,
+    check_targets,
+    check_values,
+    release,
+)
 from jaxkfac.memory._place import as_sharding, checked_dtype, convert
 
 # ---------------- the files of a safetensors checkpoint, all checked before a tensor is read
@@ -76,9 +83,16 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
     """``{name: file}`` of an index, or ``None`` without one, and the files in order."""
     if path.is_dir():
-        for pattern in ("model.safetensors.index.json", "model.safetensors"):
-            if (path / pattern).is_file():
-                return _files_of(path / pattern)
+        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+        if single.is_file() and index.is_file():
+            warnings.warn(
+                f"{path} holds {single.name} and an index of shards: {single.name} is read, as "
+                "transformers does; delete the form that is out of date",
+                stacklevel=4,
+            )
+        for file in (single, index):
+            if file.is_file():
+                return _files_of(file)
         for pattern in ("*.safetensors.index.json", "*.safetensors"):
             candidates = sorted(path.glob(pattern))
             if len(candidates) == 1:
@@ -90,7 +104,15 @@ def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
                     "(model.safetensors.index.json) beside its shards"
                 )
         names = sorted(file.name for file in path.iterdir())
-        raise FileNotFoundError(f"no *.safetensors in {path}, which holds {names or 'nothing'}")
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        hint = (
+            f"; {pickles[0]} is a pickle, which is not read: save it as safetensors"
+            if pickles
+            else ""
+        )
+        raise FileNotFoundError(
+            f"no *.safetensors in {path}, which holds {names or 'nothing'}{hint}"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}, which does not exist")
     if path.suffix != ".json":
@@ -176,10 +198,9 @@ def load_safetensors(
 
     Args:
         path: A ``.safetensors`` file, an index (``model.safetensors.index.json``), or a folder
-            with ``model.safetensors.index.json``, ``model.safetensors``, or a single file of
-            another name.
-        dtype: Dtype for floating tensors; others keep theirs. Values beyond it become infinite, or
-            NaN in a float8 without infinity. ``None`` keeps all dtypes.
+            with ``model.safetensors``, else ``model.safetensors.index.json``, else a single file
+            of another name.
+        dtype: Dtype for floating tensors; others keep theirs. ``None`` keeps all dtypes.
         sharding: A ``jax.sharding.Sharding`` or a device for all tensors, or a function of name
             and shape that returns one. ``None`` means the default device, uncommitted.
 
@@ -193,9 +214,13 @@ def load_safetensors(
         FileNotFoundError: there is no checkpoint, or a shard of the index is missing; named.
         ValueError: a file is truncated or no safetensors file; an index does not fit its shards,
             with each tensor named; or a stored dtype does not exist in JAX or is a 64-bit type
-            that cannot be kept (a float without ``dtype=``, an integer that does not fit 32 bits).
+            that cannot be kept (a float without ``dtype=``, an integer that does not fit 32 bits);
+            or a finite value is beyond ``dtype``.
         MemoryBudgetError: it would not fit; raised before anything is read.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Warns:
+        UserWarning: a folder has both ``model.safetensors``, which is read, and an index.
 
     Memory:
         The checkpoint in its target dtype and one stored tensor, both on the device and in main
@@ -241,6 +266,9 @@ def _target(tensor: StoredTensor, float_dtype: Any, sharding: LeafSharding | Non
 
 def _load(tensor: StoredTensor, target: Target) -> jax.Array:
     stored = _read(tensor)
+    if jnp.issubdtype(tensor.dtype, jnp.floating) and target.dtype != tensor.dtype:
+        where = f"tensor {tensor.name!r} in {tensor.file}"
+        check_values(stored, target.dtype, where, may_be_infinite=True)
     if tensor.dtype.itemsize == 8 and target.dtype != tensor.dtype:  # x64 is off
         if tensor.dtype.kind in "iu":
             _check_range(tensor, stored, target.dtype)

@@ -1,0 +1,1 @@
+"""Situations that people reported, one test each."""

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxkfac.linalg import statistics_dtype
@@ -69,13 +71,29 @@ class RMSNorm(nnx.Module):
 
 
 class TokenEmbedding(nnx.Module):
-    """The embedding of tokens, also the head if it is tied; in the dtype of the parameter."""
+    """The embedding of tokens, also the head if it is tied; in the dtype of the parameter.
+
+    An id outside the vocabulary is refused where its value is at hand, and gives NaN in a compiled
+    program. A negative one does not count from the end.
+
+    Raises:
+        ValueError: an id is outside the vocabulary.
+    """
 
     def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocabulary, width)))
 
     def __call__(self, ids_BxT: Array) -> Array:
-        return jnp.take(self.embedding[...], ids_BxT, axis=0)
+        table = self.embedding[...]
+        if not isinstance(ids_BxT, Tracer) and ids_BxT.size:
+            on_host = np.asarray(ids_BxT)  # in NumPy: inside a trace, jnp would stage the minimum
+            least, most = int(on_host.min()), int(on_host.max())
+            if least < 0 or most >= len(table):
+                raise ValueError(
+                    f"ids: expected [0, {len(table)}), the rows of the embedding, got ids from "
+                    f"{least} to {most}"
+                )
+        return table.at[ids_BxT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
     def attend(self, x: Array) -> Array:
         return x @ self.embedding[...].T

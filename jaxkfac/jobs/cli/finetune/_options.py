@@ -50,6 +50,9 @@ class AdapterOptions:
     modules_to_save: str | None = None
     """Full-match pattern of parameters to train in full and save with the adapter, such as
     ".*layernorm/scale"; the base keeps its own copy."""
+    ensure_weight_tying: bool = False
+    """Keep a head tied to its embedding: one adapter, or one parameter of modules_to_save, for
+    both. Otherwise the one that is not adapted keeps the base's matrix."""
     sigma_from_data: float | None = None
     """Set the initial width to this many times the root mean square of the branch over the first
     batch, instead of init_sigma."""

@@ -237,7 +237,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_with_its_keys(run, folder, t
     for change, message in (
         ({"num_layers": 2}, "missing tensors ['encoder.block.1.layer.0.layer_norm.weight'"),
         ({"model_type": "bart"}, "model_type: expected 't5', got 'bart'"),
-        ({"vocab_size": 200}, "has 258 tokens and the embedding 200 rows"),
+        ({"vocab_size": 200}, "shared.weight is (258, 16), expected (200, 16)"),
     ):
         (bad / "config.json").write_text(json.dumps(config | change))
         assert run(model=bad) == 2

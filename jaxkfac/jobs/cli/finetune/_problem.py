@@ -302,6 +302,7 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
         rank_pattern=chosen.rank_pattern,
         alpha_pattern=chosen.alpha_pattern,
         modules_to_save=chosen.modules_to_save,
+        ensure_weight_tying=chosen.ensure_weight_tying,
         nonlinearity=_registered(chosen.nonlinearity),
     )
 

@@ -1,17 +1,21 @@
 """Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and loaded parameters."""
 
 from jaxkfac.jobs.models.checkpoint._fill import (
+    HeadTensors,
     Leaf,
     Shape,
     Source,
+    StoredHead,
     TensorSpec,
     alone,
     check_tensors,
     fill,
     fill_shapes,
+    stored_head,
 )
 from jaxkfac.jobs.models.checkpoint._folder import (
     Pretrained,
+    TiedApply,
     open_weights,
     read_config,
     save_folder,
@@ -25,11 +29,14 @@ from jaxkfac.jobs.models.checkpoint._tokenizer import (
 )
 
 __all__ = [
+    "HeadTensors",
     "Leaf",
     "Pretrained",
     "Shape",
     "Source",
+    "StoredHead",
     "TensorSpec",
+    "TiedApply",
     "Tokenizer",
     "alone",
     "byte_tokenizer",
@@ -40,6 +47,7 @@ __all__ = [
     "read_config",
     "read_json",
     "save_folder",
+    "stored_head",
     "token_ids",
     "tokenizers_package",
 ]

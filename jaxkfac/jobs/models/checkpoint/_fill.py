@@ -1,6 +1,8 @@
 """Parameters read slice by slice from a source of tensors."""
 
+import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -9,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.memory import LeafSharding, Target, aligned_empty, as_sharding, check_targets
+from jaxkfac.memory import (
+    LeafSharding,
+    Target,
+    aligned_empty,
+    as_sharding,
+    check_targets,
+    check_values,
+)
 
 # ---------------- which stored tensors form each parameter, and a check that all are there
 
@@ -63,6 +72,7 @@ def check_tensors(
     *,
     what: str,
     repeats: Callable[[str], bool],
+    hint: str = "",
 ) -> None:
     """Compare the tensors of a checkpoint with those of the layout.
 
@@ -72,6 +82,7 @@ def check_tensors(
         where: Name of the checkpoint, for error messages.
         what: Name of the model, for error messages.
         repeats: Whether a tensor is redundant (such as a tied head) and may be present.
+        hint: What else to say where a tensor is missing.
 
     Raises:
         ValueError: tensors are missing, unknown or of the wrong shape; lists all of them.
@@ -88,10 +99,12 @@ def check_tensors(
         raise ValueError(
             f"{where} does not hold the {what} that its config describes: missing tensors "
             f"{missing}; unknown tensors {extra}; other shapes: {'; '.join(shapes) or 'none'}"
+            + hint
+            * bool(missing)
         )
 
 
-# ---------------- reading slice by slice
+# ---------------- a source of tensors
 
 
 @runtime_checkable
@@ -103,9 +116,99 @@ class Source(Protocol):
         """Shapes of all tensors."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor, of a floating dtype."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Read one tensor of a floating dtype, or some of its rows."""
         ...
+
+
+# ---------------- an embedding and a head that may be one parameter
+
+
+class HeadTensors(NamedTuple):
+    """Names of the tensors that a tied head is stored under.
+
+    Attributes:
+        embedding: The table of the tokens.
+        head: The matrix before the logits.
+        copies: Further names of the table; it is one parameter in every model of the kind.
+    """
+
+    embedding: str
+    head: str = "lm_head.weight"
+    copies: tuple[str, ...] = ()
+
+
+class StoredHead(NamedTuple):
+    """How a checkpoint stores embedding and head.
+
+    Attributes:
+        is_tied: Whether they are one parameter.
+        embedding: Name of the tensor that holds the embedding.
+        hint: What to add to an error about a missing tensor.
+    """
+
+    is_tied: bool
+    embedding: str
+    hint: str
+
+
+def stored_head(source: Source, names: HeadTensors, *, configured: bool, where: str) -> StoredHead:
+    """Whether the head is the embedding: by the tensors if both are there, else by the config.
+
+    This is the rule of transformers 5. Configs are no authority for two stored tensors: files of
+    other programs often say ``tie_word_embeddings: true`` beside a head of its own.
+
+    Args:
+        source: The checkpoint.
+        names: Names of the tensors.
+        configured: Whether the config says, or leaves to its default, that the head is tied.
+        where: Name of the checkpoint, for messages.
+
+    Raises:
+        ValueError: two tensors that are one parameter in every such model differ.
+
+    Warns:
+        UserWarning: the tensors are tied otherwise than the config says.
+
+    Memory:
+        A few rows of two tensors; both are read to the first difference.
+    """
+    stored = [name for name in (names.embedding, *names.copies) if name in source.shapes]
+    for name in stored[1:]:
+        if not _is_equal(source, stored[0], name):
+            raise ValueError(
+                f"{where}: {name} differs from {stored[0]}, and here they are one parameter: a "
+                "model with two embeddings is not supported"
+            )
+    says = f"its config has tie_word_embeddings: {str(configured).lower()}, or that as its default"
+    hint = f"; {names.head} is expected because {says}: set it to true if the head is the embedding"
+    hint *= not configured and names.head not in source.shapes
+    if not stored or names.head not in source.shapes:
+        alone_there = not stored and configured and names.head in source.shapes
+        only = names.head if alone_there else next(iter(stored), names.embedding)
+        return StoredHead(configured, only, hint)
+    is_tied = _is_equal(source, stored[0], names.head)
+    if is_tied != configured:
+        how = "equals" if is_tied else "differs from"
+        then = "they are loaded as one parameter" if is_tied else "the head of the file is used"
+        warnings.warn(f"{where}: {names.head} {how} {stored[0]}, and {says}; {then}", stacklevel=4)
+    return StoredHead(is_tied, stored[0], hint)
+
+
+def _is_equal(source: Source, first: str, second: str) -> bool:
+    """Whether two stored matrices have the same values; reads to the first difference."""
+    shape = source.shapes[first]
+    if shape != source.shapes[second]:
+        return False
+    step = max(1, _CHUNK // max(1, math.prod(shape[1:])))
+    pieces = (slice(start, start + step) for start in range(0, shape[0], step))
+    return all(np.array_equal(source.read(first, x), source.read(second, x)) for x in pieces)
+
+
+# ---------------- filling
+
+
+_CHUNK = 2**20  # elements that are looked at together
 
 
 def fill(
@@ -118,6 +221,9 @@ def fill(
     what: str,
 ) -> dict[str, Any]:
     """Build the tree of parameters, one leaf at a time.
+
+    Raises:
+        ValueError: a tensor holds NaN or infinity, or values beyond ``dtype``; named.
 
     Memory:
         One stored tensor and the stacked leaf that it is part of, in main memory; on a CPU the
@@ -136,9 +242,9 @@ def fill(
     params: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if path in chosen:
-            value = _nf4(path, _slices(source, leaf, dtype), len(leaf.slices))
+            value = _nf4(path, _slices(source, leaf, dtype, what), len(leaf.slices))
         else:
-            value = _read_leaf(source, leaf, dtype)
+            value = _read_leaf(source, leaf, dtype, what)
             value = jax.block_until_ready(jax.device_put(value, places[path]))
         _put(params, path, value)
     return params
@@ -166,10 +272,11 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[name] = value
 
 
-def _read_leaf(source: Source, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
+def _read_leaf(source: Source, leaf: Leaf, dtype: np.dtype, what: str) -> np.ndarray:
     parameter = aligned_empty(leaf.shape, dtype)
     for number, parts in enumerate(leaf.slices):
-        _write(source, parts, parameter[number] if leaf.stacked else parameter, leaf.transposed)
+        out = parameter[number] if leaf.stacked else parameter
+        _write(source, parts, out, leaf.transposed, what)
     return parameter
 
 
@@ -182,21 +289,21 @@ def _nf4(path: str, slices: Iterator[np.ndarray], length: int) -> Any:
         raise ValueError(f"quantize: parameter {path!r}: {error}") from error
 
 
-def _slices(source: Source, leaf: Leaf, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _slices(source: Source, leaf: Leaf, dtype: np.dtype, what: str) -> Iterator[np.ndarray]:
     for parts in leaf.slices:
         out = np.empty(leaf.slice_shape, dtype)
-        _write(source, parts, out, leaf.transposed)
+        _write(source, parts, out, leaf.transposed, what)
         yield out
 
 
-def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool) -> None:
+def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool, what: str) -> None:
     """Write tensors next to each other along the outputs, the last axis if transposed."""
     out = out.T if transposed else out
     start = 0
     for part in parts:
-        stop = start + part.shape[0]
-        with np.errstate(over="ignore"):  # infinity, as on any device
-            np.copyto(out[start:stop], source.read(part.name), casting="unsafe")
+        stop, tensor = start + part.shape[0], source.read(part.name)
+        check_values(tensor, out.dtype, f"{what}: tensor {part.name!r}")
+        np.copyto(out[start:stop], tensor, casting="unsafe")
         start = stop
 
 

@@ -1,13 +1,15 @@
 """A folder in Hugging Face's layout: config, weights and tokenizer."""
 
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import whole_file, write_text
@@ -17,6 +19,47 @@ from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors
 
 # ---------------- a loaded model
+
+
+class TiedApply:
+    """``apply_fn`` of a model whose modules share a matrix, unless the parameters separate them.
+
+    Adapters add a parameter for each module (a head is the embedding transposed), so that one can
+    be adapted or trained in full without the others, as in PEFT. Everything else sees one matrix.
+
+    Args:
+        tied: The function for parameters with one matrix.
+        separate: Returns the function for parameters with all; called when it is needed.
+        ties: ``{path of a parameter that is added: path of the shared one}``.
+
+    Attributes:
+        state: ``None``: a call changes no state.
+        ties: As given.
+    """
+
+    state = None
+
+    def __init__(
+        self, tied: NnxApply, separate: Callable[[], NnxApply], ties: Mapping[str, str]
+    ) -> None:
+        self.ties = dict(ties)
+        self._tied, self._separate = tied, functools.cache(separate)
+
+    def __call__(
+        self,
+        params: ArrayTree,
+        *inputs: Any,
+        key: Key[Array, ""] | None = None,
+        state: ArrayTree | None = None,
+    ) -> Any:
+        is_separate = any(_has(params, path.split("/")) for path in self.ties)
+        apply_fn = self._separate() if is_separate else self._tied
+        return apply_fn(params, *inputs, key=key, state=state)
+
+
+def _has(tree: Any, path: Sequence[str]) -> bool:
+    key, *inner = path
+    return isinstance(tree, Mapping) and key in tree and (not inner or _has(tree[key], inner))
 
 
 class Pretrained(NamedTuple):
@@ -32,7 +75,7 @@ class Pretrained(NamedTuple):
     """
 
     config: Any
-    apply_fn: NnxApply
+    apply_fn: NnxApply | TiedApply
     params: ArrayTree
     tokenizer: Tokenizer | None
     path: str | None = None
@@ -60,18 +103,19 @@ class SafetensorsSource:
                 "quantised already is not read: take the original and pass quantize="
             )
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, in the stored dtype."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """One tensor in the stored dtype, or some of its rows."""
         tensor = self._tensors[name]
-        count = math.prod(tensor.shape)
-        flat = np.fromfile(
-            tensor.file, np.uint8, count * tensor.dtype.itemsize, offset=tensor.start
-        )
-        if flat.size != count * tensor.dtype.itemsize:
+        first, last, _ = rows.indices(*tensor.shape[:1] or (1,))
+        row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        nbytes = (last - first) * row
+        flat = np.fromfile(tensor.file, np.uint8, nbytes, offset=tensor.start + first * row)
+        if flat.size != nbytes:
             raise ValueError(
                 f"{tensor.file} ended inside tensor {name!r}: it has been changed while it was read"
             )
-        return flat.view(tensor.dtype).reshape(tensor.shape)
+        shape = (last - first, *tensor.shape[1:]) if tensor.shape else ()
+        return flat.view(tensor.dtype).reshape(shape)
 
 
 # ---------------- reading a folder
@@ -112,20 +156,16 @@ def open_weights(
 
     Args:
         folder: Folder of the checkpoint.
-        vocabulary: Number of rows of the embedding.
+        vocabulary: Number of rows of the embedding; the tokenizer may have more tokens, and then
+            refuses a text that needs one of them.
         eos_ids: End tokens from the config.
 
     Raises:
-        ValueError: the tokenizer has ids outside the embedding.
+        ValueError: a file is damaged, or holds other tensors than floating ones.
     """
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_folder(folder, eos_ids=eos_ids)
-        if tokenizer.size > vocabulary:
-            raise ValueError(
-                f"the tokenizer in {folder} has {tokenizer.size} tokens and the embedding "
-                f"{vocabulary} rows: they are not of one model"
-            )
+        tokenizer = Tokenizer.from_folder(folder, eos_ids=eos_ids).limited(vocabulary)
     return SafetensorsSource(folder), tokenizer
 
 

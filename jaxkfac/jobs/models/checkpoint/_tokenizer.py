@@ -35,7 +35,11 @@ class Tokenizer:
         eos_ids: Tokens that end an answer.
         pad_id: Token for padding; if none is given, the first of ``eos_ids``, or 0.
         chat_template: Jinja source, or ``None``.
+        num_rows: Rows of the model's embedding, where the tokenizer has more tokens than that; a
+            text that needs one of the others is refused. ``None`` for no limit.
     """
+
+    num_rows: int | None = None
 
     def __init__(
         self,
@@ -132,17 +136,36 @@ class Tokenizer:
             add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
 
         Raises:
-            ValueError: ``tokenizer.json`` lacks what the text needs.
+            ValueError: ``tokenizer.json`` lacks what the text needs, or the model has no row for a
+                token of the text.
         """
         return self._encoded(text, add_special_tokens).ids
 
     def _encoded(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(
                 f"tokenizer.json cannot encode a text ({error}): download it again"
             ) from error
+        self._check_rows(encoded.ids)
+        return encoded
+
+    def limited(self, num_rows: int) -> "Tokenizer":
+        """The tokenizer for an embedding of ``num_rows`` rows; a file may have more tokens."""
+        self.num_rows = num_rows if num_rows < self.size else None
+        self.eos_ids = tuple(i for i in self.eos_ids if i < num_rows)
+        if self.pad_id >= num_rows:  # no model reads padding, but it must have a row
+            self.pad_id = next(iter(self.eos_ids), 0)
+        return self
+
+    def _check_rows(self, ids: Sequence[int]) -> None:
+        if self.num_rows is not None and (most := max(ids, default=0)) >= self.num_rows:
+            token = self._tokenizer.id_to_token(most)
+            raise ValueError(
+                f"a text needs the token {token!r} (id {most}), and the model's embedding has "
+                f"{self.num_rows} rows: leave the token out of the text"
+            )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

@@ -1,9 +1,10 @@
 """A decoder from a folder in Hugging Face's layout, or from a GGUF file."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +13,14 @@ from jax.typing import DTypeLike
 
 from jaxkfac.interception import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
+    HeadTensors,
     Leaf,
     Pretrained,
     Shape,
     Source,
+    StoredHead,
     TensorSpec,
+    TiedApply,
     Tokenizer,
     alone,
     check_tensors,
@@ -24,6 +28,7 @@ from jaxkfac.jobs.models.checkpoint import (
     fill_shapes,
     open_weights,
     read_config,
+    stored_head,
     tokenizers_package,
 )
 from jaxkfac.jobs.models.decoder._attention import AttentionBy
@@ -117,12 +122,13 @@ class GgufSource:
             for name, tensor in self._tensors.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in float32."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """One tensor in float32, or some of its rows; of queries and keys whole heads."""
         from gguf import quants
 
         tensor = self._tensors[name]
-        x = quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        x = quants.dequantize(tensor.data[rows], tensor.tensor_type)
+        x = x.reshape(-1, *self.shapes[name][1:])
         heads = self._heads.get(name.split(".")[-2])
         if heads is None:
             return x
@@ -218,12 +224,18 @@ def _name(name: str) -> str:
 # ---------------- which stored tensors form each parameter of a decoder
 
 
-def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
+HEAD = HeadTensors("model.embed_tokens.weight")
+
+
+def layout(
+    config: DecoderConfig, *, fused: bool, embedding: str = HEAD.embedding
+) -> dict[str, Leaf]:
     """All parameters by path.
 
     Args:
         config: Sizes of the decoder.
         fused: Whether qkv and gate/up are stored as one tensor each (Phi-3) or apart (Llama).
+        embedding: Name of the tensor that holds the embedding.
     """
     width, hidden, heads = config.width, config.hidden, config.num_heads * config.head_size
     parts = config.parts
@@ -238,9 +250,7 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
         ("mlp/down_proj", {"down_proj": width}, hidden, mlp),
     )
     leaves = {
-        "model/embed_tokens/embedding": alone(
-            "model.embed_tokens.weight", (config.vocabulary, width)
-        )
+        "model/embed_tokens/embedding": alone(embedding, (config.vocabulary, width)),
     }
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), width)
     if config.post_norms:
@@ -260,13 +270,13 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
     leaves["model/norm/scale"] = alone("model.norm.weight", (width,))
     if not config.tied_head:
         shape = (config.vocabulary, width)
-        leaves["lm_head/kernel"] = alone("lm_head.weight", shape, transposed=True)
+        leaves["lm_head/kernel"] = alone(HEAD.head, shape, transposed=True)
     return leaves
 
 
 def repeats(name: str, leaves: Mapping[str, Leaf]) -> bool:
     """Whether a tensor is redundant: a tied head, or frequencies in old files."""
-    tied = name == "lm_head.weight" and "lm_head/kernel" not in leaves
+    tied = name == HEAD.head and "lm_head/kernel" not in leaves
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
@@ -333,15 +343,16 @@ def load_decoder(
         FileNotFoundError: no model at nowhere, which does not exist
     """
     path = Path(path)
-    config, source, tokenizer = open_checkpoint(path)
+    config, source, tokenizer, stored = open_checkpoint(path)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
-    leaves = layout(config, fused=fused)
+    leaves = layout(config, fused=fused, embedding=stored.embedding)
     check_tensors(
         source.shapes,
         leaves,
         str(path),
         what="decoder",
         repeats=lambda name: repeats(name, leaves),
+        hint=stored.hint,
     )
     params = fill(
         source,
@@ -372,7 +383,7 @@ def decoder_shapes(
     if path.is_dir() and not any(path.glob("*.safetensors")):
         config = DecoderConfig.from_hugging_face(read_config(path))
     else:
-        config, _, tokenizer = open_checkpoint(path)
+        config, _, tokenizer, _ = open_checkpoint(path)
     shaped = shaped_decoder(config, dtype, remat, quantize, attention)
     return shaped._replace(tokenizer=tokenizer)
 
@@ -390,19 +401,40 @@ def shaped_decoder(
     return Pretrained(config, decoder_function(config, remat, attention), params, None)
 
 
-def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
+def decoder_function(
+    config: DecoderConfig, remat: bool, attention: AttentionBy
+) -> NnxApply | TiedApply:
     """``apply_fn`` of a decoder; parameters are passed to each call."""
-    shapes = nnx.eval_shape(
-        lambda: Decoder(config, remat=remat, attention=attention, rngs=nnx.Rngs(0))
-    )
-    return from_nnx(shapes)[0]
+
+    def function(*, tied: bool) -> NnxApply:
+        chosen = dataclasses.replace(config, tied_head=tied)
+        options = {"remat": remat, "attention": attention}
+        return from_nnx(nnx.eval_shape(lambda: Decoder(chosen, rngs=nnx.Rngs(0), **options)))[0]
+
+    if not config.tied_head:
+        return function(tied=False)
+    ties = {"lm_head/kernel": "model/embed_tokens/embedding"}
+    return TiedApply(function(tied=True), lambda: function(tied=False), ties)
 
 
-def open_checkpoint(path: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
-    """Config, weights and tokenizer of a folder or a GGUF file."""
-    if path.suffix == ".gguf" and path.is_file():
-        return open_gguf(path)
-    return open_folder(path)
+class OpenedDecoder(NamedTuple):
+    """A checkpoint before its weights are read; ``config`` ties the head as the tensors do."""
+
+    config: DecoderConfig
+    source: Source
+    tokenizer: Tokenizer | None
+    head: StoredHead
+
+
+def open_checkpoint(path: Path) -> OpenedDecoder:
+    """Open a folder or a GGUF file."""
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    config, source, tokenizer = (open_gguf if is_gguf else open_folder)(path)
+    head = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
+    config = dataclasses.replace(config, tied_head=head.is_tied)
+    if tokenizer is not None:
+        tokenizer = tokenizer.limited(config.vocabulary)
+    return OpenedDecoder(config, source, tokenizer, head)
 
 
 def open_folder(folder: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:

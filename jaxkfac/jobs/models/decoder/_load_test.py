@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +109,65 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path):
     assert "model.embed_tokens.weight is (60, 16), expected (61, 16)" in message
 
 
-def test_a_tied_head_that_is_stored_too_is_left(tmp_path):
-    tied = CONFIG | {"tie_word_embeddings": True}
-    head = lambda tensors: tensors.update({"lm_head.weight": np.ones((61, 16), np.float32)})
-    write(tmp_path, tied, change=head)
-    assert list(load_decoder(tmp_path).params) == ["model"]
+def test_a_head_is_tied_where_the_file_holds_none_or_the_embedding_again(tmp_path):
+    def again(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    def other(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    def alone(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    says = {"tie_word_embeddings": True}
+    for config, change, tied in (
+        (CONFIG | says, None, True),
+        (CONFIG | says, again, True),
+        (CONFIG | says, other, False),
+        (CONFIG | says, alone, True),
+        (CONFIG, again, True),
+        (CONFIG, other, False),
+        (CONFIG | {"model_type": "gemma2"}, other, False),
+    ):
+        stored = write(tmp_path, config, change=change, fused=config["model_type"] == "phi3")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = load_decoder(tmp_path, dtype=jnp.float32)
+            shapes = decoder_shapes(tmp_path, dtype=jnp.float32)
+        assert loaded.config.tied_head is tied and ("lm_head" in loaded.params) is not tied
+        assert jax.tree.structure(shapes.params) == jax.tree.structure(loaded.params)
+        says_so = (change is other) != (config == CONFIG) and change in (again, other)
+        told = [str(w.message) for w in caught if "lm_head.weight" in str(w.message)]
+        assert bool(told) is says_so, (config, change)
+        if not tied:
+            head = leaf(loaded.params, "lm_head/kernel")
+            np.testing.assert_array_equal(head.T, stored["lm_head.weight"])
+    write(tmp_path, change=lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"'lm_head.weight'\].*tie_word_embeddings: false"):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float64", "bfloat16", "float16"])
+def test_a_base_that_is_not_finite_is_refused_by_the_tensor(tmp_path, stored):
+    for value in (np.nan, np.inf, -np.inf):
+
+        def change(tensors, value=value):
+            tensors["model.norm.weight"][3] = value
+            tensors |= {name: x.astype(jnp.dtype(stored)) for name, x in tensors.items()}
+
+        write(tmp_path, change=change)
+        with pytest.raises(ValueError, match=r"'model.norm.weight' holds NaN or infinity"):
+            load_decoder(tmp_path, dtype=jnp.float32)
+
+
+def test_values_beyond_the_dtype_are_refused_by_the_tensor(tmp_path):
+    write(tmp_path, change=lambda tensors: tensors["model.norm.weight"].__setitem__(1, -65519))
+    assert float(load_decoder(tmp_path, dtype=jnp.float16).params["model"]["norm"]["scale"][1])
+    write(tmp_path, change=lambda tensors: tensors["model.norm.weight"].__setitem__(1, -65520))
+    with pytest.raises(ValueError, match=r"'model.norm.weight' holds values up to 65520 .*float16"):
+        load_decoder(tmp_path, dtype=jnp.float16)
+    load_decoder(tmp_path, dtype=jnp.bfloat16)
 
 
 def test_a_damaged_file_is_refused_before_anything_is_read(tmp_path):

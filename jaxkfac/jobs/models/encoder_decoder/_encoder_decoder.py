@@ -43,9 +43,12 @@ class BlockStack(nnx.Module):
         depth: int,
         *,
         remat: bool,
+        has_embedding: bool,
         rngs: nnx.Rngs,
     ) -> None:
         self.depth, self.remat = depth, remat
+        if has_embedding:
+            self.embed_tokens = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
 
         @nnx.split_rngs(splits=depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -96,6 +99,8 @@ class EncoderDecoder(nnx.Module):
         config: Sizes and options.
         dropout: Probability in [0, 1) of dropping an element, in calls with a key.
         remat: Recompute each block's activations in the backward pass.
+        separate_embeddings: Give encoder and decoder embeddings of their own, and leave ``shared``
+            unread, as PyTorch modules do whose weights are no longer tied.
         rngs: Keys for the initial values.
 
     Example:
@@ -113,13 +118,17 @@ class EncoderDecoder(nnx.Module):
         *,
         dropout: float | int = 0.0,
         remat: bool = True,
+        separate_embeddings: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.dropout = config, check_rate(dropout)
+        self.separate_embeddings = separate_embeddings
         self.shared = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
         depths = (config.encoder_depth, config.decoder_depth)
         self.encoder, self.decoder = (
-            BlockStack(config, block, depth, remat=remat, rngs=rngs)
+            BlockStack(
+                config, block, depth, remat=remat, has_embedding=separate_embeddings, rngs=rngs
+            )
             for block, depth in zip((SourceBlock, TargetBlock), depths, strict=True)
         )
         if not config.tied_head:
@@ -144,7 +153,8 @@ class EncoderDecoder(nnx.Module):
         def step(x: Array, block: TargetBlock, dropout: Dropout) -> Array:
             return block(x, seen, block.across(memory_BxSxD), across, None, dropout)[0]
 
-        return self._head(self.decoder.dropped(step, self.shared(target), dropout.at(1)))
+        x_BxTxD = self._embedded(self.decoder, target)
+        return self._head(self.decoder.dropped(step, x_BxTxD, dropout.at(1)))
 
     def _next(self, pairs: Pairs, cache: PairsCache) -> tuple[Array, PairsCache]:
         """Logits of the last token of each row."""
@@ -169,7 +179,9 @@ class EncoderDecoder(nnx.Module):
         ) -> tuple[Array, KeysValues | None]:
             return block(x, seen, across, seen_across, Past(own, cache.filled))
 
-        x_BxTxD, own = self.decoder.scanned(step, self.shared(target), cache.own, across)
+        x_BxTxD, own = self.decoder.scanned(
+            step, self._embedded(self.decoder, target), cache.own, across
+        )
         cache = PairsCache(own, across, cache.filled + target.shape[1])
         return self._head(x_BxTxD[:, -1]), cache
 
@@ -190,7 +202,10 @@ class EncoderDecoder(nnx.Module):
         def step(x: Array, block: SourceBlock, dropout: Dropout) -> Array:
             return block(x, seen, dropout)
 
-        return self.encoder.dropped(step, self.shared(source), dropout)
+        return self.encoder.dropped(step, self._embedded(self.encoder, source), dropout)
+
+    def _embedded(self, stack: BlockStack, ids: Array) -> Array:
+        return (stack.embed_tokens if self.separate_embeddings else self.shared)(ids)
 
     def _head(self, x: Array) -> Array:
         if self.config.scaled_head:

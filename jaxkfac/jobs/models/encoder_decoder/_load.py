@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxkfac.interception import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
+    HeadTensors,
     Leaf,
     Pretrained,
-    Source,
     TensorSpec,
+    TiedApply,
     alone,
     check_tensors,
     fill,
@@ -21,6 +22,7 @@ from jaxkfac.jobs.models.checkpoint import (
     open_weights,
     read_config,
     save_folder,
+    stored_head,
 )
 from jaxkfac.jobs.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.jobs.models.encoder_decoder._encoder_decoder import EncoderDecoder
@@ -29,9 +31,13 @@ from jaxkfac.memory import LeafSharding, checked_dtype
 # ---------------- which stored tensors form each parameter of an encoder-decoder
 
 
-def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
-    """All parameters by path."""
-    leaves = {"shared/embedding": alone("shared.weight", (config.vocabulary, config.width))}
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+HEAD = HeadTensors("shared.weight", copies=_COPIES)
+
+
+def layout(config: EncoderDecoderConfig, *, embedding: str = HEAD.embedding) -> dict[str, Leaf]:
+    """All parameters by path; ``embedding`` is the tensor that holds the table of the tokens."""
+    leaves = {"shared/embedding": alone(embedding, (config.vocabulary, config.width))}
     for stack, depth in (("encoder", config.encoder_depth), ("decoder", config.decoder_depth)):
         for path, shape in _block(config, cross=stack == "decoder").items():
             name, kind = path.replace("/", "."), "scale" if len(shape) == 1 else "kernel"
@@ -50,15 +56,14 @@ def layout(config: EncoderDecoderConfig) -> dict[str, Leaf]:
         leaves[f"{stack}/final_layer_norm/scale"] = alone(norm, (config.width,))
     if not config.tied_head:
         shape = (config.vocabulary, config.width)
-        leaves["lm_head/kernel"] = alone("lm_head.weight", shape, transposed=True)
+        leaves["lm_head/kernel"] = alone(HEAD.head, shape, transposed=True)
     return leaves
 
 
 def repeats(name: str, config: EncoderDecoderConfig) -> bool:
     """Whether a stored tensor is redundant: the embedding again, or never used."""
-    again = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    return name in (*again, unread) or (name == "lm_head.weight" and config.tied_head)
+    return name in (*HEAD.copies, unread) or (name == HEAD.head and config.tied_head)
 
 
 def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int, ...]]:
@@ -79,9 +84,6 @@ def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int,
 # ---------------- loading
 
 
-_HEAD, _EMBEDDING = "lm_head.weight", "shared.weight"
-
-
 def load_encoder_decoder(
     path: str | Path,
     *,
@@ -96,12 +98,13 @@ def load_encoder_decoder(
     Parameters are not initialised first: shapes come from the config, names and shapes of the
     checkpoint are compared with them before any parameter is filled, and stacked parameters are
     read block by block. The head is tied if the checkpoint has none, or a copy of the
-    embedding.
+    embedding, whatever its config says; a warning says so where the config says otherwise.
 
     Args:
         path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
             optionally ``tokenizer.json`` and ``tokenizer_config.json``.
-        dtype: Dtype of the parameters and of the computation.
+        dtype: Dtype of the parameters and of the computation; not float16, which the activations of
+            T5 exceed.
         dropout: Rate in calls with a ``key``; ``None`` uses that of the file. For training only:
             a key for sampled labels also drops elements.
         remat: Recompute each block's activations in the backward pass.
@@ -117,15 +120,14 @@ def load_encoder_decoder(
     Raises:
         FileNotFoundError: the folder, ``config.json`` or the weights do not exist.
         ValueError: a file is damaged, the model is not supported, tensors are missing, unknown or
-            of the wrong shape (lists all of them), or the tokenizer has ids outside the
-            embedding.
+            of the wrong shape (lists all of them) or not finite, or ``dtype`` is float16.
         MemoryBudgetError: the parameters would not fit; raised before one is filled.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:
         The parameters, and in main memory one stored tensor and, on an accelerator, the largest
         stacked parameter (a kernel of all blocks). If both are stored, embedding and head are also
-        read once to compare them.
+        read once, to the first difference.
 
     Example:
         >>> load_encoder_decoder("nowhere")
@@ -135,19 +137,21 @@ def load_encoder_decoder(
     path = Path(path)
     config = EncoderDecoderConfig.from_hugging_face(read_config(path))
     source, tokenizer = open_weights(path, vocabulary=config.vocabulary, eos_ids=config.eos_ids)
-    config = dataclasses.replace(config, tied_head=_is_tied(config, source))
-    leaves = layout(config)
+    stored = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
+    config = dataclasses.replace(config, tied_head=stored.is_tied)
+    leaves = layout(config, embedding=stored.embedding)
     check_tensors(
         source.shapes,
         leaves,
         str(path),
         what="encoder-decoder",
         repeats=lambda name: repeats(name, config),
+        hint=stored.hint,
     )
     params = fill(
         source,
         leaves,
-        dtype=checked_dtype(dtype),
+        dtype=_checked(dtype),
         sharding=sharding,
         quantize=quantize,
         what=f"loading {path}",
@@ -178,7 +182,8 @@ def encoder_decoder_shapes(
     if any(path.glob("*.safetensors")):
         sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
         source, tokenizer = open_weights(path, **sizes)
-        config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+        stored = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
+        config = dataclasses.replace(config, tied_head=stored.is_tied)
     return shaped_encoder_decoder(config, dtype, dropout, remat, quantize)._replace(
         tokenizer=tokenizer, path=str(path)
     )
@@ -192,8 +197,21 @@ def shaped_encoder_decoder(
     quantize: str | None,
 ) -> Pretrained:
     """An encoder-decoder with shapes for parameters and no tokenizer."""
-    shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
+    shapes = fill_shapes(layout(config), dtype=_checked(dtype), quantize=quantize)
     return Pretrained(config, encoder_decoder_function(config, remat, dropout), shapes, None)
+
+
+def _checked(dtype: DTypeLike) -> np.dtype:
+    """The dtype, unless activations of T5 exceed it.
+
+    transformers clamps them in float16 and keeps a kernel of every block in float32.
+    """
+    checked = checked_dtype(dtype)
+    if checked == np.float16:
+        raise ValueError(
+            "dtype=float16: activations of T5 exceed 65,504; take dtype=bfloat16 or float32"
+        )
+    return checked
 
 
 def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
@@ -210,33 +228,40 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
     Memory:
         One stored tensor in main memory.
     """
-    config, entries = pretrained.config, pretrained.config.to_hugging_face()
+    config, params = pretrained.config, dict(pretrained.params)
+    if "lm_head" in params:  # which a merged adapter may have separated
+        config = dataclasses.replace(config, tied_head=False)
+    for stack in ("encoder", "decoder"):
+        params[stack] = dict(params[stack])
+        separate = params[stack].pop("embed_tokens", None)
+        if separate and not np.array_equal(separate["embedding"], params["shared"]["embedding"]):
+            raise ValueError(
+                f"params: {stack}/embed_tokens/embedding differs from shared/embedding, and a "
+                "folder of load_encoder_decoder holds one embedding; save the adapter instead of "
+                "merging it"
+            )
+    entries = config.to_hugging_face()
     if pretrained.path is not None:  # entries other than the sizes are kept
         entries = read_config(Path(pretrained.path)) | entries
-    save_folder(folder, pretrained.params, layout(config), entries, pretrained.tokenizer)
+    save_folder(folder, params, layout(config), entries, pretrained.tokenizer)
 
 
 def encoder_decoder_function(
     config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
-) -> NnxApply:
+) -> TiedApply:
     """``apply_fn`` of an encoder-decoder; parameters are passed to each call."""
     rate = config.dropout if dropout is None else dropout
 
-    def model() -> EncoderDecoder:
-        return EncoderDecoder(config, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+    def function(*, separate: bool) -> NnxApply:
+        chosen = dataclasses.replace(config, tied_head=config.tied_head and not separate)
 
-    shapes = nnx.eval_shape(model)
-    return from_nnx(shapes)[0]
+        def model() -> EncoderDecoder:
+            options = {"dropout": rate, "remat": remat, "separate_embeddings": separate}
+            return EncoderDecoder(chosen, rngs=nnx.Rngs(0), **options)
 
+        return from_nnx(nnx.eval_shape(model))[0]
 
-def _is_tied(config: EncoderDecoderConfig, source: Source) -> bool:
-    """Whether the head is the embedding, which ``config.json`` does not always state.
-
-    transformers 5 writes ``tie_word_embeddings: true`` for every model, but treats two different
-    tensors as two parameters.
-    """
-    if _HEAD not in source.shapes or _EMBEDDING not in source.shapes:
-        return config.tied_head
-    return source.shapes[_HEAD] == source.shapes[_EMBEDDING] and np.array_equal(
-        source.read(_HEAD), source.read(_EMBEDDING)
-    )
+    names = ["encoder/embed_tokens/embedding", "decoder/embed_tokens/embedding"]
+    names += ["lm_head/kernel"] * config.tied_head
+    ties = dict.fromkeys(names, "shared/embedding")
+    return TiedApply(function(separate=False), lambda: function(separate=True), ties)

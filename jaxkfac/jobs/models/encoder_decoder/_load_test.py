@@ -90,13 +90,28 @@ def test_a_head_is_tied_where_the_file_holds_none_or_the_embedding_again(tmp_pat
     def other(tensors):
         tensors["lm_head.weight"] = 2 * tensors["shared.weight"]
 
-    for change, tied in ((None, True), (again, True), (other, False)):
-        write(tmp_path, scaled, change=change)
-        loaded = load_encoder_decoder(tmp_path)
+    def under_another_name(tensors):
+        tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+
+    def under_the_name_of_the_head(tensors):
+        tensors["lm_head.weight"] = tensors.pop("shared.weight")
+
+    elsewhere = (under_another_name, under_the_name_of_the_head)
+    changes = ((None, True), (again, True), (other, False), *((x, True) for x in elsewhere))
+    for change, tied in changes:
+        stored = write(tmp_path, scaled, change=change)
+        loaded = load_encoder_decoder(tmp_path, dtype=jnp.float32)
+        if change in elsewhere:
+            table = stored.get("lm_head.weight", stored.get("decoder.embed_tokens.weight"))
+            np.testing.assert_array_equal(loaded.params["shared"]["embedding"], table)
         assert loaded.config.tied_head is tied and ("lm_head" in loaded.params) is not tied
         assert not loaded.config.scaled_head
     write(tmp_path, UNTIED, change=lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"missing tensors \['lm_head.weight'\]"):
+    with pytest.raises(ValueError, match=r"missing tensors \['lm_head.weight'\].*: false"):
+        load_encoder_decoder(tmp_path)
+    own = {"encoder.embed_tokens.weight": np.ones((31, 16), "f4")}
+    write(tmp_path, CONFIG, change=lambda tensors: tensors.update(own))
+    with pytest.raises(ValueError, match=r"encoder.embed_tokens.weight differs from shared.weight"):
         load_encoder_decoder(tmp_path)
 
 
@@ -118,16 +133,28 @@ def test_what_is_no_encoder_decoder_is_refused_by_its_key(tmp_path):
         load_encoder_decoder(tmp_path)
 
 
-def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(tmp_path):
+def test_a_tokenizer_with_more_ids_than_rows_refuses_the_texts_that_need_them(tmp_path):
     write(tmp_path)
-    for size in (31, 32):
+    for size in (31, 33):
         words = {str(i): i for i in range(size)}
         model = tokenizers.models.WordLevel(words, unk_token="0")
-        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-        if size == 31:
-            assert load_encoder_decoder(tmp_path).tokenizer.size == 31
-    with pytest.raises(ValueError, match="has 32 tokens and the embedding 31 rows"):
-        load_encoder_decoder(tmp_path)
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        ends = {"eos_token": "32", "pad_token": "31"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(ends))
+        loaded = load_encoder_decoder(tmp_path).tokenizer
+        assert loaded.size == size and loaded.encode("30 2") == [30, 2]
+        assert max(*loaded.eos_ids, loaded.pad_id) < 31
+    with pytest.raises(ValueError, match=r"needs the token '32' \(id 32\).* 31 rows"):
+        loaded.encode("30 32 31")
+
+
+def test_float16_is_refused_because_activations_exceed_it(tmp_path):
+    write(tmp_path)
+    for call in (load_encoder_decoder, encoder_decoder_shapes):
+        with pytest.raises(ValueError, match="dtype=float16: activations of T5 exceed 65,504"):
+            call(tmp_path, dtype=jnp.float16)
 
 
 @pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
