@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxkfac._text import source_ids, text_ids
 from jaxkfac.jobs.data.readers import FileRows, find_files, read_splits
 from jaxkfac.jobs.data.text import TokenizerLike
 
@@ -189,10 +190,8 @@ def encode_pair(
     pair: Pair, tokenizer: TokenizerLike, *, max_source_length: int, max_target_length: int
 ) -> tuple[PairExample, bool, bool]:
     """``(example, whether the source was cut, whether the target was cut)``."""
-    source, target = (list(tokenizer.encode(text)) for text in pair)
+    source, target = source_ids(tokenizer, pair.source), text_ids(tokenizer, pair.target)
     ends = tokenizer.eos_ids
-    if ends and (not target or target[-1] not in ends):
-        target.append(ends[0])
     is_long = len(source) > max_source_length, len(target) > max_target_length
     if is_long[0]:  # encoders are trained on sources that end with an end token
         last = source[-1:] if source[-1] in ends else []

@@ -1,0 +1,1 @@
+"""Situations that people reported of libraries of this field, one test each."""
