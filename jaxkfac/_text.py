@@ -242,8 +242,9 @@ def closed_ids(tokenizer: Encodes, ids: list[int]) -> list[int]:
     _, after = added_tokens(tokenizer)
     if after and (not ends or after[-1] in ends):
         return [*ids, *after]
-    eos_id = getattr(tokenizer, "eos_id", None)
-    return [*ids, *after, *([eos_id] if eos_id in ends else ends[:1])]
+    eos_id: int | None = getattr(tokenizer, "eos_id", None)
+    end = ends[:1] if eos_id is None or eos_id not in ends else (eos_id,)
+    return [*ids, *after, *end]
 
 
 def source_ids(tokenizer: Encodes, text: str) -> list[int]:

@@ -309,12 +309,9 @@ def _ended(
     marked: list[_Marked], record: Chat, tokenizer: TokenizerLike
 ) -> tuple[list[_Marked], EndToken]:
     """The examples of a chat, with an end token behind each one's last answer."""
-    examples, ends = [], list[EndToken]()
-    for one in marked:
-        example, end = _one_ended(one, record, tokenizer)
-        examples.append(example)
-        ends.append(end)
-    return examples, next((end for end in ends if end != "written"), "written")
+    closed = [_one_ended(one, record, tokenizer) for one in marked]
+    unusual: list[EndToken] = [end for _, end in closed if end != "written"]
+    return [example for example, _ in closed], unusual[0] if unusual else "written"
 
 
 def _one_ended(marked: _Marked, record: Chat, tokenizer: TokenizerLike) -> tuple[_Marked, EndToken]:
