@@ -20,6 +20,8 @@ PAIR_KEYS = (
     ("article", "highlights"),
     ("text", "summary"),
     ("question", "answer"),
+    ("prompt", "response"),
+    ("instruction", "response"),
 )
 """Keys of sources and targets in public data sets; the first pair that is present is used."""
 
@@ -36,8 +38,8 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
 
     Args:
         plain: An object with two strings. Other keys are ignored, except that without given
-            keys Alpaca's ``instruction`` is placed before its ``input``, and the ``context`` of a
-            question is added to it in T5's format.
+            keys Alpaca's ``instruction`` is placed before its ``input``, Dolly's before its
+            ``context``, and the ``context`` of a question is added to it in T5's format.
         source: Key of the source; ``None`` uses ``PAIR_KEYS``, with ``target`` if that is
             given.
         target: Key of the target, in the same way.
@@ -56,7 +58,9 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
     keys = _keys(plain, source, target)
     for side, key in zip(Pair._fields, keys, strict=True):
         if not isinstance(plain[key], str):
-            raise ValueError(f"expected {key!r} to be a string, got {type(plain[key]).__name__}")
+            value = plain[key]
+            number = f" {value}" if isinstance(value, int | float) else ""  # NaN of a table, say
+            raise ValueError(f"expected {key!r} to be a string, got {type(value).__name__}{number}")
         if not plain[key].strip():
             raise ValueError(f"the {side} ({key!r}) is empty")
     return Pair(*(plain[key] for key in keys))
@@ -124,6 +128,9 @@ def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
     if "instruction" in texts and "output" in texts:
         parts = texts["instruction"], texts.get("input", "")
         return plain | {"input": "\n".join(part for part in parts if part)}
+    if "instruction" in texts and "response" in texts:
+        parts = texts["instruction"], texts.get("context", "")
+        return plain | {"instruction": "\n".join(part for part in parts if part)}
     if {"question", "context", "answer"} <= texts.keys():
         question = f"question: {texts['question']} context: {texts['context']}"
         return plain | {"question": question}
