@@ -25,6 +25,7 @@ from jaxkfac.jobs.models import Pretrained, Tokenizer, byte_tokenizer, generate
 from jaxkfac.jobs.models.decoder import DecoderConfig, _generate
 from jaxkfac.jobs.models.evaluation import Requests
 
+RECORD = Path(__file__).with_name("lm_eval_rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 WORDS = ["<s>", "</s>", "<|im_end|>", "<unk>", *"Fe is iron Answer: user assistant Au gold".split()]
 TEMPLATES = {  # single text, pair of texts
@@ -247,3 +248,40 @@ def test_answers_without_loss_are_not_given_a_learned_end():
     (example,) = encoded.examples
     assert example.ids[example.learnt].tolist() == ids_of("iron </s>")
     assert np.flatnonzero(example.learnt)[-1] == len(example.ids) - 1
+
+
+# ---------------- what lm-eval sends, from a record, because it is rarely installed
+
+ASKED = [["Fe is", " iron"], ["Fe is ", "iron"], ["Au", " gold Fe"], ["<s> Fe", " iron"]]
+
+
+def by_lm_eval(kind):
+    """Rows of context and continuation by lm-eval's model for Hugging Face, without a model."""
+    from lm_eval.models.huggingface import HFLM
+    from tests._transformers import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made(kind)._tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    model = HFLM.__new__(HFLM)
+    model.tokenizer, model.backend = tokenizer, "causal"
+    model.add_bos_token = model.custom_prefix_token_id = None
+    return [[list(ids) for ids in model._encode_pair(*pair)] for pair in ASKED]
+
+
+def test_lm_eval_is_answered_on_the_rows_of_its_record():
+    record = json.loads(RECORD.read_text())
+    for kind in TEMPLATES:
+        asked = Requests.__new__(Requests)
+        asked.tokenizer, asked.prefix_id = made(kind), 0
+        rows = [[list(ids) for ids in asked._pair(*pair)] for pair in ASKED]
+        # With an EOS behind each text, lm-eval scores that EOS and not the continuation. Here it is
+        # scored as if the tokenizer appended none, which is what the model was taught.
+        without_end = {"EOS": "none", "BOS and EOS": "BOS"}.get(kind, kind)
+        assert rows == record["rows"][without_end]
+        assert (without_end == kind) == (record["rows"][kind] == rows)
+
+
+def test_the_record_is_what_lm_eval_sends():
+    pytest.importorskip("lm_eval", reason="pip install jaxkfac[eval]")
+    assert json.loads(RECORD.read_text())["rows"] == {kind: by_lm_eval(kind) for kind in TEMPLATES}
