@@ -258,6 +258,7 @@ ASKED = [["Fe is", " iron"], ["Fe is ", "iron"], ["Au", " gold Fe"], ["<s> Fe", 
 def by_lm_eval(kind):
     """Rows of context and continuation by lm-eval's model for Hugging Face, without a model."""
     from lm_eval.models.huggingface import HFLM
+
     from tests._transformers import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast(
