@@ -220,9 +220,23 @@ def prompt_ids(tokenizer: Encodes, text: str) -> list[int]:
     return _opened(_bare_ids(tokenizer, text), before)
 
 
-def answer_ids(tokenizer: Encodes, text: str) -> list[int]:
-    """Ids of a text that follows a prompt: no token that begins a text, one end at its end."""
-    return closed_ids(tokenizer, _bare_ids(tokenizer, text))
+def continuation_ids(tokenizer: Encodes, prompt: str, text: str) -> list[int]:
+    """Ids of a text behind a prompt, whose ids stay those of :func:`prompt_ids`.
+
+    A tokenizer that puts a space before every text (SentencePiece) would put a second one between
+    the two. They are therefore encoded together where that leaves the prompt's ids as they are,
+    else behind a line break, else the text alone.
+    """
+    for before in (prompt, "\n"):
+        start, both = _bare_ids(tokenizer, before), _bare_ids(tokenizer, before + text)
+        if start and both[: len(start)] == start:
+            return both[len(start) :]
+    return _bare_ids(tokenizer, text)
+
+
+def answer_ids(tokenizer: Encodes, prompt: str, text: str) -> list[int]:
+    """Ids of a text behind a prompt, with one end at its end."""
+    return closed_ids(tokenizer, continuation_ids(tokenizer, prompt, text))
 
 
 def text_ids(tokenizer: Encodes, text: str) -> list[int]:

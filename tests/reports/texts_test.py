@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxkfac.jobs.data.choices import Question
 from jaxkfac.jobs.data.choices._questions import choice_examples
@@ -28,6 +28,7 @@ from jaxkfac.jobs.models.evaluation import Requests
 RECORD = Path(__file__).with_name("lm_eval_rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 WORDS = ["<s>", "</s>", "<|im_end|>", "<unk>", *"Fe is iron Answer: user assistant Au gold".split()]
+_SPACE = "\u2581"
 TEMPLATES = {  # single text, pair of texts
     "none": None,
     "BOS": ("<s> $A", "<s> $A <s> $B"),
@@ -141,6 +142,34 @@ def test_a_text_that_was_rendered_before_has_its_start_and_its_end_once(kind, mo
     (parts,) = encode_record(Completion("<s> Fe is", "iron </s>"), tokenizer)
     assert parts.ids.tolist() == text.ids.tolist()
     assert sent("<s> Fe is", tokenizer, monkeypatch) == ids_of("<s> Fe is")
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("Fe is", " iron"), ("Fe is ", "iron")])
+def test_a_tokenizer_that_begins_each_text_with_a_space_puts_none_before_an_answer(prompt, answer):
+    """SentencePiece's dummy prefix: an answer by itself would begin with a second space."""
+    pieces = [f"{_SPACE}{word}" for word in ("Fe", "is", "iron", "Answer:")]
+    letters = dict.fromkeys([*"<s>", _SPACE, *"".join(pieces), *"\n"])
+    joined = [p[:n] for p in (*pieces, "iron") for n in range(2, len(p) + 1)]
+    ids = {word: i for i, word in enumerate(dict.fromkeys(["<s>", "</s>", *letters, *joined]))}
+    merges = list(dict.fromkeys((word[:-1], word[-1]) for word in joined))
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.Fuse()])
+    spaced = Tokenizer(tokenizer, eos_ids=(1,), special={"eos_token": "</s>"})
+    (example,) = encode_record(Completion(prompt, answer), spaced)
+    assert tokenizer.decode(example.ids[:-1].tolist()) == " Fe is iron"
+    asked = Requests.__new__(Requests)
+    asked.tokenizer, asked.prefix_id = spaced, 0
+    context, continuation = asked._pair("Fe is", " iron")
+    assert example.ids[-1] == 1 and continuation == [ids[f"{_SPACE}iron"]]
+    if prompt == "Fe is":
+        assert example.ids[:-1].tolist() == context + continuation
+    question = Question("1", "Fe", ("iron", "is"), ("A", "B"), 0)
+    options = {"style": "plain", "system": "", "max_length": 99}
+    (first, _), = choice_examples([question], spaced, **options)  # fmt: skip
+    assert first.ids[first.learnt].tolist() == continuation
 
 
 def test_an_end_written_in_a_prompt_stays(monkeypatch):

@@ -296,12 +296,12 @@ class _Marked(NamedTuple):
 
 
 def _completion(record: Completion, tokenizer: TokenizerLike) -> _Marked:
-    # Encoded separately, so the boundary is the same at generation, when only the prompt is known.
     if not record.prompt:
         ids = text_ids(tokenizer, record.completion)
         return _Marked(ids, [True] * len(ids))
+    # The boundary is the same at generation, when only the prompt is known.
     prompt = prompt_ids(tokenizer, record.prompt)
-    answer = answer_ids(tokenizer, record.completion)
+    answer = answer_ids(tokenizer, record.prompt, record.completion)
     return _Marked([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
