@@ -1,8 +1,9 @@
-"""Text: tables, names of alternatives, and how objects print themselves."""
+"""Text: tables, names of alternatives, how objects print themselves, and texts as tokens."""
 
+import inspect
 from collections.abc import Collection, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 # ---------------- tables as text
 
@@ -138,3 +139,142 @@ def table_html(
         f"<thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table></div>"
         f"{below}</div>"
     )
+
+
+# ---------------- a text as a row of tokens: which special tokens stand around it
+#
+# Training, generation, evaluation and influence all build their rows here, so that a model is asked
+# with the very tokens that it was taught with.
+
+
+@runtime_checkable
+class Encodes(Protocol):
+    """The part of a tokenizer that rows of tokens are built from."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Ids of a text, by default with the special tokens that the tokenizer adds."""
+        ...
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Ids that end a text or a turn."""
+        ...
+
+
+class AddedTokens(NamedTuple):
+    """Special tokens that a tokenizer adds around every single text.
+
+    Attributes:
+        before: Ids in front of the text, such as BOS.
+        after: Ids behind it, such as EOS.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+_PROBES = ("a", "0", " ")
+
+
+def added_tokens(tokenizer: Encodes) -> AddedTokens:
+    """Compare a short text with and without special tokens.
+
+    A short text shows this even where the text itself contains special tokens: ``<s>`` written
+    in a prompt is then not mistaken for one that the tokenizer adds.
+
+    Example:
+        >>> from jaxkfac.models import byte_tokenizer
+        >>> added_tokens(byte_tokenizer())
+        AddedTokens(before=(), after=(1,))
+    """
+    for probe in _PROBES:
+        bare = _bare_ids(tokenizer, probe)
+        full = list(tokenizer.encode(probe))
+        spans = [(i, i + len(bare)) for i in range(len(full) - len(bare) + 1)]
+        places = [(i, j) for i, j in spans if full[i:j] == bare]
+        if bare and len(places) == 1:
+            start, stop = places[0]
+            return AddedTokens(tuple(full[:start]), tuple(full[stop:]))
+    # A vocabulary without these letters: an empty text has nothing but special tokens.
+    full, ends = list(tokenizer.encode("")), set(tokenizer.eos_ids)
+    stop = len(full)
+    while stop and full[stop - 1] in ends:
+        stop -= 1
+    return AddedTokens(tuple(full[:stop]), tuple(full[stop:]))
+
+
+def prompt_ids(tokenizer: Encodes, text: str) -> list[int]:
+    """Ids of a text that goes on: the tokens that begin a text once, and none that end it.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: Any text. If it begins with the tokens that begin a text, they are not added again.
+
+    Example:
+        >>> from jaxkfac.models import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.encode("Fe"), prompt_ids(tokenizer, "Fe")
+        ([39, 70, 1], [39, 70])
+    """
+    before, _ = added_tokens(tokenizer)
+    return _opened(_bare_ids(tokenizer, text), before)
+
+
+def continuation_ids(tokenizer: Encodes, prompt: str, text: str) -> list[int]:
+    """Ids of a text behind a prompt, whose ids stay those of :func:`prompt_ids`.
+
+    A tokenizer that puts a space before every text (SentencePiece) would put a second one between
+    the two. They are therefore encoded together where that leaves the prompt's ids as they are,
+    else behind a line break, else the text alone.
+    """
+    for before in (prompt, "\n"):
+        start, both = _bare_ids(tokenizer, before), _bare_ids(tokenizer, before + text)
+        if start and both[: len(start)] == start:
+            return both[len(start) :]
+    return _bare_ids(tokenizer, text)
+
+
+def answer_ids(tokenizer: Encodes, prompt: str, text: str) -> list[int]:
+    """Ids of a text behind a prompt, with one end at its end."""
+    return closed_ids(tokenizer, continuation_ids(tokenizer, prompt, text))
+
+
+def text_ids(tokenizer: Encodes, text: str) -> list[int]:
+    """Ids of a full text: the tokens that begin a text once, and one end at its end."""
+    return closed_ids(tokenizer, prompt_ids(tokenizer, text))
+
+
+def closed_ids(tokenizer: Encodes, ids: list[int]) -> list[int]:
+    """The ids, and the end of a text behind them unless they already have one.
+
+    The end is what the tokenizer adds behind a text, else its own EOS (``eos_id``), else the first
+    of ``eos_ids``.
+    """
+    ends = tokenizer.eos_ids
+    if ids and ids[-1] in ends:
+        return ids
+    _, after = added_tokens(tokenizer)
+    if after and (not ends or after[-1] in ends):
+        return [*ids, *after]
+    eos_id: int | None = getattr(tokenizer, "eos_id", None)
+    end = ends[:1] if eos_id is None or eos_id not in ends else (eos_id,)
+    return [*ids, *after, *end]
+
+
+def source_ids(tokenizer: Encodes, text: str) -> list[int]:
+    """Ids of a text for an encoder: with the tokens that the tokenizer adds, each of them once."""
+    before, after = added_tokens(tokenizer)
+    ids = _opened(_bare_ids(tokenizer, text), before)
+    return ids if after and tuple(ids[-len(after) :]) == after else [*ids, *after]
+
+
+def _bare_ids(tokenizer: Encodes, text: str) -> list[int]:
+    """Ids of a text alone; an ``encode`` without the option is one that adds nothing."""
+    parameters = inspect.signature(tokenizer.encode).parameters.values()
+    if any(p.name == "add_special_tokens" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(text))
+
+
+def _opened(ids: list[int], before: tuple[int, ...]) -> list[int]:
+    return ids if tuple(ids[: len(before)]) == before else [*before, *ids]

@@ -1,1 +1,1 @@
-"""Situations that people reported, one test each."""
+"""Situations that people reported of libraries of this field, one test each."""

@@ -256,6 +256,8 @@ class ModelAnalysis:
     """Labels of the factors: empirical takes those of the data, mc samples them from the model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the model; auto is bfloat16 on accelerators and float32 on a CPU."""
+    gguf_pre: str | None = None
+    """For a .gguf file: the rule that splits a text into words, as in `jaxkfac finetune`."""
     max_dense: int = 16384
     """Largest side of a layer with a full factor; a larger side has a diagonal."""
     decompose: str = ".*"

@@ -20,6 +20,7 @@ __all__ = [
     "Position",
     "Tally",
     "arrange_by_length",
+    "end_tokens_text",
     "group_generator",
     "length_multiples",
 ]
@@ -44,6 +45,8 @@ class Tally:
         truncated: Examples that were cut at their end.
         dropped: Examples that were skipped because no token in the loss was left.
         longest: Tokens of the longest example, before it was cut.
+        appended: Chats whose template writes no end token: the tokenizer's was appended.
+        unlearned: Chats whose template writes one outside its ``{% generation %}`` marks.
     """
 
     rows: int = 0
@@ -55,6 +58,8 @@ class Tally:
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
+    appended: int = 0
+    unlearned: int = 0
 
     def leave_out(self, bad: str) -> None:
         """Count a bad row."""
@@ -75,9 +80,31 @@ class Tally:
         summary += f"{self.learnt} of them learnt"
         if self.truncated or self.dropped:
             summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
+        summary += end_tokens_text(self.appended, self.unlearned)
         if self.bad:
             summary += f"; {self.bad} bad rows left out, the first {self.bad_rows[0]}"
         return summary
+
+
+def end_tokens_text(appended: int, unlearned: int) -> str:
+    """What is said of the end tokens of chats, to follow a summary; empty if all is usual.
+
+    Args:
+        appended: Chats to which an end token was appended.
+        unlearned: Chats whose end token is not in the loss.
+    """
+    said = ""
+    if appended:
+        said += (
+            f"; the chat template writes no end token behind the last answer of {appended} chats: "
+            "the tokenizer's EOS was appended and is learned"
+        )
+    if unlearned:
+        said += (
+            f"; the chat template's generation marks leave out the end token of {unlearned} chats: "
+            "it is not learned"
+        )
+    return said
 
 
 # ---------------- one pass over files as a pipeline of grain, whose state is a place in them
@@ -251,11 +278,16 @@ class BatchStream(Generic[_Example, _Batch]):
 
     def first(self) -> _Batch:
         """The first batch."""
-        return self._first
+        return self._first[0]
+
+    @property
+    def first_tally(self) -> Tally:
+        """Counts of what was read for the first batch."""
+        return Tally(**self._first[1]["tally"])
 
     @functools.cached_property
-    def _first(self) -> _Batch:
-        return next(self.iterate())[0]
+    def _first(self) -> tuple[_Batch, Position]:
+        return next(self.iterate())
 
     @functools.cached_property
     def per_epoch(self) -> int:

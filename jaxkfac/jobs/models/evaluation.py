@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxkfac._text import prompt_ids
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder import Tokens, generate
 
@@ -69,7 +70,7 @@ class Requests:
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Nats of each text, each token given earlier ones, in windows of the context."""
-        texts = [self._windows(self._encode(request.args[0])) for request in requests]
+        texts = [self._windows(self._prompt(request.args[0])) for request in requests]
         scores = iter(self._scored([row for rows in texts for row in rows]))
         return [sum(next(scores)[0] for _ in rows) for rows in texts]
 
@@ -87,7 +88,7 @@ class Requests:
             if options.get("do_sample") or not is_greedy or room < 1:
                 raise ValueError(f"{options}: expected greedy answers within {self.max_length}")
             texts = {n: requests[n].args[0] for n in numbers}
-            prompts = {n: (self._encode(x) or [self.prefix_id])[-room:] for n, x in texts.items()}
+            prompts = {n: (self._prompt(x) or [self.prefix_id])[-room:] for n, x in texts.items()}
             for batch in self._batches(prompts, lambda n, prompts=prompts: len(prompts[n])):
                 batch_prompts = [prompts[n] for n in batch]
                 generated = generate(
@@ -129,11 +130,11 @@ class Requests:
 
     def _pair(self, context: str, continuation: str) -> Row:
         if not context:
-            ids = self._encode(continuation, add_special_tokens=False)
+            ids = self.tokenizer.encode(continuation, add_special_tokens=False)
             has_prefix = ids[:1] == [self.prefix_id]
             return (ids[:1], ids[1:]) if has_prefix else ([self.prefix_id], ids)
         bare = context.rstrip()  # trailing spaces belong to the next word
-        context_ids, all_ids = self._encode(bare), self._encode(context + continuation)
+        context_ids, all_ids = self._prompt(bare), self._prompt(context + continuation)
         return context_ids or [self.prefix_id], all_ids[len(context_ids) :]
 
     def _windows(self, ids: list[int]) -> list[Row]:
@@ -145,9 +146,8 @@ class Requests:
             rows.append(([*before, *ids[first:start]], ids[start:stop]))
         return rows
 
-    def _encode(self, text: str, **options: bool) -> list[int]:
-        begins = text.startswith(self.tokenizer.decode([self.prefix_id], skip_special_tokens=False))
-        return self.tokenizer.encode(text, **(options or {"add_special_tokens": not begins}))
+    def _prompt(self, text: str) -> list[int]:
+        return prompt_ids(self.tokenizer, text)
 
 
 def _scores(model: Any, ids: Any, targets: Any, marks: Any, operands: Any) -> Any:

@@ -88,13 +88,16 @@ def check_temperature(temperature: float | int, key: Key[Array, ""] | None) -> N
         raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
 
 
-def ids_of(pretrained: Pretrained, text: Any, name: str) -> list[int]:
+def ids_of(
+    pretrained: Pretrained, text: Any, name: str, *, ids_of_text: Callable[[Any, str], list[int]]
+) -> list[int]:
     """The token ids of a text; ids are checked and returned.
 
     Args:
         pretrained: The model, for its tokenizer and vocabulary.
         text: A text, or ids.
         name: Name of the argument, for error messages.
+        ids_of_text: ``prompt_ids`` for a text that is continued, ``source_ids`` for an encoder's.
 
     Raises:
         ValueError: there are no tokens, ids are outside the vocabulary, or a text is given
@@ -103,7 +106,7 @@ def ids_of(pretrained: Pretrained, text: Any, name: str) -> list[int]:
     if isinstance(text, str):
         if pretrained.tokenizer is None:
             raise ValueError("this checkpoint came without a tokenizer: give token ids")
-        text = pretrained.tokenizer.encode(text)
+        text = ids_of_text(pretrained.tokenizer, text)
     ids, vocabulary = [int(i) for i in text], pretrained.config.vocabulary
     if not ids or min(ids) < 0 or max(ids) >= vocabulary:
         what = f"ids from {min(ids)} to {max(ids)}" if ids else "no tokens"

@@ -67,6 +67,7 @@ def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
         batch_size=1,
         questions="0",
         dtype=options.dtype,
+        gguf_pre=options.gguf_pre,
         dropout=0.0,  # the key is for sampled labels alone
         loss_on="assistant" if pairs else "all",
     )

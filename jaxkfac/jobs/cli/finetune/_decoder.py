@@ -72,19 +72,22 @@ class DecoderFamily(Family):
             )
         _check_attention(experiment, options["dtype"])
         if experiment.model == "smollm2":
+            _check_no_rule(experiment)
             return _smollm2(options)
-        return load_decoder(experiment.model, **options)
+        return load_decoder(experiment.model, **options, **_rule(experiment))
 
     def shapes(self, experiment: Finetuning) -> Any:
         if experiment.train == "all":
             raise ValueError(_ADAPTERS_ONLY)
         path: str | Path = experiment.model
         if (config := DECODERS.get(experiment.model)) is not None:
+            _check_no_rule(experiment)
             return shaped_decoder(config, **self._options(experiment))
         if path == "smollm2":
+            _check_no_rule(experiment)
             (weights,) = KNOWN
             path = cached_file(weights)
-        return decoder_shapes(path, **self._options(experiment))
+        return decoder_shapes(path, **self._options(experiment), **_rule(experiment))
 
     def save(self, folder: Path, pretrained: Pretrained) -> None:
         raise ValueError(_ADAPTERS_ONLY)
@@ -201,6 +204,15 @@ def _smollm2(options: dict[str, Any]) -> Any:
     from jaxkfac.jobs.models import smollm2
 
     return smollm2(**options)
+
+
+def _rule(experiment: Finetuning) -> dict[str, Any]:
+    return {} if experiment.gguf_pre is None else {"gguf_pre": experiment.gguf_pre}
+
+
+def _check_no_rule(experiment: Finetuning) -> None:
+    if _rule(experiment):
+        raise ValueError(f"--gguf-pre is for a .gguf file, and --model is {experiment.model}")
 
 
 def _check_attention(experiment: Finetuning, dtype: DTypeLike) -> None:

@@ -213,6 +213,7 @@ def _check(experiment: Finetuning) -> None:
         "--attention cudnn has no relative positions": experiment.attention != "xla",
         "--batching pack puts records behind each other": experiment.batching != "pad",
         "--loss-on all learns prompts": experiment.loss_on != "assistant",
+        "--gguf-pre is for a .gguf file": experiment.gguf_pre is not None,
         "--system is the first turn of a conversation": experiment.system is not None,
         "--adapter.split takes fused projections apart": experiment.adapter.split,
     }

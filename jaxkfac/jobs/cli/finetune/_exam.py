@@ -10,7 +10,15 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.jobs.data.choices import VARIANTS, compare, score_choices, target_log_likelihoods
+from jaxkfac._text import prompt_ids
+from jaxkfac.jobs.data.choices import (
+    VARIANTS,
+    PromptStyle,
+    compare,
+    question_prompt,
+    score_choices,
+    target_log_likelihoods,
+)
 from jaxkfac.jobs.data.pairs import Pair, exact_match, rouge_l
 from jaxkfac.jobs.data.text import Completion, Record, TokenBatch
 from jaxkfac.jobs.models import generate, generate_targets
@@ -186,7 +194,8 @@ class DecoderExaminer(Examiner):
     def samples(self, step: int, adapters: ArrayTree, *, count: int) -> list[SampleRecord]:
         """Greedy answers to the first prompts: questions if there are any, else records."""
         problem, tokens = self.problem, self.arguments.sample_tokens or _SAMPLE_TOKENS
-        prompts = _prompts(problem, count, room=self.context - tokens)
+        style = self.arguments.experiment.style
+        prompts = _prompts(problem, count, style=style, room=self.context - tokens)
         if not prompts:
             return []
         pretrained, called = problem.weights(adapters)
@@ -206,13 +215,14 @@ def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
     }
 
 
-def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int]]]:
+def _prompts(
+    problem: Any, count: int, *, style: PromptStyle, room: int
+) -> list[tuple[str, list[int]]]:
     """``(text, ids)`` of prompts of at most ``room`` tokens."""
     text, tokenizer = problem.text, problem.tokenizer
     if text.questions:
-        first = [{"role": "system", "content": text.system}] if text.system else []
         candidates = [
-            (q.stem, tokenizer.chat([*first, {"role": "user", "content": q.stem}]))
+            (q.stem, question_prompt(q.stem, tokenizer, style=style, system=text.system))
             for q in text.questions[:count]
         ]
     else:
@@ -224,7 +234,7 @@ def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int
 def _prompt_of(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
     """A record up to its first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
-        return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
+        return (record.prompt, prompt_ids(tokenizer, record.prompt)) if record.prompt else None
     turns = [turn.to_plain() for turn in record.messages]
     first = next(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
     if not first:

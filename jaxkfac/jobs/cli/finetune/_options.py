@@ -166,6 +166,9 @@ class Finetuning:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the base model; auto is bfloat16 on accelerators and float32 on a CPU, which would
     emulate bfloat16."""
+    gguf_pre: str | None = None
+    """For a .gguf file: the rule that splits a text into words, by its name in tokenizer.ggml.pre
+    (llama-bpe, qwen2, smollm, gpt-2, tekken, default), where the file names none or another."""
     quantize: str | None = None
     """Full-match pattern of kernels to keep as NF4, or "all"."""
     attention: Literal["xla", "cudnn"] = "xla"

@@ -23,7 +23,7 @@ from jaxkfac.jobs.cli._problem import warmup_schedule
 from jaxkfac.jobs.cli.finetune._family import Family, Text
 from jaxkfac.jobs.cli.finetune._load import family_of
 from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
-from jaxkfac.jobs.data.stream import BatchStream, Position, Tally
+from jaxkfac.jobs.data.stream import BatchStream, Position, Tally, end_tokens_text
 from jaxkfac.jobs.models import Pretrained
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora import Adapters, Config, RmsSigma
@@ -143,7 +143,9 @@ class FinetuneProblem(NamedTuple):
             return str(Tally(**position["tally"]))
         rows, count = self.train.rows, len(self.train.rows.files)
         files = "a file" if count == 1 else f"{count} files"
-        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
+        first = self.train.first_tally
+        ends = end_tokens_text(first.appended, first.unlearned)  # said before training begins
+        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it{ends}"
 
     def learnt(self, position: Position) -> int:
         """Tokens in the loss: in the data, or read so far from streamed files."""

@@ -77,6 +77,8 @@ class InfluenceArguments:
     memory: str | None = None
     """Bytes of device memory for factors while they are collected, and for queries, such as 4GB; by
     default no bound."""
+    gguf_pre: str | None = None
+    """For a .gguf file: the rule that splits a text into words, as in `jaxkfac finetune`."""
     seed: int = 0
     """Seed for the choice of the factors' texts and for sampled labels."""
     bases: Path | None = None

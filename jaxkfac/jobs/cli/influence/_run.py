@@ -102,6 +102,7 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         max_length=arguments.max_length,
         max_target_length=arguments.max_target_length,
         dtype=arguments.dtype,
+        gguf_pre=arguments.gguf_pre,
         dropout=0.0,  # the key is for sampled labels alone
     )
     if arguments.model in ("t5-bytes", "flan-t5-xl"):

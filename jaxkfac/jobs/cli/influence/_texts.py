@@ -1,7 +1,8 @@
 """Training texts and queries in tokens; rows keep their numbers, and cuts are counted."""
 
 import abc
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,14 @@ from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli.finetune._family import check_ids
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.data.pairs import Pair, PairExample, encode_pair, pair_batch, read_pairs
-from jaxkfac.jobs.data.text import Example, bucket_lengths, encode_record, read_records, token_batch
+from jaxkfac.jobs.data.stream import end_tokens_text
+from jaxkfac.jobs.data.text import (
+    Example,
+    bucket_lengths,
+    encode_with_ending,
+    read_records,
+    token_batch,
+)
 
 
 class NumberedText(NamedTuple):
@@ -33,11 +41,13 @@ class ScoredTexts(NamedTuple):
         texts: Texts with at least one token in the loss.
         cut: Number of texts that were cut.
         left_out: Number of texts without a token in the loss.
+        endings: Number of chats by where their end token comes from; see ``EncodedRecord.end``.
     """
 
     texts: list[NumberedText]
     cut: int
     left_out: int
+    endings: Mapping[str, int]
 
     def __str__(self) -> str:
         summary = f"{len(self.texts)} texts"
@@ -45,7 +55,8 @@ class ScoredTexts(NamedTuple):
             summary += f", {self.cut} of them cut"
         if self.left_out:
             summary += f", {self.left_out} left out (nothing in their loss)"
-        return summary
+        counts = (self.endings.get(name, 0) for name in ("appended", "unlearned"))
+        return summary + end_tokens_text(*counts)
 
     @property
     def crc(self) -> str:
@@ -69,6 +80,7 @@ class TextReader(abc.ABC):
     def __init__(self, arguments: InfluenceArguments, pretrained: Any) -> None:
         self._arguments, self._pretrained = arguments, pretrained
         self._tokenizer = pretrained.tokenizer
+        self._endings = collections.Counter[str]()
 
     def read(self, path: Path, what: str) -> ScoredTexts:
         """Read the texts of a file.
@@ -78,6 +90,7 @@ class TextReader(abc.ABC):
             ValueError: a row is invalid, or the loss of all texts, or of a query, is empty.
         """
         texts, cut, left_out = [], 0, 0
+        self._endings.clear()
         for row, (example, was_cut) in self._examples(path):
             cut += was_cut
             if self._learnt(example):
@@ -96,7 +109,7 @@ class TextReader(abc.ABC):
             )
         largest = max(int(side.max(initial=0)) for text in texts for side in self._ids(text))
         check_ids(largest, self._pretrained.config.vocabulary)
-        return ScoredTexts(texts, cut, left_out)
+        return ScoredTexts(texts, cut, left_out, dict(self._endings))
 
     def batches(
         self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
@@ -162,7 +175,12 @@ class RecordReader(TextReader):
                 "lower --max-length"
             )
         for row, record in enumerate(read_records(path), 1):
-            for full_example in encode_record(record, self._tokenizer, loss_on=arguments.loss_on):
+            try:
+                encoded = encode_with_ending(record, self._tokenizer, loss_on=arguments.loss_on)
+            except ValueError as error:  # the chat template refuses it
+                raise ValueError(f"{path}: text {row}: {error}") from error
+            self._endings[encoded.end] += 1
+            for full_example in encoded.examples:
                 example = Example(full_example.ids[:longest], full_example.learnt[:longest])
                 yield row, (example, len(full_example.ids) > longest)
 

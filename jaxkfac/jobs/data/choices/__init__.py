@@ -3,6 +3,7 @@
 from jaxkfac.jobs.data.choices._questions import (
     PromptStyle,
     Question,
+    question_prompt,
     read_questions,
 )
 from jaxkfac.jobs.data.choices._scores import (
@@ -28,6 +29,7 @@ __all__ = [
     "Question",
     "Variant",
     "compare",
+    "question_prompt",
     "read_questions",
     "score_choices",
     "target_log_likelihoods",

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxkfac._errors import one_of
+from jaxkfac._text import continuation_ids, prompt_ids
 from jaxkfac.jobs.data.readers import read_rows
 from jaxkfac.jobs.data.text._encode import Example, TokenizerLike
 
@@ -131,6 +132,7 @@ def _parts(plain: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]:
 
 
 PromptStyle = Literal["chat", "plain"]
+_ANSWER = "Answer:"
 
 
 def choice_examples(
@@ -148,8 +150,8 @@ def choice_examples(
     """
     return [
         [
-            _example(_prompt(q.stem, tokenizer, style, system), choice, tokenizer, style, q.id,
-                     max_length)
+            _example(question_prompt(q.stem, tokenizer, style=style, system=system), choice,
+                     tokenizer, style, q.id, max_length)
             for choice in q.choices
         ]
         for q in questions
@@ -160,15 +162,26 @@ def bare_examples(
     questions: Sequence[Question], tokenizer: TokenizerLike, *, style: PromptStyle, system: str
 ) -> dict[str, Example]:
     """Each distinct choice after ``Answer:`` only, for its likelihood without the question."""
-    prompt = _prompt("Answer:" if style == "chat" else "", tokenizer, style, system)
+    stem = _ANSWER if style == "chat" else ""
+    prompt = question_prompt(stem, tokenizer, style=style, system=system)
     texts = dict.fromkeys(choice for q in questions for choice in q.choices)
     return {text: _example(prompt, text, tokenizer, style, text, None) for text in texts}
 
 
-def _prompt(stem: str, tokenizer: TokenizerLike, style: PromptStyle, system: str) -> list[int]:
+def question_prompt(
+    stem: str, tokenizer: TokenizerLike, *, style: PromptStyle, system: str = ""
+) -> list[int]:
+    """Ids that a choice, or a generated answer, follows.
+
+    Args:
+        stem: The question; empty for ``Answer:`` alone.
+        tokenizer: Tokenizer of the model.
+        style: ``"chat"``: a turn of the user; ``"plain"``: ``stem`` and ``Answer:``.
+        system: System message of a chat.
+    """
     one_of("style", style, ("chat", "plain"))
     if style == "plain":
-        return list(tokenizer.encode(f"{stem}\nAnswer:" if stem else "Answer:"))
+        return prompt_ids(tokenizer, f"{stem}\n{_ANSWER}" if stem else _ANSWER)
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": stem})
     return list(tokenizer.chat(turns, add_generation_prompt=True))
@@ -182,7 +195,10 @@ def _example(
     name: str,
     max_length: int | None,
 ) -> Example:
-    answer = tokenizer.encode(choice if style == "chat" else f" {choice}", add_special_tokens=False)
+    if style == "chat":
+        answer = tokenizer.encode(choice, add_special_tokens=False)
+    else:
+        answer = continuation_ids(tokenizer, _ANSWER, f" {choice}")
     if not answer or not prompt:
         raise ValueError(f"question {name!r}: the choice {choice!r} or its prompt has no tokens")
     ids = np.asarray([*prompt, *answer], np.int32)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxkfac._text import source_ids, text_ids
 from jaxkfac.jobs.data.readers import FileRows, find_files, read_splits
 from jaxkfac.jobs.data.text import TokenizerLike
 
@@ -19,6 +20,8 @@ PAIR_KEYS = (
     ("article", "highlights"),
     ("text", "summary"),
     ("question", "answer"),
+    ("prompt", "response"),
+    ("instruction", "response"),
 )
 """Keys of sources and targets in public data sets; the first pair that is present is used."""
 
@@ -35,8 +38,8 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
 
     Args:
         plain: An object with two strings. Other keys are ignored, except that without given
-            keys Alpaca's ``instruction`` is placed before its ``input``, and the ``context`` of a
-            question is added to it in T5's format.
+            keys Alpaca's ``instruction`` is placed before its ``input``, Dolly's before its
+            ``context``, and the ``context`` of a question is added to it in T5's format.
         source: Key of the source; ``None`` uses ``PAIR_KEYS``, with ``target`` if that is
             given.
         target: Key of the target, in the same way.
@@ -55,7 +58,9 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
     keys = _keys(plain, source, target)
     for side, key in zip(Pair._fields, keys, strict=True):
         if not isinstance(plain[key], str):
-            raise ValueError(f"expected {key!r} to be a string, got {type(plain[key]).__name__}")
+            value = plain[key]
+            number = f" {value}" if isinstance(value, int | float) else ""  # NaN of a table, say
+            raise ValueError(f"expected {key!r} to be a string, got {type(value).__name__}{number}")
         if not plain[key].strip():
             raise ValueError(f"the {side} ({key!r}) is empty")
     return Pair(*(plain[key] for key in keys))
@@ -123,6 +128,9 @@ def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
     if "instruction" in texts and "output" in texts:
         parts = texts["instruction"], texts.get("input", "")
         return plain | {"input": "\n".join(part for part in parts if part)}
+    if "instruction" in texts and "response" in texts:
+        parts = texts["instruction"], texts.get("context", "")
+        return plain | {"instruction": "\n".join(part for part in parts if part)}
     if {"question", "context", "answer"} <= texts.keys():
         question = f"question: {texts['question']} context: {texts['context']}"
         return plain | {"question": question}
@@ -189,10 +197,8 @@ def encode_pair(
     pair: Pair, tokenizer: TokenizerLike, *, max_source_length: int, max_target_length: int
 ) -> tuple[PairExample, bool, bool]:
     """``(example, whether the source was cut, whether the target was cut)``."""
-    source, target = (list(tokenizer.encode(text)) for text in pair)
+    source, target = source_ids(tokenizer, pair.source), text_ids(tokenizer, pair.target)
     ends = tokenizer.eos_ids
-    if ends and (not target or target[-1] not in ends):
-        target.append(ends[0])
     is_long = len(source) > max_source_length, len(target) > max_target_length
     if is_long[0]:  # encoders are trained on sources that end with an end token
         last = source[-1:] if source[-1] in ends else []

@@ -156,11 +156,10 @@ class JsonArray(Reader):
             with opened(path) as file:
                 if file.peek(3).startswith(codecs.BOM_UTF8):
                     file.read(3)
-                for number, row in enumerate(
-                    ijson.items(_Shallow(file), "item", use_float=True), 1
-                ):
+                text = _Shallow(file)
+                for number, row in enumerate(ijson.items(text, "item", use_float=True), 1):
                     if number > place.offset:
-                        yield RowPlace(number, number), row
+                        yield RowPlace(number, number), _unmarked(row) if text.has_marks else row
         except Exception as error:  # an integer with thousands of digits is a plain ValueError
             raise damaged(path, f" behind element {number}", error) from error
 
@@ -169,11 +168,17 @@ class _Shallow:
     """A JSON text that stops with an error if it is deeply nested.
 
     The package stores a path for every level, whose lengths add up: 100,000 levels in a file of
-    200 kB took 19 GB.
+    200 kB took 19 GB. It also refuses ``NaN``, ``Infinity`` and numbers beyond float64, which
+    Python's ``json`` writes and reads, as lines are read. They become strings with a mark here,
+    and numbers again in :func:`_unmarked`.
+
+    Attributes:
+        has_marks: Whether there was such a number.
     """
 
     def __init__(self, file: io.BufferedReader) -> None:
-        self._file, self._depth, self._open = file, 0, b""
+        self._file, self._depth, self._open, self._word = file, 0, b"", b""
+        self.has_marks = False
 
     def read(self, size: int = -1) -> bytes:
         """Read like a file.
@@ -181,16 +186,36 @@ class _Shallow:
         Raises:
             ValueError: the text is nested too deeply.
         """
-        chunk = self._file.read(size)
-        text = self._open + chunk
-        self._open = b""
+        while True:
+            chunk = self._file.read(size)
+            text = self._next(chunk)
+            if text or not chunk:  # an empty text would be the end of the file
+                return text
+
+    def _next(self, chunk: bytes) -> bytes:
+        """The chunk, behind the word that the last one ended in, and without its own."""
+        opened, text = self._open, self._open + self._word + chunk
+        self._open = self._word = b""
+        self._count_levels(text)
+        if chunk and not self._open and (word := _LAST_WORD.search(text)):
+            self._word, text = word[0], text[: word.start()]
+        if _BEYOND.search(text):
+            text = _STRING_OR_BEYOND.sub(self._with_mark, text)
+        return text[len(opened) :]
+
+    def _with_mark(self, match: re.Match[bytes]) -> bytes:
+        if match["beyond"] is None:
+            return match[0]
+        self.has_marks = True
+        return b'"%s%s"' % (_MARK.encode(), match[0])
+
+    def _count_levels(self, text: bytes) -> None:
         levels = np.frombuffer(_STRING.sub(self._without, text), np.uint8)
         steps = np.isin(levels, _OPEN).astype(np.int64) - np.isin(levels, _CLOSE)
         depths = self._depth + np.cumsum(steps)
         if depths.max(initial=0) > DEEPEST + 1:  # the array itself is one level
             raise ValueError(TOO_DEEP.reason)
         self._depth = int(depths[-1]) if len(depths) else self._depth
-        return chunk
 
     def _without(self, match: re.Match[bytes]) -> bytes:
         if not match["end"]:  # continues in the next chunk, maybe after half of an escape
@@ -200,6 +225,21 @@ class _Shallow:
 
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:(?P<end>")|(?P<escape>\\)?\Z)', re.DOTALL)
 _OPEN, _CLOSE = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
+_MARK = "\ufdd2"  # a Unicode noncharacter, which no text contains
+_BEYOND = re.compile(rb"NaN|-?Infinity|-?\d[\d.]*[eE]\+?\d{3,}")
+_STRING_OR_BEYOND = re.compile(
+    rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)|(?P<beyond>' + _BEYOND.pattern + rb")", re.DOTALL
+)
+_LAST_WORD = re.compile(rb"(?<![-+.\w])[-+.\w]{1,64}\Z")  # may go on in the next chunk
+
+
+def _unmarked(value: Any) -> Any:
+    """Numbers in place of the strings that stand for them."""
+    if isinstance(value, str):
+        return float(value[1:]) if value.startswith(_MARK) else value
+    if isinstance(value, dict):
+        return {key: _unmarked(inner) for key, inner in value.items()}
+    return [_unmarked(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_array(path: Path) -> bool:

@@ -12,6 +12,8 @@ from jaxkfac.jobs.data.text._encode import (
     Chat,
     Completion,
     Encoded,
+    EncodedRecord,
+    EndToken,
     Example,
     LossOn,
     MarksAnswers,
@@ -20,6 +22,7 @@ from jaxkfac.jobs.data.text._encode import (
     TokenizerLike,
     encode_record,
     encode_records,
+    encode_with_ending,
 )
 from jaxkfac.jobs.data.text._formats import parse_record, record_format
 from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
@@ -31,6 +34,8 @@ __all__ = [
     "Chat",
     "Completion",
     "Encoded",
+    "EncodedRecord",
+    "EndToken",
     "Example",
     "LossOn",
     "MarksAnswers",
@@ -43,6 +48,7 @@ __all__ = [
     "bucket_lengths",
     "encode_record",
     "encode_records",
+    "encode_with_ending",
     "pack",
     "parse_record",
     "read_folder",

@@ -25,7 +25,7 @@ from jaxkfac.jobs.data.text._encode import (
     Record,
     TokenizerLike,
     check_encoding,
-    encode_record,
+    encode_with_ending,
     truncate,
 )
 from jaxkfac.jobs.data.text._formats import parse_record
@@ -255,8 +255,10 @@ def token_stream(
         arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
-        examples = encode_record(record, tokenizer, loss_on=loss_on)
-        return [x for example in examples if (x := _counted(example, max_length, tally))]
+        encoded = encode_with_ending(record, tokenizer, loss_on=loss_on)
+        tally.appended += encoded.end == "appended"
+        tally.unlearned += encoded.end == "unlearned"
+        return [x for example in encoded.examples if (x := _counted(example, max_length, tally))]
 
     def collate(rows_of_batch: Sequence[tuple[Example, ...]]) -> TokenBatch:
         longest = max(sum(len(example.ids) - 1 for example in row) for row in rows_of_batch)

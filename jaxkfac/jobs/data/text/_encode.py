@@ -1,5 +1,6 @@
 """Records to tokens, with a mask of the tokens in the loss."""
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -7,6 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkfac._errors import one_of
+from jaxkfac._text import answer_ids, closed_ids, prompt_ids, text_ids
+from jaxkfac.jobs.data.stream import end_tokens_text
 
 # ---------------- records: a conversation, or a completion of a prompt
 
@@ -134,11 +137,15 @@ class Encoded(NamedTuple):
         examples: In the order of the records.
         truncated: Number of examples that were cut at their end.
         dropped: Number of examples without a token in the loss.
+        appended: Chats whose template writes no end token: the tokenizer's was appended.
+        unlearned: Chats whose template writes one outside its ``{% generation %}`` marks.
     """
 
     examples: list[Example]
     truncated: int
     dropped: int
+    appended: int = 0
+    unlearned: int = 0
 
     @property
     def num_learnt(self) -> int:
@@ -150,7 +157,7 @@ class Encoded(NamedTuple):
         summary = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
         if self.truncated or self.dropped:
             summary += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
-        return summary
+        return summary + end_tokens_text(self.appended, self.unlearned)
 
 
 def encode_records(
@@ -164,7 +171,11 @@ def encode_records(
 
     For a chat, these are the assistant's turns with the marker that ends them; for a completion,
     the completion and the end token. What the chat template writes before a turn ("assistant" and
-    its markers) is given at generation, so it is not in the loss.
+    its markers) is given at generation, so it is not in the loss. If the template writes no end
+    token behind the last answer, the tokenizer's is appended and is in the loss.
+
+    A text or a prompt begins with the tokens that the tokenizer adds in front, once. What it adds
+    behind a text ends a text or an answer, once; it never stands between prompt and answer.
 
     If the chat template marks answers (``{% generation %}``), these marks are used. Otherwise, or
     if some answers are not in the loss, turns are found by rendering the conversation up to each
@@ -181,8 +192,9 @@ def encode_records(
         The examples, and how many were cut or dropped.
 
     Raises:
-        ValueError: no token in the loss fits in ``max_length``, or the chat template changes the
-            turns before an answer when the answer is added.
+        ValueError: no token in the loss fits in ``max_length``, or the chat template refuses a
+            record or changes the turns before an answer when the answer is added; names the
+            record.
 
     Example:
         >>> class Letters:
@@ -196,8 +208,14 @@ def encode_records(
     """
     check_encoding(max_length, loss_on)
     examples, truncated, dropped, longest = [], 0, 0, 0
-    for record in records:
-        for example in encode_record(record, tokenizer, loss_on=loss_on):
+    endings = collections.Counter[EndToken]()
+    for number, record in enumerate(records, start=1):
+        try:
+            encoded = encode_with_ending(record, tokenizer, loss_on=loss_on)
+        except ValueError as error:
+            raise ValueError(f"record {number}: {error}") from error
+        endings[encoded.end] += 1
+        for example in encoded.examples:
             longest = max(longest, len(example.ids))
             truncated += len(example.ids) > max_length
             example = truncate(example, max_length)
@@ -210,7 +228,7 @@ def encode_records(
             f"none of {len(records)} records has anything to learn in its first {max_length} "
             f"tokens (the longest has {longest}): raise max_length"
         )
-    return Encoded(examples, truncated, dropped)
+    return Encoded(examples, truncated, dropped, endings["appended"], endings["unlearned"])
 
 
 def check_encoding(max_length: int, loss_on: str) -> None:
@@ -224,13 +242,38 @@ def encode_record(
     record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
 ) -> list[Example]:
     """One record, as the examples that its chat template requires, not cut."""
+    return encode_with_ending(record, tokenizer, loss_on=loss_on).examples
+
+
+EndToken = Literal["written", "appended", "unlearned"]
+
+
+class EncodedRecord(NamedTuple):
+    """One record in tokens.
+
+    Attributes:
+        examples: One, or one for each answer if the chat template requires that.
+        end: Whether the end token behind the last answer is written by the template (or by the
+            tokenizer, for a completion), was appended, or is written but is not in the loss.
+    """
+
+    examples: list[Example]
+    end: EndToken
+
+
+def encode_with_ending(
+    record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
+) -> EncodedRecord:
+    """One record, not cut, and where its end token comes from."""
+    end: EndToken = "written"
     if isinstance(record, Completion):
         marked = [_completion(record, tokenizer)]
     else:
-        marked = _chat(record, tokenizer, whole=loss_on == "all")
+        marked, end = _ended(_chat(record, tokenizer, whole=loss_on == "all"), record, tokenizer)
     if loss_on == "all":
-        marked = [(ids, [True] * len(ids)) for ids, _ in marked]
-    return [_example(ids, learnt) for ids, learnt in marked]
+        marked = [_Marked(x.ids, [True] * len(x.ids)) for x in marked]
+        end = "written" if end == "unlearned" else end
+    return EncodedRecord([_example(x.ids, x.learnt) for x in marked], end)
 
 
 def truncate(example: Example, max_length: int) -> Example:
@@ -244,37 +287,77 @@ def _example(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
     return Example(np.asarray(ids, np.int32), marks)
 
 
-_Marked = tuple[list[int], list[bool]]
+class _Marked(NamedTuple):
+    """Tokens, whether each is in the loss, and how many turns of a chat they hold."""
+
+    ids: list[int]
+    learnt: list[bool]
+    num_turns: int = 0
 
 
 def _completion(record: Completion, tokenizer: TokenizerLike) -> _Marked:
-    # Encoded separately, so the boundary is the same at generation, when only the prompt is known.
-    has_no_prompt = not record.prompt
-    prompt = [] if has_no_prompt else list(tokenizer.encode(record.prompt))
-    answer = [
-        *tokenizer.encode(record.completion, add_special_tokens=has_no_prompt),
-        *tokenizer.eos_ids[:1],
-    ]
-    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
+    if not record.prompt:
+        ids = text_ids(tokenizer, record.completion)
+        return _Marked(ids, [True] * len(ids))
+    # The boundary is the same at generation, when only the prompt is known.
+    prompt = prompt_ids(tokenizer, record.prompt)
+    answer = answer_ids(tokenizer, record.prompt, record.completion)
+    return _Marked([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+
+
+def _ended(
+    marked: list[_Marked], record: Chat, tokenizer: TokenizerLike
+) -> tuple[list[_Marked], EndToken]:
+    """The examples of a chat, with an end token behind each one's last answer."""
+    closed = [_one_ended(one, record, tokenizer) for one in marked]
+    unusual: list[EndToken] = [end for _, end in closed if end != "written"]
+    return [example for example, _ in closed], unusual[0] if unusual else "written"
+
+
+def _one_ended(marked: _Marked, record: Chat, tokenizer: TokenizerLike) -> tuple[_Marked, EndToken]:
+    ids, learnt, num_turns = marked
+    last, ends = record.messages[num_turns - 1], set(tokenizer.eos_ids)
+    if last.role != "assistant" or not ends:
+        return marked, "written"
+    before = as_plain(record.messages[: num_turns - 1])
+    start = _shared(ids, tokenizer.chat(before, add_generation_prompt=False, **_tools(record)))
+    if not ends & set(ids[start:]):
+        closed = closed_ids(tokenizer, ids)
+        new = [last.learnt] * (len(closed) - len(ids))
+        return _Marked(closed, [*learnt, *new], num_turns), "appended"
+    is_learnt = any(x and i in ends for i, x in zip(ids[start:], learnt[start:], strict=False))
+    return marked, "written" if is_learnt or not last.learnt else "unlearned"
+
+
+def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens that two sequences have in common at their beginning."""
+    return next((n for n, (a, b) in enumerate(zip(ids, others)) if a != b), len(others))
+
+
+def _tools(record: Chat) -> dict[str, Any]:
+    return {"tools": record.tools} if record.tools else {}
 
 
 def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marked]:
     turns = as_plain(record.messages)
-    tools: dict[str, Any] = {"tools": record.tools} if record.tools else {}
+    tools = _tools(record)
     if whole:
         ids = list(tokenizer.chat(turns, add_generation_prompt=False, **tools))
-        return [(ids, [])]
+        return [_Marked(ids, [], len(turns))]
     all_learnt = all(turn.learnt for turn in record.messages if turn.role == "assistant")
     if all_learnt and isinstance(tokenizer, MarksAnswers):
         marked = tokenizer.marked_chat(turns, **tools)
         if marked is not None:
-            return [marked]
+            return [_Marked(*marked, len(turns))]
     learnt = [n for n, t in enumerate(record.messages) if t.role == "assistant" and t.learnt]
     answers = [_answer(turns, number, tokenizer, tools) for number in learnt]
     ids, _ = answers[-1]
     if any(ids[: len(before)] != before for before, _ in answers):
-        return [(conversation, _between(conversation, [start])) for conversation, start in answers]
-    return [(ids, _between(ids, [(start, stop) for _, (start, stop) in answers]))]
+        return [
+            _Marked(conversation, _between(conversation, [span]), number + 1)
+            for number, (conversation, span) in zip(learnt, answers, strict=True)
+        ]
+    return [_Marked(ids, _between(ids, [span for _, span in answers]), learnt[-1] + 1)]
 
 
 def _answer(

@@ -1,7 +1,7 @@
 """Formats of a row of a data set, recognized by its keys; the first match is used."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkfac.jobs.data.text._encode import Chat, Completion, Message, Record
@@ -47,15 +47,18 @@ def parse_record(plain: Any) -> Record:
         plain: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``"tools"`` if there
             are any; ``{"prompt": ..., "completion": ...}``, of strings or of turns;
             ``{"instruction": ..., "input": ..., "output": ...}`` as in Alpaca;
-            ``{"conversations": [{"from": ..., "value": ...}, ...]}`` as in ShareGPT; or
-            ``{"text": ...}``. Other keys, and keys without a value, are ignored.
+            ``{"conversations": [{"from": ..., "value": ...}, ...]}`` as in ShareGPT;
+            ``{"text": ...}``; or a question and its answer: ``instruction``, ``context`` and
+            ``response`` as in Dolly, ``question`` and ``answer``, or ``prompt`` and ``response``.
+            Turns may be a string that holds them as JSON. Other keys, and keys without a value,
+            are ignored.
 
     Returns:
         A :class:`Chat` or :class:`Completion`.
 
     Raises:
-        ValueError: the object has none of these forms, an unknown role, no turn of the assistant,
-            or nothing to learn.
+        ValueError: the object has none of these forms or several of the last three, an unknown
+            role, no turn of the assistant, or nothing to learn.
 
     Example:
         >>> parse_record({"prompt": "Fe is ", "completion": "iron"})
@@ -67,8 +70,19 @@ def parse_record(plain: Any) -> Record:
     for form in _FORMATS:
         if all(key in row for key in form.keys):
             return form.parse(row)
-    all_keys = "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in _FORMATS)
+    if questions := [form for form in _QUESTIONS if all(key in row for key in form.keys)]:
+        if len(questions) > 1:
+            raise ValueError(
+                f"the row has the keys {_keys_text(questions)}, and any of these could be what is "
+                "asked and answered: leave one of them"
+            )
+        return questions[0].parse(row)
+    all_keys = _keys_text([*_FORMATS, *_QUESTIONS])
     raise ValueError(f"expected the keys {all_keys}; got {sorted(plain)}")
+
+
+def _keys_text(forms: Sequence[RecordFormat]) -> str:
+    return "; ".join(" and ".join(f'"{key}"' for key in form.keys) for form in forms)
 
 
 def text_of(row: Row, key: str, *, default: str | None = None) -> str:
@@ -79,7 +93,8 @@ def text_of(row: Row, key: str, *, default: str | None = None) -> str:
     """
     value = row.get(key, default)
     if not isinstance(value, str):
-        raise ValueError(f"expected {key} to be a string, got {type(value).__name__}")
+        number = f" {value}" if isinstance(value, int | float) else ""  # NaN of a table, say
+        raise ValueError(f"expected {key} to be a string, got {type(value).__name__}{number}")
     return value
 
 
@@ -111,11 +126,8 @@ def chat_of(messages: list[Message], row: Row) -> Chat:
         if not (turn.content.strip() or turn.more):
             raise ValueError(f"turn {number}: the assistant's answer is empty")
     tools = row.get("tools") or ()
-    if isinstance(tools, str):  # tables store them as text
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'"tools" is a string that is no JSON ({error.msg})') from error
+    if isinstance(tools, str):
+        tools = _from_json(tools, "tools")
     if not isinstance(tools, list | tuple):
         raise ValueError(f'expected "tools" to be a list, got {type(tools).__name__}')
     return Chat(tuple(messages), tuple(tools))
@@ -127,9 +139,24 @@ def turns_of(plain: Any, key: str) -> list[Message]:
     Raises:
         ValueError: a turn has another form, or an unknown role.
     """
+    return [_turn(turn, number) for number, turn in enumerate(_listed(plain, key))]
+
+
+def _listed(plain: Any, key: str) -> list[Any]:
+    """The turns of a row, which tables also store as text."""
+    if isinstance(plain, str):
+        plain = _from_json(plain, key)
     if not isinstance(plain, list) or not plain:
         raise ValueError(f'expected "{key}" to be a list of turns that is not empty')
-    return [_turn(turn, number) for number, turn in enumerate(plain)]
+    return plain
+
+
+def _from_json(text: str, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f'"{key}" is a string that is no JSON ({what})') from error
 
 
 def _turn(turn: Any, number: int) -> Message:
@@ -166,10 +193,15 @@ def parse_alpaca(row: Row) -> Chat:
 
     The input, if any, follows the instruction.
     """
-    question_parts = [text_of(row, "instruction"), text_of(row, "input", default="")]
-    system, answer = text_of(row, "system", default=""), text_of(row, "output")
+    return _question_and_answer(row, "instruction", "input", "output")
+
+
+def _question_and_answer(row: Row, asked: str, passage: str, answered: str) -> Chat:
+    """Two turns, after the system's if any: what is asked, and a passage if any; the answer."""
+    question_parts = [text_of(row, asked), text_of(row, passage, default="")]
+    system, answer = text_of(row, "system", default=""), text_of(row, answered)
     if not answer:
-        raise ValueError("the output is empty: there is nothing to learn")
+        raise ValueError(f"the {answered} is empty: there is nothing to learn")
     first = (Message("system", system),) if system else ()
     question = Message("user", "\n\n".join(filter(None, question_parts)))
     return Chat((*first, question, Message("assistant", answer)))
@@ -196,14 +228,15 @@ _SHAREGPT_ROLES = {
 
 @record_format("conversations")
 def parse_sharegpt(row: Row) -> Chat:
-    """``{"conversations": [{"from": ..., "value": ...}, ...], "system": ..., "tools": ...}``."""
-    plain, system = row["conversations"], text_of(row, "system", default="")
-    if not isinstance(plain, list) or not plain:
-        raise ValueError('expected "conversations" to be a list of turns that is not empty')
+    """``{"conversations": [{"from": ..., "value": ...}, ...], "system": ..., "tools": ...}``.
+
+    Turns with ``role`` and ``content`` under this key are read as those of ``messages``.
+    """
+    plain = _listed(row["conversations"], "conversations")
+    system = text_of(row, "system", default="")
     first = [Message("system", system)] if system else []
-    return chat_of(
-        [*first, *(_sharegpt_turn(turn, number) for number, turn in enumerate(plain))], row
-    )
+    parse = _turn if all(isinstance(x, dict) and "role" in x for x in plain) else _sharegpt_turn
+    return chat_of([*first, *(parse(turn, number) for number, turn in enumerate(plain))], row)
 
 
 def _sharegpt_turn(turn: Any, number: int) -> Message:
@@ -236,11 +269,15 @@ def _call(value: str, number: int) -> dict[str, Any]:
 @record_format("completion")
 def parse_completion(row: Row) -> Record:
     """``{"prompt": ..., "completion": ...}``: both strings, or both lists of turns."""
-    prompt, completion = row.get("prompt", ""), row["completion"]
+    return _continued(row, "completion")
+
+
+def _continued(row: Row, answered: str) -> Record:
+    prompt, completion = row.get("prompt", ""), row[answered]
     if isinstance(prompt, list) and isinstance(completion, list):
-        turns = [*turns_of(prompt, "prompt"), *turns_of(completion, "completion")]
+        turns = [*turns_of(prompt, "prompt"), *turns_of(completion, answered)]
         return chat_of(turns, row)
-    return _nonempty(text_of(row, "prompt", default=""), text_of(row, "completion"))
+    return _nonempty(text_of(row, "prompt", default=""), text_of(row, answered))
 
 
 @record_format("text")
@@ -253,3 +290,22 @@ def _nonempty(prompt: str, completion: str) -> Completion:
     if not completion:
         raise ValueError("the completion is empty: there is nothing to learn")
     return Completion(prompt, completion)
+
+
+# ---------------- a question and its answer, in the names that data sets give them
+#
+# After all other forms, also registered ones, so that these keep their meaning where a row also
+# has such keys. A row with several of them is refused: which one to learn is a guess.
+
+
+_QUESTIONS = (
+    RecordFormat(
+        ("instruction", "response"),
+        lambda row: _question_and_answer(row, "instruction", "context", "response"),
+    ),
+    RecordFormat(
+        ("question", "answer"),
+        lambda row: _question_and_answer(row, "question", "context", "answer"),
+    ),
+    RecordFormat(("prompt", "response"), lambda row: _continued(row, "response")),
+)

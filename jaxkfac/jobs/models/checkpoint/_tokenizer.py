@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac._text import added_tokens
 from jaxkfac.files import write_text
 from jaxkfac.jobs.models.checkpoint._chat_template import Messages, Rendered, render
 
@@ -59,6 +60,9 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, eos_ids: Sequence[int] = ()) -> "Tokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
+        The post-processor of ``tokenizer.json`` decides which tokens stand around a text. Where it
+        adds none, ``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` add them.
+
         Args:
             folder: Folder of the checkpoint.
             eos_ids: End tokens from the config; the tokenizer's own are added.
@@ -76,7 +80,11 @@ class Tokenizer:
         tokenizer.no_padding()  # set for training; here rows are padded when they are batched
         tokenizer.no_truncation()
         config = read_json(extra) if extra.is_file() else {}
-        special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and _text(v)}
+        special = {
+            name: _text(value)
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict) and _text(value)
+        }
         template = config.get("chat_template")
         if isinstance(template, list):  # several templates, by name
             try:
@@ -92,12 +100,46 @@ class Tokenizer:
             raise ValueError(f"{extra} has a chat_template of no known form")
         ends = [*eos_ids, *_ids(tokenizer, special.get("eos_token"))]
         pad = [*_ids(tokenizer, special.get("pad_token")), None][0]
-        return cls(
+        read = cls(
             tokenizer,
             eos_ids=tuple(dict.fromkeys(ends)),
             pad_id=pad,
             chat_template=template,
             special=special,
+        )
+        flags = {name: config.get(f"add_{name}") for name in ("bos_token", "eos_token")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool | None):
+                raise ValueError(f"{extra}: add_{name} is {flag!r}: expected true or false")
+        read.add_around(bos=bool(flags["bos_token"]), eos=bool(flags["eos_token"]))
+        return read
+
+    def add_around(self, *, bos: bool, eos: bool) -> None:
+        """Put special tokens around every text, beside those that the post-processor puts there.
+
+        Args:
+            bos: Whether ``bos_token`` comes first; nothing does if there is none.
+            eos: Whether ``eos_token`` comes last; nothing does if there is none.
+        """
+        before, after = added = added_tokens(self)
+        before = before or _present(self.bos_id if bos else None)
+        after = after or _present(self.eos_id if eos else None)
+        if (before, after) == added:
+            return  # keeps a post-processor that also does something else
+        labels = {token: f"token-{token}" for token in (*before, *after)}
+        first, second = (
+            [f"{labels[token]}:{side}" for token in before]
+            + [f"${'AB'[side]}:{side}"]
+            + [f"{labels[token]}:{side}" for token in after]
+            for side in (0, 1)
+        )
+        self._tokenizer.post_processor = tokenizers_package().processors.TemplateProcessing(
+            single=first,
+            pair=[*first, *second],
+            special_tokens=[
+                {"id": label, "ids": [token], "tokens": [self._tokenizer.id_to_token(token)]}
+                for token, label in labels.items()
+            ],
         )
 
     def save(self, folder: Path) -> None:
@@ -261,6 +303,10 @@ def tokenizers_package() -> Any:
 def _text(token: Any) -> str:
     """The text of a special token, which files store as a string or as an object."""
     return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def _present(token_id: int | None) -> tuple[int, ...]:
+    return () if token_id is None else (token_id,)
 
 
 def _ids(tokenizer: Any, token: str | None) -> list[int]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one
+from jaxkfac._text import prompt_ids
 from jaxkfac.interception.values import is_encoded
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder._attention import Cached, Tokens, empty_cache
@@ -55,7 +56,8 @@ def generate(
     Args:
         pretrained: From :func:`load_decoder`.
         prompt: A text, token ids (``tokenizer.chat([...])`` or an integer array), or a list of
-            these; rows of a matrix are prompts of equal length.
+            these; rows of a matrix are prompts of equal length. A text gets the start tokens that
+            the tokenizer adds, and no end token; ids are used as they are.
         max_new_tokens: Largest number of tokens to add.
         temperature: 0 takes the most likely token; otherwise logits are divided by it and a
             token is sampled.
@@ -106,7 +108,7 @@ def generate(
         prompt = _as_list(prompt)
     single = isinstance(prompt, str) or all(isinstance(x, int | np.integer) for x in prompt)
     prompts: Any = [prompt] if single else list(prompt)
-    rows = [ids_of(pretrained, x, "prompt") for x in prompts]
+    rows = [ids_of(pretrained, x, "prompt", ids_of_text=prompt_ids) for x in prompts]
     for ids in rows:
         _check_context(pretrained.config, len(ids), max_new_tokens)
     tokens = _side_by_side(rows)

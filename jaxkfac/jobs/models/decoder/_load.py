@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,63 +29,13 @@ from jaxkfac.jobs.models.checkpoint import (
     open_weights,
     read_config,
     stored_head,
-    tokenizers_package,
 )
 from jaxkfac.jobs.models.decoder._attention import AttentionBy
 from jaxkfac.jobs.models.decoder._config import DecoderConfig
 from jaxkfac.jobs.models.decoder._decoder import Decoder
+from jaxkfac.jobs.models.decoder._gguf_tokenizer import gguf_tokenizer
 from jaxkfac.jobs.models.decoder._rotary import Rotary
 from jaxkfac.memory import LeafSharding, checked_dtype
-
-# ---------------- byte-level BPE from the fields of a GGUF file
-
-
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that do not come from merges
-_PRE = ("smollm", "gpt-2")
-
-
-def gguf_tokenizer(fields: Mapping[str, Any], eos_ids: Sequence[int]) -> Tokenizer | None:
-    """A tokenizer from vocabulary and merges; ``None`` if the file has none.
-
-    Raises:
-        ValueError: the tokenizer is not byte-level BPE, or splits a text into words differently
-            from SmolLM (single digits) and GPT-2.
-    """
-    if "tokenizer.ggml.tokens" not in fields:
-        return None
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in _PRE:
-        raise ValueError(
-            f"tokenizer.ggml.model {kind!r} with pre {pre!r}: expected 'gpt2' with one of "
-            f"{', '.join(_PRE)}; load the Hugging Face folder"
-        )
-    package = tokenizers_package()
-    vocabulary = fields["tokenizer.ggml.tokens"]
-    types = fields.get("tokenizer.ggml.token_type", [1] * len(vocabulary))
-    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"]]
-    model = package.models.BPE({word: i for i, word in enumerate(vocabulary)}, merges)
-    tokenizer = package.Tokenizer(model)
-    cuts = [package.pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if pre == "smollm":
-        cuts.insert(0, package.pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence(cuts)
-    tokenizer.decoder = package.decoders.ByteLevel()
-    for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [word for word, t in zip(vocabulary, types, strict=True) if t == number]
-        tokens = [package.AddedToken(word, special=special, normalized=False) for word in added]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"}
-    special_ids = {
-        name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()
-    }
-    return Tokenizer(
-        tokenizer,
-        eos_ids=eos_ids,
-        pad_id=fields.get("tokenizer.ggml.padding_token_id"),
-        chat_template=fields.get("tokenizer.chat_template"),
-        special={name: vocabulary[i] for name, i in special_ids.items() if i is not None},
-    )
-
 
 # ---------------- tensors of a GGUF file
 
@@ -137,8 +87,14 @@ class GgufSource:
         return x.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
-def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
+def open_gguf(
+    file: Path, *, pre: str | None = None
+) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
     """Config, weights and tokenizer of a GGUF file.
+
+    Args:
+        file: The file.
+        pre: ``gguf_pre`` of :func:`load_decoder`.
 
     Raises:
         ValueError: the file is damaged, or holds an unsupported model.
@@ -163,7 +119,7 @@ def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
     except KeyError as error:
         raise ValueError(f"{file} lacks the field {error}; download it again") from error
     try:
-        tokenizer = gguf_tokenizer(fields, config.eos_ids)
+        tokenizer = gguf_tokenizer(fields, config.eos_ids, pre=pre)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # fields contradict each other, or the package refuses them
@@ -302,6 +258,7 @@ def load_decoder(
     quantize: str | None = None,
     sharding: LeafSharding | None = None,
     attention: AttentionBy = "xla",
+    gguf_pre: str | None = None,
 ) -> Pretrained:
     """Load a decoder of the types phi3, llama, mistral, qwen2, qwen3, gemma2 or gemma3_text.
 
@@ -312,7 +269,7 @@ def load_decoder(
     Args:
         path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and
             optionally ``tokenizer.json`` and ``tokenizer_config.json``; or a ``.gguf`` file of a
-            Llama, which is dequantised.
+            Llama, which is dequantised, with a byte-level BPE or SentencePiece tokenizer.
         dtype: Dtype of the parameters and of the computation.
         remat: Recompute each block's activations in the backward pass.
         quantize: Full-match pattern over paths of stacked kernels
@@ -322,6 +279,9 @@ def load_decoder(
         sharding: A sharding or device for all parameters, or a function of path and shape.
             Quantised kernels stay on the default device.
         attention: ``"cudnn"`` means flash attention, on NVIDIA GPUs, in bfloat16 or float16.
+        gguf_pre: For a ``.gguf`` file with byte-level BPE: the rule that splits a text into words,
+            by its name in ``tokenizer.ggml.pre`` (``"llama-bpe"``, ``"qwen2"``, ``"smollm"``,
+            ``"gpt-2"``, ``"tekken"``, ``"default"``), where the file names none or another.
 
     Returns:
         A :class:`Pretrained`.
@@ -343,7 +303,7 @@ def load_decoder(
         FileNotFoundError: no model at nowhere, which does not exist
     """
     path = Path(path)
-    config, source, tokenizer, stored = open_checkpoint(path)
+    config, source, tokenizer, stored = open_checkpoint(path, gguf_pre=gguf_pre)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
     leaves = layout(config, fused=fused, embedding=stored.embedding)
     check_tensors(
@@ -374,6 +334,7 @@ def decoder_shapes(
     remat: bool = True,
     quantize: str | None = None,
     attention: AttentionBy = "xla",
+    gguf_pre: str | None = None,
 ) -> Pretrained:
     """Like :func:`load_decoder`, with ``jax.ShapeDtypeStruct`` in place of arrays.
 
@@ -383,7 +344,7 @@ def decoder_shapes(
     if path.is_dir() and not any(path.glob("*.safetensors")):
         config = DecoderConfig.from_hugging_face(read_config(path))
     else:
-        config, _, tokenizer, _ = open_checkpoint(path)
+        config, _, tokenizer, _ = open_checkpoint(path, gguf_pre=gguf_pre)
     shaped = shaped_decoder(config, dtype, remat, quantize, attention)
     return shaped._replace(tokenizer=tokenizer)
 
@@ -426,10 +387,20 @@ class OpenedDecoder(NamedTuple):
     head: StoredHead
 
 
-def open_checkpoint(path: Path) -> OpenedDecoder:
-    """Open a folder or a GGUF file."""
-    is_gguf = path.suffix == ".gguf" and path.is_file()
-    config, source, tokenizer = (open_gguf if is_gguf else open_folder)(path)
+def open_checkpoint(path: Path, *, gguf_pre: str | None = None) -> OpenedDecoder:
+    """Open a folder or a GGUF file.
+
+    Raises:
+        ValueError: ``gguf_pre`` is given for a folder.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        config, source, tokenizer = open_gguf(path, pre=gguf_pre)
+    elif gguf_pre is not None:
+        raise ValueError(
+            f"gguf_pre={gguf_pre!r} is for a .gguf file, and {path} is none: leave it out"
+        )
+    else:
+        config, source, tokenizer = open_folder(path)
     head = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
     config = dataclasses.replace(config, tied_head=head.is_tied)
     if tokenizer is not None:

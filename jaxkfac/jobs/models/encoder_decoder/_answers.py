@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._errors import at_least_one
+from jaxkfac._text import source_ids
 from jaxkfac.interception.values import is_encoded
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.encoder_decoder._blocks import (
@@ -114,7 +115,7 @@ def generate_targets(
         )
     if isinstance(sources, str) or any(isinstance(source, int) for source in sources):
         raise TypeError(f"sources: expected several, got one: give [{str(sources)[:40]!r}, ...]")
-    rows = [ids_of(pretrained, source, "sources") for source in sources]
+    rows = [ids_of(pretrained, x, "sources", ids_of_text=source_ids) for x in sources]
     if not rows:
         return []
     config, dtype = pretrained.config, params["shared"]["embedding"].dtype
