@@ -49,6 +49,7 @@ def test_a_budget_into_the_host_service_gives_the_bases_of_one_pass(problem):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", ["auto", "host", "device"])
 def test_factors_in_host_memory_decompose_like_others(problem, placement):

@@ -193,6 +193,7 @@ def test_drawn_labels_are_unbiased(x64):
             assert (np.abs(found.mean(0) - expected) <= error + 1e-12).all(), name
 
 
+@pytest.mark.slow
 def test_the_exact_fisher_runs_every_example_by_itself_and_says_so(x64, capsys):
     check(mlp(batch_norm_folded), mlp(batch_norm), mlp_params(), mlp_batch(), fisher="exact")
     assert "takes 18 backward passes" in capsys.readouterr().err

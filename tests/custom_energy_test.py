@@ -49,6 +49,7 @@ def problem():
     return tree(1, w=(3, 4), b=(4,), v=(4,)), normal(2, 6, 3, scale=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit], ids=["bare", "jit"])
 @pytest.mark.parametrize("place", ["rule", "function"])

@@ -62,6 +62,7 @@ NAMES = (
 ).split(" ")
 
 
+@pytest.mark.slow
 @pytest.mark.default(2)
 @pytest.mark.parametrize("name", [name.replace("\xa0", " ") for name in NAMES])
 def test_a_result_is_printed_in_a_line_without_its_numbers(shown, name):

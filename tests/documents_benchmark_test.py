@@ -158,6 +158,7 @@ def test_verdicts_of_arithmetic_shapes_and_plans_are_those_of_today():
     assert not [event for event in started if "compile" in event and "trace" not in event]
 
 
+@pytest.mark.slow
 @as_users_run_it
 def test_one_per_cent_of_any_planned_figure_is_a_difference(monkeypatch):
     recounted_now()  # the plans, which are kept

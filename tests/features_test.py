@@ -42,6 +42,7 @@ def test_ekfac_measures_what_factors_hold(problem, per, scales):
     )
 
 
+@pytest.mark.slow
 def test_the_evidence_of_a_temperature_is_that_of_the_variance_of_its_logits(problem):
     objective, params, batch = problem
     stats = jk.value_grad_and_factors(objective, fisher="exact")

@@ -57,6 +57,7 @@ def test_no_training_ends_above_its_first_loss(name, method):
         assert last < first, setting
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_would_be_seen():
     """The settings that the pages gave before: damping 1e-3, no constraint."""
     before = here(

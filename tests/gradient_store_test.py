@@ -253,6 +253,7 @@ def test_a_rank_that_no_layer_has_is_refused(trained, rank, message):
 # ------------------------------------------------------------ options of influence
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("options", [{"query_rank": 1}, {"per": "layer"}, {"layers": "up/.*"}])

@@ -515,6 +515,7 @@ def test_one_logit_for_each_example_and_several():
 # ------------------------------------------------------------ some layers, few bits
 
 
+@pytest.mark.slow
 def test_parameters_outside_the_layers_are_fixed_and_named():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     last = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, layers="u")

@@ -206,6 +206,7 @@ def test_a_setting_at_the_edge_of_its_grid_is_told():
     assert at_edge(settings[2], settings) == ["rate 0.4 is the greatest that was tried"]
 
 
+@pytest.mark.slow
 def test_the_seeds_of_a_setting_share_its_program():
     """And are the runs that they are without it: the seed is an argument of the program."""
     problem, built = regression(), []

@@ -353,6 +353,7 @@ def test_an_output_that_keeps_no_term_has_no_part(fisher):
         both(params, (*batches[0], {"token": None, "box": jnp.zeros(N, bool)}))
 
 
+@pytest.mark.slow
 def test_labels_of_each_output_are_drawn_with_a_key_of_its_own():
     params, x, _, _ = problem()
     heads = {"box": jk.Gaussian(), "token": jk.Categorical()}

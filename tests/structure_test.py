@@ -14,6 +14,7 @@ def test_doors_and_kinds_stay_as_they_are_recorded():
     assert counted["class names of more than one class"] == []
 
 
+@pytest.mark.slow
 def test_the_house_stays_as_it_is_recorded():
     counted = house()
     percent = lambda name: float(counted[name].rstrip("%"))

@@ -33,6 +33,7 @@ def uses(params, batch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_uses_of_a_divided_batch_are_those_of_one_device(x64, kind):

@@ -7,6 +7,8 @@ by the library itself: the last frame of the traceback is a ``raise`` of its own
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import traceback
 import warnings
@@ -249,6 +251,7 @@ print(tried)
 """
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_in_words():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True

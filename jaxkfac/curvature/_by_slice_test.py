@@ -65,6 +65,7 @@ def test_one_layer_at_a_time_from_the_host_gives_the_same(problem):
     assert distance(natural_gradient(grads, held, damping=1e-3), expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_from_the_host_a_call_sends_one_iteration_at_a_time(problem, monkeypatch):
     _, grads, factors = problem
     held, sent, put = bases_of(factors, bases_in="host"), [], _apply.put_result
@@ -82,6 +83,7 @@ def test_under_jit_eigenvectors_in_host_memory_are_refused(problem):
         jax.jit(lambda grads: natural_gradient(grads, held, damping=1e-3))(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bases_in", ["device", "host"])
 def test_bfloat16_eigenvectors_have_half_the_bytes_and_are_off_by_their_rounding(problem, bases_in):
     _, grads, factors = problem

@@ -68,6 +68,7 @@ def test_with_one_position_all_modes_agree(likelihood, params, batch):
         )
 
 
+@pytest.mark.slow
 def test_pixels_that_no_product_reads_are_positions(params):
     """Each pixel has a gradient of the scale of a channel, also where it is pooled afterwards."""
     pixels = jax.random.normal(jax.random.key(8), (N, 3, 3, 4))

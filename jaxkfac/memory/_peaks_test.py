@@ -39,6 +39,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_peaks_are_the_tree_and_one_leaf(tmp_path):
     if not resident.lower_mark():
         pytest.skip("this system keeps no high-water mark that can be lowered")

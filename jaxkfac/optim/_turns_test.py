@@ -333,6 +333,7 @@ def test_a_state_in_turns_is_saved_and_restored():
         serialization.from_bytes(complete, written)
 
 
+@pytest.mark.slow
 def test_check_state_says_when_a_group_never_comes():
     problem = problem_of()
     step, _, carry = training(problem, 2, learning_rate=0.1)

@@ -286,14 +286,14 @@ ASKED = [["Fe is", " iron"], ["Fe is ", "iron"], ["Au", " gold Fe"], ["<s> Fe", 
 
 def by_lm_eval(kind):
     """Rows of context and continuation by lm-eval's model for Hugging Face, without a model."""
-    from lm_eval.models.huggingface import HFLM
-
     from tests._transformers import transformers
+
+    lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="pip install jaxkfac[eval]")
 
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made(kind)._tokenizer, bos_token="<s>", eos_token="</s>"
     )
-    model = HFLM.__new__(HFLM)
+    model = lm_eval.HFLM.__new__(lm_eval.HFLM)
     model.tokenizer, model.backend = tokenizer, "causal"
     model.add_bos_token = model.custom_prefix_token_id = None
     return [[list(ids) for ids in model._encode_pair(*pair)] for pair in ASKED]
@@ -313,5 +313,4 @@ def test_lm_eval_is_answered_on_the_rows_of_its_record():
 
 
 def test_the_record_is_what_lm_eval_sends():
-    pytest.importorskip("lm_eval", reason="pip install jaxkfac[eval]")
     assert json.loads(RECORD.read_text())["rows"] == {kind: by_lm_eval(kind) for kind in TEMPLATES}

@@ -27,6 +27,7 @@ def bases_of(row, case):
     return jk.eigendecompose(stats(case.params, case.batch, **case.call)[2])
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCORED)

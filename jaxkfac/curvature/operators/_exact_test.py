@@ -89,6 +89,7 @@ def test_mc_fisher_is_unbiased(x64):
     assert error < 0.05  # 1 / sqrt(samples) times the spread of one, about 2
 
 
+@pytest.mark.slow
 def test_mc_fisher_is_one_fixed_matrix_symmetric_and_semi_definite(x64):
     operator = fisher(*attention_problem(), fisher="mc", key=jax.random.key(0), samples=2)
     dense = operator.to_dense()

@@ -96,6 +96,7 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     assert "K-FAC" in (finished / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_speed_and_memory_are_shown(finished):
     metrics = json.loads((finished / "metrics.json").read_text())
     for name, run_ in metrics["runs"].items():
@@ -132,11 +133,13 @@ def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monke
     assert programs and all(aliased >= state for aliased, state in programs)
 
 
+@pytest.mark.slow
 def test_both_optimizers_start_from_the_same_loss(finished):
     runs = json.loads((finished / "metrics.json").read_text())["runs"]
     assert runs["kfac"]["losses"][0] == pytest.approx(runs["adamw"]["losses"][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_analyze_reproduces_the_spectra_of_the_run(finished, capsys):
     assert main(["analyze", str(finished), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -187,6 +190,7 @@ def test_analyze_prints_tables(finished, capsys):
         assert word in shown
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -214,6 +218,7 @@ def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
     assert "Capacity" in text and text.count("<svg") > 10
 
 
+@pytest.mark.slow
 def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):
     assert main(["analyze", str(finished / "adamw")]) == 2
     assert "keeps no factors" in capsys.readouterr().err
@@ -298,6 +303,7 @@ def test_an_epoch_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     assert find_checkpoint(tmp_path / "kfac").name == "3"
 
 
+@pytest.mark.slow
 def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(finished, capsys):
     before = load_checkpoint(finished / "kfac")
     assert run(finished) == 2

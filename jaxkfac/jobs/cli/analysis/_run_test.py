@@ -228,6 +228,7 @@ def test_two_models_are_compared_and_one_block_is_a_layer_of_its_own(analyze, tm
         assert other["peaks"][stage] == inner[stage]["resident_peak"]["nbytes"]
 
 
+@pytest.mark.slow
 def test_a_plan_loads_nothing(analyze, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_stages, "run_stages", None)
     assert analyze("--plan") == 0

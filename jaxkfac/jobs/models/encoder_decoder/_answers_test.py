@@ -87,6 +87,7 @@ def test_drawn_targets_follow_the_key_and_the_temperature():
     assert draw(temperature=2.0, key=keys[0], top_k=1) == draw()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_generated_is_refused():
     pretrained = model()
     for options, message in (
