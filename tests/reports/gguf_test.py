@@ -293,6 +293,12 @@ def test_sentencepiece_files_that_lack_their_order_are_refused():
         gguf_tokenizer(fields(tokens=["a", "b", "a"]), ())
 
 
+def test_empty_tokens_are_not_the_same_token():
+    plain = {"tokens": ["a", "", ""], "token_type": None, "merges": [], "bos_token_id": None}
+    read = gguf_tokenizer(fields(**plain, eos_token_id=None), ())
+    assert read.size == 3 and read.encode("a") == [0]
+
+
 def test_every_name_of_a_rule_builds_a_tokenizer():
     for name in SPLIT_RULES:
         read = gguf_tokenizer(fields(pre=name), ())

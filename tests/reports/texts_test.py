@@ -8,6 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxkfac.jobs.cli.finetune._problem import FinetuneProblem
+from jaxkfac.jobs.cli.influence._options import InfluenceArguments
+from jaxkfac.jobs.cli.influence._texts import RecordReader
 from jaxkfac.jobs.data.choices import Question
 from jaxkfac.jobs.data.choices._questions import choice_examples
 from jaxkfac.jobs.data.pairs import Pair, encode_pair
@@ -227,6 +230,23 @@ def test_a_chat_template_that_writes_no_end_has_one_appended_and_says_so(tmp_pat
     (tmp_path / "train.jsonl").write_text(f"{row}\n" * 4)
     stream = token_stream(record_files(tmp_path)[0], endless, batch_size=2, max_length=16)
     assert stream.first_tally.appended == 4 and "EOS was appended" in str(stream.first_tally)
+    problem = FinetuneProblem(*[None] * 7, train=stream)
+    assert problem.described().endswith("4 chats: the tokenizer's EOS was appended and is learned")
+
+
+def test_the_command_that_scores_texts_says_that_an_end_was_appended(tmp_path):
+    rows = [{"messages": [t.to_plain() for t in CHAT.messages]}, {"text": "Fe is iron"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DecoderConfig(vocabulary=len(WORDS), width=8, hidden=8, depth=1, num_heads=1,
+                           num_kv_heads=1, head_size=8, context=99)  # fmt: skip
+    arguments = InfluenceArguments(tmp_path / "x.jsonl", tmp_path / "x.jsonl", max_length=99)
+    for template, message in ((ENDLESS, "answer of 1 chats: the tokenizer's EOS"), (ENDS, "texts")):
+        model = Pretrained(config, None, {}, made(template=template + OPEN))
+        texts = RecordReader(arguments, model).read(tmp_path / "x.jsonl", "text")
+        assert message in str(texts) and len(texts.texts) == 2
+    refusing = Pretrained(config, None, {}, made(template="{{ raise_exception('no') }}"))
+    with pytest.raises(ValueError, match=r"x.jsonl: text 1: the chat template refuses .*: no"):
+        RecordReader(arguments, refusing).read(tmp_path / "x.jsonl", "text")
 
 
 def test_generation_marks_that_leave_out_the_end_are_said():

@@ -11,12 +11,13 @@ import numpy as np
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.jobs.cli._progress import say
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._family import Family, Text
 from jaxkfac.jobs.cli.finetune._load import family_of
 from jaxkfac.jobs.cli.finetune._options import Finetuning
 from jaxkfac.jobs.data.readers import Bad, FileRows
-from jaxkfac.jobs.data.text import Completion
+from jaxkfac.jobs.data.text import Completion, Encoded
 from jaxkfac.jobs.data.wordnet import wordnet_pairs
 from jaxkfac.jobs.models import Pretrained
 
@@ -119,7 +120,10 @@ def batches_of(what: Analyzed, pretrained: Pretrained, text: Text, batch_size: i
     if pretrained.tokenizer is None:
         model = what.experiment.model
         raise ValueError(f"{model} has no tokenizer: put its tokenizer.json beside it")
-    encoded = what.family.tokens(what.experiment, pretrained, text).validation
+    tokens = what.family.tokens(what.experiment, pretrained, text)
+    if isinstance(tokens.encoded, Encoded) and tokens.encoded.appended:
+        say(f"{what.experiment.model}: {tokens.encoded}")
+    encoded = tokens.validation
     number = len(encoded.examples)
     size = min(batch_size, number)
     batches, exist = [], []

@@ -120,7 +120,8 @@ def gguf_tokenizer(
     """
     if "tokenizer.ggml.tokens" not in fields:
         return None
-    words = list(fields["tokenizer.ggml.tokens"])
+    stored = fields["tokenizer.ggml.tokens"]
+    words = [word or f"[EMPTY_{number}]" for number, word in enumerate(stored)]  # as in llama.cpp
     ids = {word: number for number, word in enumerate(words)}
     if len(ids) < len(words):
         twice = next(word for number, word in enumerate(words) if ids[word] != number)
@@ -152,11 +153,12 @@ def gguf_tokenizer(
             "(SentencePiece); load the Hugging Face folder"
         )
     package = tokenizers_package()
-    for number, word in zip(types, words, strict=True):
-        if number in (*special_types, _USER_DEFINED):
-            is_special = number != _USER_DEFINED
-            token = package.AddedToken(word, special=is_special, normalized=False)
-            (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
+    for add, is_special, numbers_added in (
+        (tokenizer.add_special_tokens, True, special_types),
+        (tokenizer.add_tokens, False, (_USER_DEFINED,)),
+    ):
+        added = [word for word, n in zip(words, types, strict=True) if n in numbers_added]
+        add([package.AddedToken(word, special=is_special, normalized=False) for word in added])
     ends = (*eos_ids, *(numbers[name] for name in ("eos_token", "eot_token")))
     read = Tokenizer(
         tokenizer,
