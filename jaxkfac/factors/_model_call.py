@@ -31,6 +31,15 @@ class Batch(NamedTuple):
         return jax.tree.leaves(self.targets)[0].shape[0]
 
 
+class CheckedBatch(Batch):
+    """A batch whose mask includes what its targets say, as ``Objective.batch`` returns it.
+
+    One use of a batch calls another with it. Weights of classes must not enter the mask twice.
+    """
+
+    __slots__ = ()
+
+
 class ModelCall(NamedTuple):
     """The arguments of one call of a model or a loss: the point at which it is linearized.
 

@@ -18,7 +18,15 @@ from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import one_of
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, Normalize, shares, times
-from jaxkfac.factors._model_call import Batch, as_batch, form_of, parameters_of, returned, takes_key
+from jaxkfac.factors._model_call import (
+    Batch,
+    CheckedBatch,
+    as_batch,
+    form_of,
+    parameters_of,
+    returned,
+    takes_key,
+)
 from jaxkfac.interception import check_likelihood, trace
 from jaxkfac.interception.values import decoded_shapes
 from jaxkfac.linalg import statistics_dtype
@@ -176,9 +184,13 @@ class Objective(LossTerms):
     def batch(self, batch: ArrayTree) -> Batch:
         """Check a batch's form, and mask or weight its terms as the targets themselves say.
 
+        A batch that it has returned before is returned unchanged.
+
         Raises:
             ValueError: see ``as_batch``; or targets or a mask do not have the likelihoods' form.
         """
+        if isinstance(batch, CheckedBatch):
+            return batch
         out = as_batch(batch)
         targets = self.parts(out.targets, "batch: targets")
         masks = [None] * len(targets)
@@ -191,7 +203,7 @@ class Objective(LossTerms):
         # A batch without a mask keeps `None`: with a tree of `None` in its place it would have
         # another structure, and so another compiled program.
         changed = any(new is not old for new, old in zip(joined, masks, strict=True))
-        return as_batch((*out[:2], self.tree(joined))) if changed else out
+        return CheckedBatch(*(as_batch((*out[:2], self.tree(joined))) if changed else out))
 
     def in_batch(self, cotangents: ArrayTree, mask: ArrayTree, batch: Batch) -> ArrayTree:
         """Rescale the cotangents of a single example to its share of the whole batch's loss."""

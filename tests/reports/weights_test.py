@@ -196,6 +196,43 @@ def test_class_weights_of_a_torch_user():
     close(value, expected.numpy())
 
 
+def test_class_weights_count_once_where_a_checked_batch_is_checked_again():
+    objective = jk.Objective(model, jk.Categorical(class_weights=[0.5, 2.0, 3.0]))
+    once = objective.batch(WEIGHED)
+    close(once.mask, WEIGHTS * np.array([0.5, 2.0, 3.0])[Y])
+    by_example = jax.jit(lambda batch: jax.tree.map(lambda x: x[:2], batch))
+    close(objective.batch(by_example(objective.batch(once))).mask, once.mask[:2])
+
+
+@pytest.mark.slow
+def test_class_weights_count_once_in_every_use():
+    """A use may check a batch that another one has checked; the weights are not squared."""
+    classes = np.array([0.2, 1.5, 3.0])
+    by_class, bases = jk.Objective(model, jk.Categorical(class_weights=classes)), bases_of()
+    vector, weighed = jax.tree.map(jnp.cos, PARAMS), (X, Y, classes[Y] * WEIGHTS)
+    found = []
+    for objective, batch in ((by_class, WEIGHED), (OBJECTIVE, weighed)):
+        numbers = [
+            make(objective, PARAMS, batch) @ vector
+            for make in (jk.operators.fisher, jk.operators.ggn, jk.operators.hessian)
+        ]
+        stats = jk.value_grad_and_factors(objective)
+        numbers += jax.jit(stats)(PARAMS, batch, bases=bases)[:2]
+        numbers += [stats(PARAMS, batch, bases=bases).factors["v"]]
+        numbers += [jk.correct_eigenvalues(objective, bases)(PARAMS, batch)["v"].raw_values]
+        adaptation = stats.adaptation(PARAMS, batch)
+        numbers += [adaptation["value"], adaptation["value_fn"](PARAMS)]
+        numbers += [jk.influence(objective, PARAMS, bases, batch, batch)]
+        numbers += [jk.self_influence(objective, PARAMS, bases, batch)]
+        total = float(batch[2].sum()) if objective is OBJECTIVE else float(weighed[2].sum())
+        posterior = jk.laplace(objective, PARAMS, bases, num_examples=total)
+        numbers += [list(posterior.log_likelihood(batch))]
+        report = jk.check_coverage(objective, PARAMS, batch)
+        assert max(*report.factors.values(), *report.products.values(), report.gradient) < 1e-10
+        found.append(numbers)
+    close(*found)
+
+
 def test_class_weights_that_are_no_weights():
     for bad in ([1.0, -1.0], [0.0, 0.0], [1.0, np.nan], [[1.0]], []):
         with pytest.raises(ValueError, match="one finite number for each class"):
