@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -178,6 +179,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_files_agree(case, check):
     check(case)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 import torch
 
 from jaxkfac import lslora
@@ -152,6 +153,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_files_of_stock_peft_agree(case, check):
     check(case)

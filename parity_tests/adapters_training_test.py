@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+import pytest
 
 from parity_tests.accumulation_test import ADAM, CPU, OPTIMIZERS, SUMS
 from parity_tests.adapters import Setting, gradient_program, leaf_pairs, linked, reference_loss
@@ -70,6 +71,7 @@ CASES = [
 )
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_adapters_are_trained_alike(case, check):
     check(case)

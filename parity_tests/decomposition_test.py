@@ -156,7 +156,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(1)
 @over(CASES)
 def test_decompositions_agree(case, check):
     check(case)

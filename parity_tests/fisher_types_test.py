@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from parity_tests.cases import cases, exact, over
@@ -100,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_fisher_types_agree(case, check):
     check(case)

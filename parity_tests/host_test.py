@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
+import pytest
 
 import jaxkfac as jk
 from parity_tests.averages_test import counted_average, plain_average
@@ -54,6 +55,7 @@ CASES = cases(
 )
 
 
+@pytest.mark.default(1)
 @over(CASES)
 def test_host_curvature_agrees(case, check):
     check(case)

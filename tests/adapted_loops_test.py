@@ -287,6 +287,7 @@ def test_dropout_is_that_of_the_gradients_key():
     same_model(found, lambda p: objective(p, batch, key), operator, params)
 
 
+@pytest.mark.slow
 def test_what_a_call_changes_and_returns_beside_the_loss_is_left_out():
     params, batch = start()
 

@@ -67,6 +67,7 @@ def test_the_model_is_the_base_and_the_rest_is_as_by_default(kind, source):
     np.testing.assert_array_equal(outputs, fn(PARAMS, X))
 
 
+@pytest.mark.slow
 def test_each_slice_of_a_stack_has_its_own_directions():
     def scanned(p, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["kernel"])[0]

@@ -64,6 +64,7 @@ def batch(*k):
     return {"x": normal(1, n, 4), "k": ks}, labels(2, n)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [with_cond, with_switch])
 @pytest.mark.parametrize("k", [0, 1])
@@ -132,7 +133,7 @@ def factors_of_selected(params, data):
     return expected
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
 def test_under_vmap_the_predicate_is_the_mask_of_rows(x64, wrap):
     params, data = experts_params(), batch(0, 1, 1, 0, 0, 1)

@@ -39,7 +39,7 @@ def test_it_finds_each_program_that_mixes(name):
     assert report.examples_meet and bool(report.seen) == EXPECTED[name].value
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES_ALONE)
 def test_it_finds_derivatives_between_examples_whose_values_do_not_meet(name):
     report = jk.check_coverage(*problem(MIXING[name]))
@@ -101,6 +101,7 @@ def test_a_batch_of_one_and_identical_examples_are_not_tried():
     assert alike.tried == 0 and "identical" in str(alike) and not alike.examples_meet
 
 
+@pytest.mark.slow
 def test_outputs_that_are_no_numbers_are_named():
     report = jk.check_coverage(*problem(mlp, _couplings.batch().at[0, 0].set(jnp.nan)))
     assert report.tried == 0 and "not all finite" in str(report)
@@ -118,6 +119,7 @@ def test_a_gradient_that_is_no_number_is_seen_whichever_parameter_has_it():
     assert np.isnan(report.factors["z"])
 
 
+@pytest.mark.slow
 def test_derivatives_that_are_no_numbers_are_named():
     """The NaN of a root at zero, in an input of every example: nobody knows whether they meet."""
     report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) + jnp.sqrt((0 * x).sum())))
@@ -231,6 +233,7 @@ def test_probabilities_where_logits_belong_are_a_warning_with_the_remedy(model, 
         assert f"return the values before the {link}" in said[0] and said[0] in str(report)
 
 
+@pytest.mark.slow
 def test_the_first_call_outside_jit_warns_of_probabilities_and_no_other():
     params, batch = {"w": normal(0, 4, 3)}, (normal(1, 5, 4), labels(2, 5))
     objective = jk.Objective(softmax_model, jk.Categorical())

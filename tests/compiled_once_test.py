@@ -176,7 +176,7 @@ def test_every_function_has_a_case():
     assert functions - tested - plain == set()
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_compiles_nothing_and_returns_the_same_bits(name, bases, counted):
@@ -194,6 +194,7 @@ def test_the_count_sees_what_is_compiled(counted):
     assert counted() > before
 
 
+@pytest.mark.slow
 def test_an_equal_shape_takes_other_values(bases):
     """What is kept is a program, and not the arrays it first ran with."""
     found = [jk.self_influence(OBJECTIVE, params, bases, BATCH) for params in (PARAMS, TWICE)]

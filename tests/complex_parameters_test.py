@@ -29,6 +29,7 @@ def batch():
     return normal(5, 6, 4), labels(6, 6)
 
 
+@pytest.mark.slow
 def test_a_complex_leaf_is_named_and_its_neighbours_are_right(x64):
     objective = jk.Objective(spectral, jk.Categorical())
     with pytest.raises(jk.UncoveredParameterError, match=r"mix: is complex \(complex128\)") as said:

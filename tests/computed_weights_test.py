@@ -39,7 +39,7 @@ def kernels(factors):
     return {name: factors[name] for name in factors if name not in ("v", "g")}
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_are_those_of_the_product(sharing):
     """The bias beside such a product is a lone one: no parameter has the row it would be."""
@@ -198,6 +198,7 @@ def test_the_host_service_and_the_planner_take_it():
     assert "factors" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_pattern_takes_the_weight_without_what_stands_behind_it(capsys):
     assert list(collected(layers=".*@effective").factors) == ["v@effective"]
     assert "second pass" not in capsys.readouterr().err
@@ -214,6 +215,7 @@ def test_the_table_says_which_is_which():
     assert ("v", "has a diagonal of whole examples' gradients, from a second pass") in table.notes
 
 
+@pytest.mark.slow
 def test_where_there_is_no_second_pass_the_parameters_are_not_covered():
     with pytest.raises(jk.UncoveredParameterError, match="Fisher type has none of"):
         collected(fisher="forward")

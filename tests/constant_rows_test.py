@@ -58,6 +58,7 @@ def _with_bias(p, x, tap, state):
     return tap.dense("head", h, h @ p["head"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -86,6 +87,7 @@ def test_every_step_has_a_term(x64, fisher):
     check(model, _params(), batch, fisher=fisher, labels=drawn)
 
 
+@pytest.mark.slow
 def test_a_single_example(x64):
     batch = jax.tree.map(lambda x: x[:1], _batch())
     check(recurrent_unrolled, _params(), batch, sharing="reduce")
@@ -179,7 +181,7 @@ def _one_state_for_all(p, x, tap):
     return tap.dense("head", h, h @ p["head"])
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_state_without_examples_is_a_row_of_each(x64, sharing):
     """It meets each example's data in an addition; its product is made for each of them."""
@@ -237,6 +239,7 @@ def test_a_weight_in_a_fixed_basis_is_no_layer_but_what_it_gives_is(x64):
     assert_factors_close({"w": factors["w"]}, expected, 1e-10)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_a_product_is_a_note(x64):
     probe = normal(9, N, D)
 
@@ -276,6 +279,7 @@ def _bert(p, ids, tap, look=LOOKUPS["index"]):
     return tap.dense("head", x, x @ p["head"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "exact"}], ids=str)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])

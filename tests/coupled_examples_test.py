@@ -228,6 +228,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.default(5)
 @pytest.mark.parametrize("model", COUPLED.values(), ids=COUPLED.keys())
 def test_an_isolated_pass_is_refused_where_examples_meet(x64, model):
     def odd(p, x, tap):
@@ -241,6 +242,7 @@ def test_an_isolated_pass_is_refused_where_examples_meet(x64, model):
         jk.value_grad_and_factors(objective, uncovered="diagonal")(params, batch)
 
 
+@pytest.mark.slow
 def test_statistics_that_only_leave_the_model_couple_nothing(x64):
     """Running averages are read by no output of this step."""
 
@@ -254,6 +256,7 @@ def test_statistics_that_only_leave_the_model_couple_nothing(x64):
     assert float(factors["odd"].diagonal.sum()) > 0
 
 
+@pytest.mark.slow
 def test_eigenvalues_of_single_examples_are_refused_where_they_meet(x64):
     objective = objective_of(mlp(batch_norm_folded))
     factors = jk.value_grad_and_factors(objective)(mlp_params(), mlp_batch()).factors

@@ -37,12 +37,13 @@ def check(found, so):
         assert not (mixes and answer == "no"), (found, so)
 
 
-@pytest.mark.default(19)
+@pytest.mark.default(8)
 @every
 def test_an_answer_is_never_no_where_examples_meet(name):
     check(answers(PROGRAMS[name], _couplings.params(), _couplings.batch()), EXPECTED[name])
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @every
 def test_what_is_expected_is_so_by_trial(name):
@@ -129,6 +130,7 @@ def _with_rule(f):
     return ruled
 
 
+@pytest.mark.default(7)
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("name", INSIDE)

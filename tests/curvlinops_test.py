@@ -201,7 +201,7 @@ def _compare(name, likelihood, fisher, sharing, bias, ours=None):
         np.testing.assert_allclose(found.g, g, rtol=1e-10, atol=1e-14, err_msg=layer)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @every(["conv", "pooled attention"], list(TYPES))
 def test_factors_agree_where_each_example_has_one_term(x64, name, sharing, fisher):
     _compare(name, "categorical", fisher, sharing, "joint")

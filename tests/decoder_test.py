@@ -146,7 +146,7 @@ def assert_logits(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FAMILIES])
 def test_logits_equal_those_of_transformers(name, tmp_path):
@@ -169,6 +169,7 @@ def assert_logits_of_a_case(name, tmp_path):
     assert_logits(jax.jit(decoder.apply_fn)(decoder.params, ids), theirs)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
 def test_padded_rows_equal_those_of_transformers(kind, tmp_path):
     model = oracle(kind, {"sliding_window": 5} if kind == "phi3" else {})

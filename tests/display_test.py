@@ -89,6 +89,7 @@ class _Tags(HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [

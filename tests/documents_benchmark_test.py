@@ -180,6 +180,7 @@ def test_one_per_cent_of_any_planned_figure_is_a_difference(monkeypatch):
             ), (budget.title, row)
 
 
+@pytest.mark.slow
 @as_users_run_it
 def test_a_verdict_that_a_plan_turns_is_named():
     claimed = {"parameters": 18 * 10**9, "activations": 8 * 10**9}  # and the document's 2 GB

@@ -72,6 +72,7 @@ def assert_logits(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(name, tmp_path):
@@ -83,6 +84,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     assert_logits(jax.jit(loaded.apply_fn)(loaded.params, pairs), theirs)
 
 
+@pytest.mark.slow
 def test_shards_of_half_precision_are_read_as_transformers_reads_them(tmp_path):
     oracle("version 1.1").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="4kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

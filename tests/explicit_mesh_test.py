@@ -75,7 +75,7 @@ def _assert_same(found, expected):
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -126,6 +126,7 @@ def test_parameters_may_be_split(x64, mesh, sharing):
     _assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_the_arrays_may_bring_the_mesh(x64, mesh, sharing):
     """No ``jax.set_mesh``: the mesh is known from the types of the arguments alone."""
@@ -136,6 +137,7 @@ def test_the_arrays_may_bring_the_mesh(x64, mesh, sharing):
     _assert_same(stats(p, jax.device_put(batch, NamedSharding(mesh, P("x")))), expected)
 
 
+@pytest.mark.slow
 def test_a_wide_side_is_gathered_in_panels(x64, mesh):
     def model(p, x, tap):
         return jnp.tanh(x @ p["w"]) @ p["v"]
@@ -148,6 +150,7 @@ def test_a_wide_side_is_gathered_in_panels(x64, mesh):
     _assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_the_second_pass_takes_examples_of_a_split_batch(x64, mesh):
     def model(p, x, tap):
         return x @ (p["w"] * jnp.tanh(p["w"])) + p["b"]
@@ -245,6 +248,7 @@ def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("curvature", ["ggn", "empirical"])
 def test_inner_products_of_a_split_batch_are_those_of_one_device(x64, mesh, curvature):
     model, p, batch = _case("mlp")

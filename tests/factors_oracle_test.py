@@ -40,6 +40,7 @@ from tests._taps import PLAIN, patches
 # --------------------------------------------------------------- basic shapes
 
 
+@pytest.mark.slow
 def test_mlp(x64):
     check(mlp, mlp_params(), (normal(1, 6, 4), labels(2, 6)))
 
@@ -48,6 +49,7 @@ def test_one_row(x64):
     check(mlp, mlp_params(), (normal(1, 1, 4), labels(2, 1)))
 
 
+@pytest.mark.slow
 def test_rows_with_positions(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5)))
 
@@ -68,6 +70,7 @@ def test_categorical_is_stable_for_large_logits(x64):
     np.testing.assert_allclose(value, 1e4)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_objective_is_the_mean_over_kept_terms(x64, likelihood):
     p, x = mlp_params(), normal(1, 4, 5, 4)
@@ -109,6 +112,7 @@ def test_dense_general_contracts_three_axes(x64):
     assert factors["w"].a.shape == (13, 13)
 
 
+@pytest.mark.slow
 def test_dense_general_with_several_output_axes_and_bias(x64):
     def model(p, x, tap):
         y = jnp.einsum("nsd,dhk->nshk", x, p["w"]) + p["b"]
@@ -128,6 +132,7 @@ def test_contracted_axes_are_flattened_in_the_parameters_order(x64):
     check(model, tree(6, w=(2, 3, 4)), (normal(1, 5, 4, 2), labels(2, 5)))
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("spec", ["nsi,io->nso", "io,nsi->nso", "nsi,oi->nso", "oi,nsi->nso"])
 def test_einsum_in_both_operand_orders(x64, spec):
     def model(p, x, tap):
@@ -188,7 +193,7 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
     assert factors["table"].a.shape == (7,)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
 def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
     """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
@@ -204,6 +209,7 @@ def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, 
         assert np.flatnonzero(np.abs(found).sum((1, 2))) == [entry]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
     """Unsigned tokens are read as they are, so both tables have the same indices."""
@@ -280,6 +286,7 @@ def test_tied_embedding_and_head_have_one_block_per_orientation(x64):
     assert "table" in factors
 
 
+@pytest.mark.slow
 def test_several_uses_of_one_parameter_add(x64):
     def model(p, x, tap):
         for _ in range(3):
@@ -299,6 +306,7 @@ def test_two_uses_with_different_numbers_of_rows_add(x64):
     check(model, tree(13, w=(4, 4)), (normal(1, 3, 5, 4), labels(2, 3, classes=4)))
 
 
+@pytest.mark.slow
 def test_wide_layers(x64):
     """Sizes at which a library may switch to another way of forming the products."""
     check(mlp, mlp_params(i=515, h=513, o=3), (normal(1, 4, 515), labels(2, 4)))
@@ -353,6 +361,7 @@ def test_a_bias_whose_product_has_another_reader_is_lone(x64):
     check(model, tree(16, w=(4, 3), b=(3,)), (normal(1, 5, 4), labels(2, 5)))
 
 
+@pytest.mark.slow
 def test_a_bias_over_fewer_axes_than_the_product_is_lone(x64):
     def model(p, x, tap):  # one bias for both heads, which are features
         y = tap.dense("w", x, jnp.einsum("nd,dhk->nhk", x, p["w"]).reshape(x.shape[0], -1))
@@ -362,6 +371,7 @@ def test_a_bias_over_fewer_axes_than_the_product_is_lone(x64):
     check(model, tree(17, w=(4, 2, 3), b=(3,)), (normal(1, 5, 4), labels(2, 5)))
 
 
+@pytest.mark.slow
 def test_position_table_and_class_token_are_lone_biases(x64):
     def model(p, x, tap):
         n, s, d = x.shape
@@ -377,6 +387,7 @@ def test_position_table_and_class_token_are_lone_biases(x64):
     check(model, p, (normal(1, 3, 5, 4), labels(2, 3)))
 
 
+@pytest.mark.slow
 def test_position_table_read_by_arange_or_slice(x64):
     def model(p, x, tap):
         x = tap.lone_bias("positions", x + p["positions"][:5], shape=(5, 4), row_axes=1)
@@ -400,6 +411,7 @@ def test_position_table_read_by_arange_or_slice(x64):
         np.testing.assert_allclose(block.a[:5], np.full(5, 0.2), atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strides, padding", [(1, 0), (2, 1)])
 def test_convolution_in_one_dimension(x64, strides, padding):
     def model(p, x, tap):
@@ -415,6 +427,7 @@ def test_convolution_in_one_dimension(x64, strides, padding):
     check(model, tree(19, k=(3, 2, 4), b=(4,), w=(4, 3)), (normal(1, 3, 7, 2), labels(2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize(
@@ -434,6 +447,7 @@ def test_convolution_in_two_dimensions(x64, bias, strides, padding):
     check(model, p, (normal(1, 3, 5, 4, 2), labels(2, 3)), bias=bias)
 
 
+@pytest.mark.slow
 def test_convolution_with_channels_first(x64):
     """Equinox and PyTorch layout: the kernel is (out, in, h, w), and A is in (in, h, w)."""
 
@@ -492,6 +506,7 @@ def test_nested_scans_stack_twice(x64):
     assert factors["w"].g.shape == (2, 3, 4, 4)
 
 
+@pytest.mark.slow
 def test_reverse_and_partly_unrolled_scan(x64):
     def model(p, x, tap):
         step = lambda x, w: (jnp.tanh(x @ w), None)
@@ -545,6 +560,7 @@ def _layer_by_wrapping(wrap):
     return model
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap",
@@ -586,6 +602,7 @@ def _experts_joined(p, x, tap):
     return tap.dense("v", h, jnp.einsum("bteo,eoc->btc", h, p["v"]), in_axes=2)
 
 
+@pytest.mark.slow
 def test_experts_on_the_same_input_follow_the_reading_in_the_table(x64):
     """Both readings of `bti,eio->ebto` are right; the table says which one was taken."""
     p, batch = tree(28, w=(2, 4, 5), v=(2, 5, 3)), (normal(1, 3, 2, 4), labels(2, 3, 2))
@@ -628,6 +645,7 @@ def test_batched_experts_with_bias_per_expert(x64):
 # -------------------------------------------------------- masks and positions
 
 
+@pytest.mark.slow
 def test_loss_mask_changes_g_and_its_count_only(x64):
     mask = jnp.asarray(np.random.default_rng(5).random((3, 5)) < 0.6)
     batch = (normal(1, 3, 5, 4), labels(2, 3, 5))
@@ -643,6 +661,7 @@ def test_loss_mask_through_attention(x64):
     check(attention, attention_params(), (normal(1, 3, 4, 4), labels(2, 3, 4), mask))
 
 
+@pytest.mark.slow
 def test_loss_mask_over_examples(x64):
     mask = jnp.asarray([True, False, True, True])
     check(mlp, mlp_params(), (normal(1, 4, 4), labels(2, 4), mask))
@@ -701,6 +720,7 @@ def test_positions_with_scale_bias_and_embedding(x64):
     check(model, p, (labels(1, 3, 5, classes=7), labels(2, 3, 5), here), positions=here)
 
 
+@pytest.mark.slow
 def test_padding_may_hold_nan(x64):
     """Zero rows are chosen, not multiplied: NaN in padding must not reach a factor."""
     here = _positions()
@@ -741,6 +761,7 @@ def test_positions_that_the_outputs_do_not_have_raise(x64):
         jk.value_grad_and_factors(objective_of(_pooling(False)))(p, batch, positions=here)
 
 
+@pytest.mark.slow
 def test_mark_rows_names_the_rows_of_a_second_stream(x64):
     """An encoder stream of another length: its rows are named inside the model."""
 
@@ -776,6 +797,7 @@ def _marked_pooling(p, x, here):
     return jnp.where(here[:, None], h, 0.0).sum(0) @ p["v"]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("axes", [(0, 0), (1, 0), (0, 1), (0, None)])
 def test_rows_are_marked_under_vmap_whichever_axis_it_maps(axes, x64):
     """Five examples of five positions: sizes alone do not tell the axes apart."""
@@ -883,6 +905,7 @@ def test_sampled_labels_are_unbiased_when_outputs_mix_tokens(x64, likelihood):
         assert draws.std(0).max() > 0
 
 
+@pytest.mark.slow
 def test_labels_of_different_terms_are_independent(x64):
     """With a bias on the logits alone, Σ_r over terms of G is p(1-p) only if labels of
     terms do not repeat: shared labels would multiply the example's summed gradient.
@@ -943,6 +966,7 @@ def test_masked_terms_are_not_sampled_into_g(x64):
 # ------------------------------------------------------------------- options
 
 
+@pytest.mark.slow
 def test_a_side_beyond_max_dense_is_kept_as_its_diagonal(x64):
     p, batch = mlp_params(i=6, h=5, o=3), (normal(1, 4, 6), labels(2, 4))
     objective = objective_of(mlp)
@@ -956,6 +980,7 @@ def test_a_side_beyond_max_dense_is_kept_as_its_diagonal(x64):
     assert not factors.layer("up/kernel").a_dense and factors.layer("up/kernel").g_dense
 
 
+@pytest.mark.slow
 def test_an_output_side_beyond_max_dense_is_a_diagonal(x64):
     def model(p, x, tap):
         return tap.dense("w", x, x @ p["w"])
@@ -988,6 +1013,7 @@ def test_layers_option_is_a_full_match_and_keeps_the_gradient(x64):
         jk.value_grad_and_factors(objective, layers="up")(p, batch)
 
 
+@pytest.mark.slow
 def test_a_chosen_layer_reads_its_input_where_the_sharing_layer_was_not_chosen(x64):
     p, batch = attention_params(), (normal(1, 3, 4, 4), labels(2, 3, 4))
     *_, factors = jk.value_grad_and_factors(objective_of(attention), layers="v|o")(p, batch)
@@ -1033,6 +1059,7 @@ def test_scalar_loss_with_its_number_of_terms(x64):
     assert_factors_close(factors, oracle(mlp, p, batch), 1e-10)
 
 
+@pytest.mark.slow
 def test_key_reaches_dropout(x64):
     """The same key gives the dropped units of plain JAX; the oracle gets them as inputs."""
 

@@ -132,7 +132,7 @@ def test_an_expert_has_the_rows_that_pick_it(name):
     assert factors.layer("up").kind == "gathered" and factors.layer("up").stack == (EXPERTS,)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["top-2", "flattened"])
 def test_an_example_is_the_mean_over_its_tokens_that_pick_an_expert(name):
     p, data = params(), batch()
@@ -142,6 +142,7 @@ def test_an_example_is_the_mean_over_its_tokens_that_pick_an_expert(name):
     np.testing.assert_array_equal(factors.a_counts["up"], [2, 0, 2, 2])
 
 
+@pytest.mark.slow
 def test_a_token_that_does_not_exist_reaches_no_expert():
     p, (x, y) = params(), batch()
     positions = jnp.asarray([[True, True, False], [True, False, True]])
@@ -202,7 +203,7 @@ TABLES = {
 }
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", TABLES)
 def test_matrices_that_no_row_is_multiplied_by_are_rows_of_a_table(name):
     """One block of the table, as it is where a lookup of vectors is read."""

@@ -197,7 +197,7 @@ def test_a_lower_rank_correlates_and_says_what_it_loses(read_in_turn):
         assert_close(x, y, 1e-6)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 2, 40, 60), (3, 60, 40), (3, 5, 7)])
 def test_the_nearest_matrices_of_a_rank_are_those_of_the_decomposition(x64, shape):
     rng, rank = np.random.default_rng(0), 3
@@ -241,6 +241,7 @@ def test_a_store_of_low_rank_is_gone_on_with_and_refused_by_its_rank(trained, tm
         jk.gradient_store(objective, params, bases, None, path, rank=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "message"),
     [(0, "rank=0: expected at least 1"), (8, r"rank=8 is above .* 'up/kernel', 8 × 6: .* below 6")],
@@ -285,6 +286,7 @@ def test_the_best_examples_are_those_of_the_stream(trained):
     assert_close(found.scores, expected.scores, 1e-5)
 
 
+@pytest.mark.slow
 def test_prepared_queries_are_scored_without_bases(trained, in_float32):
     objective, params, bases, queries, batch = trained
     held = jk.prepare_queries(objective, params, bases, queries)
@@ -294,6 +296,7 @@ def test_prepared_queries_are_scored_without_bases(trained, in_float32):
     assert_close(scores, found) and exist.all()
 
 
+@pytest.mark.slow
 def test_no_backward_pass_is_taken_over_the_training_set(trained, in_float32, monkeypatch):
     objective, params, bases, queries, _ = trained
     held = jk.prepare_queries(objective, params, bases, queries)
@@ -329,6 +332,7 @@ def stopped_after(batches, number):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_what_was_stopped_is_gone_on_with_to_the_same_bits(trained, tmp_path, monkeypatch):
     objective, params, bases, queries, batch = trained
     batches, path = cut(batch, 30), tmp_path / "store"
@@ -412,6 +416,7 @@ def left_by_kills(monkeypatch, written, folder):
     return copies
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_at_any_moment_leaves_what_is_gone_on_with(trained, tmp_path):
     objective, params, bases, queries, batch = trained
     batches, written = cut(batch, 60), tmp_path / "written"
@@ -470,6 +475,7 @@ def rotated_bases(bases):
     return dataclasses.replace(bases, g=g)
 
 
+@pytest.mark.default(5)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_folder_of_something_else_is_refused(trained, on_disk, what):
     objective, params, bases, _, batch = trained
@@ -499,6 +505,7 @@ def test_scores_of_something_else_are_refused(trained, in_float32):
         jax.jit(lambda p: jk.self_influence(objective, p, bases, in_float32))(params)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_stored_are_named(trained):
     objective, params, bases, queries, _ = trained
     store = stored(trained, layers="up/.*", dtype="float32")

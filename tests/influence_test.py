@@ -398,6 +398,7 @@ def test_examples_that_pad_the_last_batch_score_zero_and_are_not_among_the_best(
     assert (np.asarray(best.scores[:, -1]) == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["sum", "layer"])
 def test_a_batch_without_a_loss_takes_no_place_among_the_best_and_it_is_said(per):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -485,6 +486,7 @@ def test_self_influence_is_the_same_whatever_fits_at_once():
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("queries", [None, 1, 2])
 def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, queries):
@@ -505,6 +507,7 @@ def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, quer
     assert taken < 128 * 8 * 48 * 48
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["u", "w"])
 def test_layers_picks_what_counts(pattern):

@@ -52,7 +52,7 @@ def twice_as_large(p, x, tap):
     return jax.jit(lambda p, x: looped({**p, "start": 2 * p["start"]}, x, PLAIN))(half, x)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [looped, rematerialised, one_by_one, twice_as_large])
 @pytest.mark.parametrize("scales", ["diagonal", "full_block"])

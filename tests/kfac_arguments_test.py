@@ -25,6 +25,7 @@ def updated(tx, state=None, params=PARAMS, factors=FACTORS, **more):
     return tx.update(GRADS, state, params, factors=factors, **more)
 
 
+@pytest.mark.slow
 def test_a_step_whose_norm_overflows_is_not_taken():
     """Steps that are scaled to the constraint do not depend on the length of the gradient."""
     constrained = jk.kfac(0.1, like=LIKE, norm_constraint=1e-6)
@@ -53,6 +54,7 @@ def test_a_rate_that_is_negative_or_not_finite_is_refused_when_built(rate):
         jk.kfac(rate, like=LIKE)
 
 
+@pytest.mark.slow
 def test_a_rate_of_zero_holds_the_parameters_still_as_in_optax():
     """The average and the bases go on; with a schedule, zero is where a warmup begins."""
     for rate in (0, 0.0, lambda step: 0.0):
@@ -98,6 +100,7 @@ def test_no_number_is_the_quadratic_model_with_an_adapted_damping():
 # ------------------------------------------------------------------ updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 0.1}], ids=["adaptive", "fixed"])
 def test_factors_are_asked_for_by_name(rate):
     """``None`` says that there are none; leaving them out was gradient descent without a word."""

@@ -73,6 +73,7 @@ def test_bases_of_covariances_alone_are_those_of_the_same_factors(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_terms_of_an_example_divide_the_measured_values():
     objective, params, train, *_ = problem()
     one, four = (loaded(objective, params, train, terms_per_example=n) for n in (1, 4))

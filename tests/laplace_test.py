@@ -332,6 +332,7 @@ def linear_posterior(precision=PRIOR, noise=NOISE):
     return jk.laplace(LINEAR, params, bases, **options)
 
 
+@pytest.mark.slow
 def test_on_linear_regression_evidence_and_predictive_are_the_textbooks():
     posterior, (value, mean, covariance) = linear_posterior(), regression(PRIOR, NOISE)
     assert_close(posterior.log_marginal_likelihood((FEATURES, ANSWERS)), value)
@@ -425,6 +426,7 @@ def test_tuning_on_validation_takes_the_best_of_the_grid():
     assert loss(own.prior_precision) == pytest.approx(min(map(loss, pairs)))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_validation_without_a_loss_tunes_nothing(by_layer):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -434,6 +436,7 @@ def test_validation_without_a_loss_tunes_nothing(by_layer):
         posterior.tune_prior(validation=broken, grid=[0.1, 1.0], by_layer=by_layer)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_validation_with_an_infinite_loss_tunes_nothing(by_layer):
     """A class whose logit is -inf has probability 0 whatever the prior is."""
@@ -565,6 +568,7 @@ def test_few_bits_are_near_many(dtype):
     assert few.sample(jax.random.key(0), 2)["w"].dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_posterior_goes_into_compiled_functions_and_comes_out_of_them():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
 
@@ -639,6 +643,7 @@ def test_bad_input_is_refused_by_name():
     refused("grid=.*: expected positive", use=lambda p: p.tune_prior(validation=BATCH, grid=[-1.0]))
 
 
+@pytest.mark.slow
 def test_tokens_need_the_number_of_terms():
     objective = jk.Objective(lambda p, x: x @ p["w"], jk.Categorical())
     params, batch = {"w": normal(3, 2)}, (normal(4, 5, 3), jnp.zeros((4, 5), int))

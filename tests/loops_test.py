@@ -111,6 +111,7 @@ def test_nnx_optimizer_steps_as_the_plain_loop_does(form):
     assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected())
 
 
+@pytest.mark.slow
 def test_train_state_steps_as_the_plain_loop_does():
     class State(TrainState):
         def apply_gradients(self, *, grads, **extra):
@@ -132,6 +133,7 @@ def test_train_state_steps_as_the_plain_loop_does():
     assert_close(state.params, expected())
 
 
+@pytest.mark.slow
 def test_equinox_filtered_loop_steps_as_the_plain_loop_does():
     class Module(eqx.Module):
         up: dict
@@ -167,6 +169,7 @@ def test_equinox_filtered_loop_steps_as_the_plain_loop_does():
 # ------------------------------------------------------------------ optax
 
 
+@pytest.mark.slow
 def test_injected_numbers_are_those_that_were_given():
     tx = optax.inject_hyperparams(jk.kfac)(0.1, damping=1e-2, **OPTIONS)
     assert_close(trained(tx)[0], expected())
@@ -265,6 +268,7 @@ def test_bytes_of_another_model_are_refused():
         flax.serialization.from_bytes(tx.init(wide), written)
 
 
+@pytest.mark.slow
 def test_bytes_with_and_without_what_is_optional_are_told_apart():
     *_, factors = STATS(PARAMS, (X, Y))
     bases = jk.eigendecompose(factors)

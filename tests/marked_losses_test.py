@@ -41,7 +41,7 @@ def assert_equal(x, y, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), x, y)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -163,6 +163,7 @@ def test_forward_needs_no_cotangents_of_marks():
         np.testing.assert_array_equal(forward["w"].g, jnp.eye(2))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("weights", [(2.0, 2.0), (1.0, 4.0)])
 def test_layers_whose_rows_lead_to_the_same_marks_still_share_one(weights):
     def loss(p, batch):
@@ -188,6 +189,7 @@ def clip(p, batch, marks=True):
     return 0.5 * one_way(z) + 0.5 * one_way(z.T)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
@@ -232,6 +234,7 @@ def test_sampled_labels_of_a_contrastive_loss_expect_its_exact_factors():
         assert (abs(found[name].mean(0) - exact.g_sums[name]) < 4 * error + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_forward_factors_of_a_contrastive_loss_are_of_inputs_alone():
     params, batch = {"i": normal(3, 4), "t": normal(2, 4)}, (normal(N, 3), normal(N, 2))
     factors = jk.value_grad_and_factors(clip, fisher="forward")(params, batch).factors
@@ -254,6 +257,7 @@ MEETINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [k if k == "a tower times itself" else pytest.param(k, marks=pytest.mark.exhaustive)
              for k in MEETINGS]
@@ -277,6 +281,7 @@ def test_terms_whose_rows_meet_are_propagated_one_by_one(name, capsys):
     assert f"takes {z.size} backward passes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mapped_outputs_are_terms_like_any_other():
     params, (x, y) = net()
 
@@ -385,6 +390,7 @@ def test_marks_that_do_not_fit_are_refused():
         collect(flat)
 
 
+@pytest.mark.slow
 def test_what_does_not_go_with_marks_is_refused():
     params, _ = net()
     inside = lambda p, x: jk.mark_outputs(model(p, x), jk.Categorical())
@@ -412,6 +418,7 @@ def test_what_does_not_go_with_marks_is_refused():
     collect(beside, params=params | {"u": normal(3, 2)}, layers="[vwb]", uncovered="ignore")
 
 
+@pytest.mark.slow
 def test_marks_that_follow_each_other_need_equal_shares_for_given_targets():
     """The loss's own cotangent of the first holds that of the second."""
 
@@ -481,6 +488,7 @@ def test_a_mark_of_what_is_marked_already_is_refused():
             collect(twice, fisher=fisher)
 
 
+@pytest.mark.slow
 def test_labels_of_marks_are_checked():
     params, batch = net()
     stats = jk.value_grad_and_factors(marked, fisher="mc")
@@ -497,6 +505,7 @@ def test_labels_of_marks_are_checked():
     stats(params, batch, labels=[jnp.stack([y, y])])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_a_mark_of_weight_zero_has_no_part(fisher):

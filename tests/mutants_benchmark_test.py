@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 COLUMNS = ("room", "file", "line", "what", "before", "after")
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [RECORD, faults.RECORD], ids=lambda record: record.stem)
 def test_the_recorded_mutants_are_those_drawn_from_their_commit(tmp_path, record):
     found = json.loads(record.read_text())

@@ -80,7 +80,7 @@ def random_images():
     return dict(zip(names, (*of(module.TRAIN), *of(module.HELD_OUT)), strict=True))
 
 
-@pytest.mark.default(9)
+@pytest.mark.default(5)
 @pytest.mark.parametrize("name", list(PROBLEMS))
 def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     problem = PROBLEMS[name]
@@ -310,6 +310,7 @@ def test_the_clock_stands_still_while_the_loss_is_evaluated(monkeypatch):
     assert curve["cpu_s"][-1] == curve["steps"][-1] == 10
 
 
+@pytest.mark.slow
 def test_problems_need_nothing_of_ours_to_be_read_by_a_peer():
     code = (
         "import sys; sys.modules['jaxkfac'] = None\n"

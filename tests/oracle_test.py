@@ -42,6 +42,7 @@ def test_exact_factors_of_a_deep_linear_gaussian_net_give_its_ggn(x64):
         np.testing.assert_allclose(np.kron(found[name].a, found[name].g), j.T @ j / 5, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_softmax_columns_give_the_hessian_of_cross_entropy(x64):
     z = np.random.default_rng(2).normal(size=4)
     v = fisher_columns("categorical", z)
@@ -91,6 +92,7 @@ def _mixing(p, x, tap):
     return tap.dense("v", h, h @ p["v"])
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_example_sums_are_the_gradients_of_the_parameters(x64, fisher):
     """Rows summed over positions are what the Jacobian of the parameters gives."""
@@ -115,6 +117,7 @@ def test_example_sums_are_the_gradients_of_the_parameters(x64, fisher):
     assert np.abs(expand - np.diag(fisher_block(root, "scale"))).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_dense_exact_fisher_is_the_ggn(x64):
     """By the Hessian of the loss where outputs are linear in the parameters."""
 

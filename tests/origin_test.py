@@ -53,6 +53,7 @@ def same_structure(one, other):
 # ------------------------------------------------------------ what carries it on
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_bases_are_of_what_their_factors_are(fisher):
@@ -189,6 +190,7 @@ def run_unseen(call, bases):
 GAUSSIAN, NUMBERS = jk.Objective(net, jk.Gaussian()), (BATCH[0], jnp.ones((6, 2)))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_bases_of_another_likelihood_are_refused_with_both_names(call):
     bases = bases_of("exact", GAUSSIAN, NUMBERS)
@@ -197,6 +199,7 @@ def test_bases_of_another_likelihood_are_refused_with_both_names(call):
     run_unseen(call, dataclasses.replace(bases, origin=None))
 
 
+@pytest.mark.slow
 def test_queries_know_of_which_likelihood_their_bases_were():
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases_of("exact"), BATCH)
     assert held.origin == EXACT
@@ -230,6 +233,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_a_fisher_type_that_does_not_fit_is_warned_of_with_the_reason(call, fisher):

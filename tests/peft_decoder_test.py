@@ -127,6 +127,7 @@ def test_a_folder_written_here_opens_by_itself_in_stock_peft(kind, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dialect", ["lslora", "peft"])
 def test_stock_peft_does_not_open_a_nonlinear_folder_as_a_linear_one(dialect, tmp_path):

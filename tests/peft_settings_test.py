@@ -235,7 +235,7 @@ def test_another_model_is_refused_by_the_settings_name(name, row, base, plain):
         lslora.load(plain, scanned="layers")
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "whole", "kernel"),
     [

@@ -57,6 +57,7 @@ def test_a_figure_is_drawn_where_it_is_asked_for(things, name):
         axes.figure.canvas.draw()
 
 
+@pytest.mark.slow
 def test_every_slice_is_a_line_and_values_are_the_eigenvalues(things):
     bases = things["spectra"]
     axes = jk.plot.spectra(bases, layers="block")

@@ -180,6 +180,7 @@ class BatchNormed(nnx.Module):
         return self.head(jnp.tanh(self.norm(self.linear(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training):
@@ -359,6 +360,7 @@ def test_debug_print_is_kept(capfd):
     assert capfd.readouterr().out.count("the largest output is finite: True") == 1
 
 
+@pytest.mark.slow
 def test_debug_print_inside_scan_is_kept(capfd):
     def apply_fn(p, x):
         def step(x, w):
@@ -387,6 +389,7 @@ def test_random_keys_may_be_part_of_the_inputs(x64):
     assert_factors_close(factors, oracle(mlp, mlp_params(), (dropped, y)), 1e-10)
 
 
+@pytest.mark.slow
 def test_vmap_over_the_whole_is_an_ensemble(x64):
     members = [mlp_params(seed) for seed in (1, 2, 3)]
     stacked = jax.tree.map(lambda *v: jnp.stack(v), *members)
@@ -710,6 +713,7 @@ def test_different_values_are_not_shared(x64):
     assert layers["q"].input != layers["k"].input
 
 
+@pytest.mark.slow
 def test_precision_and_preferred_type_of_a_product_are_kept():
     def apply_fn(p, x):
         return lax.dot_general(
@@ -737,6 +741,7 @@ def test_precision_and_preferred_type_of_a_product_are_kept():
     assert kept
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", ["w[None]", "w.T", "reshape", "cast", "w * 1.0"])
 def test_views_of_a_parameter(x64, weight):
@@ -783,6 +788,7 @@ def test_constant_scale_of_a_parameter(x64, scale):
     np.testing.assert_allclose(found, c * c * product, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("integer", [int, np.int64])  # named arrays of Penzai count in NumPy
 def test_a_lookup_may_keep_its_axis(x64, integer):
     numbers = lax.GatherDimensionNumbers((0, integer(3)), (), (integer(1),))
@@ -869,6 +875,7 @@ def test_stacked_projections(x64):
     _handled_or_reported(model, p, BATCH(), "q", "concatenate|stack", oracle_model=plain)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("op", ["reduce_precision", "optimization_barrier"])
 def test_precision_reduction_and_barriers_around_weights(x64, op):
     def model(p, x, tap):
@@ -928,6 +935,7 @@ def test_convolution_inside_vmap(x64):
     _handled_or_reported(model, p, batch, "k", "conv", oracle_model=plain)
 
 
+@pytest.mark.slow
 def test_grouped_convolution(x64):
     def model(p, x, tap):
         y = lax.conv_general_dilated(
@@ -1169,6 +1177,7 @@ def test_uncovered_parameters_get_a_diagonal_on_request(x64):
 # ------------------------------------------------ rows that do not raise
 
 
+@pytest.mark.slow
 def test_penalty_on_a_parameter_is_a_row_and_does_not_raise(x64):
     p, batch = mlp_params(), BATCH()
 

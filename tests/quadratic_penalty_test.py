@@ -43,6 +43,7 @@ def check(factors, params):
     assert penalty(params) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("name", CASES)
@@ -67,6 +68,7 @@ def problem():
     return jk.Objective(perceptron, jk.Categorical()), params, batch
 
 
+@pytest.mark.slow
 def test_the_blocks_are_kronecker_products_of_the_factors():
     """An oracle without the library's eigenbases: ``np.kron`` of both sides."""
     objective, params, batch = problem()

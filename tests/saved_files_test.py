@@ -147,7 +147,7 @@ def flip_some(written, count):
         file.write_bytes(data)
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(1)
 def test_a_changed_byte_is_an_error_that_names_the_file(written):
     flip_some(written, 6)
 

@@ -180,6 +180,7 @@ def test_a_dictionary_of_likelihoods_has_the_factors_of_the_sum_of_means(fisher,
 HOW = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fisher, sharing, how",
@@ -373,6 +374,7 @@ def test_labels_of_each_output_are_drawn_with_a_key_of_its_own():
         np.testing.assert_allclose(drawn[name].g, given[name].g, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_positions_may_be_those_of_any_output():
     """The first output has no positions; rows behind those of the second leave A and G."""
     params, x, targets, mask = problem()

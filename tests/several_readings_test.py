@@ -47,6 +47,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elements_have_one_diagonal_whatever_reads_them(name):
@@ -58,6 +59,7 @@ def test_elements_have_one_diagonal_whatever_reads_them(name):
         np.testing.assert_allclose(found.reshape(want.shape), want, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_a_scale_too_is_no_column_of_a_kernel():
     params = tree(0, w=(4, 3), s=(3,))
     factors, expected = exact_diagonals(lambda p, x: (x @ p["w"] + p["s"]) * p["s"], params)
@@ -164,6 +166,7 @@ OVERLAPPING = {
 }
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_overlapping_ranges_of_a_matrix_are_reported(name):
     params, x = tree(0, w=(4, 4)), normal(1, *X)
@@ -181,6 +184,7 @@ def signs(w):
 signs.defvjp(lambda w: (jnp.sign(w), None), lambda _, g: (g,))
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_rounded_with_a_backward_rule_has_the_diagonal_of_that_rule():
     def apply_fn(p, x):
         return jnp.tanh(x @ signs(p["w"])) @ p["v"]

@@ -23,6 +23,7 @@ def marked(p, batch):
     return -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("loss", [jk.Objective(model, jk.Categorical()), marked])
@@ -141,6 +142,7 @@ def test_beside_marks_the_second_pass_is_refused_inside():
         _on_two_devices(jk.value_grad_and_factors(loss), x, y)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_rematted_convolution_is_collected_at_times_inside(every):
     def images(p, x):

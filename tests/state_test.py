@@ -121,6 +121,7 @@ def test_state_is_carried_by_a_scan_over_steps(make):
     assert_close(scanned, looped)
 
 
+@pytest.mark.slow
 @MODELS
 def test_the_objective_itself_returns_the_changed_state(make):
     apply_fn, params, state = make()
@@ -130,7 +131,7 @@ def test_the_objective_itself_returns_the_changed_state(make):
     assert_close((value, changed), (expected, after))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @MODELS
 def test_with_aux_the_changed_state_comes_beside_it(make):
     apply_fn, params, state = make()
@@ -201,7 +202,7 @@ def evaluated():
     return jk.Objective(apply_fn, jk.Categorical()), closed, variables["params"], state
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 3])
 def test_operators_are_those_of_the_model_with_its_state_closed_over(evaluated, kind, chunk):
@@ -211,6 +212,7 @@ def test_operators_are_those_of_the_model_with_its_state_closed_over(evaluated, 
     assert_close(operator @ params, build(closed, params, (X[0], Y[0])) @ params)
 
 
+@pytest.mark.slow
 def test_eigenvalues_are_measured_at_the_state(evaluated):
     objective, closed, params, state = evaluated
     options = {"layers": "Dense.*"}

@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from benchmarks import thresholds
 from benchmarks._thresholds import RECORDER, conditions, instrumented
 from benchmarks._thresholds_reasons import REASONS
@@ -107,6 +109,7 @@ def test_parity_goes_before_an_oracle_and_an_oracle_before_other_tests():
     )
 
 
+@pytest.mark.slow
 def test_a_reason_stands_only_where_a_condition_has_a_side_without_an_oracle():
     sides = thresholds.recorded()
     oracles = {

@@ -47,6 +47,7 @@ def both(factors):
     return np.kron(*first) + np.kron(np.pad(turned.g, (0, rows)), a2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @models
 def test_operators_are_those_of_the_whole_parameter(name):
@@ -92,7 +93,7 @@ def test_kfac_solves_with_one_block(name):
         np.testing.assert_allclose(found["c"], expected[-1], rtol=1e-8)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @models
 def test_measured_eigenvalues(name):

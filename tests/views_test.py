@@ -76,6 +76,7 @@ def test_in_a_scan_over_stacked_parameters_and_over_constant_ones():
         np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10, err_msg=name)
 
 
+@pytest.mark.slow
 def test_padding_that_is_no_number_stays_outside():
     positions = jnp.asarray([[True, True, False], [True, False, False]])
     x = jnp.where(positions[..., None], tokens()[0], jnp.nan)

@@ -84,6 +84,7 @@ def test_joint_bias_is_the_last_row_of_the_dense_block(mode, damping, power):
     assert_trees_close(got, {"w": expected[:-1], "b": expected[-1], "u": u.reshape(4, 2)})
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("damping", [0.3, (0.2, 0.7)])
 def test_separate_bias_has_the_block_g(damping):
     tree, factors, bases = setup(DENSE, bias="separate")
@@ -123,6 +124,7 @@ def test_swapped_axes_and_diagonal_sides():
     assert_trees_close(got, expected)
 
 
+@pytest.mark.slow
 @given(power=st.floats(-2, 2), damping=st.floats(0.05, 2), mode=st.sampled_from(["exact", "pi"]))
 @settings(max_examples=12, deadline=None)
 def test_any_real_power_is_that_of_the_dense_block(power, damping, mode):
@@ -200,6 +202,7 @@ def test_what_is_cut_stays_out_whatever_the_clipping_and_the_damping(mode, dampi
         assert_trees_close(got, uncut)  # what is kept is not changed by the cut
 
 
+@pytest.mark.slow
 def test_a_cut_takes_each_slice_of_a_stack_by_itself():
     factors = random_factors(STACKED, jax.random.key(3))
     scaled = {"s": factors.g_sums["s"] * jnp.array([1.0, 1e-6])[:, None, None]}
@@ -224,6 +227,7 @@ def test_a_cut_makes_zero_of_a_zero_factor_and_nan_of_nan():
     assert jnp.isfinite(got["u"]).all()
 
 
+@pytest.mark.slow
 def test_power_minus_one_inverts_power_one():
     tree, _, bases = setup(ALL)
     back = apply_power(fisher_vector_product(tree, bases), bases, -1.0)
@@ -231,6 +235,7 @@ def test_power_minus_one_inverts_power_one():
     assert not jnp.allclose(fisher_vector_product(tree, bases)["w"], tree["w"], rtol=0.1)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_two_half_powers_are_the_fisher(bias):
     tree, _, bases = setup(ALL, bias=bias)
@@ -316,6 +321,7 @@ def test_layers_absent_from_the_tree_are_named_or_passed_over():
     assert_trees_close(other, {"u": full["u"]})
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_tied_embedding_and_head_use_the_head(embedding_first):
     embedding = layer("e", (5, 3), name="e", kind="embedding", a_dense=False)
@@ -328,6 +334,7 @@ def test_tied_embedding_and_head_use_the_head(embedding_first):
     assert jnp.allclose(got, jnp.linalg.solve(block, tree["e"].T.reshape(-1)).reshape(3, 5).T)
 
 
+@pytest.mark.slow
 def test_bias_of_a_layer_whose_weight_belongs_to_another_is_still_written():
     first, second = layer("w", (3, 3)), layer("w", (3, 3), name="w@again", bias="b")
     factors = random_factors((first, second), jax.random.key(5))
@@ -349,12 +356,14 @@ def test_arithmetic_is_in_the_factors_dtype_and_the_result_in_the_leafs():
     assert_trees_close(got, {k: v.astype(jnp.bfloat16) for k, v in exact.items()}, 0.0)
 
 
+@pytest.mark.slow
 def test_jit_with_traced_damping_agrees_with_eager():
     tree, _, bases = setup(ALL)
     jitted = jax.jit(lambda t, b, d: natural_gradient(t, b, damping=(d, d)))
     assert_trees_close(jitted(tree, bases, 0.3), natural_gradient(tree, bases, damping=(0.3, 0.3)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("power", [-2.0, -1.0, -0.5, 0.5, 1.0])
 @pytest.mark.parametrize("cut", [0.0, 1e-3])

@@ -78,6 +78,7 @@ def test_products_do_not_grow_with_the_number_of_equal_layers():
     assert many[0] < 3 * few[0]  # equations: linear
 
 
+@pytest.mark.slow
 def test_layers_beyond_the_bound_are_solved_one_by_one():
     layers = model(3, size=module.LARGEST_STACKED_SIDE)  # outputs are one beyond it
     tree, bases = problem(layers)

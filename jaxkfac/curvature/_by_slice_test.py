@@ -76,6 +76,7 @@ def test_from_the_host_a_call_sends_one_iteration_at_a_time(problem, monkeypatch
     assert stacked.count((WIDTH, WIDTH)) >= DEPTH and stacked.count((WIDTH + 1,) * 2) >= DEPTH
 
 
+@pytest.mark.slow
 def test_under_jit_eigenvectors_in_host_memory_are_refused(problem):
     _, grads, factors = problem
     held = bases_of(factors, bases_in="host")
@@ -110,6 +111,7 @@ def test_a_saved_service_keeps_its_eigenvectors_where_and_as_they_were(problem, 
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_identities_are_kept_likewise(problem):
     _, grads, factors = problem
     options = {"bases_in": "host", "initial": "identity", "like": factors}
@@ -120,7 +122,7 @@ def test_identities_are_kept_likewise(problem):
     assert distance(halved, jax.tree.map(lambda g: g / 2, grads)) < 1e-6
 
 
-@pytest.mark.default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}, {"bases_in": "device", "rank": 9}]
 )

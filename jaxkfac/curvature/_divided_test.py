@@ -31,6 +31,7 @@ def matrices(*shapes):
 PROBLEMS = [(5,), (3, 8), (8,), (2, 2, 3)]
 
 
+@pytest.mark.slow
 def test_divided_decompositions_have_the_bits_of_those_alone(mesh):
     problems = matrices(*PROBLEMS)
     solve = jax.jit(lambda problems: solve_divided(problems, eigh_checked, MeshAxis(mesh, "data")))
@@ -114,6 +115,7 @@ def test_the_mesh_is_that_which_is_set_or_that_of_the_arrays(mesh):
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
+@pytest.mark.slow
 def test_an_axis_that_cannot_be_divided_over_is_refused(mesh):
     factors = _factors(jnp.arange(12.0).reshape(4, 3)).factors
     with pytest.raises(ValueError, match="distribute='data': no mesh is known here"):

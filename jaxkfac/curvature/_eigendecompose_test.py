@@ -56,6 +56,7 @@ def test_unclipped_bases_rebuild_the_factors(placement, bias):
     assert_rebuilds(eigendecompose(factors, max_condition=jnp.inf, placement=placement), factors)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("accelerator", [True, False])
 def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerator):
     calls = []
@@ -134,6 +135,7 @@ def test_jit_scan_and_cond_agree_with_eager(factors):
     assert_close(reconstruct(chosen), reconstruct(eager))
 
 
+@pytest.mark.slow
 def test_rank_deficient_and_empty_factors_decompose(factors):
     one_row = random_factors(LAYERS, jax.random.key(1), rows=1)
     bases = eigendecompose(one_row, max_condition=jnp.inf)
@@ -143,7 +145,7 @@ def test_rank_deficient_and_empty_factors_decompose(factors):
     assert all(bool((v == 0).all()) for v in (empty["q"].a_values, empty["scale"].diagonal))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
@@ -221,6 +223,7 @@ def test_half_of_the_free_memory_limits_the_batch():
     assert matrices_that_fit(100, np.float32, _Device(None)) is None
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_a_small_device_decomposes_every_factor_all_the_same(factors, monkeypatch, limit):
@@ -237,6 +240,7 @@ def test_a_small_device_decomposes_every_factor_all_the_same(factors, monkeypatc
     assert (len(on_host) == 10) if limit == 0 else (max(sizes) == limit and not on_host)
 
 
+@pytest.mark.slow
 def test_host_results_return_to_the_factors_device_and_dtype():
     factors = random_factors(LAYERS, jax.random.key(0), dtype=jnp.float32)
     committed = jax.device_put(factors, jax.devices()[0])
@@ -271,6 +275,7 @@ def test_the_square_of_a_diagonal_side_is_never_formed():
     assert bases["embedding"].a_values.shape == (vocabulary,)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_batch_for_an_accelerator_has_the_spectrum_of_each_matrix(limit):
     rows = jax.random.normal(jax.random.key(0), (6, 9, 4))

@@ -90,7 +90,7 @@ def test_a_joint_block_is_its_damped_inverse_written_out(damping, mode):
     assert_close(found, {"q": solved[:-1], "q_b": solved[-1], "uncovered": np.ones(2)})
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @damped
 def test_identities_are_damped_as_eigenbases_of_the_identity(damping, mode):
     factors, grads = problem()

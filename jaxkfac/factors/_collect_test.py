@@ -43,6 +43,7 @@ def test_a_second_call_outside_jit_traces_nothing(counted):
     assert not read
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "setting", [lambda: jax.default_matmul_precision("float32"), lambda: jax.enable_x64(True)]
 )
@@ -55,7 +56,7 @@ def test_a_call_under_another_setting_is_traced_under_it(counted, setting):
     assert read
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_the_first_call_and_the_second_are_what_jit_computes(fisher):
     objective = Objective(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), Categorical())
@@ -87,6 +88,7 @@ def test_values_are_checked_at_every_call(fisher, batch, labels):
         stats(PARAMS, batch, labels=labels)
 
 
+@pytest.mark.slow
 def test_neither_arguments_nor_tracers_are_held(counted):
     stats, _ = counted
     x = X + 1

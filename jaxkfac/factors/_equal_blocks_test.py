@@ -32,6 +32,7 @@ def emitted(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted, monkeypatch):
@@ -49,7 +50,7 @@ def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",

@@ -90,6 +90,7 @@ def test_a_scan_over_steps_collects_where_it_is_due():
     assert terms.tolist() == [5, 0, 5, 0, 5]
 
 
+@pytest.mark.slow
 def test_a_step_without_collection_computes_no_product_of_rows():
     stats = value_grad_and_factors(OBJECTIVE, every=2)
 
@@ -103,6 +104,7 @@ def test_a_step_without_collection_computes_no_product_of_rows():
     assert between < 1.03 * gradient < collecting
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sink", [False, True])
 def test_passes_under_a_budget_are_run_where_they_are_due(sink, capsys):
     class Service:

@@ -128,6 +128,7 @@ def test_devices_draw_labels_of_their_own(x64):
     assert not np.allclose(both[0], drawn([base]))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact", "forward", "exact_if_terms_do_not_mix"])
 def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fisher):
@@ -156,6 +157,7 @@ def test_one_type_more_costs_one_backward_pass_and_no_forward_pass():
     assert mc - empirical < 1.2 * forward < 0.7 * gradient
 
 
+@pytest.mark.slow
 def test_the_covariance_of_a_wide_side_takes_two_thirds_of_the_product():
     """Three panels hold one triangle; a side below 512 takes the full product."""
 
@@ -291,6 +293,7 @@ def test_labels_that_are_no_class_are_refused(labels):
         stats(params, batch, labels=labels[:0])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()], ids=repr)
@@ -319,6 +322,7 @@ def test_exact_in_bfloat16_divides_by_the_true_number_of_terms():
     np.testing.assert_allclose(half, single, rtol=5e-3)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("options", [{"sharing": "reduce"}, {"scales": "exact_diagonal"}])
 def test_rows_that_cannot_be_told_apart_by_example_are_refused(options):
     objective, params, batch = program(n=4)

@@ -36,7 +36,7 @@ def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likeliho
     np.testing.assert_allclose(found, product, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 def test_gradients_at_sampled_labels_have_the_fisher_as_second_moment(likelihood):
@@ -77,6 +77,7 @@ def test_a_class_out_of_range_gives_nan_where_values_are_traced(dtype, bad):
     assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
@@ -95,6 +96,7 @@ def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, 
     assert jnp.isfinite(stats(params, (x, targets, kept), jax.random.key(2)).value)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_an_invalid_target_poisons_the_second_pass(fisher):

@@ -50,6 +50,7 @@ def test_sides_from_64_on_are_packed_and_every_reading_is_dense(factors):
     assert shapes_of(packed) == shapes_of(shapes)
 
 
+@pytest.mark.slow
 def test_sums_and_averages_of_packed_factors_are_packed(factors):
     packed = factors.packed()
     assert_equal(packed + packed, factors + factors)

@@ -178,7 +178,7 @@ def test_factors_equal_sums_over_explicit_patches(x64, case, sharing, bias):
     check_factors(case, sharing=sharing, bias=bias)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["2d-strided", "2d-first-grouped"])
 def test_a_separate_bias_leaves_the_ones_column_out(x64, name, sharing):
@@ -208,11 +208,13 @@ def check_factors(case, *, sharing, bias):
         np.testing.assert_allclose(grads[name], expected[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_patches_that_are_computed_by_panels_keep_their_order(x64):
     """576 features, as in the body of a ResNet; panels begin at 512."""
     check_factors(Case((4, 3), (3, 3), 64, 2), sharing="expand", bias="joint")
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_convolution_over_no_space_is_a_dense_layer(x64, sharing):
     def convolution(k, x):
@@ -241,6 +243,7 @@ RUNS = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", RUNS.values(), ids=RUNS)
@@ -276,6 +279,7 @@ def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked)
     assert count == (positions if weights is None else weights.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_runs_on_several_devices_are_summed_over_them_once(x64, monkeypatch, masked):
@@ -301,6 +305,7 @@ def test_runs_on_several_devices_are_summed_over_them_once(x64, monkeypatch, mas
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.default(3)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", [False, True])
 @each_case
@@ -345,6 +350,7 @@ def test_rows_that_do_not_exist_are_left_out_even_if_they_hold_nan(x64, monkeypa
     np.testing.assert_allclose(factors[""].g, g.T @ g / there.sum(), rtol=1e-10)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_half_precision_patches_accumulate_in_float32(sharing):
     case = Case((40, 40), (3, 3), 1, 1, examples=2)

@@ -74,6 +74,7 @@ def output_sides(factors):
 TYPES = [(f, s) for f in ("empirical", "mc", "exact") for s in ("expand", "reduce")]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher, sharing", TYPES)
 def test_a_term_enters_g_and_diagonals_with_the_root_of_its_weight(fisher, sharing):
@@ -91,6 +92,7 @@ def test_a_term_enters_g_and_diagonals_with_the_root_of_its_weight(fisher, shari
         assert_close([factors[k].a for k in "wv"], [plain[k].a for k in "wv"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher, sharing", [*TYPES, ("forward", "expand")])
 def test_a_weight_of_two_is_the_example_twice(fisher, sharing):
@@ -107,6 +109,7 @@ def test_a_weight_of_two_is_the_example_twice(fisher, sharing):
         assert_close(output_sides(factors), output_sides(again.factors))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher, sharing", [("empirical", "expand"), ("exact", "reduce")])
 def test_weights_of_zero_and_one_are_a_mask_bit_for_bit(fisher, sharing):
@@ -120,6 +123,7 @@ def test_weights_of_zero_and_one_are_a_mask_bit_for_bit(fisher, sharing):
     assert_close(collect(objective, np.ones((N, T)), **stats), collect(objective, **stats))
 
 
+@pytest.mark.slow
 def test_weights_of_several_outputs_by_an_objective_and_by_marks():
     """Each output has weights of its own; the second output's are those of whole examples."""
     params = {"w": PARAMS["w"], "v": PARAMS["v"], "u": RNG.normal(size=(3, 2))}
@@ -160,6 +164,7 @@ def test_weights_of_several_outputs_by_an_objective_and_by_marks():
             assert_close(whole.factors["w"].g, alone[0]["w"].g + alone[1]["w"].g)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_the_second_pass_weighs_terms_alike(fisher):
@@ -173,6 +178,7 @@ def test_the_second_pass_weighs_terms_alike(fisher):
     assert_close(found.diagonal, expected.diagonal, 1e-10)
 
 
+@pytest.mark.slow
 def test_weights_of_a_model_in_bfloat16_are_float32():
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
     objective = Objective(model, Categorical())
@@ -186,6 +192,7 @@ def test_weights_of_a_model_in_bfloat16_are_float32():
     np.testing.assert_allclose(factors["v"].g, full.factors["v"].g, atol=2e-3, rtol=5e-2)
 
 
+@pytest.mark.slow
 def test_class_weights_are_weights_of_the_given_targets():
     classes = np.array([0.5, 0.0, 3.0])
     ignoring = Categorical(ignore_index=2, class_weights=classes)
@@ -215,6 +222,7 @@ def text_model(p, ids):
     return x @ p["head"] + x.mean(1, keepdims=True) @ p["pooled"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_positions_weigh_a_and_nothing_else(fisher):
@@ -265,6 +273,7 @@ def test_weights_of_positions_that_no_factor_can_have():
     assert not factors.is_finite()["w"]
 
 
+@pytest.mark.slow
 def test_weights_of_positions_with_a_sample_of_the_rows_are_unbiased():
     objective = Objective(lambda p, x: x @ p["w"] + p["b"], Gaussian())
     params, x = {"w": np.ones((4, 2)), "b": np.zeros(2)}, RNG.normal(size=(64, 4))
@@ -281,6 +290,7 @@ def test_weights_of_positions_with_a_sample_of_the_rows_are_unbiased():
     assert (abs(found.mean(0) - expected) < 5 * error + 1e-9).all()
 
 
+@pytest.mark.slow
 def test_rows_of_a_layer_with_two_marks_have_the_marks_weights_and_not_those_of_terms():
     x, z = RNG.normal(size=(5, 4)), RNG.normal(size=(3, 4))
 

@@ -23,7 +23,7 @@ def in_a_loop(w, x):
     return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=2)[0]
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("apply", [once, twice, in_a_loop])
 def test_wide_sides_are_sums_over_all_uses(x64, apply):

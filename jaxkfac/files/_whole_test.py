@@ -46,6 +46,7 @@ def test_an_error_while_writing_leaves_the_older_file_and_nothing_else(tmp_path,
     assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_older_file(tmp_path):
     path = tmp_path / "x"
     write_text(path, "older", "a text")

@@ -56,7 +56,7 @@ def derivative(model):
     return jax.value_and_grad(lambda *args: (jnp.tanh(model(*args)) ** 2).sum(), argnums=(0, 1))
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_derivative_in_a_branch_has_the_numbers_and_the_order_of_one_outside(name):
     fn = derivative(MODELS[name])
@@ -90,6 +90,7 @@ def test_results_that_are_known_beforehand_are_arrays():
     assert isinstance(out[1], jax.Array) and out[2] is not None
 
 
+@pytest.mark.slow
 def test_it_can_be_mapped_and_differentiated():
     fn = lambda k, x: (convolved(k, x) ** 2).sum()
     for transform in (jax.grad, jax.hessian, lambda f: jax.vmap(f, (None, 0))):

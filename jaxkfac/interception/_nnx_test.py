@@ -49,6 +49,7 @@ class Deep(nnx.Module):
 MODELS = pytest.mark.parametrize("make", [Net, Deep])
 
 
+@pytest.mark.default(1)
 @MODELS
 def test_what_a_call_changes_is_returned_and_read_by_the_next(make):
     apply_fn, params = from_nnx(make(), mutable=nnx.BatchStat)
@@ -83,7 +84,7 @@ def test_a_model_in_evaluation_mode_changes_nothing(make):
     np.testing.assert_allclose(apply_fn(params, X), model(X), rtol=1e-6)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @MODELS
 @pytest.mark.parametrize("mutable", [nnx.BatchStat, ()])
 def test_dropout_without_a_key_raises(make, mutable):

@@ -16,7 +16,7 @@ def times_drawn(number, kept, there=None):
     return np.asarray(drawn), np.asarray(count)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "kept"), [(12, 3), (13, 5), (7, 6), (5, 1)])
 def test_every_row_is_as_likely_as_any_other(number, kept):
     drawn, count = times_drawn(number, kept)

@@ -88,6 +88,7 @@ def test_gradients_rotate_like_their_rows():
     assert_close(rotate_gradients(plain, basis.a, basis.g), formed(x, g, basis))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("positions", [1, 7])
 def test_tokens_of_an_example_are_summed_before_they_are_squared(positions):
     """Tokens out of range belong to no row of the table."""
@@ -110,7 +111,7 @@ def _sums(arrays):
     return {"products": x.T @ y, "squares": jnp.square(x).sum(0)}
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_gradients_several_at_once_are_those_one_by_one(monkeypatch, at_once):
     """What accelerators do, and what the CPU does."""

@@ -23,6 +23,7 @@ def rows(*shape, dtype=jnp.float64):
     return jax.random.normal(jax.random.key(0), shape).astype(dtype)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [4, 5, 7, 13, 33, 50, 64, 513])
 def test_panels_unpack_to_the_full_product(x64, size):
@@ -32,7 +33,7 @@ def test_panels_unpack_to_the_full_product(x64, size):
     np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("number", [1, 2, 64])
@@ -124,6 +125,7 @@ def test_a_side_that_has_panels_on_every_platform_has_the_full_product(x64):
     np.testing.assert_allclose(unpack_panels(panels), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_an_empty_stack_of_panels_is_an_empty_stack_of_matrices():
     panels = tuple(jnp.zeros((0, *shape)) for shape in panel_shapes(24))
     assert unpack_panels(panels).shape == (0, 24, 24)

@@ -34,7 +34,7 @@ def test_an_empty_array_is_finite_and_nothing_has_a_derivative():
     )
 
 
-@pytest.mark.default(4)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_of_several_arrays_one_entry_is_found(bad, dtype):
@@ -49,6 +49,7 @@ def test_of_several_arrays_one_entry_is_found(bad, dtype):
     assert is_all_finite()
 
 
+@pytest.mark.slow
 def test_an_inner_product_is_the_sum_of_all_products_and_has_derivatives(x64):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (40,), (3, 5), (), (300,), (7,)
@@ -68,6 +69,7 @@ def test_an_inner_product_is_the_sum_of_all_products_and_has_derivatives(x64):
     assert inner_product([], [], jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("number", [5, 500])
 def test_vectors_are_joined_whatever_their_number(number):
     """Each sum of its own is three kernels."""

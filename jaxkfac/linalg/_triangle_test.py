@@ -65,7 +65,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", TRANSFORMED)
 def test_folding_and_unfolding_are_exact_to_the_bit_under(how):
     transformed = TRANSFORMED[how]
@@ -78,6 +78,7 @@ def test_folding_and_unfolding_are_exact_to_the_bit_under(how):
         np.testing.assert_array_equal(transformed(unfold_triangle)(folded), matrices)
 
 
+@pytest.mark.slow
 def test_a_donated_rectangle_is_written_in_place():
     double = jax.jit(lambda x: fold_triangle(2 * unfold_triangle(x)), donate_argnums=0)
     for n in SIZES[1:]:

@@ -114,6 +114,7 @@ def test_a_scanned_rematted_linen_model_is_the_model_written_out():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_base_is_frozen_and_only_adapters_are_trained():
     apply, params, config, adapters = linen()
     adapted = attach(apply, config)
@@ -175,6 +176,7 @@ def test_forward_mode_lets_jvp_through_and_leaves_nothing_uncovered(x64):
     np.testing.assert_allclose(tangent, want, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_the_key_and_right_on_average():
     def fn(p, x):
         return x @ p["kernel"]
@@ -277,6 +279,7 @@ def test_shards_of_a_batch_give_the_gradients_of_the_whole():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got, want)
 
 
+@pytest.mark.slow
 def test_a_tied_kernel_is_adapted_in_the_orientation_of_its_layer():
     def fn(p, ids):
         return p["table"][ids] @ p["table"].T
@@ -290,6 +293,7 @@ def test_a_tied_kernel_is_adapted_in_the_orientation_of_its_layer():
     np.testing.assert_allclose(attach(fn, config)(params, adapters, ids), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_modules_to_save_replace_the_base_parameters_and_are_trained():
     apply, params, _, _ = linen()
     config = Config(rank=2, target=r".*q_proj/kernel", modules_to_save="params/head/.*")

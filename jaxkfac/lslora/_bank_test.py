@@ -163,7 +163,7 @@ def test_what_a_bank_cannot_hold_is_refused(bank):
         full.index("c")
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, -1, np.array([0, -1, 0])])
 def test_a_diverged_adapter_that_is_disabled_leaves_the_base_model(bank, outputs, index):
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), ADAPTERS["first"])
@@ -173,6 +173,7 @@ def test_a_diverged_adapter_that_is_disabled_leaves_the_base_model(bank, outputs
     assert np.isfinite(fourier_loss(diverged))
 
 
+@pytest.mark.slow
 def test_an_unsigned_index_reaches_the_base_model_of_a_disabled_slot(bank, outputs):
     adapted = attach(fn, CONFIGS["first"])
     for index in (np.array(0, np.uint8), np.zeros(3, np.uint8)):

@@ -39,6 +39,7 @@ def test_on_the_outputs_one_array_is_kept_for_the_backward_pass():
     assert sorted(kept) == [(ROWS, OUT), (ROWS, IN)]  # the second is x itself
 
 
+@pytest.mark.slow
 def test_a_batch_of_adapters_by_vmap_is_each_alone():
     """With the derivative of A written as the transposed product, XLA's CPU backend aborts here."""
     adapted, adapters = made("output")
@@ -83,6 +84,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookups_branch_is_that_of_the_table_with_the_product_added(name):
     shape, apply_fn = LOOKUPS[name]

@@ -174,6 +174,7 @@ def test_own_names_and_names_that_collide(tmp_path):
         save(tmp_path, adapters, config, names=lambda layer, index: "all")
 
 
+@pytest.mark.slow
 def test_a_measured_sigma_and_bfloat16_survive(tmp_path):
     config = Config(rank=2, target=("mlp",), init_sigma=RmsSigma(2.5))
     adapters = adapters_of(config, dtype=jnp.bfloat16)
@@ -207,6 +208,7 @@ def test_one_file_holds_one_adapter_and_names_that_contain_each_other_are_kept_a
     equal(load(tmp_path, name="task2")[0], second)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path):
     config = Config(rank=2, target=("mlp", "q_proj"), init_sigma=0.5)
     adapted, tx = attach(fn, config), optax.sgd(0.01, momentum=0.9)

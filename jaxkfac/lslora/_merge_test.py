@@ -87,6 +87,7 @@ def test_the_approximate_merge_is_the_least_squares_fit_and_reports_its_error(x6
     assert 0.05 < want < 0.95
 
 
+@pytest.mark.slow
 def test_errors_are_reported_for_each_slice_of_a_scan():
     config = Config(rank=2, alpha=3, target="s", init_sigma=0.3)
     adapters = adapters_of(config, 0.5)

@@ -167,6 +167,7 @@ def test_a_bank_mixes_it_with_plain_lora_by_row(x64):
     close(adapted(params, again, x, adapter=2), alone[0])
 
 
+@pytest.mark.slow
 def test_a_bank_of_one_nonlinearity_refuses_another():
     params, cubic, x = made()
     fourier = dataclasses.replace(CONFIG, nonlinearity="fourier")

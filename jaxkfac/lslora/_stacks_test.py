@@ -79,6 +79,7 @@ def like(rank=3):
     return init(fn, config, PARAMS, X, key=jax.random.key(0))
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("placement", ["none", "output", "bottleneck"])

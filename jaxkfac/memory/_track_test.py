@@ -32,6 +32,7 @@ print(json.dumps(run.to_dict()))
 """
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_peak_and_the_outer_one_the_highest():
     if not resident.lower_mark():
         pytest.skip("this system keeps no high-water mark that can be lowered")

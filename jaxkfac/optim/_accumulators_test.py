@@ -124,6 +124,7 @@ def test_float32_under_x64_keeps_factors_in_double_and_halves_the_bytes():
     assert 2 * bytes_of(half) == bytes_of(full)
 
 
+@pytest.mark.slow
 def test_bfloat16_halves_the_bytes_of_gradients_and_of_large_factors():
     like = random_factors(
         (layer("w", (200, 100)), layer("x", (2, 65, 50), stack=1)), jax.random.key(0)

@@ -225,6 +225,7 @@ def linear(params, x):
 LINEAR = Objective(linear, Gaussian())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
@@ -610,6 +611,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="12 loss terms, and the gradient from 24"):
             tx.update(grads, state, params, factors=factors, **loss)
 
+    @pytest.mark.slow
     def test_a_loss_that_is_no_number(self):
         _, _, _, params, batch = problem()
         tx, state, _ = training(params, batch, damping=LevenbergMarquardt(every=1))
@@ -625,6 +627,7 @@ class TestRefused:
                 curvature=operators.ggn(OBJECTIVE, params, batch),
             )
 
+    @pytest.mark.default(2)
     @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
     def test_without_the_loss(self, absent):
         _, _, _, params, batch = problem()
@@ -639,7 +642,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=f"needs {absent}: tx.update"):
             tx.update(grads, state, factors=factors, **given)
 
-    @pytest.mark.default(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("objective", [OBJECTIVE, marked], ids=["objective", "marked"])
     @pytest.mark.parametrize(
         "changed",
@@ -662,6 +665,7 @@ class TestRefused:
                 curvature=changed(operators.ggn(objective, params, half)),
             )
 
+    @pytest.mark.slow
     def test_an_operator_of_some_parameters(self):
         _, _, _, params, batch = problem()
         tx, state, _ = training(params, batch, damping=0.1)
@@ -750,6 +754,7 @@ def test_a_subclass_with_columns_of_its_own_has_their_product():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli(), Categorical()])
 def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):

@@ -201,6 +201,7 @@ def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem, mon
     assert all(jnp.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_outside_jit_a_schedule_is_read_at_every_step_and_may_be_pythons(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -320,6 +321,7 @@ def test_others_looks_after_uncovered_parameters_alone(problem):
         assert not jnp.allclose(ours["extra"]["x"], theirs["x"])
 
 
+@pytest.mark.slow
 def test_updates_keep_the_gradients_dtype_and_the_state_its_own():
     like_layers = (layer("w", (3, 2), bias="b"),)
     factors = random_factors(like_layers, jax.random.key(0), dtype=jnp.float32)

@@ -119,6 +119,7 @@ def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     assert_close(scanned, looped)
 
 
+@pytest.mark.slow
 def test_the_average_is_stored_like_the_factors():
     layers = (layer("w", (64, 65)), layer("table", (70, 3), kind="embedding", a_dense=False))
     factors = random_factors(layers, jax.random.key(0))
@@ -254,6 +255,7 @@ def test_a_side_that_factors_keep_diagonal_takes_the_gradients_covariance(max_si
     np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-12)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("max_side", [2, 1])
 def test_a_side_beyond_max_side_is_not_rotated_by_the_gradients_covariance(max_side):
     """Steps along one gradient are of one size in each element that Adam sees: rotated or plain."""
@@ -318,6 +320,7 @@ def test_a_tied_parameter_is_moved_once_in_the_heads_bases():
     assert state.second[name].shape == (4, 12)  # as the head reads it
 
 
+@pytest.mark.slow
 def test_a_layer_that_gets_no_gradient_stays_and_others_look_after_what_is_not_covered(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])

@@ -240,6 +240,7 @@ def test_inner_transformation_runs_once_per_group(params):
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_a_schedule_of_groups_is_followed():
     tx = multi_steps(optax.sgd(1.0), lambda group: jnp.where(group < 1, 1, 3))
     state, ended = tx.init({"w": jnp.zeros(1)}), []
@@ -250,6 +251,7 @@ def test_a_schedule_of_groups_is_followed():
     assert ended == [True, False, False, True, False, False, True]
 
 
+@pytest.mark.slow
 def test_bases_of_the_last_micro_step_reach_the_inner_chain(params):
     grads, factors = net_statistics(params, net_batch(jax.random.key(1), 8))
     first, last = eigendecompose(factors), eigendecompose(3.0 * factors, max_condition=1e6)
@@ -427,6 +429,7 @@ def test_one_micro_batch_a_step_is_the_inner_transformation_without_accumulators
     assert (int(after.skipped), int(after.empty)) == (1, 2)
 
 
+@pytest.mark.slow
 def test_one_micro_batch_a_step_takes_the_memory_of_the_inner_transformation():
     params = {"w": jnp.zeros((256, 256), jnp.bfloat16), "v": jnp.zeros((256, 256), jnp.bfloat16)}
 

@@ -91,6 +91,7 @@ def lose(state, table, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("table", ["a_sums", "g_sums"])
 @pytest.mark.parametrize("name", ["fixed", "eigh", "kfe_adam"])

@@ -240,6 +240,7 @@ def test_packed_and_dense_factors_serve_either_state(problem):
         jax.tree.map(np.testing.assert_array_equal, more, results[0])
 
 
+@pytest.mark.slow
 def test_a_state_of_the_other_storage_is_refused(problem):
     objective, params, batch = problem
     stats = value_grad_and_factors(objective)

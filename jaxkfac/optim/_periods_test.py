@@ -31,7 +31,7 @@ def run(tx, steps, *, compiled=False, stats=STATS):
 ODD = [1, 3, 5, 7, 9, 11]  # no multiple of 4 among them
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", ["eigh", "host"])
 def test_outside_of_jit_kfac_raises_where_no_factors_came_by_the_second_refresh(inverse):
     tx = kfac(0.1, like=LIKE, refresh_every=2, inverse=inverse)
@@ -49,6 +49,7 @@ def test_outside_of_jit_multi_steps_raises_where_its_groups_hold_no_factors():
         run(tx, ODD[:5])
 
 
+@pytest.mark.slow
 def test_multi_steps_that_is_given_counts_of_terms_alone_says_the_same():
     tx = multi_steps(kfac(0.1, like=LIKE, refresh_every=1), 1)
     state, grads = tx.init(PARAMS), jax.grad(OBJECTIVE)(PARAMS, BATCH)
@@ -58,6 +59,7 @@ def test_multi_steps_that_is_given_counts_of_terms_alone_says_the_same():
         tx.update(grads, state, PARAMS, terms=3)
 
 
+@pytest.mark.slow
 def test_inside_jit_the_state_says_how_many_refreshes_missed_their_factors():
     alone = kfac(0.1, like=LIKE, refresh_every=2)
     assert int(run(alone, ODD, compiled=True).missed) == 3
@@ -76,6 +78,7 @@ def test_optax_multi_steps_that_hands_on_the_last_micro_batch_alone_shows_in_the
         assert int(kept.step) == 2 and int(kept.missed) == missed
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steps", "missed"), [(range(6), 0), ([1, 4, 5], 1), ([1, 2, 3, 4, 5], 2)])
 def test_factors_that_come_later_than_the_first_step_are_no_error(steps, missed):
@@ -94,6 +97,7 @@ def test_a_step_that_is_skipped_misses_nothing():
     assert int(state.skipped) == 1 and int(state.missed) == 0
 
 
+@pytest.mark.slow
 def test_eigenvalues_that_every_refresh_throws_away_are_refused():
     stats = value_grad_and_factors(OBJECTIVE)
     tx = kfac(0.1, like=stats.factor_shapes(PARAMS, BATCH), refresh_every=1)

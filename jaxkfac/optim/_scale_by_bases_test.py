@@ -25,6 +25,7 @@ def assert_close(a, b):
         assert jnp.allclose(x, y, rtol=1e-12), (x, y)
 
 
+@pytest.mark.slow
 def test_chain_with_sgd_is_minus_rate_times_the_natural_gradient(problem):
     params, grads, bases = problem
     tx = optax.chain(scale_by_bases(damping=0.1, damping_mode="factored"), optax.sgd(1e-2))

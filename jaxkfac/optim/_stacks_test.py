@@ -83,6 +83,7 @@ def test_the_stacked_model_is_preconditioned_as_the_model(factors):
         assert jnp.allclose(own[path], x, rtol=1e-12, atol=1e-12), path
 
 
+@pytest.mark.slow
 def test_leaves_that_are_not_there_count_as_zeros_and_stay_away(factors):
     stacks, grads = Stacks.of(factors), tree(jax.random.key(1))
     some = {k: x for k, x in grads.items() if k not in ("1/q", "0/k", "1/k")}
@@ -136,6 +137,7 @@ def test_shapes_of_a_state_read_as_shapes(factors):
     assert state.bases.layers == factors.layers
 
 
+@pytest.mark.slow
 def test_a_state_of_before_there_were_stacks_is_refused(factors):
     params = tree(jax.random.key(1))
     tx = kfac(0.1, like=factors)

@@ -77,6 +77,7 @@ def test_a_gradient_of_integers_and_an_unused_argument_go_along():
     assert in_child(step, *args) == directly(step, *args)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_not_installed_is_named_with_what_to_install():
     absent = dataclasses.replace(TARGETS["h100"], module="no_such_plugins.xla_cuda")
     with pytest.raises(CompilerNotFoundError, match=r"/no/python does not start \(No such file"):
@@ -90,6 +91,7 @@ def test_an_unknown_target_is_refused_by_name():
         compiled_bytes(jnp.sin, of(3), target="b200")
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_or_takes_too_long_is_a_compiler_error():
     bad = dataclasses.replace(TARGETS["cpu"], topology={"platform": "nowhere"})
     with pytest.raises(CompilerError, match="this CPU ended with status 1: .*nowhere"):

@@ -73,6 +73,7 @@ def test_bytes_of_collectives_count_every_dtype():
     assert collective_bytes(text) == {"all-reduce": 16 + 8, "all-gather": 512}
 
 
+@pytest.mark.slow
 def test_options_that_are_not_planned_sharded_are_named_and_the_others_are_estimated():
     plan = planned(devices=2, options=("accumulation", "host", "adapters", "bf16"))
     assert plan.unavailable.keys() == {"host", "adapters"}

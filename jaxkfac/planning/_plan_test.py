@@ -217,6 +217,7 @@ def test_averages_that_go_on_in_float64_have_a_row(case, decay, pushes, steps):
     assert bool(wide) == (pushes / (1 - decay) > 256)
 
 
+@pytest.mark.slow
 def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
     smallest = plan_memory(
         *(case.objective, case.params, case.batch), device_bytes=1.0, options=("budget",)
@@ -383,6 +384,7 @@ def test_values_alone_take_the_place_of_bases_in_an_analysis(case):
     assert plan.now.device["bases"] == size(eigendecompose(case.out.factors, vectors=False))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -482,6 +484,7 @@ def test_an_unknown_option_and_an_uncovered_parameter_are_named():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-3)])
 def test_what_just_fits_as_it_is_needs_no_option(tx):
@@ -580,6 +583,7 @@ def test_frozen_parameters_as_long_as_the_batch_are_not_divided_with_it():
     assert "frozen" in plan.unavailable["accumulation"] and not plan.alone
 
 
+@pytest.mark.slow
 def test_a_budget_holds_the_factors_of_the_largest_pass_which_may_be_a_later_one():
     def apply_fn(params, x):
         for kernel in params:

@@ -117,6 +117,7 @@ def test_no_smaller_or_cheaper_set_fits(programs):
     assert len(seen) >= 3
 
 
+@pytest.mark.slow
 def test_accumulation_takes_the_fewest_micro_batches_that_fit(programs):
     steps = {}
     for exponent in range(1, 4):

@@ -119,6 +119,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [*FIRST, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MORE)],
@@ -171,6 +172,7 @@ def made(decoder, **settings):
     return lslora.init(decoder.apply_fn, config, decoder.params, inputs, key=key), config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "tie", "saved"),
     [
@@ -201,6 +203,7 @@ def test_a_matrix_trained_here_in_full_opens_in_peft(whole, tie, saved, tied, tm
 BOTH = "|".join((EMBEDDING, HEAD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_adapters_of_both_tied_matrices_train_with_curvature(tie, tied):
     _, decoder = tied
@@ -233,6 +236,7 @@ def test_adapters_of_both_tied_matrices_train_with_curvature(tie, tied):
         np.testing.assert_array_equal(rows, counts > 0)
 
 
+@pytest.mark.slow
 def test_a_bank_of_adapters_with_an_embedding_gives_each_row_its_own(tied):
     _, decoder = tied
     fresh, config = made(decoder, target=BOTH)
@@ -245,6 +249,7 @@ def test_a_bank_of_adapters_with_an_embedding_gives_each_row_its_own(tied):
         np.testing.assert_allclose(found(jnp.asarray(index)), expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_an_answer_is_generated_with_a_head_of_its_own(tied):
     _, decoder = tied
     adapters, config = made(decoder, target=r".*o_proj/kernel", modules_to_save=HEAD)
@@ -286,6 +291,7 @@ def pairs_model(tmp_path_factory):
 VALUES = {"target_modules": ["v"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -385,6 +391,7 @@ def test_settings_that_are_no_numbers_are_named(folder_with, tied):
                 call(folder)
 
 
+@pytest.mark.slow
 def test_all_linear_stands_for_the_modules_of_the_file(folder_with, tied, tmp_path):
     _, decoder = tied
     expected = ours(decoder, *lslora.load(folder_with(), model=decoder))

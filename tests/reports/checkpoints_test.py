@@ -67,6 +67,7 @@ def logits_of(model):
         return model.eval()(torch.from_numpy(IDS).long()).logits.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("qwen2", "gemma2"))]
 )
@@ -103,6 +104,7 @@ def test_a_head_beside_a_config_that_says_otherwise(kind, tmp_path):
         load_decoder(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_without_an_output_is_tied_and_one_with_the_same_matrix_too(tmp_path):
     file, config = tmp_path / "model.gguf", _gguf_test.CONFIG
     loaded = {}
@@ -134,6 +136,7 @@ def t5_logits(model):
 PAIRS = Pairs(jnp.asarray(IDS), None, jnp.asarray(IDS[:, :4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder.embed_tokens.weight", "lm_head.weight"])
 def test_an_encoder_decoder_without_its_shared_matrix(name, tmp_path):
     model = t5(tmp_path)
@@ -216,6 +219,7 @@ def test_ids_that_the_model_does_not_have(tmp_path):
             generate(decoder, ids[1].tolist(), max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(tmp_path):
     written(tmp_path, "llama")
     words = {f"w{i}": i for i in range(31)}

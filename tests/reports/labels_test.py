@@ -46,6 +46,7 @@ def losses(rows):
     return jax.lax.map(of_row, rows)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_of_a_narrow_dtype_under_jit(name):
     dtype = jnp.dtype(name)
@@ -106,6 +107,7 @@ def uses(params, x, y):
     return value, grads, factors["w"], marks["w"].g, exact["w"].g, scores, evidence
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_labels_of_a_narrow_dtype_in_influence_laplace_and_marks():
     """uint8 holds no -100, so every use sees all eight terms; int64 gives the same bits."""

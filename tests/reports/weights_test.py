@@ -43,6 +43,7 @@ def bases_of(batch=REPEATED):
     return jk.eigendecompose(factors_of(batch, fisher="exact"), max_condition=1e12)
 
 
+@pytest.mark.slow
 def test_operators_of_weighted_examples_are_those_of_repeated_ones():
     vector = jax.tree.map(jnp.cos, PARAMS)
     for make in (jk.operators.ggn, jk.operators.hessian, jk.operators.fisher):
@@ -57,6 +58,7 @@ def test_operators_of_weighted_examples_are_those_of_repeated_ones():
         assert one.loss_terms == other.loss_terms == len(TWICE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("per", ["example", "token"])
 def test_measured_eigenvalues_of_weighted_examples_are_those_of_repeated_ones(per):
@@ -66,6 +68,7 @@ def test_measured_eigenvalues_of_weighted_examples_are_those_of_repeated_ones(pe
         close(*(measure(PARAMS, batch).corrections for batch in (WEIGHED, REPEATED)))
 
 
+@pytest.mark.slow
 def test_influence_of_a_weighted_example_is_the_sum_over_its_copies():
     bases, queries = bases_of(), (X[:2], Y[:2])
     scores = jk.influence(OBJECTIVE, PARAMS, bases, queries, WEIGHED)
@@ -77,6 +80,7 @@ def test_influence_of_a_weighted_example_is_the_sum_over_its_copies():
     close(own, plain * WEIGHTS**2)
 
 
+@pytest.mark.slow
 def test_the_evidence_of_weighted_examples_is_that_of_repeated_ones():
     of = {"num_examples": N, "terms_per_example": len(TWICE) / N}
     by_weight = jk.laplace(OBJECTIVE, PARAMS, bases_of(WEIGHED), **of)
@@ -91,6 +95,7 @@ def test_the_evidence_of_weighted_examples_is_that_of_repeated_ones():
     assert one.prior_precision == other.prior_precision
 
 
+@pytest.mark.slow
 def test_the_noise_of_weighted_examples_is_that_of_repeated_ones():
     objective, y = jk.Objective(model, jk.Gaussian()), np.sin(X[:, :CLASSES])
     weighed, repeated = (X, y, WEIGHTS), (X[TWICE], y[TWICE])
@@ -105,6 +110,7 @@ def test_the_noise_of_weighted_examples_is_that_of_repeated_ones():
     close(list(data), [*list(posterior.log_likelihood(repeated))[:1], 5, len(TWICE) * CLASSES])
 
 
+@pytest.mark.slow
 def test_micro_batches_of_unequal_weights_are_one_batch():
     tx = jk.kfac(0.1, like=jk.value_grad_and_factors(OBJECTIVE).factor_shapes(PARAMS, WEIGHED))
     stats, steps = jax.jit(jk.value_grad_and_factors(OBJECTIVE)), []
@@ -120,6 +126,7 @@ def test_micro_batches_of_unequal_weights_are_one_batch():
     close(*steps, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_host_average_of_weighted_batches_is_that_of_repeated_ones():
     found = []
     for batch in (WEIGHED, REPEATED):
@@ -130,6 +137,7 @@ def test_a_host_average_of_weighted_batches_is_that_of_repeated_ones():
     close(*found)
 
 
+@pytest.mark.slow
 def test_a_negative_weight_skips_the_update_and_is_counted():
     stats = jk.value_grad_and_factors(OBJECTIVE)
     counting = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical(), normalize="count"))
@@ -265,11 +273,13 @@ def test_drawn_rows_weighted_by_their_probabilities_are_unbiased():
     close(total, np.concatenate([np.ravel(x) for x in full]))
 
 
+@pytest.mark.slow
 def test_coverage_is_checked_with_weights():
     report = jk.check_coverage(OBJECTIVE, PARAMS, (X, Y, WEIGHTS + 0.5))
     assert max(*report.factors.values(), *report.products.values(), report.gradient) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_training_with_weights():
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), WEIGHED)
     plan = jk.plan_memory(OBJECTIVE, PARAMS, batch, device_bytes=1e9, compiled="none")

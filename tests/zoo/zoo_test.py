@@ -24,7 +24,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.default(2)
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("row", HERE)
@@ -32,7 +32,7 @@ def test_coverage_is_what_the_row_says(row: Program, x64):
     check_coverage(row, row.build())
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("row", NUMBERS)

@@ -167,6 +167,7 @@ def test_streaming_empties_the_cache_once_after_the_last_layer(tokens, monkeypat
     assert emptied == [True, True]
 
 
+@pytest.mark.slow
 def test_no_graph_and_no_activation_outlive_the_pass(mlp):
     model, batch = mlp
     alive = []

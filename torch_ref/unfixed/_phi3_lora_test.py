@@ -108,7 +108,7 @@ def test_parameters_left_elsewhere_are_sent_once_with_the_check():
     torch.testing.assert_close(found.cpu(), FourierParams(0.7)(X))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("no_grad", [False, True])
 def test_diagnostics_are_those_of_the_fix_and_hold_nothing(no_grad):
     model = adapted()

@@ -120,6 +120,7 @@ def bases():
 spectra = st.lists(st.sampled_from([-1e-12, 0.0, 1e-6, 0.3, 0.5, 1.0, 7.0]), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(spectra, spectra), min_size=1, max_size=3), st.sampled_from([0.0, DELTA]))
 def test_metrics_of_products_are_those_of_the_list_of_all_products(values, delta):
     metrics = measure(dense(values), damping=delta)
@@ -129,6 +130,7 @@ def test_metrics_of_products_are_those_of_the_list_of_all_products(values, delta
     assert_metrics(metrics.model, expected(np.concatenate(lists), delta=delta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_every_kind_of_block_counts_once_in_the_whole_model(bias):
     bases = eigendecompose(random_factors(LAYERS, jax.random.key(0), bias=bias), vectors=False)
@@ -213,7 +215,7 @@ def test_over_layers_each_slice_counts_as_one(bases):
     assert singular.largest_condition is None and singular.largest_condition_clipped == 1e3
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_measured_eigenvalues_count_instead_of_products(bias):
     bases = eigendecompose(random_factors(LAYERS, jax.random.key(0), bias=bias), vectors=False)
@@ -344,7 +346,7 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(bases):
         capacity_interval([measure(bases)] * 2, confidence=1.0)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

@@ -80,6 +80,7 @@ def test_it_is_found():
     assert found == [("ragged", 4, 3), ("ragged", 3, 2)]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_value_gradient_and_factors_are_those_of_the_dense_layer(fisher):
     results = []
@@ -91,6 +92,7 @@ def test_value_gradient_and_factors_are_those_of_the_dense_layer(fisher):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), *results)
 
 
+@pytest.mark.slow
 def test_its_eigenvalues_are_corrected_to_those_of_the_dense_layer():
     results = []
     for model in (ragged, dense):

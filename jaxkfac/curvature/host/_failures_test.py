@@ -172,6 +172,7 @@ def test_a_closed_service_says_so_and_has_no_threads(factors):
             call()
 
 
+@pytest.mark.slow
 def test_a_forgotten_service_ends_its_threads(factors):
     running = service()
     running.push(factors[0], 0)

@@ -301,6 +301,7 @@ def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypat
     assert len(transferred) == 7 and transferred.count((3, 5, 5)) == 2
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("options", [{}, {"stagger": 2}, {"stagger": 2, "storage": "bfloat16"}])
 def test_the_least_host_bytes_that_are_accepted_suffice(factors, options):
     options = {"refresh_every": 2, "lag": 1, "in_flight_bytes": 300, **options}
@@ -489,6 +490,7 @@ def factors_of_condition(condition, stack):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stack", [(), (2,)])
 @pytest.mark.parametrize("where", ["auto", "host", "service"])
@@ -545,7 +547,7 @@ def test_bases_return_to_the_accelerator(factors, placement):
 WIDE = (layer("wide", (64, 65), bias="wide_bias"), layer("stack", (2, 70, 3), stack=1))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_packed_factors_give_the_average_of_dense_ones(storage):
     """The rectangle of a packed factor is the one in which the average is kept."""

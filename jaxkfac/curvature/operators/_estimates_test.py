@@ -29,7 +29,7 @@ def assert_estimates(found, true, sigmas=4.0):
     assert jnp.abs(found.value - true) <= sigmas * found.standard_error
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_trace_is_within_its_standard_error(x64, method):
     operator = matrix_operator(with_eigenvalues(decaying()))
@@ -67,7 +67,7 @@ def test_the_trace_is_exact_where_products_make_up_the_matrix(x64, method):
     assert found.standard_error == 0
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("size", [1.0, 1e-10, 1e10])
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
 def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
@@ -76,6 +76,7 @@ def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
     np.testing.assert_allclose(found.value, 6 * size, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
@@ -94,7 +95,7 @@ def test_the_trace_of_zero_is_zero(method, n):
     assert found.value == 0 and found.standard_error == 0
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("negative", [100, 50, 30])
 def test_xnystrace_of_an_indefinite_operator_is_not_a_number(x64, negative):
     # matfree drops the negative part, and calls the error 0
@@ -123,7 +124,7 @@ def test_a_negative_width_or_damping_is_refused(bad):
         log_determinant(operator, key=KEY, damping=bad)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damping", [1e-2, 1.0])
 def test_the_log_determinant_is_within_its_standard_error(x64, damping):
     operator = matrix_operator(with_eigenvalues(decaying(60)))
@@ -178,6 +179,7 @@ def test_the_density_is_that_of_the_dense_eigenvalues_within_its_error(x64):
     assert found.standard_error.max() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-20])
 def test_the_density_of_scalar_operators_is_finite(factor):

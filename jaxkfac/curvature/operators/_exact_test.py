@@ -61,6 +61,7 @@ def test_exact_gaussian_fisher_is_jacobian_transposed_jacobian(x64):
     assert_close(fisher(objective, params, (x, y)).to_dense(), jacobian.T @ jacobian / len(x))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @every_problem
 def test_empirical_fisher_is_the_mean_of_outer_products(x64, name):
@@ -98,6 +99,7 @@ def test_mc_fisher_is_one_fixed_matrix_symmetric_and_semi_definite(x64):
     assert jnp.linalg.eigvalsh(dense).min() > -1e-12
 
 
+@pytest.mark.slow
 def test_fisher_of_an_unknown_likelihood_goes_through_its_columns(x64):
     objective, params, batch = attention_problem("bernoulli")
     other = Objective(objective.apply_fn, Own())
@@ -161,6 +163,7 @@ def test_fisher_by_columns_in_bfloat16_divides_by_the_true_number_of_terms():
     np.testing.assert_allclose(half, single, rtol=3e-3)
 
 
+@pytest.mark.slow
 def test_ggn_equals_hessian_for_a_linear_model_but_not_for_a_deep_one(x64):
     linear = Objective(lambda p, x: x @ p["w"], Categorical())
     batch = (jax.random.normal(jax.random.key(0), (5, 3)), jnp.arange(5) % 2)

@@ -30,6 +30,7 @@ def test_sums_multiples_and_damping_are_those_of_the_matrices(x64):
     assert_close((2.0 * (a + b).damped(0.1) + b).to_dense(), 2 * (A + B + 0.1 * jnp.eye(4)) + B)
 
 
+@pytest.mark.slow
 def test_curvatures_of_different_kinds_add(x64):
     problem = mlp_problem()
     total = ggn(*problem, chunk=2) + hessian(*problem)

@@ -75,6 +75,7 @@ def test_the_kronecker_inverse_takes_fewer_steps(x64):
     assert jnp.linalg.norm(left - right) < 1e-2 * jnp.linalg.norm(left)
 
 
+@pytest.mark.slow
 def test_the_exact_inverse_takes_one_step(x64):
     matrix = jnp.diag(jnp.logspace(-4, 2, 50))
     inverse = matrix_operator(jnp.diag(1 / jnp.diag(matrix)))
@@ -82,6 +83,7 @@ def test_the_exact_inverse_takes_one_step(x64):
     assert found.converged and found.num_steps == 1
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("length", [1e-12, 1.0, 1e12])

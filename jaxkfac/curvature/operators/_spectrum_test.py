@@ -53,6 +53,7 @@ def test_all_steps_give_the_whole_spectrum(x64, kind):
     assert found.error_bounds.max() < 1e-10
 
 
+@pytest.mark.slow
 def test_the_order_is_the_one_asked_for(x64):
     true = jnp.array([-5.0, -2, 0, 1, 3, 4])
     operator = matrix_operator(with_eigenvalues(true))
@@ -65,6 +66,7 @@ def test_the_order_is_the_one_asked_for(x64):
         np.testing.assert_allclose(found.eigenvalues, expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_eigenvectors_are_unit_trees_that_the_operator_stretches(x64):
     operator = ggn(*mlp_problem())
     found = spectrum(operator, 3, key=KEY, vectors=True)
@@ -97,6 +99,7 @@ def test_repeated_eigenvalues_come_with_their_multiplicity(x64):
     np.testing.assert_allclose(found.eigenvalues, true, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-30])

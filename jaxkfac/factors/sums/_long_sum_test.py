@@ -34,6 +34,7 @@ def summed(start, factors):
     )
 
 
+@pytest.mark.slow
 def test_a_sum_of_many_batches_keeps_its_digits(factors):
     wanted = jax.tree.map(lambda x: np.asarray(x, np.float64) * BATCHES, factors)
     assert worst(summed(LongSum.zeros(factors), factors).total, wanted) < 3e-7

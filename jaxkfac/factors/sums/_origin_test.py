@@ -62,6 +62,7 @@ def test_a_loss_with_marks_has_the_likelihoods_of_its_heads(fisher):
     assert shapes.origin == found.origin
 
 
+@pytest.mark.slow
 def test_of_several_outputs_each_class_counts_once():
     heads = {"b": Gaussian(), "a": Bernoulli(), "c": Gaussian()}
     objective = Objective(lambda p, x: dict.fromkeys(heads, net(p, x)), heads)
@@ -70,11 +71,13 @@ def test_of_several_outputs_each_class_counts_once():
     assert found.origin == Origin("exact", ("Bernoulli", "Gaussian"))
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_without_marks_has_no_known_likelihood():
     loss = lambda params, batch: CATEGORICAL(params, batch)
     assert factors(objective=loss, loss_terms=6).origin == Origin("empirical")
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "options",
     [{"max_factor_bytes": 200}, {"max_factor_bytes": "1GB"}, {"uncovered": "diagonal"}],
@@ -139,6 +142,7 @@ def test_what_is_not_known_goes_with_everything_and_the_first_summand_says_what_
         assert total.total.origin == one.origin
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("like", [*TYPES, None])
 def test_an_average_keeps_its_structure_whatever_it_is_given(like):
     """Inside of ``scan``, and of ``cond`` beside itself."""

@@ -70,6 +70,7 @@ MISTYPED = {
 }
 
 
+@pytest.mark.slow
 def test_neither_help_nor_a_mistyped_path_waits_for_jax(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "config.json").write_text("{}")
@@ -123,7 +124,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert 'pip install "jaxkfac[cli]"' in capsys.readouterr().err
 
 
-@pytest.mark.default(6)
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

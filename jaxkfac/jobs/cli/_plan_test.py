@@ -99,6 +99,7 @@ def test_a_micro_batch_is_planned_with_its_accumulators(capsys):
     assert found[None, "pinned_host"]["host"]["accumulation"] == parameters + 4
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
     with pytest.raises(MemoryBudgetError, match="nothing fits 0.977 KiB"):
         run_plan(PlanArguments(device_bytes=1e3, options=("host",), curvature="analyze", **TINY))
@@ -159,6 +160,7 @@ def test_factors_in_turns_are_those_of_some_blocks(capsys, monkeypatch):
     assert found[4]["unavailable"]["host"] == "factors come in turns (collect=)"
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch):
     monkeypatch.setattr(_plan, "_QUIET", 0.0)
     run_plan(PlanArguments(device_bytes="1GB", options=("remat",), **TINY))

@@ -79,6 +79,7 @@ def test_from_any_position_the_same_batches_follow(folder, options):
             assert behind == place
 
 
+@pytest.mark.slow
 def test_a_batch_is_padded_to_its_longest_row_and_lengths_are_few(folder):
     padded, fixed = stream_of(folder), stream_of(folder, num_lengths=1)
     assert padded.lengths == (8, 16, 24, 32, 40) and fixed.lengths == (40,)
@@ -96,6 +97,7 @@ def test_a_window_bounds_how_far_a_record_moves(folder):
     assert 5 < moved.max() < 5 + 16  # behind the window, groups of 16 are sorted by length
 
 
+@pytest.mark.slow
 def test_bad_rows_are_counted_once_with_their_numbers(folder):
     *_, (_, position) = itertools.islice(stream_of(folder).iterate(), 50)
     tally = position["tally"]

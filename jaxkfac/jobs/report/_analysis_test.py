@@ -102,6 +102,7 @@ def printed(*tables):
     return capture.get()
 
 
+@pytest.mark.slow
 def test_the_plan_stands_beside_what_was_measured(stacked):
     peaks = stacked.plans[0].peaks
     text = printed(memory_plan_table("m", PLAN, disk=1 << 20, peaks=peaks))
@@ -124,6 +125,7 @@ def test_the_summary_has_one_line_for_all_depths_of_a_factor(many):
     assert depth_table(many.capacity) is None
 
 
+@pytest.mark.slow
 def test_a_page_of_very_many_layers_is_short_and_folds_its_tables(many):
     page = analysis_page(many)
     assert len(page) < 4_000_000
@@ -132,6 +134,7 @@ def test_a_page_of_very_many_layers_is_short_and_folds_its_tables(many):
     assert "64 layers" in page
 
 
+@pytest.mark.slow
 def test_the_exact_eigenvalues_and_the_plan_are_on_the_page_and_in_json(stacked):
     page = analysis_page(stacked)
     for word in ("Plan and peaks", "Exact Fisher", "Depth: model/layers", "6 MiB"):
@@ -143,6 +146,7 @@ def test_the_exact_eigenvalues_and_the_plan_are_on_the_page_and_in_json(stacked)
     assert plain["model"] == "models/made up" and plain["compared"] is None
 
 
+@pytest.mark.slow
 def test_the_page_of_a_model_begins_with_its_curvature_and_ends_with_memory(stacked):
     page = analysis_page(stacked)
     answer = 'class="answer">The curvature of 45 parameters has an entropy rank'
@@ -151,6 +155,7 @@ def test_the_page_of_a_model_begins_with_its_curvature_and_ends_with_memory(stac
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_plan_and_peaks_of_both_models_are_kept(stacked):
     other = ModelMemory("models/<other>", PLAN[:3], {"gather": 5 << 20}, passes=1, disk=1 << 20)
     both = stacked._replace(plans=[*stacked.plans, other])

@@ -86,7 +86,7 @@ def test_readers_of_one_folder_are_listed_behind_it():
     assert joined(["head/kernel"]) == "head"
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "records",
     [

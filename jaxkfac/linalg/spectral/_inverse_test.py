@@ -20,6 +20,7 @@ def test_damped_inverse_times_the_damped_matrix_is_the_identity():
     assert np.allclose(found @ (batch + shifts[:, None, None] * jnp.eye(5)), jnp.eye(5), atol=1e-12)
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [(0, 0), (4, 4), (3, 1)])
 def test_all_of_an_inverse_is_nan_where_one_entry_of_the_matrix_is_not_finite(at, value):
@@ -40,6 +41,7 @@ def test_all_of_an_inverse_is_nan_where_the_matrix_is_not_positive(k):
     assert np.isnan(damped_inverse(tiny, jnp.zeros(()))).all()
 
 
+@pytest.mark.slow
 def test_traces_of_matrices_and_stacks_of_any_size():
     traces = lambda matrices: row_sums([diagonal(x) for x in matrices])
     sizes = (3,), (5,), (2, 3), (2, 2, 7), (1,)

@@ -50,7 +50,7 @@ def apply(a, g, w, **kwargs):
     return scale_in_eigenbasis(w, scale, a_vectors, g_vectors)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_no_vectors_is_the_identity_basis():
     assert jnp.allclose(scale_in_eigenbasis(w, scale, None, g_vectors), dense, rtol=1e-10)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [(3, 4), (2, 4), (3, 2), (1, 3)])
 def test_a_quadratic_form_is_the_matrix_times_what_scaling_makes_of_it(kept):

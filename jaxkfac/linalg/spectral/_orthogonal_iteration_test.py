@@ -36,6 +36,7 @@ def test_iterations_reach_the_eigenvectors_of_a_matrix_nearby_column_by_column()
     np.testing.assert_allclose(abs(tracked.T @ vectors), np.eye(5), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_one_step_is_orthogonal_and_keeps_the_trace_of_a_matrix_of_any_rank():
     rng = np.random.default_rng(2)
     rows = rng.normal(size=(3, 7, 2))

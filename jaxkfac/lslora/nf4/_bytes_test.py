@@ -49,11 +49,13 @@ def temporaries(remat, gradient, base="nf4"):
     return memory.temp_size_in_bytes / ONE_LAYER
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_forward_holds_one_layer(remat):
     assert temporaries(remat, False) < FORWARD
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_of_the_adapters_hold_no_stack(remat):

@@ -62,6 +62,7 @@ def test_levels_survive():
     np.testing.assert_array_equal(decoded, kernel)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from([2, 6, 16]))
 def test_an_error_is_at_most_half_the_widest_gap_of_its_block(seed, block):
     kernel = weights(48, 3, seed=seed)
@@ -71,6 +72,7 @@ def test_an_error_is_at_most_half_the_widest_gap_of_its_block(seed, block):
     assert error.max() <= np.diff(LEVELS).max() / 2 + 1e-6
 
 
+@pytest.mark.slow
 def test_normal_weights_are_off_by_nine_percent():
     kernel = weights(512, 128)
     for double in (False, True):
@@ -120,6 +122,7 @@ def test_rows_are_encoded_a_few_at_a_time_as_all_at_once(monkeypatch):
     assert sizes == [256, 256, 128]
 
 
+@pytest.mark.slow
 def test_zero_blocks_and_equal_scales_decode_to_themselves():
     kernel = jnp.concatenate([jnp.zeros((64, 3)), jnp.full((64, 3), -2.0)])
     for double in (False, True):
@@ -135,6 +138,7 @@ def test_a_jitted_decoding_is_the_decoding_to_the_last_bit():
     np.testing.assert_array_equal(jax.jit(nf4.dequantize)(kernel), kernel.decode())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.float16)]
 )

@@ -177,6 +177,7 @@ def test_a_run_resumed_saves_the_best_of_an_uninterrupted_one(run, killed, monke
         np.testing.assert_array_equal(saved(parts)[name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "message"),

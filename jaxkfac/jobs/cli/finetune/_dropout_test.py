@@ -23,6 +23,7 @@ def _small(monkeypatch):
     monkeypatch.setitem(_encoder_decoder.ENCODER_DECODERS, "t5-bytes", CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("given", "rate"), [(None, 0.2), (0.0, 0.0), (0.3, 0.3)])
 @pytest.mark.parametrize("train", ["adapter", "all"])
@@ -35,6 +36,7 @@ def test_the_rate_is_the_files_unless_another_is_given(given, rate, train, tmp_p
     assert problem.drops(experiment) is (rate > 0)
 
 
+@pytest.mark.slow
 def test_adapters_may_drop_where_the_model_does_not():
     experiment = dataclasses.replace(BASE, adapter=AdapterOptions(dropout=0.1))
     problem = shaped_problem(experiment, model_shapes(experiment))

@@ -38,6 +38,7 @@ def test_value_and_gradient_are_optaxs_of_smoothed_labels(net):
     np.testing.assert_allclose(grads["w"], jax.grad(expected)(params)["w"], rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_the_fisher_is_that_of_the_model(net, fisher):
     apply_fn, params, batch = net

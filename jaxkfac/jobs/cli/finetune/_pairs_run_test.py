@@ -199,7 +199,7 @@ def _loss(model, source, target):
     return -np.take_along_axis(logs, np.asarray(target)[..., None], -1)[0, :, 0]
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -217,6 +217,7 @@ def test_a_wrong_option_is_explained_in_a_line_with_code_2(words, message, run, 
     assert message in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_line_that_is_no_pair_is_named(run, data, capsys):
     for number, (line, message) in enumerate(
         [('{"en": "", "de": "x"}', "the source ('en') is empty"), ("{", "not JSON")], start=22

@@ -421,7 +421,7 @@ def test_ids_beyond_the_vocabulary_are_named(name, run, folder, capsys):
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),

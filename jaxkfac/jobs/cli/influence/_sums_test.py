@@ -27,7 +27,7 @@ def worst(total, one):
     return max(np.abs(x - y).max() / np.abs(y).max() for x, y in pairs)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [False, True])
 def test_sums_of_many_batches_keep_their_digits(factors, on_host):
     one = jax.tree.map(np.array, factors) if on_host else factors

@@ -83,6 +83,7 @@ def test_variants_divide_by_tokens_and_bytes_and_subtract_the_bare_likelihood():
     np.testing.assert_allclose(found.of("pmi")[1], sums - bare)
 
 
+@pytest.mark.slow
 def test_the_batch_size_does_not_matter():
     for one, other in zip(scores(batch_size=1).sums, scores(batch_size=100).sums):
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -56,6 +56,7 @@ def test_every_pair_comes_once_in_a_pass_padded_to_the_longest_of_its_batch(path
         np.testing.assert_array_equal(batch.decoder_inputs[:, 1:3], batch.targets[:, :2])
 
 
+@pytest.mark.slow
 def test_from_any_position_the_same_batches_follow(path):
     stream = stream_of(path, window=7, seed=3)
     batches = stream.iterate()

@@ -141,6 +141,7 @@ def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, deep):
         list(rows_of(tmp_path / "x.json", strict=False).read())
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_brackets_in_strings_are_no_depth_wherever_a_chunk_ends(tmp_path, size):
     strings = ['[[{"', "\\", '\\"', "{" * 300, 'a\\\\"[[[', "é]]]"]

@@ -7,6 +7,7 @@ import pytest
 from jaxkfac.jobs.data.wordnet import KINDS, WordGloss, _make, _wordnet, load_wordnet, wordnet_pairs
 
 
+@pytest.mark.slow
 def test_every_entry_is_a_word_of_a_kind_with_a_gloss_of_its_own():
     entries = load_wordnet()
     assert len(entries) == 48_156

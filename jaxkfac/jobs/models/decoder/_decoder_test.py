@@ -139,6 +139,7 @@ def test_a_cache_gives_what_reading_everything_gives(name):
     assert int(cache.filled) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", ["mixed", "all blocks"])
 def test_blocks_with_and_without_the_window_see_what_theirs_says(window):
@@ -177,6 +178,7 @@ def test_a_long_text_has_other_angles_than_a_short_one():
         assert float(jnp.abs(short - long).max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_positions_and_segments_of_a_narrow_dtype_are_those_of_32_bits():
     """The length of a text is the largest position of its segment, else -1, which is 255."""
     apply_fn, params = built(LONG)
@@ -190,6 +192,7 @@ def test_positions_and_segments_of_a_narrow_dtype_are_those_of_32_bits():
         np.testing.assert_array_equal(read(dtype), wide)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_covered_and_blocks_are_stacked(tied):
     config = dataclasses.replace(CONFIG, tied_head=tied, attention_bias=True, mlp_bias=True)
@@ -254,6 +257,7 @@ def test_remat_changes_neither_value_nor_gradient():
     jax.tree.map(lambda a, b: close(a, b, 1e-4), *results)
 
 
+@pytest.mark.slow
 def test_parameters_in_bfloat16_compute_in_bfloat16():
     apply_fn, params = built()
     ids = ids_of(2, 6)

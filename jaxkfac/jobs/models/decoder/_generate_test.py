@@ -101,7 +101,7 @@ def test_adapters_answer_through_the_same_program():
         generate(pretrained, PROMPTS, **broken, adapter=rows)
 
 
-@pytest.mark.default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
@@ -119,6 +119,7 @@ def test_an_adapter_that_the_bank_does_not_hold_is_refused(adapter, message):
         generate(model(), PROMPTS, max_new_tokens=5, **options, adapter=adapter)
 
 
+@pytest.mark.slow
 def test_an_answer_ends_with_an_end_token_and_others_go_on():
     pretrained = model()
     first, second = generate(pretrained, PROMPTS, max_new_tokens=9)
@@ -128,6 +129,7 @@ def test_an_answer_ends_with_an_end_token_and_others_go_on():
     assert stopped == [first[: first.index(end) + 1], second]
 
 
+@pytest.mark.slow
 def test_drawing_follows_the_key_and_the_temperature():
     pretrained = model()
     draw = lambda seed, t: generate(
@@ -150,6 +152,7 @@ class Letters:
         return "".join(chr(i + ord("a")) for i in ids)
 
 
+@pytest.mark.slow
 def test_a_text_is_answered_with_a_text():
     pretrained = model()._replace(tokenizer=Letters())
     ids = generate(pretrained, [5, 6, 7], max_new_tokens=9)

@@ -109,6 +109,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path):
     assert "model.embed_tokens.weight is (60, 16), expected (61, 16)" in message
 
 
+@pytest.mark.slow
 def test_a_head_is_tied_where_the_file_holds_none_or_the_embedding_again(tmp_path):
     def again(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]

@@ -80,6 +80,7 @@ def test_logits_are_of_the_key(built):
     assert np.abs(one - np.asarray(dropping(params, pairs_of()))).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_numbers_are_dropped_where_t5_drops_them(monkeypatch):
     """Embedding; in a block weights, attention, hidden layer, feed-forward; the stack's outputs."""
     places = []

@@ -62,6 +62,7 @@ def test_padding_of_the_source_changes_nothing_and_so_does_none():
     close(apply_fn(params, shorter), logits[1:])
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_the_whole_source_and_on_no_later_token():
     apply_fn, params = built()
     source, _, target = pairs_of()

@@ -80,6 +80,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path):
     assert "encoder.final_layer_norm.weight is (15,), expected (16,)" in message
 
 
+@pytest.mark.slow
 def test_a_head_is_tied_where_the_file_holds_none_or_the_embedding_again(tmp_path):
     scaled = UNTIED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
 
@@ -157,6 +158,7 @@ def test_float16_is_refused_because_activations_exceed_it(tmp_path):
             call(tmp_path, dtype=jnp.float16)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_saved_is_what_was_loaded(config, dtype, tmp_path):
@@ -191,6 +193,7 @@ def test_parameters_of_another_config_are_not_saved(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_shapes_need_no_weights_and_believe_those_that_are_there(tmp_path):
     config = UNTIED | {"d_ff": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ def test_the_depth_counts_convolutions_and_the_classifier_that_is_left_out(depth
     assert len([path for path in kernels if "shortcut" not in path]) + 1 == depth
 
 
-@pytest.mark.default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "images", "features"),
     [

@@ -85,6 +85,7 @@ def test_the_support_weights_choose_the_images_of_a_class():
     assert jnp.abs(model(other, query) - model(support, query)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_heads_logits_are_at_most_twice_its_norm():
     model = cosine(nnx.Rngs(0))
     model.head.norm[...] = jnp.asarray([3.0])
