@@ -38,8 +38,8 @@ def names(quick):
     return [pytest.param(x, marks=found) for x, found in marks.items()]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.default(0)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", names(QUICK))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     training = TRAININGS[name]()
@@ -94,7 +94,7 @@ def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_pla
 
 
 # What each training allocates is compiled above; what sharded ones gather is the compiler's choice.
-@pytest.mark.slow
+@pytest.mark.default(0)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [x for x in names(QUICK[:1]) if "fully sharded" not in x.values[0]]

@@ -178,7 +178,7 @@ LONG = {  # each is like another one, or close to one
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default(0)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in PROGRAMS]
