@@ -1,9 +1,9 @@
-"""Where the time of the test suite goes: ``make test PYTEST_ARGS="-p benchmarks.suite"``.
+"""Where the time of the test suite goes: ``PYTEST_ARGS="-p benchmarks.suite" make test``.
 
 A thread of each worker looks every ten milliseconds at what the main thread does, and names the
 cause by the innermost frame that has one. Samples are wall time; processor time, that of started
-processes included, is beside their sum. ``--suite FILE`` writes the table (Markdown) and, beside
-it, the seconds of every test file (JSON).
+processes included, is beside their sum. ``--suite=FILE`` is where the table (Markdown) is written;
+beside it are the seconds of every test (JSON).
 """
 
 import collections
@@ -66,13 +66,13 @@ class Sampler(threading.Thread):
 
     Attributes:
         seconds: Wall time by cause.
-        files: Wall and processor time by test file, this process and those it has ended.
+        tests: Wall and processor seconds by test, with those of processes that have ended.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="suite")
         self.seconds: collections.Counter[str] = collections.Counter()
-        self.files: dict[str, list[float]] = {}
+        self.tests: dict[str, list[float]] = {}
         self._watched = threading.main_thread().ident
         self._done = threading.Event()
 
@@ -111,7 +111,7 @@ class Suite:
         self.sampler.stop()
         return {
             "causes": dict(self.sampler.seconds),
-            "files": self.sampler.files,
+            "tests": self.sampler.tests,
             "processor": processor_seconds(),
         }
 
@@ -120,7 +120,7 @@ class Suite:
         wall, processor = perf_counter(), processor_seconds()
         result = yield
         name = item.nodeid
-        self.sampler.files[name] = [
+        self.sampler.tests[name] = [
             round(perf_counter() - wall, 3),
             round(processor_seconds() - processor, 3),
         ]
