@@ -358,6 +358,7 @@ def test_likelihood_class_instead_of_instance_is_named():
         jk.Objective(lambda p, x: mlp(p, x, PLAIN), jk.Categorical)(mlp_params(), BATCH())
 
 
+@pytest.mark.slow
 def test_factors_of_different_models_do_not_add(x64):
     one = jk.value_grad_and_factors(objective_of(mlp))(mlp_params(), BATCH())[2]
     two = jk.value_grad_and_factors(objective_of(scanned))(scanned_params(), BATCH())[2]
@@ -380,6 +381,7 @@ def test_batch_statistics_among_the_parameters_are_refused(x64):
             call()
 
 
+@pytest.mark.slow
 def test_a_state_of_another_model_is_refused(x64):
     """Of the same layers' names and other shapes, too."""
     *_, factors = jk.value_grad_and_factors(objective_of(mlp))(mlp_params(), BATCH())

@@ -85,6 +85,7 @@ def test_only_the_branch_that_is_taken_has_statistics(x64, model, k, bias):
         np.testing.assert_array_equal(leaf, 0)
 
 
+@pytest.mark.slow
 def test_a_branch_in_a_loop_counts_the_iterations_that_take_it(x64):
     def looped(p, x, tap):
         @jax.checkpoint

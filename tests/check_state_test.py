@@ -165,7 +165,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
@@ -279,11 +279,13 @@ def counts(*values):
     return found
 
 
+@pytest.mark.slow
 def test_a_loss_far_above_the_first_or_not_finite_counts_until_one_that_is_not():
     """More than first + 10 max(|first|, 1)."""
     assert counts(2.0, 22.0, 22.1, jnp.nan, jnp.inf, 21.9, 1e9) == [0, 0, 1, 2, 3, 0, 1]
 
 
+@pytest.mark.slow
 def test_losses_that_are_negative_or_begin_at_zero_do_not_count_by_themselves():
     assert counts(-3.0, -1e9, 0.0, 27.0, 27.1) == [0, 0, 0, 0, 1]
     assert counts(0.0, -5.0, 5.0, 10.0, 10.1) == [0, 0, 0, 0, 1]

@@ -125,6 +125,7 @@ def test_a_stack_computed_before_the_scan_has_factors_by_iteration():
     assert_factors_close(budget(one, tokens()).factors, expected, 1e-10)
 
 
+@pytest.mark.slow
 def test_nothing_is_preconditioned_by_the_factors_of_a_computed_weight():
     _, grads, factors = collected()
     bases = jk.eigendecompose(factors)

@@ -37,7 +37,7 @@ def check(found, so):
         assert not (mixes and answer == "no"), (found, so)
 
 
-@pytest.mark.default(8)
+@pytest.mark.default(5)
 @every
 def test_an_answer_is_never_no_where_examples_meet(name):
     check(answers(PROGRAMS[name], _couplings.params(), _couplings.batch()), EXPECTED[name])
@@ -97,6 +97,7 @@ def test_the_layer_table_names_the_equation_where_examples_meet():
     assert said(next(iter(APART.values()))) == []
 
 
+@pytest.mark.slow
 def test_the_table_of_an_objective_holds_none_of_its_arrays():
     params, x = _couplings.params(), jnp.array(_couplings.batch())
     objective = jk.Objective(MIXING["stopped mean"], jk.Gaussian())
@@ -130,7 +131,7 @@ def _with_rule(f):
     return ruled
 
 
-@pytest.mark.default(7)
+@pytest.mark.default(5)
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("name", INSIDE)

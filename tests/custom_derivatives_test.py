@@ -121,6 +121,7 @@ def test_the_rules_give_the_gradient_and_the_statistics(x64, wall):
     assert_factors_close(factors, oracle(twin, params, batch), 1e-10)
 
 
+@pytest.mark.slow
 def test_inside_a_scan_of_layers(x64):
     def scanned(p, x, tap):
         step = jax.checkpoint(lambda x, w: (x + dense(x, w["w"], w["b"]), None))

@@ -169,7 +169,7 @@ def assert_logits_of_a_case(name, tmp_path):
     assert_logits(jax.jit(decoder.apply_fn)(decoder.params, ids), theirs)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
 def test_padded_rows_equal_those_of_transformers(kind, tmp_path):
     model = oracle(kind, {"sliding_window": 5} if kind == "phi3" else {})
@@ -227,6 +227,7 @@ def test_greedy_answers_equal_those_of_transformers(name, tmp_path):
         assert answer == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_a_half_precision_checkpoint_is_read_in_its_own_bits(tmp_path):
     oracle("llama", {}).to(torch.bfloat16).save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}

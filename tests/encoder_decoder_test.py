@@ -93,6 +93,7 @@ def test_shards_of_half_precision_are_read_as_transformers_reads_them(tmp_path):
     assert_logits(jax.jit(loaded.apply_fn)(loaded.params, pairs), logits_of(model.eval(), pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["version 1.0", "relu, untied and not scaled"])
 def test_what_is_saved_is_what_transformers_reads(name, tmp_path):

@@ -115,7 +115,7 @@ def _split_by_features(p):
     return {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x", None))}
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_parameters_may_be_split(x64, mesh, sharing):
     p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
@@ -248,7 +248,7 @@ def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["ggn", "empirical"])
 def test_inner_products_of_a_split_batch_are_those_of_one_device(x64, mesh, curvature):
     model, p, batch = _case("mlp")

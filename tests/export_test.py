@@ -73,7 +73,7 @@ def entry_of(name):
     return fn, *args
 
 
-@pytest.mark.default(4)
+@pytest.mark.default(2)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("dtype, precision", [(jnp.float32, "HIGHEST"), (jnp.bfloat16, "DEFAULT")])
 def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precision, platform):
@@ -85,7 +85,7 @@ def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precisio
     assert grams(text) == {(rows, n, "f32"): [precision] * count for n, count in sides.items()}
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(4)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("wide", [768, 1536])
 def test_a_wide_side_is_three_panels_of_its_upper_triangle(wide, platform):

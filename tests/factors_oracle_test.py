@@ -45,6 +45,7 @@ def test_mlp(x64):
     check(mlp, mlp_params(), (normal(1, 6, 4), labels(2, 6)))
 
 
+@pytest.mark.slow
 def test_one_row(x64):
     check(mlp, mlp_params(), (normal(1, 1, 4), labels(2, 1)))
 
@@ -54,6 +55,7 @@ def test_rows_with_positions(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
 @pytest.mark.parametrize("terms", [(), (3,)])
@@ -92,6 +94,7 @@ def test_joint_bias_appends_the_ones_column_last(x64):
     np.testing.assert_allclose(factors["up/kernel"].a[-1, -1], 1.0)
 
 
+@pytest.mark.slow
 def test_bias_broadcast_by_reshape_as_flax_emits_it(x64):
     def model(p, x, tap):
         y = lax.dot_general(x, p["w"], (((2,), (0,)), ((), ())))
@@ -100,6 +103,7 @@ def test_bias_broadcast_by_reshape_as_flax_emits_it(x64):
     check(model, tree(3, w=(4, 3), b=(3,)), (normal(1, 2, 5, 4), labels(2, 2, 5)))
 
 
+@pytest.mark.slow
 def test_dense_general_contracts_three_axes(x64):
     def model(p, x, tap):
         dims = (((1, 2, 3), (0, 1, 2)), ((), ()))
@@ -132,7 +136,7 @@ def test_contracted_axes_are_flattened_in_the_parameters_order(x64):
     check(model, tree(6, w=(2, 3, 4)), (normal(1, 5, 4, 2), labels(2, 5)))
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("spec", ["nsi,io->nso", "io,nsi->nso", "nsi,oi->nso", "oi,nsi->nso"])
 def test_einsum_in_both_operand_orders(x64, spec):
     def model(p, x, tap):
@@ -144,6 +148,7 @@ def test_einsum_in_both_operand_orders(x64, spec):
     assert factors["w"].a.shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_parameter_as_left_operand_with_outputs_first(x64):
     def model(p, x, tap):  # y (o, n), as `w @ x.T`
         return tap.dense("w", x, (p["w"] @ x.T).T)
@@ -182,6 +187,7 @@ def test_a_shared_input_is_read_without_ones_by_a_layer_without_bias(x64):
 # ------------------------------------------------------- embeddings and tying
 
 
+@pytest.mark.slow
 def test_embedding_keeps_counts_as_a_diagonal(x64):
     def model(p, ids, tap):
         h = tap.embedding("table", ids, p["table"][ids], size=7)
@@ -193,7 +199,7 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
     assert factors["table"].a.shape == (7,)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
 def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
     """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
@@ -209,7 +215,7 @@ def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, 
         assert np.flatnonzero(np.abs(found).sum((1, 2))) == [entry]
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
     """Unsigned tokens are read as they are, so both tables have the same indices."""
@@ -226,6 +232,7 @@ def test_tables_of_other_lengths_count_their_own_rows(mode, x64):
         np.testing.assert_allclose(factors[name].a, counts / 3, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_embedding_by_take(x64):
     def model(p, ids, tap):
         h = tap.embedding("table", ids, jnp.take(p["table"], ids, axis=0), size=7)
@@ -298,6 +305,7 @@ def test_several_uses_of_one_parameter_add(x64):
     assert factors.layer("w").uses == 3
 
 
+@pytest.mark.slow
 def test_two_uses_with_different_numbers_of_rows_add(x64):
     def model(p, x, tap):  # tokens, then their mean
         h = jnp.tanh(tap.dense("w", x, x @ p["w"])).mean(axis=1)
@@ -330,6 +338,7 @@ def test_wide_layers_in_a_scan(x64):
 # ------------------------------------------------- scales, biases, convolution
 
 
+@pytest.mark.slow
 def test_layer_norm_scale_and_bias_are_diagonals(x64):
     def model(p, x, tap):
         normed = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -342,6 +351,7 @@ def test_layer_norm_scale_and_bias_are_diagonals(x64):
     assert factors["norm/scale"].diagonal.shape == (4,)
 
 
+@pytest.mark.slow
 def test_scale_written_as_one_plus_parameter(x64):
     """As in Gemma: the derivative is that of a plain scale."""
 
@@ -353,6 +363,7 @@ def test_scale_written_as_one_plus_parameter(x64):
     check(model, tree(15, scale=(4,), w=(4, 3)), (normal(1, 3, 5, 4), labels(2, 3, 5)))
 
 
+@pytest.mark.slow
 def test_a_bias_whose_product_has_another_reader_is_lone(x64):
     def model(p, x, tap):
         product = tap.dense("w", x, x @ p["w"])
@@ -463,6 +474,7 @@ def test_convolution_with_channels_first(x64):
     check(model, tree(21, k=(4, 2, 2, 3), w=(4, 3)), (normal(1, 3, 2, 4, 5), labels(2, 3)))
 
 
+@pytest.mark.slow
 def test_dilated_convolution(x64):
     def model(p, x, tap):
         y = lax.conv_general_dilated(
@@ -612,6 +624,7 @@ def test_experts_on_the_same_input_follow_the_reading_in_the_table(x64):
     check(_experts, p, batch, oracle_model=_experts_stacked if stack else _experts_joined)
 
 
+@pytest.mark.slow
 def test_batched_experts_are_a_stack(x64):
     def model(p, x, tap):
         h = jnp.einsum("ebi,eio->ebo", jnp.stack([x, jnp.sin(x)]), p["w"])
@@ -626,6 +639,7 @@ def test_batched_experts_are_a_stack(x64):
     assert factors["w"].a.shape == (2, 4, 4) and factors.layer("w").stack == (2,)
 
 
+@pytest.mark.slow
 def test_batched_experts_with_bias_per_expert(x64):
     def model(p, x, tap):
         h = jnp.einsum("ebi,eio->ebo", jnp.stack([x, jnp.sin(x)]), p["w"]) + p["b"][:, None]
@@ -678,6 +692,7 @@ def _positions():
     return jnp.asarray(np.arange(5) < np.array([[5], [3], [1]]))
 
 
+@pytest.mark.slow
 def test_positions_take_padding_out_of_both_factors(x64):
     here = _positions()
     *_, factors = check(
@@ -936,6 +951,7 @@ def test_sampled_labels_leave_value_gradient_and_inputs_alone(x64):
     assert np.abs(np.asarray(mc[2]["up/kernel"].g - empirical[2]["up/kernel"].g)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_sampled_labels_do_not_read_the_targets(x64):
     p, x, key = mlp_params(), normal(1, 4, 4), jax.random.key(3)
     stats = jax.jit(jk.value_grad_and_factors(objective_of(mlp), fisher="mc"))
@@ -992,6 +1008,7 @@ def test_an_output_side_beyond_max_dense_is_a_diagonal(x64):
     np.testing.assert_allclose(factors["w"].a, expected.a, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_diagonal_sides_of_a_scanned_stack(x64):
     p, batch = scanned_params(), (normal(1, 3, 5, 4), labels(2, 3, 5))
     *_, factors = jk.value_grad_and_factors(objective_of(scanned), max_dense=3)(p, batch)
@@ -1021,6 +1038,7 @@ def test_a_chosen_layer_reads_its_input_where_the_sharing_layer_was_not_chosen(x
     assert_factors_close(factors, {name: expected[name] for name in ("v", "o")}, 1e-10)
 
 
+@pytest.mark.slow
 def test_auxiliary_outputs_come_back(x64):
     p, batch = mlp_params(), (normal(1, 4, 4), labels(2, 4))
 
@@ -1049,6 +1067,7 @@ def test_auxiliary_outputs_of_a_scalar_loss(x64):
     assert_factors_close(factors, oracle(mlp, p, (x, y)), 1e-10)
 
 
+@pytest.mark.slow
 def test_scalar_loss_with_its_number_of_terms(x64):
     p, batch = mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5))
     loss = lambda p, batch: mean_loss(mlp, "categorical", p, batch)
@@ -1084,6 +1103,7 @@ def test_key_reaches_dropout(x64):
     assert_factors_close(factors, oracle(with_keep, p, ((x, keep), y)), 1e-10)
 
 
+@pytest.mark.slow
 def test_labels_are_sampled_apart_from_the_models_own_randomness(x64):
     def apply_fn(p, x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)

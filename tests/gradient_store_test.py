@@ -349,6 +349,7 @@ def test_what_was_stopped_is_gone_on_with_to_the_same_bits(trained, tmp_path, mo
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_batches_that_are_there_take_no_backward_pass(trained, tmp_path, monkeypatch):
     objective, params, bases, _, batch = trained
     batches, path = cut(batch, 40), tmp_path / "store"
@@ -475,7 +476,7 @@ def rotated_bases(bases):
     return dataclasses.replace(bases, g=g)
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(4)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_folder_of_something_else_is_refused(trained, on_disk, what):
     objective, params, bases, _, batch = trained

@@ -518,6 +518,7 @@ def test_layers_picks_what_counts(pattern):
     assert_close(found, jk.influence(*args, per="layer")[:, place])
 
 
+@pytest.mark.slow
 def test_parameters_outside_the_bases_count_as_fixed():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     only = bases_of(OBJECTIVE, PARAMS, BATCH, layers="u")
@@ -607,6 +608,7 @@ def test_a_measurement_without_a_term_is_none():
     assert store.bases.corrections.terms == again.bases.corrections.terms == len(BATCH[0])
 
 
+@pytest.mark.slow
 def test_measured_eigenvalues_of_a_bias_that_are_not_finite_are_refused():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=True, bias="separate")
     nan = {name: x * jnp.nan for name, x in bases.corrections.bias_sums.items()}
@@ -615,6 +617,7 @@ def test_measured_eigenvalues_of_a_bias_that_are_not_finite_are_refused():
         jk.influence(OBJECTIVE, PARAMS, broken, QUERIES, BATCH)
 
 
+@pytest.mark.slow
 def test_factors_without_gradients_are_no_curvature_and_it_is_said():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH, fisher="forward")
     with pytest.warns(UserWarning, match="hold no curvature of the loss"):

@@ -60,6 +60,7 @@ def test_its_diagonal_is_that_of_each_examples_start(x64, model, scales):
     check(model, params(), batch(), oracle_model=unrolled, scales=scales)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_exist_are_left_out(x64):
     stats = jax.jit(jk.value_grad_and_factors(objective_of(looped)))
     here = jnp.array([True, True, False, True, False])

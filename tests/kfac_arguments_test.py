@@ -80,6 +80,7 @@ def test_a_rate_brings_a_damping_and_a_constraint_that_can_be_undone(mode):
     assert jnp.linalg.norm(bound["w"]) < 0.1 * jnp.linalg.norm(free["w"])
 
 
+@pytest.mark.slow
 def test_a_rate_alone_is_damped_exactly():
     found, _ = updated(jk.kfac(0.1, like=LIKE))
     wanted, _ = updated(jk.kfac(0.1, like=LIKE, damping_mode="exact"))
@@ -156,6 +157,7 @@ def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
         updated(jk.kfac(like=LIKE), **more)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("rows", [4, 16])
 def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows):
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x])[:rows], BATCH)

@@ -164,6 +164,7 @@ def test_evidence_and_variance_are_those_of_the_dense_posterior(net, bias, corre
     assert_close(posterior.variance(BATCH[0]), expected)
 
 
+@pytest.mark.slow
 def test_a_log_likelihood_of_many_batches_keeps_its_digits(monkeypatch):
     """In float32, where a plain sum does not."""
     one = LogLikelihood(*(jnp.float32(x) for x in (0.7, 6, 0)))
@@ -373,7 +374,7 @@ def test_what_was_read_of_the_data_stands_for_it_and_a_stream_for_one_batch():
 # ------------------------------------------------------------ tuning
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_tuning_finds_where_the_evidence_has_no_slope(by_layer):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -426,7 +427,7 @@ def test_tuning_on_validation_takes_the_best_of_the_grid():
     assert loss(own.prior_precision) == pytest.approx(min(map(loss, pairs)))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_validation_without_a_loss_tunes_nothing(by_layer):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -436,7 +437,7 @@ def test_validation_without_a_loss_tunes_nothing(by_layer):
         posterior.tune_prior(validation=broken, grid=[0.1, 1.0], by_layer=by_layer)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_validation_with_an_infinite_loss_tunes_nothing(by_layer):
     """A class whose logit is -inf has probability 0 whatever the prior is."""

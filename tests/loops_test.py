@@ -192,6 +192,7 @@ def test_injected_numbers_change_in_flight():
     assert "max_condition" in found[1].hyperparams
 
 
+@pytest.mark.slow
 def test_injected_numbers_outside_of_jit_are_checked():
     numbers = {"damping": 1e-3, "momentum": 0.9, "norm_constraint": None}
     tx = optax.inject_hyperparams(jk.kfac)(0.1, **numbers, **OPTIONS)

@@ -432,6 +432,7 @@ def test_marks_that_follow_each_other_need_equal_shares_for_given_targets():
         collect(loss)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_sum_over_rows_is_noticed(marks):
     def total(p, batch):

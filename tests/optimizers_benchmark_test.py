@@ -80,7 +80,7 @@ def random_images():
     return dict(zip(names, (*of(module.TRAIN), *of(module.HELD_OUT)), strict=True))
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(3)
 @pytest.mark.parametrize("name", list(PROBLEMS))
 def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     problem = PROBLEMS[name]
@@ -274,6 +274,7 @@ def test_the_page_names_what_is_missing_and_what_failed():
     assert "- Muon: 1 of 1 runs failed: E: x" in page and "L-BFGS" not in page
 
 
+@pytest.mark.slow
 def test_a_report_has_a_table_and_a_figure(tmp_path):
     problem, record = PROBLEMS["poisson"], Record(tmp_path / "poisson.jsonl")
     for name, end in (("adamw", 20.0), ("lbfgs", 1.0), ("kfac_adaptive", 1.4)):

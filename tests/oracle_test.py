@@ -31,6 +31,7 @@ def test_deep_linear_gaussian_net_has_the_factors_derived_by_hand(x64):
         np.testing.assert_allclose(found[f"w{i}"].g, back[i].T @ back[i] / 6, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_exact_factors_of_a_deep_linear_gaussian_net_give_its_ggn(x64):
     rng = np.random.default_rng(1)
     w = {f"w{i}": jnp.asarray(rng.normal(size=s)) for i, s in enumerate([(2, 3), (3, 2), (2, 2)])}

@@ -270,6 +270,7 @@ def test_a_kernel_partly_replaced_and_partly_adapted_is_refused_until_the_base_h
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_pissa_is_read_once_peft_has_written_it_for_the_original_model(base, tmp_path):
     settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

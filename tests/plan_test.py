@@ -181,6 +181,7 @@ def test_eight_h100s_exchange_what_the_plan_says(name, dtype):
     assert ("in the step" in plan.now.exchanged) == (axis is not None)
 
 
+@pytest.mark.slow
 def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothing():
     objective, params, batch = TRAININGS["dense"]().problem
     plan = {

@@ -449,6 +449,7 @@ def _jit_shardings(jaxpr):
     return found
 
 
+@pytest.mark.slow
 def test_inner_jit_shardings_and_constraints_are_kept(x64):
     with two_devices() as devices:
         mesh = jax.sharding.Mesh(np.array(devices), ("data",))
@@ -599,6 +600,7 @@ def _first_scan_outputs(fn, *args):
     return [v.aval.shape for v in scan.outvars]
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -764,6 +766,7 @@ def test_views_of_a_parameter(x64, weight):
     check(model, tree(9, w=(4, 3)), BATCH(), oracle_model=plain, tolerance=tolerance)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("scale", ["w / sqrt(d)", "0.25 * w", "-w"])
 def test_constant_scale_of_a_parameter(x64, scale):
     """The block is the curvature of W, not of the view c W: A ⊗ G has the factor c²."""
@@ -801,6 +804,7 @@ def test_a_lookup_may_keep_its_axis(x64, integer):
     check(model, tree(0, e=(4, 7), head=(4, 3)), (labels(3, 2, 3, classes=7), labels(9, 2, 3)))
 
 
+@pytest.mark.slow
 def test_indexed_slices_of_a_stacked_parameter_have_their_own_names(x64):
     def model(p, x, tap):
         h = jnp.tanh(tap.dense("w[1]", x, x @ p["w"][1]))
@@ -849,6 +853,7 @@ def test_dynamic_slices_in_a_loop(x64):
     )
 
 
+@pytest.mark.slow
 def test_concatenated_projections(x64):
     def model(p, x, tap):
         q, k, v = jnp.split(x @ jnp.concatenate([p["q"], p["k"], p["v"]], axis=1), 3, axis=1)
@@ -862,6 +867,7 @@ def test_concatenated_projections(x64):
     _handled_or_reported(model, p, BATCH(), "q", "concatenate", oracle_model=plain)
 
 
+@pytest.mark.slow
 def test_stacked_projections(x64):
     def model(p, x, tap):
         q, k = jnp.einsum("ni,eio->eno", x, jnp.stack([p["q"], p["k"]]))
@@ -978,6 +984,7 @@ def test_dot_product_attention(x64, grouped):
     check(model, p, batch, positions=here, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_custom_derivatives_without_parameters_are_left_alone(x64):
     @jax.custom_vjp
     def clipped(x):
@@ -1002,6 +1009,7 @@ def test_custom_derivatives_without_parameters_are_left_alone(x64):
 # ------------------------------------------------------------ low-rank products
 
 
+@pytest.mark.slow
 def test_unmerged_low_rank_adapters_are_two_dense_layers(x64):
     def model(p, x, tap):
         h = tap.dense("a", x, x @ p["a"])
@@ -1097,6 +1105,7 @@ REPORTED = {
 }
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("case", list(REPORTED))
 def test_program_is_reported_by_path_and_primitive(x64, case):
     apply_fn, shapes, path, primitive = REPORTED[case]
@@ -1104,6 +1113,7 @@ def test_program_is_reported_by_path_and_primitive(x64, case):
     assert_reported_and_raises(classifier(apply_fn), p, batch, path, primitive)
 
 
+@pytest.mark.default(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(REPORTED))
 def test_reported_programs_keep_their_gradient_when_ignored(x64, case):
@@ -1206,6 +1216,7 @@ def test_stopped_parameter_is_a_frozen_row_and_does_not_raise(x64):
     assert re.search(r"\bw\b.*frozen", str(jk.find_layers(objective, p, batch)))
 
 
+@pytest.mark.slow
 def test_frozen_subtree_inside_scan_does_not_raise(x64):
     def model(p, x, tap):
         frozen = lax.stop_gradient(p["w"])
@@ -1217,6 +1228,7 @@ def test_frozen_subtree_inside_scan_does_not_raise(x64):
     assert re.search(r"\bw\b.*frozen", str(jk.find_layers(objective_of(model), p, batch)))
 
 
+@pytest.mark.slow
 def test_integer_and_key_leaves_among_the_parameters_are_held_out(x64):
     def apply_fn(p, x):
         scale = p["steps"].astype(x.dtype)
@@ -1236,6 +1248,7 @@ def test_integer_and_key_leaves_among_the_parameters_are_held_out(x64):
         assert path in str(table)
 
 
+@pytest.mark.slow
 def test_parameter_carried_unchanged_through_scan_is_a_view(x64):
     def model(p, x, tap):
         def step(carry, _):
@@ -1306,6 +1319,7 @@ def test_unknown_name_in_the_table_gives_the_nearest(x64):
         layers["up/kernl"]
 
 
+@pytest.mark.slow
 def test_parameter_matrix_reads_and_writes_the_gradient(x64):
     """a^T g over rows is the gradient in the layout that the table gives."""
 

@@ -80,6 +80,7 @@ def test_the_blocks_are_kronecker_products_of_the_factors():
     assert_close(found, sum(0.5 * d @ np.kron(f.a, f.g) @ d for d, f in parts))
 
 
+@pytest.mark.slow
 def test_a_table_that_is_read_twice_has_the_terms_of_both_layers():
     def tied(p, ids):
         return jnp.tanh(p["table"][ids]).mean(1) @ p["table"].T

@@ -256,6 +256,7 @@ def test_operators_are_of_the_whole_loss(kind):
     np.testing.assert_allclose(operator.to_dense(), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_tuple_of_likelihoods_takes_tuples():
     params, x, targets, _ = problem()
     objective = jk.Objective(

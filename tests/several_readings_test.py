@@ -47,7 +47,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elements_have_one_diagonal_whatever_reads_them(name):
@@ -113,7 +113,7 @@ TWICE = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):
@@ -130,6 +130,7 @@ def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):
     assert set(factors) == set(oracle(model, params, data))
 
 
+@pytest.mark.slow
 def test_a_bias_is_joined_to_the_kernel_that_it_always_goes_with():
     """Of a, b, a with biases a, b, c only b has one bias, and that bias one kernel."""
 
@@ -149,6 +150,7 @@ def test_a_bias_is_joined_to_the_kernel_that_it_always_goes_with():
     assert_factors_close(factors, oracle(model, params, data), 1e-10)
 
 
+@pytest.mark.slow
 def test_some_layers_of_a_stacked_list_can_be_left_out():
     params, data = tree(0, wa=(4, 4), wb=(4, 4)), (normal(1, *X), labels(2, 5, classes=4))
     objective = jk.Objective(lambda p, x: looped(p, x, *"ab"), jk.Categorical())
@@ -166,7 +168,7 @@ OVERLAPPING = {
 }
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_overlapping_ranges_of_a_matrix_are_reported(name):
     params, x = tree(0, w=(4, 4)), normal(1, *X)
@@ -224,6 +226,7 @@ def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
         np.testing.assert_allclose(factors[name].g, g.T @ g / taken.size, rtol=1e-9)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_cond_under_vmap_of_one_row_counts_the_branch_that_it_takes(sign):
     params, x = tree(0, a=(4, 4), b=(4, 4)), sign * jnp.abs(normal(1, 1, 4))

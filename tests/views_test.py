@@ -244,6 +244,7 @@ def test_an_adapter_of_a_range_of_a_kernel():
     assert np.abs(gate - x @ params["w"][:, 3:]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["parameters as one flat vector", "Haiku: GRU"])

@@ -235,7 +235,7 @@ def test_power_minus_one_inverts_power_one():
     assert not jnp.allclose(fisher_vector_product(tree, bases)["w"], tree["w"], rtol=0.1)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_two_half_powers_are_the_fisher(bias):
     tree, _, bases = setup(ALL, bias=bias)
@@ -253,6 +253,7 @@ def test_positive_powers_read_raw_values_and_negative_ones_clipped_values():
     assert all(float(jnp.abs(inverse[k]).sum() - jnp.abs(limited[k]).sum()) > 0.01 for k in tree)
 
 
+@pytest.mark.slow
 def test_undamped_inverse_of_rank_deficient_factors_is_finite_and_small():
     factors = random_factors(DENSE, jax.random.key(2), rows=1)
     tree = tree_for(DENSE)

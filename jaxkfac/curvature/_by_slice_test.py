@@ -97,6 +97,7 @@ def test_bfloat16_eigenvectors_have_half_the_bytes_and_are_off_by_their_rounding
     assert 1e-4 < distance(found, expected) < 4e-2
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("bases_in", ["device", "host"])
 def test_a_saved_service_keeps_its_eigenvectors_where_and_as_they_were(problem, bases_in, tmp_path):
     _, grads, factors = problem
@@ -203,6 +204,7 @@ def test_a_low_rank_inverts_the_factor_that_it_stands_for(problem, rank, bases_i
     assert distance(found["blocks"]["bias"], solved[:, -1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_error_of_a_low_rank_is_that_of_the_rebuilt_factor(problem, tmp_path):
     *_, factors = problem
     with HostCurvature(refresh_every=1, lag=0, rank=9, max_condition=float("inf")) as service:

@@ -47,7 +47,7 @@ def assert_rebuilds(bases, factors, tol=1e-10):
         assert_close(rebuilt[name], factors[name], tol)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
@@ -175,6 +175,7 @@ def test_nan_raises_outside_a_trace_naming_the_layer(factors, placement):
         eigendecompose(with_nan(factors, "stacked"), placement=placement)
 
 
+@pytest.mark.slow
 def test_nan_is_a_field_of_the_result_inside_jit_and_on_the_device(factors):
     bad = with_nan(factors, "k")
     for bases in (jax.jit(eigendecompose)(bad), eigendecompose(bad, placement="device")):

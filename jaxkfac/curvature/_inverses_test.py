@@ -121,6 +121,7 @@ def test_no_damping_leaves_a_bounded_condition_number():
     assert np.isnan(broken.a["k"]).all() and np.isfinite(broken.g["k"]).all()
 
 
+@pytest.mark.slow
 def test_a_matrix_of_a_stack_that_is_not_finite_is_nan_alone():
     factors, _ = problem()
     factors.g_sums["stack"] = factors.g_sums["stack"].at[1, 0, 2].set(jnp.nan)  # one triangle

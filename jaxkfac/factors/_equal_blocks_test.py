@@ -50,7 +50,7 @@ def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",

@@ -104,7 +104,7 @@ def test_a_step_without_collection_computes_no_product_of_rows():
     assert between < 1.03 * gradient < collecting
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sink", [False, True])
 def test_passes_under_a_budget_are_run_where_they_are_due(sink, capsys):
     class Service:

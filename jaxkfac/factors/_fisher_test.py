@@ -258,6 +258,7 @@ def test_a_scalar_loss_refuses_what_needs_outputs(options):
         value_grad_and_factors(lambda p, b: jnp.mean(b @ p), loss_terms=2, **options)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -322,7 +323,7 @@ def test_exact_in_bfloat16_divides_by_the_true_number_of_terms():
     np.testing.assert_allclose(half, single, rtol=5e-3)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"sharing": "reduce"}, {"scales": "exact_diagonal"}])
 def test_rows_that_cannot_be_told_apart_by_example_are_refused(options):
     objective, params, batch = program(n=4)

@@ -110,6 +110,7 @@ def test_an_invalid_target_poisons_the_second_pass(fisher):
         assert bool(jnp.isfinite(factors["s"].diagonal).all()) == finite
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("masked", [True, False])

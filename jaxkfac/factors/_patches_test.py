@@ -305,7 +305,7 @@ def test_runs_on_several_devices_are_summed_over_them_once(x64, monkeypatch, mas
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(2)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", [False, True])
 @each_case
@@ -324,6 +324,7 @@ def test_sums_over_positions_equal_summed_windows(x64, case, masked):
 # ------------------------------------------------------------------ masks, dtypes, memory
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_rows_that_do_not_exist_are_left_out_even_if_they_hold_nan(x64, monkeypatch, sharing):
     """A causal convolution whose padding positions come last and hold NaN."""

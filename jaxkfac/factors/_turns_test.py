@@ -356,6 +356,7 @@ def test_a_weighted_average_weighs_its_counts():
     assert step.turn.number == 0 and step.terms == 10
 
 
+@pytest.mark.slow
 def test_reading_says_which_layers_have_another_turn():
     objective, params, batch = unrolled()
     factors = value_grad_and_factors(objective, collect=3)(params, batch, step=0).factors

@@ -49,7 +49,7 @@ class Deep(nnx.Module):
 MODELS = pytest.mark.parametrize("make", [Net, Deep])
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @MODELS
 def test_what_a_call_changes_is_returned_and_read_by_the_next(make):
     apply_fn, params = from_nnx(make(), mutable=nnx.BatchStat)
@@ -147,6 +147,7 @@ def test_a_key_reaches_a_block_that_is_rematerialised():
         np.testing.assert_array_equal(remat(params, X, key=key), plain(params, X, key=key))
 
 
+@pytest.mark.slow
 def test_keys_that_are_drawn_for_nothing_need_no_key():
     """A recurrent cell draws one for its zeros."""
     rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
@@ -172,6 +173,7 @@ def test_what_a_model_sows_is_left_out():
     assert from_nnx(Sowing())[0]({}, X) is X
 
 
+@pytest.mark.slow
 def test_several_inputs_are_passed_on():
     class Attending(nnx.Module):
         def __init__(self):

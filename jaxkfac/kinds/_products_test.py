@@ -25,6 +25,7 @@ def test_every_row_is_as_likely_as_any_other(number, kept):
     assert (abs(drawn.mean(0) - kept / number) < 4 * error).all()
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_exist_are_not_drawn():
     there = jnp.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 1], bool)
     drawn, count = times_drawn(10, 3, there)

@@ -33,7 +33,7 @@ def test_panels_unpack_to_the_full_product(x64, size):
     np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("number", [1, 2, 64])
@@ -115,6 +115,7 @@ def test_double_precision_is_for_double_rows(x64):
     assert statistics_dtype(jnp.float32, jnp.float64) == jnp.float64
 
 
+@pytest.mark.slow
 def test_a_side_that_has_panels_on_every_platform_has_the_full_product(x64):
     x = rows(3, 1030)
     expected = np.asarray(x.T @ x)

@@ -196,6 +196,7 @@ def test_dropout_is_of_the_key_and_right_on_average():
     assert np.all(np.abs(many.mean(0) - plain) < 5 * error) and np.all(many.std(0) > 0)
 
 
+@pytest.mark.slow
 def test_slices_of_a_scan_drop_different_inputs():
     def fn(p, x):
         return jax.lax.scan(lambda c, w: (c, x @ w), x, p["kernel"])[1]
@@ -320,6 +321,7 @@ def test_a_kernel_has_an_adapter_or_is_trained_itself():
     assert isinstance(adapters["params/head/kernel"], jax.Array) and len(adapters) > 2
 
 
+@pytest.mark.slow
 def test_adapters_on_the_host_are_read_outside_jit():
     params = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
     config, fn = Config(rank=2, target="w"), lambda p, x: x @ p["w"]

@@ -106,6 +106,7 @@ def test_gradients_reach_only_the_adapters_that_rows_use(bank, serve):
     assert not np.any(grads.enabled)
 
 
+@pytest.mark.slow
 def test_an_adapter_comes_out_as_it_went_in(bank):
     for name, config in CONFIGS.items():
         jax.tree.map(
@@ -211,6 +212,7 @@ def test_values_beyond_the_rank_that_training_made_are_not_dropped():
         trained.get("a", configs["a"])
 
 
+@pytest.mark.slow
 def test_plain_lora_beside_nonlinear_adapters_comes_back_without_coefficients():
     plain = Config(rank=3, alpha=3, fourier_placement="none")
     bank = stack({"first": ADAPTERS["first"], "plain": ADAPTERS["plain"]})

@@ -121,6 +121,7 @@ def test_first_coefficients_are_tanh_and_far_from_linear(ratio, away):
     assert distance == pytest.approx(away, abs=0.005)
 
 
+@pytest.mark.slow
 def test_forward_mode_differentiates_as_reverse_does(x64):
     z, c, sigma = jnp.linspace(-2, 2, 5), jnp.array(COEFFICIENTS), jnp.array(SIGMA)
 

@@ -171,6 +171,7 @@ def test_adapters_that_do_not_fit_the_config_or_the_layer_are_not_merged():
         merge(attach(fn, config), PARAMS, of_one_slice, X)
 
 
+@pytest.mark.slow
 def test_a_branch_that_no_gradient_reaches_is_not_called_exact():
     def routed(p, x):
         choice = jax.nn.one_hot(jnp.argmax(x @ p["router"], -1), 4)

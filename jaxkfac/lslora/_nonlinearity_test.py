@@ -185,6 +185,7 @@ def test_a_bank_of_one_nonlinearity_refuses_another():
         fourier_loss(jax.tree.map(lambda x: x, bank))  # a transformation keeps it
 
 
+@pytest.mark.slow
 def test_the_regulariser_and_the_diagnosis_are_its_own():
     adapter = Adapter(
         jnp.ones((2, 4, 1)), jnp.ones((2, 1, 4)), jnp.array([[1.0, 0, 0], [2, -1, 2]]), jnp.ones(2)
@@ -253,6 +254,7 @@ def test_a_name_that_nobody_registered_is_refused_with_the_known_ones(tmp_path, 
     register(find_nonlinearity("fourier"))  # once more is no other
 
 
+@pytest.mark.slow
 def test_a_split_adapter_computes_the_same_and_fuses_back():
     params, adapters, x = made()
     parts = {"head": {"left": 2, "right": 4}}

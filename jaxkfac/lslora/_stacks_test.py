@@ -79,7 +79,7 @@ def like(rank=3):
     return init(fn, config, PARAMS, X, key=jax.random.key(0))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("placement", ["none", "output", "bottleneck"])
@@ -98,6 +98,7 @@ def test_ranks_and_scalings_by_slice_compute_what_the_slices_compute(placement, 
         load(tmp_path, like=like(4))
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("placement", ["none", "output", "bottleneck"])
 def test_slices_that_the_settings_leave_out_are_left_alone(placement, tmp_path):
     tensors = folder_with(tmp_path, placement, present=(1,), layers_to_transform=[1])
@@ -109,6 +110,7 @@ def test_slices_that_the_settings_leave_out_are_left_alone(placement, tmp_path):
         load(tmp_path, scanned="layers")
 
 
+@pytest.mark.slow
 def test_a_slice_without_an_adapter_gets_no_gradient_from_plain_lora(tmp_path):
     folder_with(tmp_path, present=(1,), layers_to_transform=1)
     adapters, config = load(tmp_path, like=like())

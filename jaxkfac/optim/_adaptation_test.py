@@ -709,6 +709,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             LevenbergMarquardt(**options)
 
+    @pytest.mark.slow
     def test_a_state_that_does_not_adapt(self):
         _, _, _, params, batch = problem()
         _, state, _ = training(params, batch, learning_rate=0.1, momentum=0.9)

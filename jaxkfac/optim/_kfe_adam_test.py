@@ -255,7 +255,7 @@ def test_a_side_that_factors_keep_diagonal_takes_the_gradients_covariance(max_si
     np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_side", [2, 1])
 def test_a_side_beyond_max_side_is_not_rotated_by_the_gradients_covariance(max_side):
     """Steps along one gradient are of one size in each element that Adam sees: rotated or plain."""

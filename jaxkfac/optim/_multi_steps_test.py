@@ -134,6 +134,7 @@ def test_micro_batches_between_collections_weigh_in_the_pooled_gradient(params):
     assert like.loss_terms is not None and state.inner.average.loss_terms is None
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax.adamw multiplies floats by an integer count
 def test_adamw_inside_scan_equals_adamw_on_the_pooled_gradients():
     params = {"w": jnp.ones(3)}
@@ -183,6 +184,7 @@ def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
         assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_a_negative_count_leaves_its_micro_batch_out(params, every_k):
     tx = multi_steps(optax.sgd(1.0), every_k)

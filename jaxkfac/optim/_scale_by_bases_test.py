@@ -35,6 +35,7 @@ def test_chain_with_sgd_is_minus_rate_times_the_natural_gradient(problem):
     assert_close(updates, jax.tree.map(lambda g: -1e-2 * g, natural))
 
 
+@pytest.mark.slow
 def test_damping_schedule_reads_the_step_inside_scan(problem):
     params, grads, bases = problem
     table = jnp.array([0.1, 1.0, 10.0])

@@ -52,6 +52,7 @@ def same(a, b):
     assert all(map(jnp.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.slow
 def test_layers_are_stacked_that_differ_in_names_alone(factors):
     groups = {tuple(x.name for x in group.members) for group in Stacks.of(factors).groups}
     blocks = {tuple(f"{i}/{name}" for i in range(2)) for name in ("q", "k", "experts", "scale")}

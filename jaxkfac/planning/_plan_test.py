@@ -136,6 +136,7 @@ def test_activations_are_what_the_compiled_step_allocates(case):
     assert case.plan.now.device["activations"] == pytest.approx(measured, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activations(case):
     estimate = case.plan.alone["accumulation"]
     assert estimate.steps == 2 and estimate.device["batch"] * 2 == case.plan.now.device["batch"]
@@ -146,6 +147,7 @@ def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activati
     assert estimate.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -409,6 +411,7 @@ def test_an_optimizer_that_accumulates_is_not_accumulated_again(tx):
         plan_memory(*case.objects3, optimizer=tx, device_bytes=PLENTY, accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_is_planned_and_has_no_adapters():
     case = mlp()
     plan = plan_memory(
@@ -507,6 +510,7 @@ def test_what_just_fits_as_it_is_needs_no_option(tx):
     assert smallest is not None and smallest.options == ()
 
 
+@pytest.mark.slow
 def test_an_update_that_cannot_be_traced_is_said():
     params = {"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
     batch = (jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((3, 2), jnp.float32))
@@ -533,6 +537,7 @@ def test_by_default_the_training_as_it_stands_and_the_chosen_set_are_compiled():
     assert not counted.compiled and counted.device != now.device
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_leaves_estimates_and_says_so(monkeypatch):
     def fail(*_, **__):
         raise CompilerError("compiling for this CPU: no result after 1 s; raise timeout=")

@@ -143,6 +143,7 @@ def test_an_adapter_of_an_embedding_that_the_model_scales_or_beside_biases(kind,
     check_both_ways(decoder, expected, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_an_untied_base_keeps_both_matrices_whatever_the_adapter_asks(equal, tmp_path):
     def untied():

@@ -191,6 +191,7 @@ def test_weights_below_one_in_sum():
     close(factors.terms, whole.factors.terms * 1e-3)
 
 
+@pytest.mark.slow
 def test_class_weights_of_a_torch_user():
     torch = pytest.importorskip("torch")
     weights, y = np.array([0.2, 1.5, 3.0]), np.array([0, 1, 2, 2, -100, 1])
@@ -258,6 +259,7 @@ def test_class_weights_that_are_no_weights():
         jk.mark_outputs(jnp.ones((N, CLASSES)), full.likelihood)
 
 
+@pytest.mark.slow
 def test_drawn_rows_weighted_by_their_probabilities_are_unbiased():
     """Every draw of two rows, with its probability, averages to the full batch."""
     p = np.array([0.1, 0.3, 0.2, 0.05, 0.25, 0.1])
@@ -286,6 +288,7 @@ def test_a_plan_of_a_training_with_weights():
     assert plan.fits
 
 
+@pytest.mark.slow
 def test_an_integer_mask_of_rows_inside_the_model():
     """Numbers other than 0 count as 1; weights of rows go into positions=."""
     for mask, count in ((np.array([1, 0, 2, 1, 1, 1]), 5), (np.ones(N, np.int8), N)):

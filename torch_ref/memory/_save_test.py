@@ -1,5 +1,6 @@
 """What is freed before saving, and what recomputation leaves as it was."""
 
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ def test_recomputed_block_has_the_same_gradients_and_runs_twice():
     assert len(runs) == 2
 
 
+@pytest.mark.slow
 def test_cache_is_emptied_where_there_is_one(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))

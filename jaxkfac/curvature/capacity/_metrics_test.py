@@ -172,6 +172,7 @@ def test_clipping_changes_only_the_clipped_condition():
     assert changed == {"condition_clipped"}
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(spectra, spectra), min_size=1, max_size=3))
 def test_scale_free_metrics_do_not_change_with_the_scale(values):
     scaled = [([3.7 * x for x in a], g) for a, g in values]

@@ -80,7 +80,7 @@ def test_it_is_found():
     assert found == [("ragged", 4, 3), ("ragged", 3, 2)]
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_value_gradient_and_factors_are_those_of_the_dense_layer(fisher):
     results = []

@@ -61,6 +61,7 @@ def test_what_counts_is_an_integer(bad):
     assert not threads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_other_things_than_factors_are_refused(factors):
     with service() as running, pytest.raises(TypeError, match="the Factors .*, got dict"):

@@ -29,6 +29,7 @@ def assert_close(a, b, rtol=1e-10):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @every_problem
 def test_ggn_is_the_sum_over_terms_of_jacobian_hessian_jacobian(x64, name):
@@ -43,6 +44,7 @@ def test_hessian_is_the_one_of_jax(x64, name):
     assert_close(hessian(*problem).to_dense(), dense_hessian(*problem))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [n for n in PROBLEMS if "gaussian" not in n])
 def test_exact_fisher_is_the_expectation_over_every_labelling(x64, name):
@@ -54,6 +56,7 @@ def test_exact_fisher_is_the_expectation_over_every_labelling(x64, name):
     assert_close(fisher(objective, params, batch).to_dense(), expected)
 
 
+@pytest.mark.slow
 def test_exact_gaussian_fisher_is_jacobian_transposed_jacobian(x64):
     objective, params, (x, y) = mlp_problem("gaussian")
     flat, unravel = ravel_pytree(params)
@@ -109,6 +112,7 @@ def test_fisher_of_an_unknown_likelihood_goes_through_its_columns(x64):
     assert jnp.abs(ggn(other, params, batch).to_dense() - expected).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_subclass_with_terms_of_its_own_goes_through_its_columns(x64):
     class Twice(Bernoulli):
         def terms(self, outputs, targets):

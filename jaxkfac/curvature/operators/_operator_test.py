@@ -18,6 +18,7 @@ def matrix_operator(matrix, like=None):
     return from_function(jnp.matmul, matrix, jnp.zeros(len(matrix)) if like is None else like)
 
 
+@pytest.mark.slow
 def test_sums_multiples_and_damping_are_those_of_the_matrices(x64):
     A, B = jax.random.normal(jax.random.key(0), (2, 4, 4))
     a, b = matrix_operator(A), matrix_operator(B)
@@ -67,6 +68,7 @@ def test_the_matrix_is_in_the_order_of_ravel_pytree(x64):
     assert_close(from_function(product, matrix, params).to_dense(), matrix)
 
 
+@pytest.mark.slow
 def test_a_product_has_the_structure_and_dtypes_of_the_vector():
     problem = mlp_problem()
     operator = ggn(*problem)

@@ -83,7 +83,7 @@ def test_the_exact_inverse_takes_one_step(x64):
     assert found.converged and found.num_steps == 1
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("length", [1e-12, 1.0, 1e12])
@@ -97,6 +97,7 @@ def test_steps_do_not_depend_on_the_units(size, length):
     np.testing.assert_allclose(found.solution, scaled, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_on_the_residual(x64):
     matrix, rhs = jnp.diag(jnp.logspace(0, 4, 40)), jnp.arange(40.0)
     previous = 0
@@ -122,6 +123,7 @@ def test_a_singular_system_without_a_solution_does_not_converge(matrix):
     assert not found.converged
 
 
+@pytest.mark.slow
 def test_a_solve_that_runs_out_of_steps_says_so():
     found = solve(matrix_operator(jnp.diag(jnp.logspace(0, 4, 40))), jnp.ones(40), max_steps=3)
     assert not found.converged and found.num_steps == 3
@@ -141,6 +143,7 @@ def test_solve_runs_inside_jit_with_traced_damping():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_leaves_are_solved_in_float32():
     matrix = jnp.diag(jnp.linspace(1, 4, 16)).astype(jnp.bfloat16)
     found = solve(matrix_operator(matrix), jnp.ones(16), rtol=0.02)

@@ -29,6 +29,7 @@ def test_first_step_is_the_steps_own_mean():
     assert_close(means(average), means(factors))
 
 
+@pytest.mark.slow
 def test_steps_weigh_by_decay_and_by_count():
     small = random_factors(LAYERS, jax.random.key(0), rows=10)
     large = random_factors(LAYERS, jax.random.key(1), rows=40)

@@ -40,6 +40,7 @@ def marked(params, batch):
     return nll.mean() + 0.5 * jnp.square(second).sum(-1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fisher):
@@ -86,7 +87,7 @@ def test_every_way_of_collecting_says_it(options):
     assert factors("mc", **options).origin == Origin("mc", ("Categorical",))
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_factor_bytes": 200}])
 def test_factors_of_a_step_without_collection_have_the_same_structure(options):
     stats = value_grad_and_factors(CATEGORICAL, fisher="exact", every=2, **options)
@@ -142,7 +143,7 @@ def test_what_is_not_known_goes_with_everything_and_the_first_summand_says_what_
         assert total.total.origin == one.origin
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(2)
 @pytest.mark.parametrize("like", [*TYPES, None])
 def test_an_average_keeps_its_structure_whatever_it_is_given(like):
     """Inside of ``scan``, and of ``cond`` beside itself."""

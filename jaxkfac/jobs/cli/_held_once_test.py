@@ -17,6 +17,7 @@ def kernel(earlier):
     return jax.random.normal(jax.random.key(0), SHAPE)
 
 
+@pytest.mark.slow
 def test_a_copy_in_another_tree_is_named_with_its_bytes(earlier, kernel):
     trees = {"params": {"kernel": kernel}, "optimizer": {"first": kernel.astype(jnp.bfloat16)}}
     message = r"params/kernel = optimizer/first: 3 MiB too much"
@@ -37,6 +38,7 @@ def test_what_was_there_before_is_not_the_runs_fault(kernel):
     check_held_once([x for x in jax.live_arrays() if x is not own], params={"kernel": own})
 
 
+@pytest.mark.slow
 def test_tied_weights_constants_and_an_optimizers_fresh_leaves_are_no_copies(earlier, kernel):
     params = {"embedding": kernel, "head": kernel, "scale": jnp.ones(SHAPE)}
     optimizer = {

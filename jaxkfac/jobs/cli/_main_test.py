@@ -26,6 +26,7 @@ def test_help_has_a_line_for_each_command(capsys):
     assert "jaxkfac train --preset digits" in shown
 
 
+@pytest.mark.default(7)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -28,6 +28,7 @@ def test_every_image_is_one_of_its_nine_shifts_and_all_nine_occur():
     assert seen == set(steps)
 
 
+@pytest.mark.slow
 def test_a_key_fixes_the_shifts():
     images = jnp.asarray(load_digits().images[:20])
     first, again, other = (shift_batch(jax.random.key(k), images) for k in (0, 0, 1))

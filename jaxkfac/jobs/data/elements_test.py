@@ -76,6 +76,7 @@ def test_gases_and_liquids():
     assert [e.symbol for e in ELEMENTS if e.state == "liquid"] == ["Br", "Hg"]
 
 
+@pytest.mark.slow
 def test_no_question_is_asked_in_a_records_words_and_every_answer_is_taught():
     records = element_records()
     taught = {r.messages[-2].content for r in records}
@@ -86,6 +87,7 @@ def test_no_question_is_asked_in_a_records_words_and_every_answer_is_taught():
         assert len(set(question.choices)) == 4
 
 
+@pytest.mark.slow
 def test_questions_are_right_by_the_table():
     checked = 0
     for question in element_questions(456):

@@ -19,6 +19,7 @@ def test_no_character_is_in_two_splits_and_all_are_in_one():
     assert sorted(names) == sorted(string.digits + string.ascii_letters)
 
 
+@pytest.mark.slow
 def test_every_class_has_thirty_images_and_no_two_alike():
     for split in load_glyphs():
         for name, images in split.images.items():

@@ -71,6 +71,7 @@ def test_images_of_another_size_are_refused_with_their_shape():
         split_patches(jnp.zeros((2, 9, 9)), SMALL)
 
 
+@pytest.mark.slow
 def test_the_mlp_has_the_given_sizes_and_no_activation_at_the_end():
     model = MLP([4, 6, 3], rngs=nnx.Rngs(0))
     assert [layer.kernel.shape for layer in model.layers] == [(4, 6), (6, 3)]

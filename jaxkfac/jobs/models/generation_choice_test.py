@@ -17,6 +17,7 @@ def frequencies(choice, temperature=1.0):
     return np.bincount(ids, minlength=4) / DRAWS
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize(
     ("options", "left"),
     [

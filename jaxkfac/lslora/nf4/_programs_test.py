@@ -326,6 +326,7 @@ def test_a_policy_of_the_program_still_sees_the_products():
     assert products(params4) == products(PARAMS)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_keeps_codes_and_no_weights():
     def saved(params):
         _, _, adapted, adapters = case("scan of a remat")

@@ -87,6 +87,7 @@ def test_the_second_level_has_256_levels_with_zero_and_one():
     assert (np.diff(levels) > 0).all() and (np.diff(nested_codes().astype(int)) >= 0).all()
 
 
+@pytest.mark.slow
 def test_scales_lie_around_their_mean_and_are_half_a_level_off_at_most():
     kernel = weights(2, 128, 200, seed=3) * jnp.asarray([1.0, 5.0])[:, None, None]
     own = nf4.quantize({"kernel": kernel}, stack=1)["kernel"]
@@ -150,6 +151,7 @@ def test_narrow_kernels_decode_to_their_dtype(dtype):
     np.testing.assert_array_equal(decoded, wide.astype(dtype))
 
 
+@pytest.mark.slow
 def test_float64_kernels_are_quantised_as_float32(x64):
     kernel = weights(64, 4, dtype=jnp.float64)
     decoded = nf4.dequantize(nf4.quantize({"kernel": kernel}))["kernel"]

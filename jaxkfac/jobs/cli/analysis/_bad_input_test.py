@@ -137,6 +137,7 @@ def test_options_that_do_not_go_together(analyze, capsys, words, said):
     refused(capsys, analyze(*words), said)
 
 
+@pytest.mark.slow
 def test_a_damaged_record_of_what_was_asked(analyze, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "analysis.json").write_text(json.dumps({})[:1])

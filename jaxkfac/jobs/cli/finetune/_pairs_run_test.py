@@ -229,6 +229,7 @@ def test_a_line_that_is_no_pair_is_named(run, data, capsys):
         (data / "train.jsonl").write_text((data / "train.jsonl").read_text().replace(line, " "))
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_whole_model_is_refused_with_its_keys(run, folder, tmp_path, capsys):
     bad = tmp_path / "bad"
     bad.mkdir()

@@ -55,6 +55,7 @@ def rows_of(*files, strict=True):
 SUFFIXES = pytest.mark.parametrize("suffix", known_suffixes())
 
 
+@pytest.mark.default(6)
 @SUFFIXES
 def test_every_format_gives_its_rows_and_from_any_place_the_rest(suffix, tmp_path):
     rows = rows_of(write(tmp_path / f"one{suffix}"), write(tmp_path / f"two{suffix}", ROWS[:3]))
@@ -141,7 +142,7 @@ def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, deep):
         list(rows_of(tmp_path / "x.json", strict=False).read())
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_brackets_in_strings_are_no_depth_wherever_a_chunk_ends(tmp_path, size):
     strings = ['[[{"', "\\", '\\"', "{" * 300, 'a\\\\"[[[', "é]]]"]

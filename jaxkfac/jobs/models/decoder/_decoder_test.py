@@ -192,7 +192,7 @@ def test_positions_and_segments_of_a_narrow_dtype_are_those_of_32_bits():
         np.testing.assert_array_equal(read(dtype), wide)
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_covered_and_blocks_are_stacked(tied):
     config = dataclasses.replace(CONFIG, tied_head=tied, attention_bias=True, mlp_bias=True)

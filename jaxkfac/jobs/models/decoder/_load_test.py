@@ -209,6 +209,7 @@ def test_integer_weights_are_refused_by_name(tmp_path):
         load_decoder(tmp_path)
 
 
+@pytest.mark.slow
 def test_loading_takes_the_parameters_and_one_stored_tensor(tmp_path):
     """Tracemalloc sees NumPy's memory, which XLA on the CPU takes over without a copy."""
     config = CONFIG | {

@@ -79,7 +79,7 @@ def test_a_token_depends_on_the_whole_source_and_on_no_later_token():
         assert float(moved[place:].min()) > 1e-5 and not moved[:place].any()
 
 
-@pytest.mark.default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, FLAN], ids=["version 1.0", "FLAN"])
 def test_every_parameter_is_covered_and_blocks_are_stacked(config):
     apply_fn, params = jk.from_nnx(EncoderDecoder(config, rngs=nnx.Rngs(0)))
