@@ -19,3 +19,18 @@ except (ImportError, RuntimeError):
 torch = importlib.import_module("torch")
 transformers = importlib.import_module("transformers")
 torch.set_num_threads(1)  # problems so small that a second thread costs more than it does
+
+# A decoder of the smallest sizes, for any of its configs; ids 0 to 2 are special.
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}

@@ -12,24 +12,11 @@ from jaxkfac import lslora
 from jaxkfac.jobs.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.jobs.cli.finetune._plan import plan_run, run_shapes
 from jaxkfac.models import Pairs, generate, load_decoder, load_encoder_decoder
-from tests._transformers import torch, transformers
+from tests._transformers import SIZES, torch, transformers
 
 peft = pytest.importorskip("peft")
 
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": True,
-}
+TIED = SIZES | {"tie_word_embeddings": True}
 IDS = np.random.default_rng(0).integers(3, 31, (2, 9)).astype(np.int32)
 CLOSE = {"atol": 2e-5, "rtol": 0}
 EMBEDDING, HEAD = "model/embed_tokens/embedding", "lm_head/kernel"
@@ -37,7 +24,7 @@ EMBEDDING, HEAD = "model/embed_tokens/embedding", "lm_head/kernel"
 
 def torch_model(kind="llama", **sizes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES | sizes)
+    config = transformers.AutoConfig.for_model(kind, **TIED | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # large enough that one matrix in another's place shows
         model.get_input_embeddings().weight.normal_(0, 0.3)

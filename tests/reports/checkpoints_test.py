@@ -21,21 +21,8 @@ from jaxkfac.models import (
     load_encoder_decoder,
     save_encoder_decoder,
 )
-from tests._transformers import torch, transformers
+from tests._transformers import SIZES, torch, transformers
 
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 IDS = np.random.default_rng(0).integers(3, 31, (2, 9)).astype(np.int32)
 CLOSE = {"atol": 2e-5, "rtol": 0}
