@@ -1,8 +1,8 @@
 """What each room promises, and the default test that holds it.
 
-``python -m tests.properties --write`` writes ``tests/properties.md``. A row is a test of the
-default suite, and the property is its name. A test file contributes the tests that have killed an
-injected fault (``benchmarks/results/mutants*.json``, ``faults.json``), or its first test if none
+``python -m tests.properties --write`` writes ``benchmarks/results/properties.md``. A row is a test of
+the default suite, and the property is its name. A test file contributes the tests that have killed
+an injected fault (``benchmarks/results/mutants*.json``, ``faults.json``), or its first test if none
 has.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "tests" / "properties.md"
+PAGE = ROOT / "benchmarks" / "results" / "properties.md"
 RECORDS = ("mutants.json", "mutants-again.json", "faults.json")
 HEAD = """# Properties
 
@@ -89,9 +89,8 @@ def page() -> str:
         if new != room:
             room = new
             lines += ["", f"## {room}", "", "| property | default test |", "|---|---|"]
-        where = file.relative_to(ROOT)
         sentence = name.removeprefix("test_").replace("_", " ")
-        lines.append(f"| {sentence} | [{where.name}](../{where}) |")
+        lines.append(f"| {sentence} | `{file.relative_to(ROOT)}` |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
