@@ -1,9 +1,9 @@
 """What each room promises, and the default test that holds it.
 
-``python -m tests.properties --write`` writes ``benchmarks/results/properties.md``. A row is a test of
-the default suite, and the property is its name. A test file contributes the tests that have killed
-an injected fault (``benchmarks/results/mutants*.json``, ``faults.json``), or its first test if none
-has.
+``python -m tests.properties --write`` writes ``benchmarks/results/properties.md``. A row is a test
+of the default suite, and the property is its name. A test file contributes the tests that have
+killed an injected fault (``mutants.json``, ``mutants-again.json``, ``faults.json`` beside it), or
+its first test if none has.
 """
 
 import ast
