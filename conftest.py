@@ -234,9 +234,9 @@ def _compiles_float16() -> bool:
 
 
 def _leave_to(later: pytest.MarkDecorator, mark: str, items: list[pytest.Item]) -> None:
-    """Of the cases of a test with a mark of n, all but n, spread evenly, run later.
+    """Keep n cases of each test that has the mark, spread evenly; the others get ``later``.
 
-    Those that run later anyway are not among the n; ``sampled`` takes n of the slow ones besides.
+    The n are chosen among cases that do not run later anyway. ``sampled`` keeps n slow cases too.
     """
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:

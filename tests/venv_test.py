@@ -24,7 +24,7 @@ esac
 def folder(tmp_path):
     """A folder with a space in its name, and a path on which there is no Python."""
     (tmp_path / "bin").mkdir()
-    for name in ("bash", "dirname", "realpath", "mkdir", "touch", "cat", "chmod"):
+    for name in ("bash", "ls", "realpath", "mkdir", "touch", "chmod"):
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "a folder").mkdir()
     return tmp_path / "a folder"
@@ -48,7 +48,7 @@ def made(folder, *python):
 
 # An environment whose Python answers everything, so that pip is there.
 MAKES = """
-  mkdir -p "$4/bin"; printf '#!/bin/bash\\n' > "$4/bin/python"; chmod +x "$4/bin/python"; exit
+  mkdir -p "$3/bin"; printf '#!/bin/bash\\n' > "$3/bin/python"; chmod +x "$3/bin/python"; exit
 """
 
 
@@ -64,12 +64,22 @@ def test_the_first_python_that_is_new_enough_makes_it_once(folder):
 
 def test_what_a_broken_run_has_left_is_made_anew(folder):
     (folder / "env" / "bin").mkdir(parents=True)
+    (folder / "env" / "pyvenv.cfg").touch()
     broken = folder / "env" / "bin" / "python"
     broken.write_text("#!/bin/bash\nexit 1\n")  # it has no pip
     broken.chmod(0o755)
     stand_in(folder, "python3", make=MAKES)
     assert made(folder).returncode == 0
     assert "exit 1" not in broken.read_text()
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(folder):
+    stand_in(folder, "python3", make=MAKES)
+    (folder / "env").mkdir()
+    (folder / "env" / "thesis.tex").touch()
+    answer = made(folder)
+    assert answer.returncode == 1 and "something else than an environment" in answer.stderr
+    assert [x.name for x in (folder / "env").iterdir()] == ["thesis.tex"]
 
 
 PREVENTED = {
