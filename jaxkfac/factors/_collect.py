@@ -92,6 +92,20 @@ class ValueGradAndFactors(NamedTuple):
     factors: Factors
 
 
+class TrainingStep(NamedTuple):
+    """What a step of training needs of one batch.
+
+    Attributes:
+        value: As in ``ValueGradAndFactors``.
+        grads: The gradient.
+        extra: The keyword arguments of ``tx.update(grads, state, params, **extra)``.
+    """
+
+    value: Any
+    grads: ArrayTree
+    extra: dict[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class FactorCollector:
     """The function that ``value_grad_and_factors`` returns. Pure; jit it."""
@@ -477,6 +491,58 @@ class FactorCollector:
                 "jk.mark_outputs"
             )
         return adaptation_of(objective, ModelCall(params, batch, key, state), has_aux=self._has_aux)
+
+    def step(
+        self,
+        params: ArrayTree,
+        batch: ArrayTree,
+        key: Key[Array, ""] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
+        *,
+        step: ArrayLike | None = None,
+        bases: Measurable | None = None,
+    ) -> TrainingStep:
+        """A call, and ``adaptation`` of the same batch, key and state.
+
+        Args:
+            params: As in a call, like all that follow.
+            batch: The batch.
+            key: The key.
+            positions: Which positions exist.
+            labels: Labels in place of sampled ones.
+            state: What a call changes.
+            step: The number of the step.
+            bases: Eigenbases in which eigenvalues are measured.
+
+        Returns:
+            ``(value, grads, extra)``. ``extra`` holds ``factors``, ``value`` (the loss alone) and,
+            where the loss shows its outputs, ``value_fn`` and ``curvature``. These two are
+            functions: an optimizer that does not adapt itself ignores them, and they cost nothing.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxkfac as jk
+            >>> params = {"kernel": jnp.ones((3, 2))}
+            >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+            >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+            >>> tx = jk.kfac()
+            >>> state = tx.init(params, like=stats.factor_shapes(params, batch))
+            >>> loss, grads, extra = stats.step(params, batch)
+            >>> updates, state = tx.update(grads, state, params, **extra)
+            >>> print(float(loss), sorted(extra), int(state.step))
+            1.0 ['curvature', 'factors', 'value', 'value_fn'] 1
+        """
+        out = self(params, batch, key, positions, labels, state, step=step, bases=bases)
+        objective: Any = self._program.objective
+        has_outputs = isinstance(objective, Objective)
+        has_aux = objective.has_aux if has_outputs else self._has_aux
+        value = out.value[0] if has_aux or state is not None else out.value
+        extra: dict[str, Any] = {"factors": out.factors, "value": value}
+        if has_outputs or self._loss_terms is None:
+            call = ModelCall(params, batch, key, state)
+            extra |= adaptation_of(objective, call, has_aux=self._has_aux, value=value)
+        return TrainingStep(out.value, out.grads, extra)
 
     def factor_shapes(
         self,

@@ -88,8 +88,17 @@ class AdaptationOfBatch(TypedDict):
     curvature: BatchCurvature
 
 
-def adaptation_of(loss: Callable[..., Any], call: ModelCall, *, has_aux: bool) -> AdaptationOfBatch:
-    """What an adaptive optimizer needs from a batch; ``has_aux`` describes a scalar loss."""
+def adaptation_of(
+    loss: Callable[..., Any], call: ModelCall, *, has_aux: bool, value: Any = None
+) -> AdaptationOfBatch:
+    """What an adaptive optimizer needs from a batch.
+
+    Args:
+        loss: The loss.
+        call: Where it is evaluated.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
+        value: The loss there, if it is known.
+    """
     _, batch, key, state = call
 
     def value_fn(params: ArrayTree) -> Float[Array, ""]:
@@ -99,7 +108,8 @@ def adaptation_of(loss: Callable[..., Any], call: ModelCall, *, has_aux: bool) -
         return returned("the loss", loss, (params, batch), key, state, has_aux)[0]
 
     curvature = BatchCurvature(loss, *call)
-    return AdaptationOfBatch(value=value_fn(call.params), value_fn=value_fn, curvature=curvature)
+    value = value_fn(call.params) if value is None else value
+    return AdaptationOfBatch(value=value, value_fn=value_fn, curvature=curvature)
 
 
 # ---------------- options that a scalar loss cannot serve

@@ -1,9 +1,11 @@
 """The curvature inside an optimizer: average, refresh and precondition."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
 from jaxkfac.factors.sums import (
     Factors,
@@ -33,8 +36,10 @@ from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._trees import covered_leaves
+from jaxkfac.optim._trees import check_state, covered_leaves
 from jaxkfac.optim._watch import begun_anew, check_measured_between
+
+# ---------------- which factors an optimizer takes
 
 
 def shapes_of(like: Factors) -> Factors:
@@ -47,6 +52,110 @@ def shapes_of(like: Factors) -> Factors:
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
     return of_parameters(like)
+
+
+@serializable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorShapes:
+    """Which factors an optimizer takes. A pytree without arrays.
+
+    Attributes:
+        leaves: Shapes and dtypes of the factors, static.
+        tree: Structure of the factors, static.
+    """
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, like: Factors) -> "FactorShapes":
+        """The factor shapes of ``like``."""
+        leaves, tree = jax.tree.flatten(like)
+        return cls(tuple(leaves), tree)
+
+    @property
+    def like(self) -> Factors:
+        """The factors, as shapes."""
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+
+class TakesFactors(Protocol):
+    """The state of an optimizer of this library."""
+
+    @property
+    def stacked_average(self) -> Factors: ...
+    @property
+    def statistics(self) -> Factors: ...
+
+
+def shapes_in(state: TakesFactors) -> Factors:
+    """Shapes of the factors that the optimizer of a state takes."""
+
+    def statistics(state: TakesFactors) -> Factors:
+        taken = state.statistics
+        return taken.packed() if state.stacked_average.is_packed else taken
+
+    return jax.eval_shape(statistics, state)
+
+
+# `optax.chain` and the like pass parameters alone to the `init` of what they contain.
+_SHAPES: ContextVar[Callable[[], Factors] | None] = ContextVar("factor_shapes", default=None)
+
+
+@contextlib.contextmanager
+def factors_at_init(shapes: Callable[[], Factors]) -> Iterator[None]:
+    """Within it, optimizers that were built without ``like=`` take these factors at ``init``."""
+    token = _SHAPES.set(shapes)
+    try:
+        yield
+    finally:
+        _SHAPES.reset(token)
+
+
+def as_optax(
+    name: str,
+    like: Factors | None,
+    build: Callable[[Factors], Any],
+    state_type: type,
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation of optax, whose factors are known when it is built or at ``init``.
+
+    Args:
+        name: What the optimizer is called in messages.
+        like: Which factors it takes; ``None``: those of ``init(params, like=like)``.
+        build: Builds the optimizer's ``init`` and ``update`` for shapes of factors.
+        state_type: Type of its state, which says which factors it takes.
+    """
+    if like is not None:
+        tx = build(shapes_of(like))
+        return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
+
+    @functools.lru_cache(maxsize=8)  # outside of jit, each optimizer caches its traces
+    def built(shapes: FactorShapes) -> Any:
+        return build(shapes.like)
+
+    def init(params: ArrayTree, *, like: Factors | None = None) -> Any:
+        known = _SHAPES.get()
+        if like is None and known is None:
+            raise ValueError(
+                f"{name}: which factors it takes is not known: give tx.init(params, like=like) or "
+                f"jk.{name}(..., like=like), with like = stats.factor_shapes(params, batch), or "
+                "train with jk.Optimizer, which knows them"
+            )
+        like = known() if like is None and known is not None else like
+        return built(FactorShapes.of(shapes_of(cast(Factors, like)))).init(params)
+
+    def update(updates: ArrayTree, state: Any, params: Any = None, **extra: Any) -> Any:
+        check_state(name, state, state_type)
+        return built(FactorShapes.of(shapes_of(shapes_in(state)))).update(
+            updates, state, params, **extra
+        )
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), update)
+
+
+# ---------------- the average, its decomposition, and the preconditioning
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

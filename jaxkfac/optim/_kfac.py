@@ -1,6 +1,6 @@
 """K-FAC as an optax transformation that runs in one graph."""
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import optax
@@ -11,7 +11,8 @@ from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation
-from jaxkfac.optim._curvature import Curvature, Others, shapes_of
+from jaxkfac.optim._curvature import Curvature, Others, as_optax
+from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfac_update import KfacTransformation
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
@@ -35,7 +36,7 @@ SAFE_DAMPING, SAFE_NORM = 0.1, 1e-2
 def kfac(
     learning_rate: ArrayLike | Schedule | Literal["quadratic"] = "quadratic",
     *,
-    like: Factors,
+    like: Factors | None = None,
     damping: Damping | Schedule | tuple[Any, Any] | LevenbergMarquardt | Literal["auto"] = "auto",
     damping_mode: DampingMode | Literal["auto"] = "auto",
     decay: ArrayLike = 0.95,
@@ -103,7 +104,9 @@ def kfac(
             ``"quadratic"``, the default.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers, shapes,
             dtypes, groups (``collect=``) and the ``origin`` are read. The state's average and bases
-            have this origin; factors of another Fisher type are averaged all the same.
+            have this origin; factors of another Fisher type are averaged all the same. It may be
+            left out here and given to ``tx.init(params, like=like)``; :class:`jaxkfac.Optimizer`
+            does that itself.
         damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
             gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; numbers or
             schedules. Or a :class:`jaxkfac.LevenbergMarquardt` rule that adapts it. ``"auto"`` is
@@ -233,36 +236,39 @@ def kfac(
         weight_decay=weight_decay,
     )
     one_of("packed", packed, (True, False, "auto"))
-    # By default_backend, which starts JAX: the shapes in like= name no device.
-    shapes = shapes_of(like)
-    packs = packed
-    if packed == "auto":
-        packs = shapes.is_packed or jax.default_backend() != "cpu"
-    shapes = shapes.packed() if packs else shapes.unpacked()
-    measures = shapes.corrections is not None
-    method = preconditioner_of(inverse, first_damping, mode, measures=measures)
     MeshAxis.check(distribute)
-    if method.on_host and distribute is not None:
-        raise ValueError(
-            f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
-            "makes them in host memory: choose one of both"
+    # What cannot go together is refused here, whichever factors there are.
+    preconditioner_of(inverse, first_damping, mode, measures=False)
+
+    def build(shapes: Factors) -> KfacTransformation:
+        # By default_backend, which starts JAX: the shapes in like= name no device.
+        packs = packed
+        if packed == "auto":
+            packs = shapes.is_packed or jax.default_backend() != "cpu"
+        shapes = shapes.packed() if packs else shapes.unpacked()
+        measures = shapes.corrections is not None
+        method = preconditioner_of(inverse, first_damping, mode, measures=measures)
+        if method.on_host and distribute is not None:
+            raise ValueError(
+                f"distribute={distribute!r} divides decompositions among devices, and "
+                'inverse="host" makes them in host memory: choose one of both'
+            )
+        # Stacked layers would need arrays of all layers at every step.
+        stacks = Stacks.of(shapes) if shapes.turn is None else Stacks.of_one(shapes)
+        curvature = Curvature(shapes, stacks, method, decay, refresh_every, stagger, clipping)
+        return KfacTransformation(
+            curvature=curvature,
+            others=Others.of(others, curvature.covered),
+            adaptation=adaptation,
+            rate=rate,
+            damping=first_damping,
+            momentum=first_momentum,
+            norm_constraint=constraint,
+            weight_decay=weight_decay,
+            distribute=distribute,
         )
-    # Stacked layers would need arrays of all layers at every step.
-    stacks = Stacks.of(shapes) if shapes.turn is None else Stacks.of_one(shapes)
-    curvature = Curvature(shapes, stacks, method, decay, refresh_every, stagger, clipping)
-    tx = KfacTransformation(
-        curvature=curvature,
-        others=Others.of(others, curvature.covered),
-        adaptation=adaptation,
-        rate=rate,
-        damping=first_damping,
-        momentum=first_momentum,
-        norm_constraint=constraint,
-        weight_decay=weight_decay,
-        distribute=distribute,
-    )
-    # optax types a state as a tree of arrays; this one also says which layers are stacked.
-    return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
+
+    return as_optax("kfac", like, build, KfacState)
 
 
 def _or_auto(choice: Any, automatic: Any) -> Any:

@@ -12,12 +12,11 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
-from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
-from jaxkfac.optim._curvature import Curvature, Others, shapes_of
+from jaxkfac.optim._curvature import Curvature, FactorShapes, Others, as_optax
 from jaxkfac.optim._kfac_state import check_storage
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import (
@@ -49,32 +48,6 @@ from jaxkfac.optim._trees import (
     zero_momentum,
 )
 from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
-
-
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FactorShapes:
-    """Which factors an optimizer takes. A pytree without arrays.
-
-    Attributes:
-        leaves: Shapes and dtypes of the factors, static.
-        tree: Structure of the factors, static.
-    """
-
-    leaves: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
-    tree: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, like: Factors) -> "FactorShapes":
-        """The factor shapes of ``like``."""
-        leaves, tree = jax.tree.flatten(like)
-        return cls(tuple(leaves), tree)
-
-    @property
-    def like(self) -> Factors:
-        """The factors, as shapes."""
-        return jax.tree.unflatten(self.tree, self.leaves)
 
 
 class KfeAdamState(NamedTuple):
@@ -127,7 +100,7 @@ class KfeAdamState(NamedTuple):
 def kfe_adam(
     learning_rate: ArrayLike | Schedule,
     *,
-    like: Factors,
+    like: Factors | None = None,
     b1: float = 0.9,
     b2: float = 0.99,
     eps: float = 1e-8,
@@ -162,7 +135,9 @@ def kfe_adam(
     Args:
         learning_rate: $\eta$, a number or a schedule of the step.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. If it is packed
-            (``value_grad_and_factors(packed=True)``), the average is stored packed too.
+            (``value_grad_and_factors(packed=True)``), the average is stored packed too. It may be
+            left out here and given to ``tx.init(params, like=like)``; :class:`jaxkfac.Optimizer`
+            does that itself.
         b1: $\beta_1 \in [0, 1)$.
         b2: $\beta_2 \in [0, 1)$.
         eps: $\epsilon > 0$, in units of the gradient.
@@ -226,29 +201,32 @@ def kfe_adam(
         raise ValueError(
             f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"
         )
-    shapes = dataclasses.replace(shapes_of(like), corrections=None)
-    if shapes.turn is not None:
-        raise ValueError(
-            f"like=: its factors come in turns (collect={shapes.turn.of}), and kfe_adam averages "
-            "those of all layers at each step: leave collect= out, or use jk.kfac"
+
+    def build(shapes: Factors) -> _KfeAdam:
+        shapes = dataclasses.replace(shapes, corrections=None)
+        if shapes.turn is not None:
+            raise ValueError(
+                f"like=: its factors come in turns (collect={shapes.turn.of}), and kfe_adam "
+                "averages those of all layers at each step: leave collect= out, or use jk.kfac"
+            )
+        stacks = Stacks.of(shapes)
+        method = preconditioner_of(refresh, 0.0, "exact", measures=False)
+        options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
+        collected = Curvature(shapes, stacks, method, *options)
+        sides = Covariances.of(collected.stacked_like, covariance, max_side)
+        return _KfeAdam(
+            collected=collected,
+            sides=sides,
+            curvature=Curvature(sides.like, Stacks.of_one(sides.like), method, *options),
+            others=Others.of(others, collected.covered),
+            rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
         )
-    stacks = Stacks.of(shapes)
-    method = preconditioner_of(refresh, 0.0, "exact", measures=False)
-    options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
-    collected = Curvature(shapes, stacks, method, *options)
-    sides = Covariances.of(collected.stacked_like, covariance, max_side)
-    tx = _KfeAdam(
-        collected=collected,
-        sides=sides,
-        curvature=Curvature(sides.like, Stacks.of_one(sides.like), method, *options),
-        others=Others.of(others, collected.covered),
-        rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
+
+    return as_optax("kfe_adam", like, build, KfeAdamState)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
