@@ -65,6 +65,8 @@ from jaxkfac.memory import (
 )
 from jaxkfac.optim import (
     LevenbergMarquardt,
+    Optimizer,
+    TrainState,
     check_state,
     has_updated,
     kfac,
@@ -117,10 +119,12 @@ __all__ = [
     "MemoryPlan",
     "NonFiniteFactorError",
     "Objective",
+    "Optimizer",
     "ProcessesDisagreeError",
     "QuadraticPenalty",
     "Queries",
     "TopK",
+    "TrainState",
     "TruncatedScores",
     "UncoveredParameterError",
     "UnknownLayerError",

@@ -293,6 +293,12 @@ class FactorCollector:
         )
 
     @property
+    def has_aux(self) -> bool:
+        """Whether a call returns ``(value, aux)``."""
+        objective = self._program.objective
+        return objective.has_aux if isinstance(objective, Objective) else self._has_aux
+
+    @property
     def vjps(self) -> int:
         """How many vector-Jacobian products' output sides are alive besides their sum."""
         return self._estimator.concurrent
@@ -426,9 +432,7 @@ class FactorCollector:
         return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
 
     def _value(self, at: Linearised, call: Call) -> Any:
-        objective = self._program.objective
-        has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
-        return (at.value, at.aux) if has_aux or call.state is not None else at.value
+        return (at.value, at.aux) if self.has_aux or call.state is not None else at.value
 
     def _check_scalar(self, traced: Traced, call: Call) -> None:
         """Refuse options that need outputs, if a loss marks none."""
@@ -535,11 +539,9 @@ class FactorCollector:
         """
         out = self(params, batch, key, positions, labels, state, step=step, bases=bases)
         objective: Any = self._program.objective
-        has_outputs = isinstance(objective, Objective)
-        has_aux = objective.has_aux if has_outputs else self._has_aux
-        value = out.value[0] if has_aux or state is not None else out.value
+        value = out.value[0] if self.has_aux or state is not None else out.value
         extra: dict[str, Any] = {"factors": out.factors, "value": value}
-        if has_outputs or self._loss_terms is None:
+        if isinstance(objective, Objective) or self._loss_terms is None:
             call = ModelCall(params, batch, key, state)
             extra |= adaptation_of(objective, call, has_aux=self._has_aux, value=value)
         return TrainingStep(out.value, out.grads, extra)

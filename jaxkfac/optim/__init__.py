@@ -9,6 +9,7 @@ from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import has_updated, multi_steps
 from jaxkfac.optim._multi_steps_state import MultiStepsState
+from jaxkfac.optim._optimizer import Optimizer, OptimizerState, TrainState
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks
@@ -25,10 +26,13 @@ __all__ = [
     "LevenbergMarquardt",
     "MemoryKind",
     "MultiStepsState",
+    "Optimizer",
+    "OptimizerState",
     "Preconditioner",
     "ScaleByBasesState",
     "Stacks",
     "StateWatch",
+    "TrainState",
     "advance_momentum",
     "check_memory_kind",
     "check_state",

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,19 +80,10 @@ class FactorShapes:
         return jax.tree.unflatten(self.tree, self.leaves)
 
 
-class TakesFactors(Protocol):
-    """The state of an optimizer of this library."""
-
-    @property
-    def stacked_average(self) -> Factors: ...
-    @property
-    def statistics(self) -> Factors: ...
-
-
-def shapes_in(state: TakesFactors) -> Factors:
+def shapes_in(state: Any) -> Factors:
     """Shapes of the factors that the optimizer of a state takes."""
 
-    def statistics(state: TakesFactors) -> Factors:
+    def statistics(state: Any) -> Factors:
         taken = state.statistics
         return taken.packed() if state.stacked_average.is_packed else taken
 
