@@ -114,11 +114,11 @@ class Optimizer:
     def __init__(
         self,
         objective: Any,
-        optimizer: optax.GradientTransformation | None = None,
+        optimizer: Any = None,
         **statistics: Any,
     ) -> None:
         optimizer = kfe_adam(0.01) if optimizer is None else optimizer
-        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        if not isinstance(optimizer, optax.GradientTransformation):
             raise TypeError(
                 "optimizer: expected jk.kfe_adam(...), jk.kfac(...) or another optax "
                 f"transformation, got {named(optimizer)}"
@@ -179,7 +179,7 @@ class Optimizer:
     def step(
         self,
         params: ArrayTree,
-        state: OptimizerState,
+        state: Any,
         batch: ArrayTree,
         key: Key[Array, ""] | None = None,
     ) -> tuple[ArrayTree, OptimizerState, Any]:
@@ -339,6 +339,7 @@ class TrainState(train_state.TrainState):
         200 True
     """
 
+    params: Any = struct.field(pytree_node=True)
     tx: Any = struct.field(pytree_node=False)
     opt_state: Any = struct.field(pytree_node=True)
 

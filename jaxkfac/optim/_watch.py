@@ -285,9 +285,10 @@ def check_state(state: object) -> None:
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_watched)
     watched = [node for node in nodes if _is_watched(node)]
-    if not watched:
+    trained = [x for x in jax.tree.leaves(state, is_leaf=_is_trained) if _is_trained(x)]
+    if not (watched or trained):
         raise ValueError(
-            "state: there is no state of jk.kfac or jk.kfe_adam in it, expected what "
+            "state: there is no state of jk.kfac, jk.kfe_adam or jk.Optimizer in it, expected what "
             "tx.init(params) or tx.update(...) returned"
         )
     groups = [node for node in jax.tree.leaves(state, is_leaf=_accumulates) if _accumulates(node)]
@@ -301,6 +302,11 @@ def check_state(state: object) -> None:
 
 def _is_watched(node: object) -> bool:
     return isinstance(getattr(node, "watch", None), StateWatch)
+
+
+def _is_trained(node: object) -> bool:
+    """Whether it is the state of ``Optimizer``, whose transformation may be one of optax."""
+    return hasattr(node, "model_state") and hasattr(node, "inner")
 
 
 def _accumulates(node: object) -> bool:

@@ -1,0 +1,1 @@
+"""Ten training scripts as other people write them, each trained by one object at its defaults."""
