@@ -72,7 +72,7 @@ def test_both_sides_of_the_difference_to_optax_train(tmp_path: Path):
     assert sum(line[:1] in ("+", "-") for line in difference.splitlines()) <= 12
     before, after = sides(difference)
     assert "optax.adam" in "\n".join(before)
-    assert "jk.kfac(" in "\n".join(after)
+    assert "jk.Optimizer(" in "\n".join(after)
     program = tmp_path / "loops.py"
     loops = ("params_at_first = params", *before, "params = params_at_first", *after)
     program.write_text("\n".join([script(text), *loops, "assert loss < 0.01"]))
