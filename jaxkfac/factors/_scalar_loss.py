@@ -11,12 +11,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._mapped_axes import axes_apart, num_devices, sum_over_devices
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._loss_terms import Head
+from jaxkfac.factors._loss_terms import Head, TermsOfBatch
+from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import ModelCall, check_array, returned
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Traced
+from jaxkfac.interception import Traced, lifted, marks_of
 
 # ---------------- the loss of one batch, for adaptive optimizers
 
@@ -32,6 +34,7 @@ class BatchCurvature(NamedTuple):
         batch: The batch.
         key: For dropout, or ``None``.
         state: What a call changes (batch statistics), or ``None``.
+        axes: Mapped axes whose devices hold the rest of the batch.
     """
 
     loss: Callable[..., Any]
@@ -39,6 +42,7 @@ class BatchCurvature(NamedTuple):
     batch: ArrayTree
     key: Any
     state: ArrayTree
+    axes: tuple[str, ...] = ()
 
     def check_params(self, params: ArrayTree) -> None:
         """Refuse parameters other than those of the update, as far as that can be seen.
@@ -88,18 +92,55 @@ class AdaptationOfBatch(TypedDict):
     curvature: BatchCurvature
 
 
-def adaptation_of(loss: Callable[..., Any], call: ModelCall, *, has_aux: bool) -> AdaptationOfBatch:
-    """What an adaptive optimizer needs from a batch; ``has_aux`` describes a scalar loss."""
+def adaptation_of(
+    loss: Callable[..., Any], call: ModelCall, axes: tuple[str, ...] = (), *, has_aux: bool
+) -> AdaptationOfBatch:
+    """What an adaptive optimizer needs from a batch.
+
+    Args:
+        loss: A ``jk.Objective``, or a scalar loss that marks its outputs.
+        call: Its arguments.
+        axes: Mapped axes whose devices hold the rest of the batch.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
+    """
     _, batch, key, state = call
 
     def value_fn(params: ArrayTree) -> Float[Array, ""]:
+        if axes:
+            return _value_over_devices(loss, call._replace(params=params), axes, has_aux=has_aux)
         if isinstance(loss, Objective):
             out = loss(params, batch, key, state)
             return out[0] if loss.has_aux or state is not None else out
         return returned("the loss", loss, (params, batch), key, state, has_aux)[0]
 
-    curvature = BatchCurvature(loss, *call)
+    curvature = BatchCurvature(loss, *call, axes=axes)
     return AdaptationOfBatch(value=value_fn(call.params), value_fn=value_fn, curvature=curvature)
+
+
+def _value_over_devices(
+    loss: Callable[..., Any], call: ModelCall, names: tuple[str, ...], *, has_aux: bool
+) -> Float[Array, ""]:
+    """The loss of the batch of all devices, as ``Program.linearise`` gives it."""
+    params, batch, key, state = call
+    if isinstance(loss, Objective):
+        checked = loss.batch(batch)
+        outputs, _ = loss.outputs(params, checked.inputs, key, state)
+        terms_of = TermsOfBatch(loss, outputs, checked, names)
+        value, _ = terms_of.loss(outputs, checked.targets, checked.mask)
+        return sum_over_devices(value, terms_of.axes)
+    closed = jax.make_jaxpr(lambda *args: returned("the loss", loss, args[:2], *args[2:], has_aux))(
+        params, batch, key, state
+    )
+    marks = marks_of(closed.jaxpr)
+    out = lifted(closed.jaxpr, closed.consts, jax.tree.leaves(call), [None] * len(marks))
+    (value, *_), outputs = out.result, jax.lax.stop_gradient(out.outputs)
+    if not marks:  # every device has as many terms
+        axes = axes_apart(names, value)
+        return sum_over_devices(value / num_devices(axes), axes)
+    terms = MarkedTerms(marks, *jax.lax.stop_gradient((out.weights, out.masks)))
+    terms = terms.over_devices(outputs, names)
+    share = terms.share(outputs) if terms.axes else jnp.ones((), value.dtype)
+    return sum_over_devices(value * share.astype(value.dtype), terms.axes)
 
 
 # ---------------- options that a scalar loss cannot serve
