@@ -244,8 +244,8 @@ def value_grad_and_factors(
     names = axis_names(axis_name)
     if names is not None and max_factor_bytes is not None:
         raise ValueError(
-            f"axis_name={axis_name!r} and max_factor_bytes=: passes under a budget are compiled one "
-            "by one, outside of jax.pmap and jax.shard_map: leave out one of the two"
+            f"axis_name={axis_name!r} and max_factor_bytes=: passes under a budget are compiled "
+            "one by one, outside of jax.pmap and jax.shard_map: leave out one of the two"
         )
     # With a unit G no gradient is gathered, so a diagonal has nothing to square.
     if estimator.unit_outputs and uncovered == "diagonal":

@@ -371,6 +371,23 @@ class LossTerms(abc.ABC):
     ) -> list[Head]:
         """Each output with its likelihood, targets, mask and weight."""
 
+    def of_batch(
+        self,
+        outputs: ArrayTree,
+        batch: Any,
+        names: tuple[str, ...] = (),
+        meeting: Callable[[], str] = _examples_do_not_meet,
+    ) -> "LossTerms":
+        """The terms of one batch, whose examples may meet, and which may be one device's.
+
+        Args:
+            outputs: The outputs, or their shapes.
+            batch: The batch.
+            names: Mapped axes whose devices hold the rest of the batch.
+            meeting: Says where examples meet; see ``Head``.
+        """
+        return TermsOfBatch(self, outputs, batch, names, meeting)
+
     @abc.abstractmethod
     def tree(self, entries: Sequence[Any]) -> PyTree:
         """Put one entry for each output into the structure of the outputs."""
@@ -462,7 +479,7 @@ class LossTerms(abc.ABC):
             head, share = heads[at], seeds[at] / heads[at].count
 
             def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> ArrayTree:
-                one = times(head.column(index), share)
+                one = cast_varying(times(head.column(index), share), head.outputs)
                 if term is not None:
                     shape = head.terms_at_once
                     at_term = (jnp.arange(math.prod(shape)) == term).reshape(shape)
@@ -511,23 +528,15 @@ def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
 
 
 class TermsOfBatch(LossTerms):
-    """Loss terms of one batch, whose examples may meet, and which may be one device's.
-
-    Args:
-        terms: The terms as the objective has them.
-        outputs: The outputs, or their shapes.
-        batch: The batch.
-        names: Mapped axes that ``axis_name=`` names.
-        meeting: Says where examples meet; see ``Head``.
-    """
+    """See ``LossTerms.of_batch``; ``terms`` are those of the objective."""
 
     def __init__(
         self,
         terms: LossTerms,
         outputs: ArrayTree,
         batch: Any,
-        names: tuple[str, ...] = (),
-        meeting: Callable[[], str] = _examples_do_not_meet,
+        names: tuple[str, ...],
+        meeting: Callable[[], str],
     ) -> None:
         self._terms, self._meeting = terms, meeting
         self.axes = axes_apart(names, outputs, batch.targets, batch.mask)

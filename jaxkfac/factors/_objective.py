@@ -17,14 +17,7 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import one_of
 from jaxkfac.factors._likelihoods import Categorical, Likelihood
-from jaxkfac.factors._loss_terms import (
-    Head,
-    LossTerms,
-    Normalize,
-    TermsOfBatch,
-    shares,
-    times,
-)
+from jaxkfac.factors._loss_terms import Head, LossTerms, Normalize, shares, times
 from jaxkfac.factors._model_call import (
     Batch,
     CheckedBatch,
@@ -234,7 +227,7 @@ class Objective(LossTerms):
         shapes = [
             jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in example_heads
         ]
-        terms = TermsOfBatch(self, self.tree(shapes), batch, names)
+        terms = self.of_batch(self.tree(shapes), batch, names)
         batch_heads = terms.heads(self.tree(shapes), None, batch.mask)
         # A cotangent of the example alone is s sqrt(w_m / (t_m t)) with t_m of its t terms in
         # output m. Times sqrt((t_m / t) / (T_m / T)) it is s sqrt(w_m T / T_m) / t, so that t

@@ -22,7 +22,7 @@ from jaxkfac._arguments import (
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying, varying_axes
 from jaxkfac._mapped_axes import axes_apart, num_devices, sum_over_devices
-from jaxkfac.factors._loss_terms import LossTerms, TermsOfBatch, common_scale, number_of_terms
+from jaxkfac.factors._loss_terms import LossTerms, common_scale, number_of_terms
 from jaxkfac.factors._marks import (
     MarkedTerms,
     check_marked_outputs,
@@ -284,7 +284,7 @@ class Program:
         terms_of = MarkedTerms(traced.marks, weights, masks, meeting)
         terms_of = terms_of.over_devices(outputs, self.axes)
         fixed = jax.lax.stop_gradient(outputs)
-        share = jnp.ones_like(value)
+        share, no_value = jnp.ones_like(value), jnp.zeros_like(value)
         if terms_of.axes:
             share = cast_varying(terms_of.share(fixed).astype(value.dtype), value)
         # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
@@ -312,13 +312,13 @@ class Program:
             emitted,
             number_of_terms(heads),
             fixed,
-            lambda g: vjp((g, jnp.zeros_like(value)))[1],
+            lambda g: vjp((g, no_value))[1],
             terms_of,
             Batch(None, None, None),
             fisher_cotangents if scale is None or beside or leads_past_marks(traced) else None,
             scale,
             fisher_cotangents,
-            lambda g: vjp((g, jnp.zeros_like(value)))[0],
+            lambda g: vjp((g, no_value))[0],
         )
 
     def output_shapes(self, traced: Traced) -> ArrayTree:
@@ -434,7 +434,7 @@ class Program:
 
         outputs, vjp, aux = jax.vjp(run, free, zero_slots, has_aux=True)
         meeting = lambda: self.meeting(traced, "derivative")
-        terms_of = TermsOfBatch(objective, outputs, batch, self.axes, meeting)
+        terms_of = objective.of_batch(outputs, batch, self.axes, meeting)
 
         def loss(outputs: ArrayTree) -> tuple[Array, Array]:
             return terms_of.loss(outputs, batch.targets, batch.mask)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._mapped_axes import axes_apart, num_devices, sum_over_devices
 from jaxkfac.factors._fisher import Estimator
-from jaxkfac.factors._loss_terms import Head, TermsOfBatch
+from jaxkfac.factors._loss_terms import Head
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import ModelCall, check_array, returned
 from jaxkfac.factors._objective import Objective
@@ -125,7 +125,7 @@ def _value_over_devices(
     if isinstance(loss, Objective):
         checked = loss.batch(batch)
         outputs, _ = loss.outputs(params, checked.inputs, key, state)
-        terms_of = TermsOfBatch(loss, outputs, checked, names)
+        terms_of = loss.of_batch(outputs, checked, names)
         value, _ = terms_of.loss(outputs, checked.targets, checked.mask)
         return sum_over_devices(value, terms_of.axes)
     closed = jax.make_jaxpr(lambda *args: returned("the loss", loss, args[:2], *args[2:], has_aux))(
