@@ -149,7 +149,7 @@ class Eigenbases(_Named):
             bias=layout.bias,
             max_condition=max_condition,
             floor=floor,
-            origin=origin,
+            origin=None if origin is None else origin.of_average(),
         )
 
     def __repr__(self) -> str:

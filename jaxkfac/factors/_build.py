@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, overload
 
 from jaxkfac._arguments import check_function
 from jaxkfac._errors import at_least_one, one_of
+from jaxkfac._mapped_axes import AxisName, axis_names
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector, Uncovered
 from jaxkfac.factors._fisher import Estimator, Fisher, estimator_of
@@ -43,6 +44,7 @@ def value_grad_and_factors(
     examples: Word | None = ...,
     packed: bool = ...,
     collect: int = ...,
+    axis_name: AxisName = ...,
 ) -> FactorCollector: ...
 @overload
 def value_grad_and_factors(
@@ -68,6 +70,7 @@ def value_grad_and_factors(
     examples: Word | None = ...,
     packed: bool = ...,
     collect: Literal[1] = ...,
+    axis_name: None = ...,
 ) -> BudgetedCollector: ...
 def value_grad_and_factors(
     objective: Callable[..., Any],
@@ -92,6 +95,7 @@ def value_grad_and_factors(
     examples: Word | None = None,
     packed: bool = False,
     collect: int = 1,
+    axis_name: AxisName = None,
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
@@ -183,6 +187,15 @@ def value_grad_and_factors(
             if it is traced, they are gathered at every step. Give the factors to ``kfac`` or
             ``update_average``, where each layer's average decays by its own steps. ``kfac`` makes
             no update until every group has come once.
+        axis_name: The mapped axis, or a tuple of axes, over which the batch is divided: the
+            ``axis_name`` of a ``jax.pmap``, or a manual axis of a ``jax.shard_map``. Value,
+            gradient and factors are then those of the batch of all devices, equal on each of them:
+            counts of terms are pooled before anything is divided by them, so that masks and weights
+            may differ between devices. The same holds for ``adaptation``. A loss that marks its
+            outputs enters with each device's share of all terms, and with ``loss_terms`` equally.
+            Auxiliary outputs and a changed state stay each device's own. Optimizers read the axes
+            in ``factors.origin``. ``()`` says that you reduce by hand; ``None``, that no axis is
+            mapped, or that JAX sums gradients itself (``check_vma=True``).
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
@@ -190,7 +203,8 @@ def value_grad_and_factors(
         ``BudgetedCollector``, which is called in the same way.
 
     Raises:
-        ValueError: an unknown option, or one that a scalar loss does not support.
+        ValueError: an unknown option, or one that a scalar loss does not support; when called, an
+            ``axis_name`` that no map around the call has.
         MemoryBudgetError: when called: one side of one layer, at one iteration, is larger
             than ``max_factor_bytes``.
 
@@ -227,6 +241,12 @@ def value_grad_and_factors(
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every, collect=collect)
     check_sparing(every, subsample)
     check_collect(collect, every, max_factor_bytes)
+    names = axis_names(axis_name)
+    if names is not None and max_factor_bytes is not None:
+        raise ValueError(
+            f"axis_name={axis_name!r} and max_factor_bytes=: passes under a budget are compiled "
+            "one by one, outside of jax.pmap and jax.shard_map: leave out one of the two"
+        )
     # With a unit G no gradient is gathered, so a diagonal has nothing to square.
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
@@ -251,6 +271,7 @@ def value_grad_and_factors(
         second_pass=not estimator.unit_outputs,
         has_aux=has_aux,
         examples=examples,
+        axes=names or (),
     )
     collector = FactorCollector(
         program,
@@ -266,6 +287,7 @@ def value_grad_and_factors(
         precision,
         packed,
         collect,
+        names,
     )
     if max_factor_bytes is not None:
         budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")

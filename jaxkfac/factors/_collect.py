@@ -13,9 +13,16 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
-from jaxkfac._arguments import ArrayTree, check_arrays, leaves_by_path, with_leaves
+from jaxkfac._arguments import (
+    ArrayTree,
+    check_arrays,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
+from jaxkfac._mapped_axes import axes_apart, check_mapped, sum_over_devices
 from jaxkfac.factors._diagonal_pass import (
     check_alone,
     diagonal_layers,
@@ -32,6 +39,7 @@ from jaxkfac.factors._scalar_loss import (
     adaptation_of,
     check_marked,
     check_scalar_loss,
+    share_of_loss,
     warn_of_sum,
 )
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
@@ -123,6 +131,7 @@ class FactorCollector:
     _precision: Precision = "highest"
     _packed: bool = False
     _collect: int = 1
+    _axis_names: tuple[str, ...] | None = None
     # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -179,8 +188,9 @@ class FactorCollector:
             ValueError: the batch is empty or does not fit the likelihood; ``step`` is missing with
                 ``every=`` or ``collect=``, or ``key`` with ``subsample=``; with ``collect=``,
                 ``bases`` are given, there are fewer layers than groups, or no layer is scanned
-                and ``step`` is traced.
+                and ``step`` is traced; or the call is not inside a map of ``axis_name``.
         """
+        self.check_mapped()
         call = self.checked(batch, key, positions, labels, state, bases)
         due, turn = self.is_due(step), self._turn(step)
         if isinstance(self._program.objective, Objective):
@@ -202,6 +212,21 @@ class FactorCollector:
         # Each group has a program of its own, and so has a step that collects nothing.
         static = due if turn is None else int(turn.number)
         return self._staged.get((params, call), stage, static=static)(params, call)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mapped axes whose devices hold different examples."""
+        return self._program.axes
+
+    def check_mapped(self) -> None:
+        """Refuse an ``axis_name`` that no map around the call has."""
+        check_mapped("jk.value_grad_and_factors", self._program.axes)
+
+    def on_one_device(self) -> "FactorCollector":
+        """The collector without its axes, for shapes, which need no map and are the same."""
+        if not self._program.axes:
+            return self
+        return dataclasses.replace(self, _program=self._program.on_one_device())
 
     def _warn_of_sum(self, params: ArrayTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
@@ -351,6 +376,7 @@ class FactorCollector:
             parts,
             products=products,
             packed=self._packed,
+            axes=self._program.axes,
         )
 
     def traced(self, params: ArrayTree, call: Call) -> Traced:
@@ -494,7 +520,9 @@ class FactorCollector:
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
                 "jk.mark_outputs"
             )
-        return adaptation_of(objective, ModelCall(params, batch, key, state), has_aux=self._has_aux)
+        self.check_mapped()
+        call = ModelCall(params, batch, key, state)
+        return adaptation_of(objective, call, self._program.axes, has_aux=self._has_aux)
 
     def step(
         self,
@@ -543,8 +571,36 @@ class FactorCollector:
         extra: dict[str, Any] = {"factors": out.factors, "value": value}
         if isinstance(objective, Objective) or self._loss_terms is None:
             call = ModelCall(params, batch, key, state)
-            extra |= adaptation_of(objective, call, has_aux=self._has_aux, value=value)
+            extra |= adaptation_of(
+                objective, call, self._program.axes, has_aux=self._has_aux, value=value
+            )
         return TrainingStep(out.value, out.grads, extra)
+
+    def value_and_grad(
+        self,
+        params: ArrayTree,
+        batch: ArrayTree,
+        key: Key[Array, ""] | None = None,
+        *,
+        state: ArrayTree | None = None,
+    ) -> tuple[Any, ArrayTree]:
+        """Value and gradient of a call by JAX alone, for an optimizer that takes no factors.
+
+        No layer has to be found for it.
+        """
+        self.check_mapped()
+        call = ModelCall(params, batch, key, state)
+        axes, has_aux = self._program.axes, self.has_aux
+
+        def share(free: dict[str, Array]) -> tuple[Array, Any]:
+            here = call._replace(params=with_leaves(params, free))
+            return share_of_loss(self._program.objective, here, axes, has_aux=has_aux)
+
+        free, _ = partition(params)
+        (value, beside), grads = jax.value_and_grad(share, has_aux=True)(free)
+        value, grads = sum_over_devices((value, grads), axes_apart(axes, value))
+        value = (value, beside) if has_aux or state is not None else value
+        return value, _gradient(params, grads)
 
     def factor_shapes(
         self,
@@ -567,7 +623,8 @@ class FactorCollector:
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # the trace shows whether they reach every layer
-            shapes = jax.eval_shape(self.gather, params, call.quiet()).factors
+            gather = self.on_one_device().gather
+            shapes = jax.eval_shape(gather, params, call.quiet()).factors
         else:
             shapes = self.types(params, call)
         return self._in_turns(shapes, self.traced(params, call))
@@ -576,7 +633,7 @@ class FactorCollector:
         """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
         if self._second_pass(traced, params) or traced.marks or call.bases is not None:
-            return jax.eval_shape(self.gather, params, call.quiet()).factors
+            return jax.eval_shape(self.on_one_device().gather, params, call.quiet()).factors
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
             terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
@@ -591,7 +648,8 @@ class FactorCollector:
         objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
         has_outputs = isinstance(objective, Objective)
         likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
-        return Origin.of(self._estimator.name, likelihoods, self._program.examples)
+        declared, axes = self._program.examples, self._axis_names
+        return Origin.of(self._estimator.name, likelihoods, declared, axes=axes)
 
     def _second_pass(self, traced: Traced, params: ArrayTree) -> list[Layer]:
         """The layers whose diagonals come from gradients of single examples."""
@@ -620,11 +678,12 @@ class FactorCollector:
                 file=sys.stderr,
             )
         if traced.marks:
-            sums = marked_diagonals(self._program.objective, traced, at, layers, call.estimator)
-        else:
-            sums = per_example_diagonals(
-                self._program.objective, call.of_model(params), layers, call.estimator
+            sums = marked_diagonals(
+                self._program.objective, traced, at, layers, call.estimator, self._program.axes
             )
+        else:
+            arguments = call.of_model(params), layers, call.estimator, self._program.axes
+            sums = per_example_diagonals(self._program.objective, *arguments)
         return dataclasses.replace(
             factors,
             diagonals={**factors.diagonals, **at.poisoned(sums)},

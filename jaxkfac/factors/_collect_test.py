@@ -1,12 +1,19 @@
+"""A collector's programs and defaults, and the outer products of sums by example."""
+
 import dataclasses
 import gc
 import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
+from jaxkfac.factors._explicit_net_test import layer
+from jaxkfac.factors._taps import gradient_block, gradient_rows, outer_products
+from jaxkfac.kinds import Products
+from jaxkfac.linalg import PANELS_FROM
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "b": jnp.ones(4)}
 X, Y = jax.random.normal(jax.random.key(1), (5, 3)), jnp.arange(5) % 4
@@ -135,3 +142,61 @@ def test_a_leaf_without_a_gradient_gets_zeros_and_a_key_itself():
     assert grads["steps"].dtype == params["steps"].dtype
     assert not grads["steps"].any() and grads["key"] == params["key"]
     assert grads["w"].any() and not grads["b"].any()
+
+
+# ---------------- defaults of options, from shapes alone
+
+
+@pytest.mark.parametrize(("size", "dense"), [(16384, True), (16385, False)])
+def test_a_side_of_16384_is_the_largest_that_is_kept_whole(size, dense):
+    params, batch = {"w": jnp.zeros((size, 2))}, (jnp.zeros((3, size)), jnp.zeros(3, int))
+    stats = value_grad_and_factors(Objective(lambda p, x: x @ p["w"], Categorical()))
+    like = stats.factor_shapes(params, batch)
+    assert like.a_sums["w"].shape == ((size, size) if dense else (size,))
+
+
+SCALED = {
+    "x / p": lambda p, x: x / p,
+    "p / x": lambda p, x: p / x,
+    "x ** p": lambda p, x: x**p,
+    "p ** x": lambda p, x: p**x,
+}
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("name", SCALED)
+def test_on_either_side_of_a_quotient_or_power_squares_are_those_of_gradients(x64, name):
+    x, y = jax.random.uniform(jax.random.key(0), (2, 5, 3), minval=0.5, maxval=2.0)
+    p = jnp.asarray([0.6, 1.1, 1.7])
+    objective = Objective(lambda p, x: SCALED[name](p["scale"], x), Gaussian())
+    factors = value_grad_and_factors(objective)({"scale": p}, (x, y)).factors
+
+    def loss(p, x, y):
+        return 0.5 * jnp.square(SCALED[name](p, x) - y).sum()
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0))(p, x, y)
+    np.testing.assert_allclose(factors.diagonals["scale"], jnp.square(gradients).sum(0), rtol=1e-12)
+
+
+# ---------------- outer products of what has been summed by example
+
+
+ALL = {"products": Products(), "precision": jax.lax.Precision.HIGHEST}
+
+
+@pytest.mark.parametrize("stack", [0, 1])
+def test_gradients_of_examples_are_rows_and_their_outer_products_add_up(stack):
+    scale = layer("scale", (2, 3), kind="scale", stack=stack, inputs=())
+    gradient = jnp.arange(24.0).reshape(2, 3, 4)  # four examples
+    expected = np.moveaxis(gradient, -1, stack).reshape(*scale.stack, 4, -1)
+    np.testing.assert_array_equal(gradient_rows(scale, gradient), expected)
+    outer = expected.swapaxes(-1, -2) @ expected
+    np.testing.assert_allclose(gradient_block(scale, gradient, **ALL), outer, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [3, PANELS_FROM + 8])
+@pytest.mark.parametrize("dense", [False, True])
+def test_outer_products_are_sums_over_rows_whole_or_their_diagonal(size, dense):
+    rows = jax.random.normal(jax.random.key(0), (5, size))
+    found, whole = outer_products(rows, dense=dense, **ALL), rows.T @ rows
+    np.testing.assert_allclose(found, whole if dense else jnp.diag(whole), rtol=1e-5, atol=1e-5)

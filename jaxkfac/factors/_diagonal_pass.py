@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac._jaxpr_compat import cast_varying, replicated, varying_axes
+from jaxkfac._mapped_axes import axes_apart, sum_over_devices
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._model_call import Batch, ModelCall
@@ -74,12 +75,16 @@ def check_alone(program: Program, traced: Traced, layers: list[Layer]) -> None:
 
 
 def per_example_diagonals(
-    objective: Objective, call: ModelCall, layers: list[Layer], estimator: Estimator
+    objective: Objective,
+    call: ModelCall,
+    layers: list[Layer],
+    estimator: Estimator,
+    names: tuple[str, ...] = (),
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
     The estimator runs on each example by itself. Inside ``shard_map`` each device holds different
-    examples, and the sum is over all devices.
+    examples, and the sum is over all devices; also over those of the mapped axes ``names``.
 
     Memory:
         ``CHUNK`` gradients of the uncovered parameters and their activations; a single one if the
@@ -107,7 +112,7 @@ def per_example_diagonals(
         terms = total_count(objective.heads(outputs, None, one.mask))
 
         def contribution(cotangents: ArrayTree) -> dict[str, Array]:
-            cotangents = objective.in_batch(cotangents, one.mask, batch)
+            cotangents = objective.in_batch(cotangents, one.mask, batch, names)
             # The cotangents belong to the mean of this example's terms, and times the number of
             # terms to their sum.
             return {
@@ -118,14 +123,15 @@ def per_example_diagonals(
         return its.expectation(objective, outputs, one, contribution)
 
     # The loop must not run along a sharded axis.
-    examples = replicated((batch, estimator.by_example(number)))
+    untracked = tuple(x for x in names if x not in axes and axes_apart((x,)))
+    examples = replicated((batch, estimator.by_example(number, untracked)))
     some = lambda chunk, _: jax.vmap(squares)(chunk)
     try:
         rows = map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
     except NotImplementedError:  # an operation that JAX cannot batch, such as a grouped product
         rows = jax.lax.map(fast_convolutions(squares), examples)
     sums = {layer.name: sum_over_axis(rows[layer.weight.path], 0) for layer in layers}
-    return jax.lax.psum(sums, axes) if axes else sums
+    return sum_over_devices(sums, (*axes, *untracked))
 
 
 # ---------------- losses that mark their outputs
@@ -141,6 +147,7 @@ def marked_diagonals(
     at: Linearised,
     layers: Sequence[Layer],
     estimator: Estimator,
+    names: tuple[str, ...] = (),
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
@@ -150,6 +157,7 @@ def marked_diagonals(
         at: The program linearized at one point.
         layers: The layers.
         estimator: The Fisher type, with its key or labels.
+        names: Mapped axes over whose devices the sum runs.
 
     Raises:
         UncoveredParameterError: inside ``shard_map``, where each device holds different examples.
@@ -186,7 +194,7 @@ def marked_diagonals(
         }
 
     direct = at._replace(vjp=lambda cotangents: cotangents, own=at.cotangents)
-    sums = estimator.gathered(loss, direct, at.batch, squares)
+    sums = sum_over_devices(estimator.gathered(loss, direct, at.batch, squares), names)
     return {name: x * at.squares_to_sums.astype(x.dtype) for name, x in sums.items()}
 
 

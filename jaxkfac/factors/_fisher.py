@@ -178,8 +178,13 @@ class Estimator(abc.ABC):
         if self.labels is not None:
             check_label_values(objective, outputs, self.labels, batch.mask)
 
-    def by_example(self, number: int) -> "Estimator":
-        """Estimators stacked over ``number`` examples, each for a batch of that example alone."""
+    def by_example(self, number: int, axes: tuple[str, ...] = ()) -> "Estimator":
+        """Estimators stacked over ``number`` examples, each for a batch of that example alone.
+
+        Args:
+            number: Number of examples.
+            axes: Mapped axes whose devices have different examples.
+        """
         key, labels = self.key, self.labels
         if labels is not None:
             # Labels are ``(samples, examples, ...)``. Mapped over examples, each estimator has its
@@ -189,7 +194,8 @@ class Estimator(abc.ABC):
         if key is None:
             return self
         # The fold keeps the labels independent of dropout, which uses the key itself.
-        keys = jax.random.split(jax.random.fold_in(key, LABEL_FOLD), number)
+        key = of_this_device(jax.random.fold_in(key, LABEL_FOLD), (), axes)
+        keys = jax.random.split(key, number)
         return dataclasses.replace(self, key=keys)
 
 
@@ -274,7 +280,8 @@ class MonteCarlo(Estimator):
             samples = len(jax.tree.leaves(labels)[0])
             total = _sum(at_labels, labels, self.chunk)
         else:
-            key = of_this_device(jax.random.fold_in(self.key, LABEL_FOLD), outputs)
+            label_key = jax.random.fold_in(self.key, LABEL_FOLD)
+            key = of_this_device(label_key, outputs, objective.axes)
             # One sample uses the key itself, so that `samples=1` draws what a single call of
             # `sample` draws.
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
@@ -441,9 +448,17 @@ def _check_hashable(fisher: Estimator) -> None:
             ) from None
 
 
-def of_this_device(key: Key[Array, ""], outputs: ArrayTree) -> Key[Array, ""]:
-    """The key with the device index folded in, if outputs differ between devices."""
-    axes = set().union(*map(varying_axes, jax.tree.leaves(outputs)))
+def of_this_device(
+    key: Key[Array, ""], outputs: ArrayTree, axes: tuple[str, ...] = ()
+) -> Key[Array, ""]:
+    """The key with the device index folded in, if outputs differ between devices.
+
+    Args:
+        key: The key.
+        outputs: What may differ.
+        axes: Mapped axes over which it differs, besides those that its types show.
+    """
+    axes = {*axes}.union(*map(varying_axes, jax.tree.leaves(outputs)))
     # A set of names has another order in each process; the keys must be the same.
     for axis in sorted(axes):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._jaxpr_compat import cast_varying
+from jaxkfac._mapped_axes import axes_apart, num_devices
 from jaxkfac.linalg import statistics_dtype
 
 Normalize = Literal["weight", "count"]
@@ -29,6 +30,18 @@ Normalize = Literal["weight", "count"]
 
 def _examples_do_not_meet() -> str:
     return ""
+
+
+class Counts(NamedTuple):
+    """How many terms an output has.
+
+    Attributes:
+        kept: Number of terms that the mask keeps, each counted once.
+        weight: Sum of their weights.
+    """
+
+    kept: Any
+    weight: Any
 
 
 class Head(NamedTuple):
@@ -45,6 +58,8 @@ class Head(NamedTuple):
             text is empty if none does. The program is analyzed when this is called.
         normalize: What the mean divides by: the sum of the terms' weights, or the number of terms
             whose weight is not 0.
+        pooled: Its counts over all devices of mapped axes; ``None`` if the terms at hand are all.
+            A mean is then this device's share of it: the sum of its terms over the pooled count.
     """
 
     likelihood: Any
@@ -55,6 +70,7 @@ class Head(NamedTuple):
     name: str = ""
     meeting: Callable[[], str] = _examples_do_not_meet
     normalize: Normalize = "weight"
+    pooled: Counts | None = None
 
     @property
     def coupled(self) -> bool:
@@ -110,6 +126,8 @@ class Head(NamedTuple):
     @property
     def num_kept(self) -> Float[Array, ""]:
         """Number of terms that the mask keeps, each counted once."""
+        if self.pooled is not None:
+            return self.pooled.kept
         dtype, kept = statistics_dtype(self.outputs.dtype), self.kept
         if kept is None:
             return jnp.asarray(math.prod(self.terms_shape), dtype)
@@ -118,6 +136,8 @@ class Head(NamedTuple):
     @property
     def total_weight(self) -> Float[Array, ""]:
         """Sum of the weights of terms; their number where they have none."""
+        if self.pooled is not None:
+            return self.pooled.weight
         weights = self.term_weights
         return self.num_kept if weights is None else weights.sum()
 
@@ -143,7 +163,7 @@ class Head(NamedTuple):
         """
         head = self._replace(outputs=outputs)
         terms = head.kept_terms(root=root)
-        if self.mask is None:
+        if self.mask is None and self.pooled is None:
             return terms.mean(), jnp.asarray(terms.size, terms.dtype)
         return terms.sum() / head.count.astype(terms.dtype), head.num_terms.astype(terms.dtype)
 
@@ -288,6 +308,24 @@ def number_of_terms(heads: Sequence[Head]) -> Float[Array, ""]:
     return _sum([head.num_terms for head in heads])
 
 
+def pooled_counts(heads: Sequence[Head], axes: tuple[str, ...]) -> list[Counts | None]:
+    """The counts of outputs over all devices of some axes, for ``Head.pooled``.
+
+    Without a mask every device has the same number of terms, and nothing is exchanged.
+    """
+    if not axes:
+        return [None] * len(heads)
+    local = [Counts(head.num_kept, head.total_weight) for head in heads]
+    masked = [counts for counts, head in zip(local, heads, strict=True) if head.mask is not None]
+    # Also values that are equal on all devices: each device has its own such terms.
+    sums = iter(jax.lax.psum(masked, axes) if masked else [])
+    number = num_devices(axes)
+    return [
+        Counts(counts.kept * number, counts.weight * number) if head.mask is None else next(sums)
+        for counts, head in zip(local, heads, strict=True)
+    ]
+
+
 def shares(heads: Sequence[Head]) -> list[Float[Array, ""]]:
     """The fraction of all terms that belongs to each output."""
     total = total_count(heads)
@@ -319,13 +357,36 @@ def _sum(numbers: Sequence[Array]) -> Array:
 
 
 class LossTerms(abc.ABC):
-    """Outputs with likelihoods, as a Fisher type sees them."""
+    """Outputs with likelihoods, as a Fisher type sees them.
+
+    Attributes:
+        axes: The mapped axes whose devices have different terms, over which counts are pooled.
+    """
+
+    axes: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def heads(
         self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
     ) -> list[Head]:
         """Each output with its likelihood, targets, mask and weight."""
+
+    def of_batch(
+        self,
+        outputs: ArrayTree,
+        batch: Any,
+        names: tuple[str, ...] = (),
+        meeting: Callable[[], str] = _examples_do_not_meet,
+    ) -> "LossTerms":
+        """The terms of one batch, whose examples may meet, and which may be one device's.
+
+        Args:
+            outputs: The outputs, or their shapes.
+            batch: The batch.
+            names: Mapped axes whose devices hold the rest of the batch.
+            meeting: Says where examples meet; see ``Head``.
+        """
+        return TermsOfBatch(self, outputs, batch, names, meeting)
 
     @abc.abstractmethod
     def tree(self, entries: Sequence[Any]) -> PyTree:
@@ -418,7 +479,7 @@ class LossTerms(abc.ABC):
             head, share = heads[at], seeds[at] / heads[at].count
 
             def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> ArrayTree:
-                one = times(head.column(index), share)
+                one = cast_varying(times(head.column(index), share), head.outputs)
                 if term is not None:
                     shape = head.terms_at_once
                     at_term = (jnp.arange(math.prod(shape)) == term).reshape(shape)
@@ -466,23 +527,31 @@ def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
     return (x.astype(dtype) * jnp.asarray(factor).astype(dtype)).astype(x.dtype)
 
 
-class CoupledTerms(LossTerms):
-    """Loss terms of a model in which a term of one example may depend on rows of another.
+class TermsOfBatch(LossTerms):
+    """See ``LossTerms.of_batch``; ``terms`` are those of the objective."""
 
-    Args:
-        terms: The terms as the objective has them.
-        meeting: Says where examples meet; see ``Head``.
-    """
-
-    def __init__(self, terms: LossTerms, meeting: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        terms: LossTerms,
+        outputs: ArrayTree,
+        batch: Any,
+        names: tuple[str, ...],
+        meeting: Callable[[], str],
+    ) -> None:
         self._terms, self._meeting = terms, meeting
+        self.axes = axes_apart(names, outputs, batch.targets, batch.mask)
+        self._pooled = pooled_counts(terms.heads(outputs, None, batch.mask), self.axes)
 
     def heads(
         self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
     ) -> list[Head]:
         """Each output with its likelihood, targets, mask and weight."""
-        heads = self._terms.heads(outputs, targets, mask)
-        return [head._replace(meeting=self._meeting) for head in heads]
+        return [
+            head._replace(meeting=self._meeting, pooled=pooled)
+            for head, pooled in zip(
+                self._terms.heads(outputs, targets, mask), self._pooled, strict=True
+            )
+        ]
 
     def tree(self, entries: Sequence[Any]) -> PyTree:
         """Put one entry for each output into the structure of the outputs."""

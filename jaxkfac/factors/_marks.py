@@ -11,7 +11,16 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.factors._loss_terms import Head, LossTerms
+from jaxkfac._mapped_axes import axes_apart
+from jaxkfac.factors._loss_terms import (
+    Counts,
+    Head,
+    LossTerms,
+    number_of_terms,
+    or_one,
+    pooled_counts,
+    times,
+)
 from jaxkfac.interception import Layer, OutputMark, Traced, leading_to, marks_of
 from jaxkfac.interception.coupling import Word
 
@@ -202,12 +211,46 @@ class MarkedTerms(LossTerms):
         weights: Weights that are arrays, by mark.
         masks: Masks, by mark.
         meeting: Says, for a mark, where its terms depend on rows of several examples.
+        axes: The mapped axes whose devices have different terms.
+        pooled: For each mark, its counts over these axes; see ``Head``. Empty without axes.
     """
 
     marks: Sequence[OutputMark]
     weights: Mapping[int, Any]
     masks: Mapping[int, Any]
     meeting: Callable[[int], str] = lambda mark: ""
+    axes: tuple[str, ...] = ()
+    pooled: Sequence[Counts | None] = ()
+
+    def over_devices(self, outputs: Sequence[Any], names: tuple[str, ...]) -> "MarkedTerms":
+        """The terms with counts over all devices of the axes over which they differ.
+
+        Args:
+            outputs: The marked outputs, or zeros that vary over the same axes.
+            names: Mapped axes that ``axis_name=`` names.
+        """
+        axes = axes_apart(names, list(outputs), self.masks)
+        pooled = pooled_counts(self.heads(outputs), axes)
+        return dataclasses.replace(self, axes=axes, pooled=pooled)
+
+    def share(self, outputs: Sequence[Any]) -> Float[Array, ""]:
+        """This device's share of all terms, with which its loss enters the mean of all devices."""
+        local = number_of_terms(dataclasses.replace(self, pooled=()).heads(outputs))
+        return local / or_one(number_of_terms(self.heads(outputs))).astype(local.dtype)
+
+    def as_if_pooled(self, outputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Array]:
+        r"""The loss's own cotangents, as if each mark's mean ran over the terms of all devices.
+
+        A device's loss holds the means over its own terms, and enters with its share of all terms.
+        The cotangent of mark $m$ then holds $w_m / T_m'$ times this share with the device's own
+        count $T_m'$, where the mean over the terms of all devices has $w_m / T_m$.
+        """
+        local, every = dataclasses.replace(self, pooled=()).heads(outputs), self.heads(outputs)
+        share = or_one(self.share(outputs))
+        return [
+            times(x, one.num_terms / or_one(all_of.num_terms) / share.astype(one.num_terms.dtype))
+            for x, one, all_of in zip(cotangents, local, every, strict=True)
+        ]
 
     def heads(
         self, outputs: ArrayTree, targets: ArrayTree = None, mask: ArrayTree = None
@@ -222,6 +265,7 @@ class MarkedTerms(LossTerms):
                 self.weights[k] if one.weight is None else one.weight,
                 f"jk.mark_outputs: mark {k}",
                 functools.partial(self.meeting, k),
+                pooled=self.pooled[k] if self.pooled else None,
             )
             for k, (one, x) in enumerate(zip(self.marks, outputs, strict=True))
         ]

@@ -205,8 +205,21 @@ class Objective(LossTerms):
         changed = any(new is not old for new, old in zip(joined, masks, strict=True))
         return CheckedBatch(*(as_batch((*out[:2], self.tree(joined))) if changed else out))
 
-    def in_batch(self, cotangents: ArrayTree, mask: ArrayTree, batch: Batch) -> ArrayTree:
-        """Rescale the cotangents of a single example to its share of the whole batch's loss."""
+    def in_batch(
+        self,
+        cotangents: ArrayTree,
+        mask: ArrayTree,
+        batch: Batch,
+        names: tuple[str, ...] = (),
+    ) -> ArrayTree:
+        """Rescale the cotangents of a single example to its share of the whole batch's loss.
+
+        Args:
+            cotangents: Cotangents of the outputs for the example alone.
+            mask: The example's mask.
+            batch: The batch, or this device's part of it.
+            names: Mapped axes whose devices hold the rest of the batch.
+        """
         if self.num_outputs == 1:
             return cotangents
         example_heads = self.heads(cotangents, None, mask)
@@ -214,7 +227,8 @@ class Objective(LossTerms):
         shapes = [
             jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in example_heads
         ]
-        batch_heads = self.heads(self.tree(shapes), None, batch.mask)
+        terms = self.of_batch(self.tree(shapes), batch, names)
+        batch_heads = terms.heads(self.tree(shapes), None, batch.mask)
         # A cotangent of the example alone is s sqrt(w_m / (t_m t)) with t_m of its t terms in
         # output m. Times sqrt((t_m / t) / (T_m / T)) it is s sqrt(w_m T / T_m) / t, so that t
         # times it, squared and averaged over the batch's T terms, weighs s s^T by w_m / T_m.

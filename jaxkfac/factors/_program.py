@@ -1,5 +1,6 @@
 """A loss traced once and linearized with taps; factors and EKFAC both build on it."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -19,8 +20,9 @@ from jaxkfac._arguments import (
     with_leaves,
 )
 from jaxkfac._errors import LostRowsError
-from jaxkfac._jaxpr_compat import varying_axes
-from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_of_terms
+from jaxkfac._jaxpr_compat import cast_varying, varying_axes
+from jaxkfac._mapped_axes import axes_apart, num_devices, sum_over_devices
+from jaxkfac.factors._loss_terms import LossTerms, common_scale, number_of_terms
 from jaxkfac.factors._marks import (
     MarkedTerms,
     check_marked_outputs,
@@ -56,10 +58,11 @@ class Linearised(NamedTuple):
     """A program linearized at one point.
 
     Attributes:
-        value: The mean loss.
+        value: The mean loss; over all devices of the axes that ``axis_name=`` names, as are
+            ``grads`` and ``terms``.
         aux: What the model returned with its outputs: aux, the changed state, or both.
         grads: ``{path: gradient}`` of the leaves that have one.
-        emitted: Statistics of the gradient's own backward pass.
+        emitted: Statistics of the gradient's own backward pass, of this device's rows.
         terms: Number of loss terms.
         outputs: Outputs of the model; ``None`` for a scalar loss.
         vjp: From a cotangent of the outputs to the statistics of another backward pass of
@@ -118,8 +121,9 @@ class Linearised(NamedTuple):
         if varying_axes(self.terms):
             raise ValueError(
                 "a mask inside jax.shard_map may keep different numbers of loss terms on the "
-                "devices, so their statistics have no common scale: split the batch "
-                "under jax.jit in place of jax.shard_map (docs/devices.md), or leave the mask out"
+                "devices, so their statistics have no common scale: name the axis with axis_name= "
+                "of jk.value_grad_and_factors, which pools the terms of all devices, or leave the "
+                "mask out"
             )
         return self.terms * math.prod(map(jax.lax.axis_size, axes))
 
@@ -139,6 +143,7 @@ class Program:
         second_pass: Whether the caller can cover such a parameter with a second pass.
         has_aux: Whether a scalar loss returns ``(value, aux)``.
         examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
+        axes: Mapped axes over whose devices value, gradient and statistics are summed.
     """
 
     def __init__(
@@ -150,12 +155,22 @@ class Program:
         second_pass: bool = False,
         has_aux: bool = False,
         examples: Word | None = None,
+        axes: tuple[str, ...] = (),
     ) -> None:
         self.objective: Any = objective
+        self.axes = axes
         self._finding, self._cover, self._second_pass = finding, cover, second_pass
         self._has_aux = has_aux
         self.examples: Word | None = examples
         self._traces: TraceCache[Traced] = TraceCache()
+
+    def on_one_device(self) -> "Program":
+        """The program without its axes, for shapes, which need no map; it shares the traces."""
+        if not self.axes:
+            return self
+        alone = copy.copy(self)
+        alone.axes = ()
+        return alone
 
     def traced(self, call: ModelCall) -> Traced:
         """The trace for these shapes.
@@ -239,7 +254,8 @@ class Program:
             params, *args = call
             out = traced.emit(_no_handler, params, {}, *args, shifts)
             weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
-        return row_weights(traced, MarkedTerms(traced.marks, weights, masks).heads(shifts))
+        terms = MarkedTerms(traced.marks, weights, masks).over_devices(shifts, self.axes)
+        return row_weights(traced, terms.heads(shifts))
 
     def _linearise_marked(
         self,
@@ -264,11 +280,17 @@ class Program:
         # The value alone is differentiated; the marked outputs are results only so that later
         # passes can start from them.
         none = jax.tree.map(jnp.zeros_like, outputs)
-        # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
-        grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
         meeting = functools.partial(meeting_at, traced, examples=self.examples)
         terms_of = MarkedTerms(traced.marks, weights, masks, meeting)
+        terms_of = terms_of.over_devices(outputs, self.axes)
         fixed = jax.lax.stop_gradient(outputs)
+        share, no_value = jnp.ones_like(value), jnp.zeros_like(value)
+        if terms_of.axes:
+            share = cast_varying(terms_of.share(fixed).astype(value.dtype), value)
+        # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
+        grads, emitted, cotangents = vjp((none, share))
+        if terms_of.axes:
+            value, grads = sum_over_devices((value * share, grads), terms_of.axes)
         heads = terms_of.heads(fixed)
         check_marked_outputs(heads)
         scale = common_scale(heads)
@@ -278,7 +300,10 @@ class Program:
         def fisher_cotangents() -> ArrayTree:
             refuse_beside(traced)
             refuse_chained(traced)
-            return terms_of.rescaled(fixed, cotangents, None)
+            own = cotangents
+            if terms_of.axes and len(traced.marks) > 1:
+                own = terms_of.as_if_pooled(fixed, own)
+            return terms_of.rescaled(fixed, own, None)
 
         return Linearised(
             value,
@@ -287,13 +312,13 @@ class Program:
             emitted,
             number_of_terms(heads),
             fixed,
-            lambda g: vjp((g, jnp.zeros_like(value)))[1],
+            lambda g: vjp((g, no_value))[1],
             terms_of,
             Batch(None, None, None),
             fisher_cotangents if scale is None or beside or leads_past_marks(traced) else None,
             scale,
             fisher_cotangents,
-            lambda g: vjp((g, jnp.zeros_like(value)))[0],
+            lambda g: vjp((g, no_value))[0],
         )
 
     def output_shapes(self, traced: Traced) -> ArrayTree:
@@ -389,32 +414,46 @@ class Program:
         if traced.marks:
             return self._linearise_marked(traced, run, free, zero_slots)
         if not isinstance(objective, Objective):
-            (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
+
+            def share(*args: ArrayTree) -> tuple[Array, ArrayTree]:
+                value, aux = run(*args)
+                axes = axes_apart(self.axes, value)
+                return value / num_devices(axes) if axes else value, aux
+
+            (value, aux), (grads, emitted) = jax.value_and_grad(share, (0, 1), has_aux=True)(
                 free, zero_slots
             )
+            axes = axes_apart(self.axes, value)
+            value, grads = sum_over_devices((value, grads), axes)
             # The loss does not show its number of terms; the caller gave it, and it may be too
             # large for 16 bits.
-            terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
+            terms = jnp.asarray(
+                (loss_terms or 0) * num_devices(axes), statistics_dtype(value.dtype)
+            )
             return Linearised(value, aux, grads, emitted, terms)
 
         outputs, vjp, aux = jax.vjp(run, free, zero_slots, has_aux=True)
+        meeting = lambda: self.meeting(traced, "derivative")
+        terms_of = objective.of_batch(outputs, batch, self.axes, meeting)
 
         def loss(outputs: ArrayTree) -> tuple[Array, Array]:
-            return objective.loss(outputs, batch.targets, batch.mask)
+            return terms_of.loss(outputs, batch.targets, batch.mask)
 
         # The loss is differentiated apart from the model, so that other cotangents can be sent
         # through the same linearized model afterwards.
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
         cotangents = loss_vjp(jnp.ones_like(value))[0]
         grads, emitted = vjp(cotangents)
+        # The loss is this device's share of the mean over all devices.
+        value, grads = sum_over_devices((value, grads), terms_of.axes)
         # Sampled labels and Fisher columns are computed from the outputs. They are constants to a
         # caller that differentiates the gradient.
         fixed = jax.lax.stop_gradient(outputs)
 
         def fisher_cotangents() -> ArrayTree:
-            return objective.rescaled(fixed, cotangents, batch.mask)
+            return terms_of.rescaled(fixed, cotangents, batch.mask)
 
-        heads, scale, as_emitted = objective.heads(fixed, None, batch.mask), None, True
+        heads, scale, as_emitted = terms_of.heads(fixed, None, batch.mask), None, True
         if objective.num_outputs > 1 or heads[0].has_weights:
             # With one output whose terms have no weights, the loss's cotangents are those of the
             # Fisher already, and no scale is needed.
@@ -428,7 +467,7 @@ class Program:
             terms,
             fixed,
             lambda g: vjp(g)[1],
-            CoupledTerms(objective, lambda: self.meeting(traced, "derivative")),
+            terms_of,
             batch,
             None if as_emitted else fisher_cotangents,
             scale,

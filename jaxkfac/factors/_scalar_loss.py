@@ -11,12 +11,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._mapped_axes import axes_apart, num_devices, sum_over_devices
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._loss_terms import Head
+from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import ModelCall, check_array, returned
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Traced
+from jaxkfac.interception import Traced, lifted, marks_of
 
 # ---------------- the loss of one batch, for adaptive optimizers
 
@@ -32,6 +34,7 @@ class BatchCurvature(NamedTuple):
         batch: The batch.
         key: For dropout, or ``None``.
         state: What a call changes (batch statistics), or ``None``.
+        axes: Mapped axes whose devices hold the rest of the batch.
     """
 
     loss: Callable[..., Any]
@@ -39,6 +42,7 @@ class BatchCurvature(NamedTuple):
     batch: ArrayTree
     key: Any
     state: ArrayTree
+    axes: tuple[str, ...] = ()
 
     def check_params(self, params: ArrayTree) -> None:
         """Refuse parameters other than those of the update, as far as that can be seen.
@@ -89,27 +93,75 @@ class AdaptationOfBatch(TypedDict):
 
 
 def adaptation_of(
-    loss: Callable[..., Any], call: ModelCall, *, has_aux: bool, value: Any = None
+    loss: Callable[..., Any],
+    call: ModelCall,
+    axes: tuple[str, ...] = (),
+    *,
+    has_aux: bool,
+    value: Any = None,
 ) -> AdaptationOfBatch:
     """What an adaptive optimizer needs from a batch.
 
     Args:
-        loss: The loss.
-        call: Where it is evaluated.
+        loss: A ``jk.Objective``, or a scalar loss that marks its outputs.
+        call: Its arguments.
+        axes: Mapped axes whose devices hold the rest of the batch.
         has_aux: Whether a scalar loss returns ``(value, aux)``.
         value: The loss there, if it is known.
     """
-    _, batch, key, state = call
 
     def value_fn(params: ArrayTree) -> Float[Array, ""]:
-        if isinstance(loss, Objective):
-            out = loss(params, batch, key, state)
-            return out[0] if loss.has_aux or state is not None else out
-        return returned("the loss", loss, (params, batch), key, state, has_aux)[0]
+        here = call._replace(params=params)
+        value, _ = share_of_loss(loss, here, axes, has_aux=has_aux)
+        return sum_over_devices(value, axes_apart(axes, value))
 
-    curvature = BatchCurvature(loss, *call)
+    curvature = BatchCurvature(loss, *call, axes=axes)
     value = value_fn(call.params) if value is None else value
     return AdaptationOfBatch(value=value, value_fn=value_fn, curvature=curvature)
+
+
+def share_of_loss(
+    loss: Callable[..., Any], call: ModelCall, names: tuple[str, ...], *, has_aux: bool
+) -> tuple[Float[Array, ""], Any]:
+    """This device's share of the loss of the batch of all devices, as ``Program.linearise`` has it.
+
+    The shares of the devices add up to the loss, over the axes over which they may differ.
+
+    Args:
+        loss: A ``jk.Objective``, or a scalar loss.
+        call: Its arguments.
+        names: Mapped axes whose devices hold the rest of the batch.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
+
+    Returns:
+        The share, and what came beside the loss, as ``returned`` gives it.
+    """
+    params, batch, key, state = call
+    if isinstance(loss, Objective) and not names:
+        out = loss(params, batch, key, state)
+        return out if loss.has_aux or state is not None else (out, None)
+    if isinstance(loss, Objective):
+        checked = loss.batch(batch)
+        outputs, beside = loss.outputs(params, checked.inputs, key, state)
+        terms_of = loss.of_batch(outputs, checked, names)
+        value, _ = terms_of.loss(outputs, checked.targets, checked.mask)
+        return value, beside
+
+    def whole(params: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
+        return returned("the loss", loss, (params, batch), key, state, has_aux)
+
+    if not names:
+        return whole(*call)
+    closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*call)
+    marks = marks_of(closed.jaxpr)
+    out = lifted(closed.jaxpr, closed.consts, jax.tree.leaves(call), [None] * len(marks))
+    value, beside = jax.tree.unflatten(jax.tree.structure(shapes), out.result)
+    outputs = jax.lax.stop_gradient(out.outputs)
+    if not marks:  # every device has as many terms
+        return value / num_devices(axes_apart(names, value)), beside
+    terms = MarkedTerms(marks, *jax.lax.stop_gradient((out.weights, out.masks)))
+    terms = terms.over_devices(outputs, names)
+    return (value * terms.share(outputs).astype(value.dtype) if terms.axes else value), beside
 
 
 # ---------------- options that a scalar loss cannot serve

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from jaxkfac._jaxpr_compat import call_kind, equation_signature
+from jaxkfac._jaxpr_compat import call_kind, cast_varying, equation_signature
+from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
 from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
@@ -72,6 +73,7 @@ class Statistics:
         row_weights: For some layers, the weight of each use's input rows.
         products: How Gram products are formed. Its key is for products after the backward pass;
             inside the pass each tap receives a key.
+        axes: Mapped axes over whose devices sums run.
 
     Raises:
         ValueError: rows have weights, and the layer is read by example.
@@ -86,6 +88,7 @@ class Statistics:
     row_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     products: Products = EVERY_ROW
     packed: bool = False
+    axes: tuple[str, ...] = ()
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -136,6 +139,15 @@ class Statistics:
 
         return {layer.name: self.slot(layer, zeros) for layer in self.layers}
 
+    def of_examples(self, zeros: Array) -> Array:
+        """Zeros that get one entry for each example, which differ between devices as outputs do.
+
+        The cotangents of zeros that are equal on all devices would be summed over them: entries of
+        different examples would be added.
+        """
+        outputs = [v.aval for v in self.traced.closed.jaxpr.outvars]
+        return functools.reduce(cast_varying, outputs, zeros)
+
     def slot(self, layer: Layer, zeros: Callable[..., Array] = jnp.zeros) -> Slot:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
@@ -151,12 +163,14 @@ class Statistics:
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             # With a unit G the output side is a mean (`_unit_output`), which needs the count.
-            return {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+            slot = {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+            return jax.tree.map(self.of_examples, slot) if self.by_example(layer) else slot
         gathered = self._pass_part(layer)
         rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
         gradients = gathered.outputs and not self.forward
         if gradients and rows:
-            slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
+            shape = (*layer.stack, *rows, layer.out_features)
+            slot["g_rows"] = self.of_examples(zeros(shape, dtype))
         elif gradients:
             # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
             packed = packs(uses, "g") and any(u.scope for u in uses)
@@ -177,8 +191,9 @@ class Statistics:
                 'which weigh its inputs by position: take sharing="expand", not "reduce"'
             )
         if rows:
-            slot["a_rows"] = zeros((*layer.stack, *rows, layer.in_features), dtype)
-            slot["a_numbers"] = zeros((*layer.stack, *rows), dtype)
+            shape = (*layer.stack, *rows)
+            slot["a_rows"] = self.of_examples(zeros((*shape, layer.in_features), dtype))
+            slot["a_numbers"] = self.of_examples(zeros(shape, dtype))
             return slot
         if layer.name in self.row_weights:
             if gathered.rows is not None:  # slots in a window are read as zeros, without weights
@@ -374,19 +389,27 @@ class Statistics:
         for layer in self.layers:
             slot = emitted[layer.name]
             if "a" in slot:
-                sums[layer.name], counts[layer.name] = _with_ones(slot), slot["a_count"]
+                moments = {key: slot[key] for key in ("a", "a_sum", "a_count") if key in slot}
+                moments = sum_over_devices(moments, self.axes)
+                sums[layer.name], counts[layer.name] = _with_ones(moments), moments["a_count"]
             elif "a_rows" in slot:
-                sums[layer.name], counts[layer.name] = input_means(
+                means = input_means(
                     slot["a_rows"],
                     slot["a_numbers"],
                     ones=self._has_ones(layer),
                     dense=layer.a_dense,
                     **self._after(layer),
                 )
+                means = sum_over_devices(sum_of_varying(means), self.axes)
+                sums[layer.name], counts[layer.name] = means
         return sums, counts
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
-        """Sums of the output sides and diagonals; they add up over vector-Jacobian products."""
+        """Sums of the output sides and diagonals; they add up over vector-Jacobian products.
+
+        They are sums over all devices where JAX tracks them; elsewhere over this device's rows, and
+        ``factors`` adds those of the other devices, once for all products.
+        """
         return {
             layer.name: self.output(layer, emitted[layer.name])
             for layer in self.layers
@@ -399,12 +422,14 @@ class Statistics:
             return None
         if "gradient" in slot:
             if layer.g_dense:
-                return gradient_block(layer, slot["gradient"], **self._after(layer))
-            return jnp.square(slot["gradient"]).sum(-1)
+                block = gradient_block(layer, slot["gradient"], **self._after(layer))
+                return sum_of_varying(block)
+            return sum_of_varying(jnp.square(slot["gradient"]).sum(-1))
         if "diagonal" in slot:
             return slot["diagonal"]
         if "g_rows" in slot:
-            return outer_products(slot["g_rows"], dense=layer.g_dense, **self._after(layer))
+            dense = layer.g_dense
+            return sum_of_varying(outer_products(slot["g_rows"], dense=dense, **self._after(layer)))
         return slot.get("g")
 
     def factors(
@@ -427,7 +452,8 @@ class Statistics:
                 mean = self._unit_output(layer, emitted[layer.name])
                 total = mean * (terms + 0 * scale).astype(mean.dtype)  # NaN where the loss is NaN
             else:
-                total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
+                total = sum_over_devices(outputs[layer.name], self.axes)
+                total = jax.tree.map(lambda x: x * scale.astype(x.dtype), total)
                 total = unpack_panels(total) if isinstance(total, tuple) else total
             (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block; its A is one
@@ -442,10 +468,13 @@ class Statistics:
             ones = jnp.ones((*layer.stack, layer.out_features), self._dtype(layer))
             return _diagonal_matrix(ones) if layer.g_dense else ones
         if "diagonal" in slot:
+            slot = sum_over_devices(slot, self.axes)
             return slot["diagonal"] / jnp.maximum(slot["count"], 1)
         present = slot["counts"] > 0
         mean = slot["gradient"] / jnp.where(present, slot["counts"], 1)
-        diagonal = jnp.square(mean).sum(-1) / jnp.maximum(present.sum(-1), 1).astype(mean.dtype)
+        sums = jnp.square(mean).sum(-1), present.sum(-1, dtype=mean.dtype)
+        squares, number = sum_over_devices(sum_of_varying(sums), self.axes)
+        diagonal = squares / jnp.maximum(number, 1)
         if not layer.g_dense:
             return diagonal
         weight = dataclasses.replace(layer.weight, index=())

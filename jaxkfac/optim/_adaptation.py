@@ -513,7 +513,7 @@ def as_operator(curvature: object) -> Any:
     if not isinstance(curvature, BatchCurvature):
         return curvature
     problem = curvature.loss, curvature.params, curvature.batch
-    return ggn(*problem, key=curvature.key, state=curvature.state)
+    return ggn(*problem, key=curvature.key, state=curvature.state, axis_name=curvature.axes)
 
 
 def check_batch(curvature: object, terms: Any, left_out: ArrayLike = 0) -> None:

@@ -14,16 +14,14 @@ from jaxkfac._arguments import (
     ArrayTree,
     check_arrays,
     is_differentiable,
-    partition,
-    with_leaves,
 )
 from jaxkfac._errors import check_key, instance_of, named
+from jaxkfac._mapped_axes import mean_over_devices
 from jaxkfac._serialization import serializable
 from jaxkfac.factors import (
     FactorCollector,
     Objective,
     as_batch,
-    returned,
     takes_key,
     value_grad_and_factors,
 )
@@ -215,10 +213,14 @@ class Optimizer:
         if _takes_factors(state.inner):
             value, grads, extra = self.statistics.step(params, batch, step=state.step, **call)
         else:
-            value, grads, extra = self._gradient(params, batch, **call)
+            value, grads = self.statistics.value_and_grad(params, batch, **call)
+            extra = {}
         loss, aux, model_state = self._parts(value, state.model_state)
+        extra = extra or {"value": loss}
         updates, inner = self.optimizer.update(grads, state.inner, params, **extra)
         step = jnp.asarray(optax.safe_increment(state.step))
+        # Each device has its own rows' batch statistics; one state goes on.
+        model_state = mean_over_devices(model_state, self.statistics.axes)
         new = state._replace(step=step, inner=inner, model_state=model_state)
         return _moved(params, updates), new, (loss, aux) if self.statistics.has_aux else loss
 
@@ -239,33 +241,11 @@ class Optimizer:
         if not takes_key(self._function):
             return False
         try:
-            jax.eval_shape(lambda p, some: self._loss(p, some, None, state), params, batch)
+            alone = self.statistics.on_one_device()
+            jax.eval_shape(lambda p, x: alone.value_and_grad(p, x, state=state), params, batch)
         except Exception:  # a model may raise anything; with a key the step shows what is wrong
             return True
         return False
-
-    def _loss(self, params: ArrayTree, batch: ArrayTree, key: Any, state: Any) -> Any:
-        """The loss of a batch, or a pair of the loss and what comes with it."""
-        if isinstance(self.objective, Objective):
-            return self.objective(params, batch, key, state)
-        args = (params, batch)
-        pair = returned("the loss", self.objective, args, key, state, self.statistics.has_aux)
-        return pair if self.statistics.has_aux or state is not None else pair[0]
-
-    def _gradient(
-        self, params: ArrayTree, batch: ArrayTree, key: Any, state: Any = None
-    ) -> tuple[Any, ArrayTree, dict[str, Any]]:
-        """Value, gradient and further arguments for an optimizer that takes no factors."""
-        free, _ = partition(params)
-
-        def loss(free: dict[str, Array]) -> tuple[Array, Any]:
-            out = self._loss(with_leaves(params, free), batch, key, state)
-            return (out[0], out) if isinstance(out, tuple) else (out, out)
-
-        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(free)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        loss_value = value[0] if isinstance(value, tuple) else value
-        return value, with_leaves(zeros, grads), {"value": loss_value}
 
     def _parts(self, value: Any, state: Any) -> tuple[Any, Any, Any]:
         """``(loss, aux, model state)`` of what the objective returned."""

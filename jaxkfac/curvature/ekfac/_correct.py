@@ -19,6 +19,7 @@ from jaxkfac._errors import (
     nearest,
     one_of,
 )
+from jaxkfac._mapped_axes import sum_over_devices
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
@@ -128,11 +129,13 @@ class EigenvalueCorrector:
             _say_isolated(error, number)
             at, outputs = linearised(dataclasses.replace(traced, isolated=True))
             squares = _isolated(estimator, at, outputs, number)
+        squares = sum_over_devices(squares, self._program.axes)
         scale = at.squares_to_sums
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
-            more = per_example_diagonals(objective, call, extra, estimator)
+            axes = self._program.axes
+            more = per_example_diagonals(objective, call, extra, estimator, axes)
             sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]

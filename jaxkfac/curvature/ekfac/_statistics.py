@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkfac._mapped_axes import sum_of_varying
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layer_power import owners
 from jaxkfac.factors import Statistics, gradient_rows
@@ -101,9 +102,11 @@ class SquaredGradients:
         # The square of a sum is not the sum of its parts' squares: the parts are added first.
         if self._sums_first(layer):
             examples = self._traced.num_examples
-            slot["gradients"] = jnp.zeros((*stack, examples, layer.in_features, n_out), dtype)
+            of_examples = Statistics(self._traced, self._bias).of_examples
+            shape = (*stack, examples, layer.in_features, n_out)
+            slot["gradients"] = of_examples(jnp.zeros(shape, dtype))
             if layer.bias is not None:
-                slot["bias_gradients"] = jnp.zeros((*stack, examples, n_out), dtype)
+                slot["bias_gradients"] = of_examples(jnp.zeros((*stack, examples, n_out), dtype))
             return slot
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
@@ -186,7 +189,7 @@ class SquaredGradients:
                     bias = _squared(bias[..., None, :], None, g, root)[..., 0, :]
             if bias is not None:  # a separate block, whose squares are in the dtype's range
                 bias_values[name] = bias * root[..., 0] * root[..., 0]
-        return Squares(values, bias_values)
+        return sum_of_varying(Squares(values, bias_values))
 
     def _reoriented(self, name: str, layer: Layer, gradient: ArrayOrShape) -> ArrayOrShape:
         """Gradients by example of another block of the same parameter, in this block's layout."""

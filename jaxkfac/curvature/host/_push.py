@@ -210,7 +210,7 @@ class Push:
         self._layout: Layout = state.layout_with(factors)
         self._origin: Origin | None = state.origin
         if not state.pushed_places and not state.complete:
-            self._origin = factors.origin
+            self._origin = None if factors.origin is None else factors.origin.of_average()
         arrays = arrays_of(factors, self._layout, first_iteration)
         # Weak, so that a push that is never repeated does not keep a step's factors alive.
         self._arrays = {place: weakref.ref(sums) for place, sums in _sums(factors).items()}

@@ -222,7 +222,8 @@ class HostCurvature:
         )
         if like is not None:
             self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))
-            self._state.complete, self._state.origin = True, like.origin
+            self._state.complete = True
+            self._state.origin = None if like.origin is None else like.origin.of_average()
         self._push: Push | None = None  # the last push, until its call returns
         self._lock = threading.RLock()  # one call at a time, from any thread
         self._monitor = monitor

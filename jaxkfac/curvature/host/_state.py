@@ -139,7 +139,7 @@ def save_state(state: State, path: Path) -> None:
         "kept": state.active.kept,
         "rank_errors": state.active.rank_errors,
         "layers": None,
-        "origin": None if state.origin is None else dataclasses.asdict(state.origin),
+        "origin": None if state.origin is None else state.origin.to_dict(),
     }
     if state.layout is not None and state.averages is not None:
         about["layers"] = [dataclasses.asdict(layer) for layer in state.layout.layers]

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import at_least_one
+from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped
 from jaxkfac.curvature.operators._exact import (
     ExactOperator,
     checked_batch,
@@ -185,6 +186,7 @@ def ggn(
     chunk: int | None = None,
     only: str | None = None,
     state: ArrayTree | None = None,
+    axis_name: AxisName = None,
 ) -> Operator:
     r"""The generalized Gauss-Newton matrix of the mean loss, as an operator.
 
@@ -210,6 +212,9 @@ def ggn(
             differentiated.
         state: What a call changes (batch statistics), for an ``apply_fn`` with a ``state=``
             argument; the changes are dropped.
+        axis_name: The mapped axes whose devices hold the rest of the batch, as for
+            :func:`jaxkfac.value_grad_and_factors`. Products are then those of the batch of all
+            devices.
 
     Returns:
         An :class:`Operator`. Two forward passes and one backward pass for each product.
@@ -217,7 +222,8 @@ def ggn(
     Raises:
         TypeError: ``objective`` is no ``jk.Objective`` and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
-        ValueError: a batch that does not fit, or cannot be split into chunks.
+        ValueError: a batch that does not fit, or cannot be split into chunks; or an ``axis_name``
+            that no map around the call has.
 
     Memory:
         Activations of one chunk for the backward pass, and two trees like the vectors.
@@ -234,12 +240,13 @@ def ggn(
         Nicol Schraudolph, "Fast Curvature Matrix-Vector Products for Second-Order Gradient
         Descent", 2002.
     """
-    call = ModelCall(params, batch, key, state)
+    call, axes = ModelCall(params, batch, key, state), axis_names(axis_name) or ()
+    check_mapped("jk.operators.ggn", axes)
     if not isinstance(objective, Objective):
-        return marked_gauss_newton("ggn", objective, call, chunk, only)
+        return marked_gauss_newton("ggn", objective, call, chunk, only, axes)
     checked = checked_batch(objective, call, chunk)
-    paths = chosen_paths(only, params)
-    return ExactOperator(params, checked, None, key, state, objective, gauss_newton, chunk, paths)
+    arguments = params, checked, None, key, state, objective, gauss_newton, chunk
+    return ExactOperator(*arguments, chosen_paths(only, params), axes)
 
 
 # ---------------- the Hessian

@@ -20,6 +20,7 @@ from jaxkfac._arguments import (
     with_leaves,
 )
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._mapped_axes import sum_over_devices
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
     FORMS,
@@ -83,6 +84,7 @@ class ExactOperator(Operator):
         rule: The product on one chunk, static.
         chunk: Number of examples in a chunk, static.
         only: Paths of the leaves it acts on, static; ``None`` for all.
+        axes: Mapped axes whose devices hold the rest of the batch, static.
     """
 
     params: Any
@@ -94,6 +96,7 @@ class ExactOperator(Operator):
     rule: Callable[[Chunk, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
     chunk: int | None = dataclasses.field(metadata={"static": True})
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def like(self) -> ArrayTree:
@@ -128,14 +131,18 @@ class ExactOperator(Operator):
         return per_chunk
 
     def _heads(self) -> list[Head]:
-        """The outputs for the full batch, as shapes, with likelihood and mask."""
+        """The outputs for the full batch, as shapes, with likelihood and mask.
+
+        Their counts are those of all devices.
+        """
         # Shapes suffice: the number of terms depends on the mask alone.
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
             self.batch.inputs,
         )
-        return self.objective.heads(outputs, None, self.batch.mask)
+        terms = self.objective.of_batch(outputs, self.batch, self.axes)
+        return terms.heads(outputs, None, self.batch.mask)
 
 
 # An operator is a pytree whose static part compares equal from product to product, so consecutive
@@ -152,12 +159,13 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
         # Widened before the chunks are added: a sum of many chunks in 16 bits stops growing.
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
-    return sum_over_chunks(
+    product = sum_over_chunks(
         operator.over_chunks(widened),
         (operator.batch, operator.labels),
         operator.chunk,
         in_loop=fast_convolutions,
     )
+    return sum_over_devices(product, operator.axes)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -169,12 +177,13 @@ def _forms(
         path: jnp.stack([vector[path].astype(struct.dtype) for vector in vectors])
         for path, struct in structs.items()
     }
-    return sum_over_chunks(
+    forms = sum_over_chunks(
         operator.over_chunks(lambda chunk: form(chunk, stacked)),
         (operator.batch, operator.labels),
         operator.chunk,
         in_loop=fast_convolutions,
     )
+    return sum_over_devices(forms, operator.axes)
 
 
 def checked_batch(
@@ -246,6 +255,7 @@ def marked_gauss_newton(
     call: ModelCall,
     chunk: int | None,
     only: str | None,
+    axes: tuple[str, ...] = (),
 ) -> "MarkedGaussNewton":
     """Build the operator of a loss that marks its outputs.
 
@@ -267,7 +277,7 @@ def marked_gauss_newton(
         )
     if chunk is not None:
         raise ValueError("chunk: a scalar loss runs on its whole batch; pass chunk=None")
-    return MarkedGaussNewton(params, batch, key, function, chosen_paths(only, params))
+    return MarkedGaussNewton(params, batch, key, function, chosen_paths(only, params), axes)
 
 
 @jax.tree_util.register_dataclass
@@ -275,7 +285,7 @@ def marked_gauss_newton(
 class MarkedGaussNewton(Operator):
     r"""$\sum_m \tfrac{w_m}{T_m} \sum_t J_t^\top F_t J_t$ over the marks of a scalar loss.
 
-    Attributes as in ``ggn``; ``function`` and ``only`` are static.
+    Attributes as in ``ggn``; ``function``, ``only`` and the mapped ``axes`` are static.
     """
 
     params: Any
@@ -283,6 +293,7 @@ class MarkedGaussNewton(Operator):
     key: Any
     function: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def like(self) -> ArrayTree:
@@ -309,7 +320,7 @@ def _call(
 def _loss_terms(operator: MarkedGaussNewton) -> Array:
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
-    return number_of_terms(_heads(marks, out, at))
+    return number_of_terms(_heads(marks, out, at, operator.axes))
 
 
 @jax.jit
@@ -317,8 +328,10 @@ def _marked_product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
     marks, outputs, chosen = _outputs(operator)
     (vector,) = _cast([leaves], chosen)
     at, vjp, out = jax.vjp(outputs, chosen, has_aux=True)
-    moved = vjp(_curved(marks, out, at, _pushed(outputs, chosen, vector)))[0]
-    return {path: x.astype(statistics_dtype(x.dtype)) for path, x in moved.items()}
+    pushed = _pushed(outputs, chosen, vector)
+    moved = vjp(_curved(_heads(marks, out, at, operator.axes), pushed))[0]
+    product = {path: x.astype(statistics_dtype(x.dtype)) for path, x in moved.items()}
+    return sum_over_devices(product, operator.axes)
 
 
 @jax.jit
@@ -327,9 +340,10 @@ def _marked_forms(operator: MarkedGaussNewton, vectors: list[Leaves]) -> Float[A
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
     pushed = [_pushed(outputs, chosen, vector) for vector in _cast(vectors, chosen)]
-    curved = [_curved(marks, out, at, y) for y in pushed]
+    heads = _heads(marks, out, at, operator.axes)
+    curved = [_curved(heads, y) for y in pushed]
     stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in (pushed, curved)]
-    return inner_products(*stacked)
+    return sum_over_devices(inner_products(*stacked), operator.axes)
 
 
 def _pushed(outputs: Callable[..., Any], chosen: Leaves, vector: Leaves) -> list[Array]:
@@ -355,14 +369,14 @@ def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:
     return [{path: v[path].astype(x.dtype) for path, x in chosen.items()} for v in vectors]
 
 
-def _heads(marks: Sequence[OutputMark], out: Marked, at: list[Array]) -> list[Head]:
-    return MarkedTerms(marks, out.weights, out.masks).heads(at)
+def _heads(
+    marks: Sequence[OutputMark], out: Marked, at: list[Array], axes: tuple[str, ...]
+) -> list[Head]:
+    return MarkedTerms(marks, out.weights, out.masks).over_devices(at, axes).heads(at)
 
 
-def _curved(
-    marks: Sequence[OutputMark], out: Marked, at: list[Array], pushed: list[Array]
-) -> list[Array]:
+def _curved(heads: Sequence[Head], pushed: list[Array]) -> list[Array]:
     return [
         fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
-        for head, y in zip(_heads(marks, out, at), pushed, strict=True)
+        for head, y in zip(heads, pushed, strict=True)
     ]

@@ -28,6 +28,9 @@ class Origin:
             for a scalar loss that marks no outputs, whose likelihood is not known.
         examples: ``"apart"`` if the user declared that examples do not meet where the program does
             not prove it.
+        axes: Mapped axes over which the factors, and the gradient that came with them, are reduced
+            (``axis_name=``); ``()`` if the user reduces by hand, ``None`` if no axis was named. It
+            describes a step, so averages, bases and files are without it.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -41,11 +44,26 @@ class Origin:
     fisher: str
     likelihoods: tuple[str, ...] = ()
     examples: str | None = None
+    axes: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, fisher: str, likelihoods: Iterable[Any], examples: str | None = None) -> "Origin":
+    def of(
+        cls,
+        fisher: str,
+        likelihoods: Iterable[Any],
+        examples: str | None = None,
+        axes: tuple[str, ...] | None = None,
+    ) -> "Origin":
         """The origin for some likelihoods, of which only the classes matter."""
-        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples)
+        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples, axes)
+
+    def of_average(self) -> "Origin":
+        """The origin of what is computed from the factors of several steps."""
+        return self if self.axes is None else dataclasses.replace(self, axes=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that a file holds: all but ``axes``, which describe a step."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "axes"}
 
     def __str__(self) -> str:
         named = f" of {' and '.join(self.likelihoods)}" if self.likelihoods else ""
