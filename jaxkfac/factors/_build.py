@@ -78,7 +78,7 @@ def value_grad_and_factors(
     fisher: Fisher | Estimator = "empirical",
     sharing: Sharing = "expand",
     bias: BiasMode = "joint",
-    scales: Scales = "diagonal",
+    scales: Scales = "auto",
     layers: str | None = None,
     experts: str | None = None,
     uncovered: Uncovered = "raise",

@@ -629,6 +629,17 @@ class FactorCollector:
             shapes = self.types(params, call)
         return self._in_turns(shapes, self.traced(params, call))
 
+    def uncovered(
+        self,
+        params: ArrayTree,
+        batch: ArrayTree,
+        key: Any = None,
+        *,
+        state: ArrayTree | None = None,
+    ) -> list[tuple[str, str]]:
+        """``(parameter path, reason)`` of what no layer covers, though it has a gradient."""
+        return self.traced(params, self.checked(batch, key, state=state)).table.problems
+
     def types(self, params: ArrayTree, call: Call) -> Factors:
         """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective

@@ -212,7 +212,7 @@ def check_scalar_loss(
     wrong = {
         "fisher": (estimator.name, estimator.needs_outputs),
         "sharing": (sharing, sharing != "expand"),
-        "scales": (scales, scales != "diagonal"),
+        "scales": (scales, scales not in ("auto", "diagonal")),
     }
     for name, (value, refused) in wrong.items():
         if refused:

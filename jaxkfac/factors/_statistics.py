@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from jaxkfac.linalg import (
 )
 
 Sharing = Literal["expand", "reduce"]
-Scales = Literal["diagonal", "exact_diagonal", "full_block"]
+Scales = Literal["auto", "diagonal", "exact_diagonal", "full_block"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +110,25 @@ class Statistics:
         # The mean of one-hot rows is not one-hot: its second moment would be no diagonal.
         if kind_named(layer.kind).by_position:
             return False
-        exact_scales = layer.is_elementwise and self.scales != "diagonal"
+        exact_scales = layer.is_elementwise and self._has_exact_scales(layer)
         sums = any(use.whole_examples for use in self.traced.uses_of(layer))
         return exact_scales or sums or self.sharing == "reduce"
+
+    def _has_exact_scales(self, layer: Layer) -> bool:
+        """Whether the gradients of a scale or lone bias are summed over each example's positions.
+
+        With ``"auto"`` they are where there are several positions and the example of each is known.
+        With one position there is nothing to sum, and no gradient has to wait for its example. With
+        a unit G there are no gradients.
+        """
+        if self.scales != "auto" or self.forward:
+            return self.scales in ("exact_diagonal", "full_block")
+        uses, examples = self.traced.uses_of(layer), self.traced.examples
+        if not examples or not all(_runs_along(use, self.traced, examples) for use in uses):
+            return False
+        number = self.traced.num_examples * math.prod(self.traced.part_shape(layer.weight))
+        sizes = [math.prod(use.eqn.outvars[0].aval.shape) for use in uses]
+        return len(uses) > 1 or any(use.scope for use in uses) or sizes[0] > number
 
     @property
     def _num_examples(self) -> int:
@@ -542,3 +559,14 @@ def _with_ones(slot: Slot) -> Array:
     if not isinstance(a, tuple) and a.ndim == total.ndim:
         return jnp.concatenate([a, count[..., None]], -1)
     return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))
+
+
+def _runs_along(use: Use, traced: Traced, examples: Atoms) -> bool:
+    """Whether each row of an elementwise use belongs to one known example."""
+    table, shape = traced.analysis.table, use.eqn.outvars[0].aval.shape
+    atoms = []
+    for axis, size in zip(use.result, shape, strict=True):
+        axis_atoms = table.atoms(axis)
+        if math.prod(table.size(a) for a in axis_atoms) == size:
+            atoms += axis_atoms
+    return all(atoms.count(a) == 1 for a in table.atoms(examples))

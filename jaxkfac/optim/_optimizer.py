@@ -1,6 +1,7 @@
 """Training through one object: statistics, optimizer, model state and keys in one step."""
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -85,8 +86,10 @@ class Optimizer:
             ``optax.chain`` that ends in one of them, or any optax transformation, which then gets
             the gradient alone. ``None``: ``jk.kfe_adam(0.01)``.
         **statistics: Options of :func:`jaxkfac.value_grad_and_factors`, such as ``fisher=``,
-            ``uncovered=`` or ``has_aux=``. ``fisher`` is ``"mc"`` by default, and ``"empirical"``
-            for a loss with ``loss_terms=``.
+            ``axis_name=`` or ``has_aux=``. ``fisher`` is ``"mc"`` by default, and ``"empirical"``
+            for a loss with ``loss_terms=``. Without ``uncovered=``, parameters that no layer covers
+            follow Adam (in ``kfe_adam``), gradient descent or ``others=`` (in ``kfac``), and
+            ``init`` warns of them.
 
     Raises:
         TypeError: ``optimizer`` is no optax transformation, or there is no such option.
@@ -108,6 +111,7 @@ class Optimizer:
     objective: Any
     optimizer: Any = None
     statistics: Any = None
+    warns: bool = True
 
     def __init__(
         self,
@@ -122,7 +126,8 @@ class Optimizer:
                 f"transformation, got {named(optimizer)}"
             )
         fisher = "mc" if statistics.get("loss_terms") is None else "empirical"
-        collector = value_grad_and_factors(objective, **{"fisher": fisher, **statistics})
+        options = {"fisher": fisher, "uncovered": "ignore", **statistics}
+        collector = value_grad_and_factors(objective, **options)
         if not isinstance(collector, FactorCollector):
             raise ValueError(
                 "max_factor_bytes= collects in several passes outside of jit: call "
@@ -132,6 +137,7 @@ class Optimizer:
             ("objective", objective),
             ("optimizer", optax.with_extra_args_support(optimizer)),
             ("statistics", collector),
+            ("warns", "uncovered" not in statistics),
         ):
             object.__setattr__(self, name, value)
 
@@ -156,7 +162,10 @@ class Optimizer:
             TypeError: ``key`` is a seed, or a leaf is no array.
             ValueError: the batch does not fit the objective, or ``optimizer`` accumulates
                 micro-batches of an adaptive ``kfac``.
-            UncoveredParameterError: no layer covers a parameter, and ``optimizer`` takes factors.
+            UncoveredParameterError: with ``uncovered="raise"``, if no layer covers a parameter.
+
+        Warns:
+            UserWarning: no layer covers a parameter; the message names it and the reason.
         """
         check_arrays("params", params)
         check_arrays("batch", batch)
@@ -169,6 +178,8 @@ class Optimizer:
         shapes = lambda: self.statistics.factor_shapes(params, batch, any_key, state=state)
         with factors_at_init(shapes):
             inner = self.optimizer.init(params)
+        if self.warns and _takes_factors(inner):
+            _warn_of_uncovered(self.statistics.uncovered(params, batch, any_key, state=state))
         _refuse_groups(inner)
         form = StepForm(self._form(batch), key is None and self._draws(params, batch, state))
         data = None if key is None else jnp.array(jax.random.key_data(key))
@@ -275,6 +286,17 @@ def _takes_factors(state: ArrayTree) -> bool:
     kinds = KfacState, KfeAdamState
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(node, kinds) for node in nodes)
+
+
+def _warn_of_uncovered(problems: list[tuple[str, str]]) -> None:
+    if problems:
+        rows = "\n".join(f"  {path}: {reason}" for path, reason in problems)
+        warnings.warn(
+            f"{len(problems)} uses of parameters are covered by no layer, so that jk.kfe_adam "
+            "moves them as Adam does, and jk.kfac by gradient descent or its others=:\n"
+            f'{rows}\nGive uncovered="ignore" if this is right, or uncovered="raise".',
+            stacklevel=3,
+        )
 
 
 def _refuse_groups(state: ArrayTree) -> None:

@@ -23,6 +23,11 @@ def script(name: str) -> Callable[[Script], Script]:
     return enter
 
 
+def end(losses: list[float]) -> float:
+    """The mean of the last ten losses."""
+    return sum(losses[-10:]) / len(losses[-10:])
+
+
 def train(
     opt: jk.Optimizer,
     params: Any,

@@ -7,7 +7,7 @@ import numpy as np
 import jaxkfac as jk
 from tests.scripts._script import script
 
-TOKENS, LENGTH, WIDTH, HEADS, BLOCKS, STEPS = 16, 16, 32, 2, 2, 60
+TOKENS, LENGTH, WIDTH, HEADS, BLOCKS, STEPS = 16, 16, 32, 2, 1, 60
 
 
 def normalized(x):

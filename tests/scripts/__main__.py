@@ -1,0 +1,77 @@
+"""Train every script by the default, by ``jk.kfac()`` and by Adam, and write the table.
+
+Run: JAX_NUM_CPU_DEVICES=2 python -m tests.scripts [--seeds 2] [--write]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import jaxkfac as jk
+from tests.scripts import SCRIPTS, end
+
+PAGE = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "scripts.md"
+RATES = (1e-3, 3e-3, 1e-2)
+OURS: dict[str, Callable[[], Any]] = {"default": lambda: None, "`jk.kfac()`": jk.kfac}
+HEAD = f"""# Ten scripts at the defaults: the record
+
+Each script of `tests/scripts` is a training as other people write it: its model, loss and loop are its own. The mean loss of
+the last ten steps, a number for each seed; for the policy it is minus the mean return. `default` is
+`jk.Optimizer(objective)`, and `jk.kfac()` is the adaptive K-FAC in its place. Adam runs through the same object, at the best of the rates
+{", ".join(f"{rate:g}" for rate in RATES)} for each script. Times are CPU seconds of the
+whole run of one seed, compilation included. `python -m tests.scripts --write` makes this table.
+
+| script | at first | default | `jk.kfac()` | Adam, best rate | CPU s: default, `jk.kfac()`, Adam |
+|---|---|---|---|---|---|
+"""
+
+
+def timed(run: Callable[..., list[float]], optimizer: Any, seed: int) -> tuple[list[float], float]:
+    begun = time.process_time()
+    return run(optimizer, seed), time.process_time() - begun
+
+
+def row(name: str, seeds: int) -> str:
+    run = SCRIPTS[name]
+    ends: dict[str, list[float]] = {}
+    seconds: dict[str, float] = {}
+    first = []
+    for label, build in OURS.items():
+        try:
+            runs = [timed(run, build(), seed) for seed in range(seeds)]
+        except TypeError:  # a loss without outputs has no curvature to adapt by
+            ends[label], seconds[label] = [], 0.0
+            continue
+        first = first or [losses[0] for losses, _ in runs]
+        ends[label], seconds[label] = [end(losses) for losses, _ in runs], runs[0][1]
+    adam = {rate: [timed(run, optax.adam(rate), seed) for seed in range(seeds)] for rate in RATES}
+    best = min(RATES, key=lambda rate: sum(end(losses) for losses, _ in adam[rate]))
+    shown = lambda numbers: ", ".join(f"{x:.3g}" for x in numbers) or "refused"
+    times = [*seconds.values(), adam[best][0][1]]
+    return (
+        f"| {name} | {shown(first)} | {' | '.join(shown(x) for x in ends.values())} | "
+        f"{shown([end(losses) for losses, _ in adam[best]])} ({best:g}) | "
+        f"{', '.join(f'{x:.0f}' for x in times)} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--script", action="append", choices=SCRIPTS, help="default: all")
+    parser.add_argument("--write", action="store_true", help="write the record")
+    args = parser.parse_args()
+    rows = []
+    for name in args.script or SCRIPTS:
+        rows.append(row(name, args.seeds))
+        print(rows[-1], flush=True)
+    if args.write:
+        PAGE.write_text(HEAD + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
