@@ -19,11 +19,12 @@ RATES = (1e-3, 3e-3, 1e-2)
 OURS: dict[str, Callable[[], Any]] = {"default": lambda: None, "`jk.kfac()`": jk.kfac}
 HEAD = f"""# Ten scripts at the defaults: the record
 
-Each script of `tests/scripts` is a training as other people write it: its model, loss and loop are its own. The mean loss of
-the last ten steps, a number for each seed; for the policy it is minus the mean return. `default` is
-`jk.Optimizer(objective)`, and `jk.kfac()` is the adaptive K-FAC in its place. Adam runs through the same object, at the best of the rates
-{", ".join(f"{rate:g}" for rate in RATES)} for each script. Times are CPU seconds of the
-whole run of one seed, compilation included. `python -m tests.scripts --write` makes this table.
+Each script of `tests/scripts` is a training as other people write it, with a model, a loss and a
+loop of its own. The numbers are the mean loss of the last ten steps, one for each seed; for the
+policy, minus the mean return. `default` is `jk.Optimizer(objective)`, and `jk.kfac()` is the
+adaptive K-FAC in its place. Adam runs through the same object, for each script at the best of the
+rates {", ".join(f"{rate:g}" for rate in RATES)}. Times are CPU seconds of the whole run of one
+seed, compilation included. `python -m tests.scripts --write` makes this table.
 
 | script | at first | default | `jk.kfac()` | Adam, best rate | CPU s: default, `jk.kfac()`, Adam |
 |---|---|---|---|---|---|
