@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
+from jaxkfac._mapped_axes import AxisName
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors.sums import Factors
@@ -19,6 +20,7 @@ from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._kfac_state import check_storage
+from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import (
     Schedule,
@@ -138,6 +140,7 @@ def kfe_adam(
     max_side: int = 1024,
     covariance: Covariance = "factors",
     others: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with second moments of the gradient in K-FAC's eigenvectors.
 
@@ -177,6 +180,7 @@ def kfe_adam(
             own covariance.
         others: An optax transformation for the parameters that no factor covers, complete with
             its own learning rate and sign.
+        axis_name: As for :func:`jaxkfac.kfac`.
 
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``, inside
@@ -247,6 +251,7 @@ def kfe_adam(
         b2=b2,
         eps=eps,
         weight_decay=weight_decay,
+        mapped=MappedAxes.of("kfe_adam", axis_name, like),
     )
     return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
 
@@ -265,6 +270,7 @@ class _KfeAdam:
         b2: Decay of the second moments.
         eps: Added to the square root of the second moments.
         weight_decay: Number.
+        mapped: Mapped axes over which an update reduces what it gets.
     """
 
     collected: Curvature
@@ -276,6 +282,7 @@ class _KfeAdam:
     b2: float
     eps: float
     weight_decay: ArrayLike
+    mapped: MappedAxes
 
     def init(self, params: ArrayTree) -> KfeAdamState:
         """The state before the first update."""
@@ -320,7 +327,8 @@ class _KfeAdam:
         **extra: Any,
     ) -> tuple[ArrayTree, KfeAdamState]:
         """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
-        grads, factors = updates, required_factors("kfe_adam", extra)
+        given = Arguments(updates, params, required_factors("kfe_adam", extra), value)
+        grads, _, factors, value, *_ = self.mapped.reduced(given)
         if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_state("kfe_adam", state, KfeAdamState)
