@@ -51,6 +51,8 @@ def shapes_of(like: Factors) -> Factors:
     """
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
+    if like.origin is not None:  # averages, and the state with them, are of no single step
+        like = with_origin(like, like.origin.of_average())
     return of_parameters(like)
 
 

@@ -7,6 +7,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import one_of
+from jaxkfac._mapped_axes import AxisName
 from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import Damping, DampingMode
@@ -15,6 +16,7 @@ from jaxkfac.optim._curvature import Curvature, Others, as_optax
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfac_update import KfacTransformation
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
+from jaxkfac.optim._mapped_update import MappedAxes
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._schedules import (
     Schedule,
@@ -51,6 +53,7 @@ def kfac(
     stagger: bool = False,
     distribute: str | None = None,
     packed: bool | Literal["auto"] = "auto",
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
@@ -148,6 +151,11 @@ def kfac(
             64 or more. ``state.average`` reads the same; eigenvectors cannot be packed. ``"auto"``
             packs if ``like`` is packed (``value_grad_and_factors(packed=True)``), or JAX's default
             device is no CPU; on a CPU, unfolding costs more time than it saves.
+        axis_name: The mapped axes (``jax.pmap``, ``jax.shard_map``) whose devices hold parts of the
+            batch. ``None`` if ``value_grad_and_factors(axis_name=)`` has reduced gradient and
+            factors, which ``factors.origin`` shows, or if no axis is mapped. Names reduce what
+            comes: gradient, ``value``, ``value_fn`` and ``curvature`` as means weighted by
+            ``factors.terms``, and factors as sums. ``()`` says that you have reduced by hand.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, except ``max_condition`` and ``floor``, which stay those of
@@ -188,7 +196,8 @@ def kfac(
             ``jit``; inside, see ``state.missed``); the state belongs to another transformation;
             ``inverse="host"`` is traced; ``distribute`` names no axis of a known mesh; or what
             adaptation needs is missing, belongs to another batch, or is not where the last update
-            led (checked outside ``jit``; inside, see ``state.adaptation.displaced``).
+            led (checked outside ``jit``; inside, see ``state.adaptation.displaced``). On a mapped
+            axis: nothing says who reduces, or ``axis_name`` is no axis of a map around the call.
         TypeError: in ``update``, ``factors`` are left out.
 
     Memory:
@@ -266,6 +275,7 @@ def kfac(
             norm_constraint=constraint,
             weight_decay=weight_decay,
             distribute=distribute,
+            mapped=MappedAxes.of("kfac", axis_name, shapes),
         )
 
     return as_optax("kfac", like, build, KfacState)

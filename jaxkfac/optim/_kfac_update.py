@@ -27,6 +27,7 @@ from jaxkfac.optim._kfac_state import (
     state_sharded_like,
     warn_of_growth,
 )
+from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._schedules import (
     at_step,
     has_schedule,
@@ -73,6 +74,7 @@ class KfacTransformation:
         norm_constraint: Bound on a step, or ``None``.
         weight_decay: Number.
         distribute: Mesh axis over which decompositions are divided, or ``None``.
+        mapped: Mapped axes over which an update reduces what it gets.
     """
 
     curvature: Curvature
@@ -84,6 +86,7 @@ class KfacTransformation:
     norm_constraint: ArrayLike | None
     weight_decay: ArrayLike
     distribute: str | None
+    mapped: MappedAxes
     staged: TraceCache[Staged] = dataclasses.field(default_factory=TraceCache)
 
     def init(self, params: ArrayTree) -> KfacState:
@@ -122,10 +125,15 @@ class KfacTransformation:
         **extra: Any,
     ) -> tuple[ArrayTree, KfacState]:
         """Check the arguments, then advance; outside ``jit`` by a cached trace."""
-        grads, ours = updates, self.curvature  # optax calls both inputs and outputs updates
+        ours = self.curvature
         if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        factors = required_factors("kfac", extra)
+        # optax calls both inputs and outputs updates
+        given = Arguments(updates, params, required_factors("kfac", extra))
+        given = self.mapped.reduced(
+            given._replace(value=value, value_fn=value_fn, curvature=curvature)
+        )
+        grads, _, factors, value, value_fn, curvature = given
         at_some_steps = isinstance(factors, Factors) and factors.loss_terms is not None
         if factors is not None:
             factors = ours.checked(factors)

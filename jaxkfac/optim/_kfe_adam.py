@@ -12,12 +12,14 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
+from jaxkfac._mapped_axes import AxisName
 from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
 from jaxkfac.optim._curvature import Curvature, FactorShapes, Others, as_optax
 from jaxkfac.optim._kfac_state import check_storage
+from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import (
     Schedule,
@@ -111,6 +113,7 @@ def kfe_adam(
     max_side: int = 1024,
     covariance: Covariance = "factors",
     others: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with second moments of the gradient in K-FAC's eigenvectors.
 
@@ -152,6 +155,7 @@ def kfe_adam(
             own covariance.
         others: An optax transformation for the parameters that no factor covers, complete with
             its own learning rate and sign.
+        axis_name: As for :func:`jaxkfac.kfac`.
 
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``, inside
@@ -224,6 +228,7 @@ def kfe_adam(
             b2=b2,
             eps=eps,
             weight_decay=weight_decay,
+            mapped=MappedAxes.of("kfe_adam", axis_name, shapes),
         )
 
     return as_optax("kfe_adam", like, build, KfeAdamState)
@@ -243,6 +248,7 @@ class _KfeAdam:
         b2: Decay of the second moments.
         eps: Added to the square root of the second moments.
         weight_decay: Number.
+        mapped: Mapped axes over which an update reduces what it gets.
     """
 
     collected: Curvature
@@ -254,6 +260,7 @@ class _KfeAdam:
     b2: float
     eps: float
     weight_decay: ArrayLike
+    mapped: MappedAxes
 
     def init(self, params: ArrayTree) -> KfeAdamState:
         """The state before the first update."""
@@ -298,7 +305,8 @@ class _KfeAdam:
         **extra: Any,
     ) -> tuple[ArrayTree, KfeAdamState]:
         """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
-        grads, factors = updates, required_factors("kfe_adam", extra)
+        given = Arguments(updates, params, required_factors("kfe_adam", extra), value)
+        grads, _, factors, value, *_ = self.mapped.reduced(given)
         if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_state("kfe_adam", state, KfeAdamState)

@@ -33,6 +33,7 @@ from jaxkfac.optim._accumulators import (
     checked_accumulator_dtype,
 )
 from jaxkfac.optim._adaptation import as_operator, check_batch
+from jaxkfac.optim._mapped_update import check_reduced
 from jaxkfac.optim._multi_steps_state import (
     MultiStepsState,
     check_not_nested,
@@ -228,7 +229,7 @@ class _Groups:
     ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
         factors = _checked_factors(grads, state, factors, terms)
-        brings_factors = factors is not None
+        brings_factors, origin = factors is not None, getattr(factors, "origin", None)
         if factors is not None and terms is None:
             terms = factors.terms if factors.loss_terms is None else factors.loss_terms
         stored = state.accumulation.acc_grads
@@ -250,7 +251,9 @@ class _Groups:
         def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             pooled = {}
             if factors is not None:
-                pooled["factors"] = _pooled(accumulators.unfolded(total)["factors"], factors)
+                group = _pooled(accumulators.unfolded(total)["factors"], factors)
+                # The inner transformation reads in it which axes the group is reduced over.
+                pooled["factors"] = with_origin(group, origin or group.origin)
             updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
             return cast_like(grads, updates), inner_state
 
@@ -301,6 +304,7 @@ def _checked_factors(
     if isinstance(factors, Factors) and not any(x.computed_from for x in stored_layers):
         factors = of_parameters(factors)  # the form that the inner transformation keeps
     check_statistics(factors, terms, stored["factors"])
+    check_reduced("multi_steps", factors)
     if factors is not None:
         check_structure_of_turn(factors, stored["factors"])
     if factors is None or factors.loss_terms is not None:  # collected at some micro-batches

@@ -28,6 +28,7 @@ from jaxkfac.optim._accumulators import MemoryKind, check_memory
 from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
+from jaxkfac.optim._mapped_update import check_reduced
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -196,6 +197,7 @@ def single_steps(
         if isinstance(factors, Factors) and not any(x.computed_from for x in layers):
             factors = of_parameters(factors)  # the form that the inner transformation keeps
         check_statistics(factors, terms, expected)
+        check_reduced("multi_steps", factors)
         if factors is None or factors.loss_terms is not None:  # collected at some steps
             for node in kfac_states(state.inner):
                 check_factors_have_come(node.missed, node.stacked_average, expected, factors)
@@ -203,8 +205,9 @@ def single_steps(
             num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
             terms = num_terms if terms is None else terms
             assert expected is not None  # checked above
-            factors = with_origin(without_loss_terms(factors), expected.origin)
-            factors = without_empty(factors)
+            if factors.origin is None:
+                factors = with_origin(factors, expected.origin)
+            factors = without_empty(without_loss_terms(factors))
         elif expected is not None:  # they are collected at other steps
             factors = zeros_like(expected if expected.turn is None else shapes_of_turn(expected))
         count = jnp.asarray(terms, sum_dtype(gradients_only(grads), expected))

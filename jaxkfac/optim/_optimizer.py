@@ -30,6 +30,7 @@ from jaxkfac.factors.sums import Factors
 from jaxkfac.optim._curvature import factors_at_init
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
+from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._multi_steps_state import MultiStepsState, kfac_states
 
 # ---------------- the state
@@ -112,6 +113,7 @@ class Optimizer:
     optimizer: Any = None
     statistics: Any = None
     warns: bool = True
+    is_local: bool = True
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Optimizer:
             ("optimizer", optax.with_extra_args_support(optimizer)),
             ("statistics", collector),
             ("warns", "uncovered" not in statistics),
+            ("is_local", statistics.get("axis_name") is None),
         ):
             object.__setattr__(self, name, value)
 
@@ -227,7 +230,11 @@ class Optimizer:
             value, grads = self.statistics.value_and_grad(params, batch, **call)
             extra = {}
         loss, aux, model_state = self._parts(value, state.model_state)
-        extra = extra or {"value": loss}
+        if not extra:
+            extra = {"value": loss}
+            if self.is_local:
+                no_axes = MappedAxes("Optimizer", None, None)
+                no_axes.reduced(Arguments(grads, params, None, value=loss))
         updates, inner = self.optimizer.update(grads, state.inner, params, **extra)
         step = jnp.asarray(optax.safe_increment(state.step))
         # Each device has its own rows' batch statistics; one state goes on.
