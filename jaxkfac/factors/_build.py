@@ -134,10 +134,12 @@ def value_grad_and_factors(
         bias: ``"joint"``: a column of ones is appended to the inputs. ``"separate"``: the bias
             block is G. Both apply to a bias added to one product. A bias added to a sum of
             products, as ``b`` in ``x @ w + h @ u + b``, is a lone bias.
-        scales: For normalization scales and lone biases. ``"diagonal"``: squares of the gradient at
-            each position or of each example, as ``sharing`` says.
-            ``"exact_diagonal"``: squares of each example's gradient under either sharing, which
-            is the diagonal of the Fisher itself. ``"full_block"``: the full block
+        scales: For normalization scales and lone biases. ``"auto"``: squares of each example's
+            gradient where there are several positions and the example of each is known, otherwise
+            squares at each position. ``"exact_diagonal"``: squares of each example's gradient under
+            either sharing, which is the diagonal of the Fisher itself. ``"diagonal"``: squares of
+            the gradient at each position or of each example, as ``sharing`` says.
+            ``"full_block"``: the full block
             $\tfrac{1}{NR} \sum_n \gamma_n \gamma_n^\top$ of each example's gradient
             $\gamma_n$, stored as ``g`` with an ``a`` of one.
         layers: Full-match pattern over layer names; ``None`` is all.
