@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac._errors import LostRowsError
 from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -42,7 +43,7 @@ def batch(likelihood):
 def test_a_scalar_has_one_gradient_at_each_position(likelihood, place, params, batch):
     """It is the gradient of a copy of the scalar at that position: features are summed first."""
     objective = Objective(PLACES[place], likelihood)
-    _, _, factors = value_grad_and_factors(objective)(params, batch)
+    _, _, factors = value_grad_and_factors(objective, scales="diagonal")(params, batch)
     copies = {k: jnp.broadcast_to(params[k], (N, S, 1)) for k in ("t", "one")}
     grads = jax.grad(lambda copies: objective(params | copies, batch))(copies)
     terms = N * S
@@ -74,8 +75,39 @@ def test_pixels_that_no_product_reads_are_positions(params):
     pixels = jax.random.normal(jax.random.key(8), (N, 3, 3, 4))
     objective = Objective(lambda p, x: (x * p["gain"]).mean((1, 2)) @ p["v"], Gaussian())
     params, targets = params | {"gain": jnp.linspace(0.5, 1.5, 4)}, jnp.ones((N, 3))
-    _, _, factors = value_grad_and_factors(objective)(params, (pixels, targets))
+    _, _, factors = value_grad_and_factors(objective, scales="diagonal")(params, (pixels, targets))
     each = jnp.broadcast_to(params["gain"], pixels.shape)
     gradients = jax.grad(lambda each: objective(params | {"gain": each}, (pixels, targets)))(each)
     expected = N * jnp.square(gradients).sum((0, 1, 2))
     np.testing.assert_allclose(factors["gain"].diagonal, expected, rtol=1e-12)
+
+
+def _diagonals(model, x, **options):
+    params = {"w": jnp.sin(jnp.arange(12.0)).reshape(3, 4), "scale": jnp.cos(jnp.arange(4.0))}
+    objective = Objective(model, Gaussian())
+    stats = value_grad_and_factors(objective, layers="scale", uncovered="ignore", **options)
+    return stats(params, (x, jnp.zeros(jax.eval_shape(model, params, x).shape))).factors["scale"]
+
+
+def _scaled(p, x):
+    return jnp.tanh(x @ p["w"]) * p["scale"]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "expected"),
+    [
+        (_scaled, (5, 6, 3), "exact_diagonal"),
+        (_scaled, (5, 3), "diagonal"),
+        (lambda p, x: _scaled(p, x.sum(1)) + p["scale"] ** 2, (5, 6, 3), "exact_diagonal"),
+        # The loop has one example in each iteration, where none can be told from another.
+        (lambda p, x: jax.lax.map(lambda one: _scaled(p, one), x), (5, 6, 3), None),
+    ],
+)
+def test_scales_are_squared_by_example_where_the_example_is_known(model, shape, expected):
+    x = jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape)
+    automatic = _diagonals(model, x).diagonal
+    if expected is None:
+        with pytest.raises(LostRowsError):
+            _diagonals(model, x, scales="exact_diagonal")
+        expected = "diagonal"
+    np.testing.assert_array_equal(automatic, _diagonals(model, x, scales=expected).diagonal)

@@ -94,6 +94,7 @@ def check_coverage(row: Program, case: Case) -> None:
 def check_factors(row: Program, case: Case) -> None:
     """The value and gradient of plain JAX, and the factors of brute force."""
     options = ({"uncovered": "ignore"} if row.uncovered else {}) | dict(case.options)
+    options = {"scales": "diagonal", **options}  # brute force squares at each position
     stats = jax.jit(jk.value_grad_and_factors(case.objective, **options))
     value, grads, factors = stats(case.params, case.batch, **case.call)
     plain = jax.jit(jax.value_and_grad(case.objective, has_aux="state" in case.call))
