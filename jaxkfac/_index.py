@@ -36,6 +36,7 @@ from jaxkfac.factors import (
     Categorical,
     Gaussian,
     Objective,
+    find_layers,
     value_grad_and_factors,
 )
 from jaxkfac.factors.sums import (
@@ -49,7 +50,6 @@ from jaxkfac.interception import (
     Layer,
     LayerTable,
     as_state,
-    find_layers,
     from_nnx,
     mark_outputs,
     mark_rows,

@@ -17,9 +17,9 @@ from tests.scripts import SCRIPTS, end
 PAGE = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "scripts.md"
 RATES = (1e-3, 3e-3, 1e-2)
 OURS: dict[str, Callable[[], Any]] = {"default": lambda: None, "`jk.kfac()`": jk.kfac}
-HEAD = f"""Each script of `tests/scripts` is a training as other people write it, with a model, a loss and a
-loop of its own. The numbers are the mean loss of the last ten steps, one for each seed; for the
-policy, minus the mean return. `default` is `jk.Optimizer(objective)`, and `jk.kfac()` is the
+HEAD = f"""Each script of `tests/scripts` is a training as other people write it: its model, loss
+and loop are its own. The numbers are the mean loss of the last ten steps, one for each seed; for
+the policy, minus the mean return. `default` is `jk.Optimizer(objective)`, and `jk.kfac()` is the
 adaptive K-FAC in its place. Adam runs through the same object, for each script at the best of the
 rates {", ".join(f"{rate:g}" for rate in RATES)}. Times are CPU seconds of the whole run of one
 seed, compilation included. `python -m tests.scripts --write` makes this table.
