@@ -1,10 +1,12 @@
-"""Updates on mapped axes: what is reduced, once, and what no single device may decide."""
+"""Updates on mapped axes: what is reduced, what no single device decides, and equal states."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
@@ -246,3 +248,77 @@ class MeanOperator(Operator):
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         return jax.tree.map(self.mean.of_gradient, self.operator.product(leaves))
+
+
+# ---------------- whether devices hold the same state
+
+
+def has_device_axis(x: Any) -> bool:
+    """Whether the leading axis of an array has one entry for each device, as under ``jax.pmap``.
+
+    A state of ``jax.vmap`` has its leading axis on one device.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.ndim:
+        return False
+    rows = x.sharding.shard_shape(x.shape)
+    return len(x.sharding.device_set) == x.shape[0] and rows == (1, *x.shape[1:])
+
+
+def on_first_device(x: Any) -> Any:
+    """The entry of the first device of this process, of an array with a device axis."""
+    return x.addressable_shards[0].data[0]
+
+
+def parted_leaves(tree: ArrayTree, *, device_axis: bool) -> list[str]:
+    """The paths of arrays of which devices should hold the same copy, and do not.
+
+    Arrays that are divided among devices have no copies, and are left out, as are keys. Bits are
+    compared by a sum for each array and device, which is computed on the device.
+
+    Args:
+        tree: Arrays with values.
+        device_axis: Whether the leading axis of every array has one entry for each device.
+    """
+    copies: dict[Any, list[tuple[Any, Array]]] = {}
+    names = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            continue
+        if not x.size or len(x.sharding.device_set) < 2:
+            continue
+        if device_axis and not has_device_axis(x):
+            continue
+        number, shards = len(names), x.addressable_shards
+        names.append(jax.tree_util.keystr(path))
+        places = [() if device_axis else str(shard.index) for shard in shards]
+        for place, shard in zip(places, shards, strict=True):
+            if places.count(place) > 1:
+                copies.setdefault(shard.device, []).append(((number, place), shard.data))
+    seen: dict[Any, set[int]] = {}
+    sums = [(of, _digests([x for _, x in of])) for of in copies.values()]
+    for of, digests in sums:
+        for (key, _), digest in zip(of, np.asarray(digests).tolist(), strict=True):
+            seen.setdefault(key, set()).add(digest)
+    apart = {number for (number, _), digests in seen.items() if len(digests) > 1}
+    return [names[number] for number in sorted(apart)]
+
+
+@jax.jit
+def _digests(arrays: list[Array]) -> Array:
+    """A number of 32 bits for each array, which changes with any of its entries."""
+    return jnp.stack([_digest(x) for x in arrays])
+
+
+def _digest(x: Array) -> Array:
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = jnp.where(x == 0, jnp.zeros_like(x), x)  # there are two zeros
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    width = (
+        jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+    )
+    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel()
+    # Odd multipliers: modulo 2**32 no change of a single entry is lost.
+    return (bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)
