@@ -295,8 +295,12 @@ def parted_leaves(tree: ArrayTree, *, device_axis: bool) -> list[str]:
             if places.count(place) > 1:
                 copies.setdefault(shard.device, []).append(((number, place), shard.data))
     seen: dict[Any, set[int]] = {}
-    sums = [(of, _digests([x for _, x in of])) for of in copies.values()]
-    for of, digests in sums:
+    sums = []
+    for device, of in copies.items():
+        # A mesh in context (jax.set_mesh) would have other devices than the copy.
+        with jax.set_mesh(jax.sharding.Mesh(np.asarray([device]), ("device",))):
+            sums.append((of, _digests([x for _, x in of])))
+    for of, digests in sums:  # all devices have begun before the first result is read
         for (key, _), digest in zip(of, np.asarray(digests).tolist(), strict=True):
             seen.setdefault(key, set()).add(digest)
     apart = {number for (number, _), digests in seen.items() if len(digests) > 1}
