@@ -211,6 +211,27 @@ def test_a_second_pass_and_measured_eigenvalues_are_those_of_all_rows(form, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
+def test_operators_and_measured_eigenvalues_take_the_axis_themselves(form):
+    bases = jk.eigendecompose(jk.value_grad_and_factors(LINEAR)(PARAMS, (X, Y)).factors)
+    vector = jax.tree.map(jnp.cos, PARAMS)
+
+    def of(axis, params, rows):
+        *batch, labels = rows
+        options = {"exact": {}, "empirical": {}, "mc": {"labels": labels[None]}}
+        products = [
+            jk.operators.fisher(LINEAR, params, batch, fisher=name, axis_name=axis, **given)
+            for name, given in options.items()
+        ]
+        measured = jk.correct_eigenvalues(LINEAR, bases, axis_name=axis)(params, batch)
+        return [operator @ vector for operator in products], measured["w"].raw_values
+
+    rows = (X, Y, MASK, Y[::-1].copy())
+    found = over(form, 2, functools.partial(of, AXIS))(PARAMS, rows)
+    assert largest_difference(found, of(None, PARAMS, rows)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_each_device_draws_labels_of_its_own(form):
     """With equal rows on both devices, G differs from that of one device: its labels do."""
     stats = lambda **axes: jk.value_grad_and_factors(LINEAR, fisher="mc", **axes)
