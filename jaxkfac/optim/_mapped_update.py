@@ -269,60 +269,48 @@ def on_first_device(x: Any) -> Any:
     return x.addressable_shards[0].data[0]
 
 
+_COMPARED = 2**24  # bytes of an array that are compared; devices that part differ everywhere
+
+
 def parted_leaves(tree: ArrayTree, *, device_axis: bool) -> list[str]:
     """The paths of arrays of which devices should hold the same copy, and do not.
 
-    Arrays that are divided among devices have no copies, and are left out, as are keys. Bits are
-    compared by a sum for each array and device, which is computed on the device.
+    Arrays that are divided among devices have no copies, and are left out, as are keys. Only copies
+    on devices of this process are compared, and of an array above 16 MiB its leading rows.
 
     Args:
         tree: Arrays with values.
         device_axis: Whether the leading axis of every array has one entry for each device.
     """
-    copies: dict[Any, list[tuple[Any, Array]]] = {}
-    names = []
+    apart = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if not isinstance(x, jax.Array) or len(x.sharding.device_set) < 2:
             continue
-        if not x.size or len(x.sharding.device_set) < 2:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             continue
         if device_axis and not has_device_axis(x):
             continue
-        number, shards = len(names), x.addressable_shards
-        names.append(jax.tree_util.keystr(path))
-        places = [() if device_axis else str(shard.index) for shard in shards]
-        for place, shard in zip(places, shards, strict=True):
-            if places.count(place) > 1:
-                copies.setdefault(shard.device, []).append(((number, place), shard.data))
-    seen: dict[Any, set[int]] = {}
-    sums = []
-    for device, of in copies.items():
-        # A mesh in context (jax.set_mesh) would have other devices than the copy.
-        with jax.set_mesh(jax.sharding.Mesh(np.asarray([device]), ("device",))):
-            sums.append((of, _digests([x for _, x in of])))
-    for of, digests in sums:  # all devices have begun before the first result is read
-        for (key, _), digest in zip(of, np.asarray(digests).tolist(), strict=True):
-            seen.setdefault(key, set()).add(digest)
-    apart = {number for (number, _), digests in seen.items() if len(digests) > 1}
-    return [names[number] for number in sorted(apart)]
+        first: dict[str, np.ndarray] = {}
+        for shard in x.addressable_shards:
+            place = "" if device_axis else str(shard.index)
+            copy = _leading_rows(shard.data)
+            if not _are_equal(first.setdefault(place, copy), copy):
+                apart.append(jax.tree_util.keystr(path))
+                break
+    return apart
 
 
-@jax.jit
-def _digests(arrays: list[Array]) -> Array:
-    """A number of 32 bits for each array, which changes with any of its entries."""
-    return jnp.stack([_digest(x) for x in arrays])
+def _leading_rows(x: Array) -> np.ndarray:
+    """The values of an array on one device; of a large one, as many rows as 16 MiB hold."""
+    if x.nbytes <= _COMPARED:
+        return np.asarray(x)
+    (device,) = x.sharding.device_set
+    # A mesh in context (jax.set_mesh) would have other devices than the copy.
+    with jax.set_mesh(jax.sharding.Mesh(np.asarray([device]), ("device",))):
+        axis = next(d for d, size in enumerate(x.shape) if size > 1)
+        rows = max(1, _COMPARED * x.shape[axis] // x.nbytes)
+        return np.asarray(jax.lax.slice_in_dim(x, 0, rows, axis=axis))
 
 
-def _digest(x: Array) -> Array:
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        x = jnp.where(x == 0, jnp.zeros_like(x), x)  # there are two zeros
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    width = (
-        jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
-    )
-    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel()
-    # Odd multipliers: modulo 2**32 no change of a single entry is lost.
-    return (bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)
+def _are_equal(x: np.ndarray, y: np.ndarray) -> bool:
+    return x is y or bool(((x == y) | ((x != x) & (y != y))).all())

@@ -269,7 +269,7 @@ def check_state(state: object) -> None:
     numbers. Python shows each warning once for each line that calls it.
 
     If several devices hold the state (of ``jax.pmap``, with its axis of devices, or replicated),
-    their copies are compared on the devices, and a warning names the arrays that differ.
+    their copies are compared, and a warning names an array that differs.
 
     Args:
         state: State of :func:`kfac` or :func:`kfe_adam`, or anything that contains such states:
@@ -280,7 +280,7 @@ def check_state(state: object) -> None:
         ValueError: it contains no such state, or it is traced, or of several models (``vmap``).
 
     Memory:
-        One pass over the copies of a replicated state on each device, and no copy of it.
+        Copies are compared in main memory, one array at a time, and at most 16 MiB of each.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
