@@ -4,6 +4,7 @@ It prints one line of JSON.
 """
 
 import functools
+import itertools
 import json
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkfac as jk
+from tests._mapped_programs import FORMS, OPTIMIZERS, differences
 
 SIDES = {"up": (16, 24), "blocks": (3, 24, 24), "down": (24, 8)}
 
@@ -138,6 +140,12 @@ def outside() -> dict[str, Any]:
             params = jax.tree.map(jnp.add, params, updates)
         out[name] = {path: _text(x) for path, x in params.items()}
     return out
+
+
+def mapped() -> dict[str, float]:
+    """How far three steps on mapped axes are from those of one device."""
+    kinds = itertools.product(FORMS, OPTIMIZERS, ("exact",), ("mask", "weights"))
+    return differences(8, 3, list(kinds))
 
 
 def main() -> None:

@@ -165,6 +165,9 @@ class Head(NamedTuple):
         terms = head.kept_terms(root=root)
         if self.mask is None and self.pooled is None:
             return terms.mean(), jnp.asarray(terms.size, terms.dtype)
+        if self.mask is None:
+            # 16 bits hold no count, but they hold the devices' equal shares.
+            return times(terms.mean(), terms.size / head.count), head.num_terms
         return terms.sum() / head.count.astype(terms.dtype), head.num_terms.astype(terms.dtype)
 
     def kept_terms(self, *, root: bool = False) -> Float[Array, "..."]:

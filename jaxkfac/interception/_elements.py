@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
-from jaxkfac._jaxpr_compat import Eqn, bind
+from jaxkfac._jaxpr_compat import Eqn, bind, cast_varying
 from jaxkfac.interception._functions import JOINS, Lookup, is_function
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 from jaxkfac.interception.values._encoded import Operand
@@ -232,7 +232,9 @@ def _move(
     name = eqn.primitive.name
     # A slot keeps its own dtype and sharding. It must vary over the mesh axes over which its
     # parameter does, so that its cotangent is summed over the same devices.
-    if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
+    if name in ("pvary", "pcast"):  # one by example varies from the start, and is cast no more
+        return [cast_varying(x, eqn.outvars[0].aval)]
+    if name in SAME_ELEMENTS:
         return [x]
     if name == "pad":
         values = [values[0], jnp.zeros((), x.dtype)]

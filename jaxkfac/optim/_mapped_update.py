@@ -1,10 +1,12 @@
-"""Updates on mapped axes: what is reduced, once, and what no single device may decide."""
+"""Updates on mapped axes: what is reduced, what no single device decides, and equal states."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
@@ -246,3 +248,69 @@ class MeanOperator(Operator):
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         return jax.tree.map(self.mean.of_gradient, self.operator.product(leaves))
+
+
+# ---------------- whether devices hold the same state
+
+
+def has_device_axis(x: Any) -> bool:
+    """Whether the leading axis of an array has one entry for each device, as under ``jax.pmap``.
+
+    A state of ``jax.vmap`` has its leading axis on one device.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.ndim:
+        return False
+    rows = x.sharding.shard_shape(x.shape)
+    return len(x.sharding.device_set) == x.shape[0] and rows == (1, *x.shape[1:])
+
+
+def on_first_device(x: Any) -> Any:
+    """The entry of the first device of this process, of an array with a device axis."""
+    return x.addressable_shards[0].data[0]
+
+
+_COMPARED = 2**24  # bytes of an array that are compared; devices that part differ everywhere
+
+
+def parted_leaves(tree: ArrayTree, *, device_axis: bool) -> list[str]:
+    """The paths of arrays of which devices should hold the same copy, and do not.
+
+    Arrays that are divided among devices have no copies, and are left out, as are keys. Only copies
+    on devices of this process are compared, and of an array above 16 MiB its leading rows.
+
+    Args:
+        tree: Arrays with values.
+        device_axis: Whether the leading axis of every array has one entry for each device.
+    """
+    apart = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(x, jax.Array) or len(x.sharding.device_set) < 2:
+            continue
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            continue
+        if device_axis and not has_device_axis(x):
+            continue
+        first: dict[str, np.ndarray] = {}
+        for shard in x.addressable_shards:
+            place = "" if device_axis else str(shard.index)
+            copy = _leading_rows(shard.data)
+            if not _are_equal(first.setdefault(place, copy), copy):
+                apart.append(jax.tree_util.keystr(path))
+                break
+    return apart
+
+
+def _leading_rows(x: Array) -> np.ndarray:
+    """The values of an array on one device; of a large one, as many rows as 16 MiB hold."""
+    if x.nbytes <= _COMPARED:
+        return np.asarray(x)
+    (device,) = x.sharding.device_set
+    # A mesh in context (jax.set_mesh) would have other devices than the copy.
+    with jax.set_mesh(jax.sharding.Mesh(np.asarray([device]), ("device",))):
+        axis = next(d for d, size in enumerate(x.shape) if size > 1)
+        rows = max(1, _COMPARED * x.shape[axis] // x.nbytes)
+        return np.asarray(jax.lax.slice_in_dim(x, 0, rows, axis=axis))
+
+
+def _are_equal(x: np.ndarray, y: np.ndarray) -> bool:
+    return x is y or bool(((x == y) | ((x != x) & (y != y))).all())

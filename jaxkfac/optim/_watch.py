@@ -21,6 +21,7 @@ from jaxkfac.factors.sums import (
     without_turn,
 )
 from jaxkfac.linalg import diagonal
+from jaxkfac.optim._mapped_update import has_device_axis, on_first_device, parted_leaves
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 
 # ---------------- whether factors come when they are needed
@@ -267,6 +268,9 @@ def check_state(state: object) -> None:
     Call it after a logging interval, outside ``jit``; it waits for the state's counters, a few
     numbers. Python shows each warning once for each line that calls it.
 
+    If several devices hold the state (of ``jax.pmap``, with its axis of devices, or replicated),
+    their copies are compared, and a warning names an array that differs.
+
     Args:
         state: State of :func:`kfac` or :func:`kfe_adam`, or anything that contains such states:
             a state of ``optax.chain`` or :func:`multi_steps`, a ``TrainState``, an
@@ -274,6 +278,9 @@ def check_state(state: object) -> None:
 
     Raises:
         ValueError: it contains no such state, or it is traced, or of several models (``vmap``).
+
+    Memory:
+        Copies are compared in main memory, one array at a time, and at most 16 MiB of each.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -283,8 +290,9 @@ def check_state(state: object) -> None:
         >>> state = jk.kfac(0.1, like=stats.factor_shapes(params, batch)).init(params)
         >>> jk.check_state(state)
     """
-    nodes = jax.tree.leaves(state, is_leaf=_is_watched)
-    watched = [node for node in nodes if _is_watched(node)]
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_watched)
+    paths = [jax.tree_util.keystr(path) for path, node in nodes if _is_watched(node)]
+    watched = [node for _, node in nodes if _is_watched(node)]
     trained = [x for x in jax.tree.leaves(state, is_leaf=_is_trained) if _is_trained(x)]
     if not (watched or trained):
         raise ValueError(
@@ -295,8 +303,8 @@ def check_state(state: object) -> None:
     left_out = [_number(node.skipped) for node in groups]
     if any(x > 0 for x in left_out):
         warnings.warn(_LEFT_OUT, stacklevel=2)
-    for node in watched:
-        for message in _complaints(node):
+    for path, node in zip(paths, watched, strict=True):
+        for message in (*_complaints(node), *_parted(path, node)):
             warnings.warn(message, stacklevel=2)
 
 
@@ -323,12 +331,29 @@ def _number(counter: ArrayTree) -> Any:
     (value,) = jax.tree.leaves(counter)
     if not is_concrete(value):
         raise ValueError("state: its counters are traced; call jk.check_state outside of jit")
+    if has_device_axis(value):
+        value = on_first_device(value)
     if value.shape:
         raise ValueError(
             f"state: its counters have shape {value.shape}, as under jax.vmap: check the state of "
             "one model at a time, jax.tree.map(lambda x: x[i], state)"
         )
     return value
+
+
+def _parted(path: str, state: Any) -> list[str]:
+    """What is wrong if the devices that hold a state do not hold the same one."""
+    (counter,) = jax.tree.leaves(state.skipped)
+    apart = parted_leaves(state, device_axis=has_device_axis(counter))
+    if not apart:
+        return []
+    more = f" and of {len(apart) - 1} more arrays" if len(apart) > 1 else ""
+    return [
+        f"devices hold different values of state{path}{apart[0]}{more}, so each has taken steps of "
+        "its own: give jk.value_grad_and_factors or jk.Optimizer the mapped axis as axis_name=, "
+        "and begin again with a state and parameters that are equal on all devices (states of "
+        "several models, one on each device, are checked one at a time)"
+    ]
 
 
 def _complaints(state: Any) -> list[str]:

@@ -19,7 +19,7 @@ from jaxkfac._errors import (
     nearest,
     one_of,
 )
-from jaxkfac._mapped_axes import sum_over_devices
+from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped, sum_over_devices
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
@@ -83,6 +83,7 @@ class EigenvalueCorrector:
             ValueError: a layer differs from that of the bases, or the batch does not fit.
         """
         objective, bases = self._program.objective, self._bases
+        check_mapped("jk.correct_eigenvalues", self._program.axes)
         has_outputs = isinstance(objective, Objective)
         batch = objective.batch(batch) if has_outputs else batch
         estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
@@ -186,6 +187,7 @@ def correct_eigenvalues(
     samples: int = 1,
     chunk: int = 1,
     examples: Word | None = None,
+    axis_name: AxisName = None,
 ) -> EigenvalueCorrector:
     r"""Build a function that measures eigenvalues in given eigenbases (EKFAC).
 
@@ -218,6 +220,8 @@ def correct_eigenvalues(
         samples: How many labels ``"mc"`` samples for each term.
         chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
         examples: As for :func:`value_grad_and_factors`.
+        axis_name: As for :func:`value_grad_and_factors`: eigenvalues are those of the rows of all
+            devices.
 
     Returns:
         An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,
@@ -265,7 +269,8 @@ def correct_eigenvalues(
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     check_word(examples)
-    program = Program(objective, finding, cover=False, examples=examples)
+    axes = axis_names(axis_name) or ()
+    program = Program(objective, finding, cover=False, examples=examples, axes=axes)
     return EigenvalueCorrector(program, bases, estimator, per)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac._errors import at_least_one
-from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped
+from jaxkfac._mapped_axes import AxisName, axes_apart, axis_names, check_mapped
 from jaxkfac.curvature.operators._exact import (
     ExactOperator,
     checked_batch,
@@ -65,6 +65,7 @@ def fisher(
     chunk: int | None = None,
     only: str | None = None,
     state: ArrayTree | None = None,
+    axis_name: AxisName = None,
 ) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
@@ -97,6 +98,7 @@ def fisher(
         chunk: Number of examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
         state: What a call changes, as for :func:`ggn`.
+        axis_name: Mapped axes, as for :func:`ggn`. Each device samples the labels of its own rows.
 
     Returns:
         A positive semi-definite :class:`Operator`. Two forward passes and one backward pass
@@ -125,6 +127,8 @@ def fisher(
         Fisher Approximation", 2019.
     """
     at_least_one(samples=samples)
+    axes = axis_names(axis_name) or ()
+    check_mapped("jk.operators.fisher", axes)
     estimator = estimator_of(fisher, samples=samples, chunk=1, of_examples=True)
     # By the type itself: a subclass may propagate other cotangents.
     rule = _PRODUCTS.get(type(estimator), estimated_products)
@@ -135,27 +139,30 @@ def fisher(
                 'not show: give a jk.Objective, or take fisher="exact"'
             )
         return marked_gauss_newton(
-            "fisher", objective, ModelCall(params, batch, key, state), chunk, only
+            "fisher", objective, ModelCall(params, batch, key, state), chunk, only, axes
         )
     batch = objective.batch(batch)
     estimator = estimator.bound(key, labels, batch)
     checked = checked_batch(objective, ModelCall(params, batch, key, state), chunk, labels)
     paths = chosen_paths(only, params)
-    operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
+    arguments = params, checked, None, key, state, objective, rule, chunk, paths
+    operator, apart = ExactOperator(*arguments, axes), axes_apart(axes, batch)
     if rule is estimated_products:
-        by_example = estimator.by_example(batch.num_examples)
+        by_example = estimator.by_example(batch.num_examples, apart)
     elif not estimator.samples_labels:
         return operator
     elif labels is None:
-        by_example = _sample(operator, estimator.samples)
+        by_example = _sample(operator, estimator.samples, apart)
     else:
         by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
     return dataclasses.replace(operator, labels=by_example)
 
 
-def _sample(operator: ExactOperator, samples: int) -> ArrayTree:
-    """Labels ``(N, samples, *targets)`` from the model's outputs."""
+def _sample(operator: ExactOperator, samples: int, axes: tuple[str, ...]) -> ArrayTree:
+    """Labels ``(N, samples, *targets)`` from the model's outputs, other ones on each device."""
     base = jax.random.fold_in(operator.key, LABEL_FOLD)
+    for axis in axes:
+        base = jax.random.fold_in(base, jax.lax.axis_index(axis))
     number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
 
