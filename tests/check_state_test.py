@@ -224,7 +224,7 @@ def test_the_adaptive_optimizer_has_a_remedy_of_its_own():
     state = jk.kfac(like=LIKE).init(PARAMS)
     watch = state.watch._replace(diverged=jnp.int32(10))
     (said,) = complaints(state._replace(watch=watch))
-    assert re.search(r"jk\.LevenbergMarquardt with a larger initial=", said)
+    assert re.search(r"damping=jk\.LevenbergMarquardt\(\), the default", said)
     assert "learning rate" not in said
 
 

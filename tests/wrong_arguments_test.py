@@ -170,6 +170,9 @@ WORDS = {
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
     "a period that is not whole": (
         lambda: jk.LevenbergMarquardt(every=2.5), "every=2.5", "expected a whole number"),
+    "another word for the first damping": (
+        lambda: jk.LevenbergMarquardt(initial="large"), "initial='large'",
+        'a positive number or "auto"'),
     "another word for the rate": (
         lambda: jk.kfac("adaptive", like=factors), "learning_rate='adaptive'", '"quadratic"'),
     "another word for the momentum": (

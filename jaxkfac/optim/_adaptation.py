@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path, with_leaves
@@ -57,7 +57,12 @@ class AdaptationState(NamedTuple):
             included; the model's damping if the factors have none of their own.
         learning_rate: That of the last update.
         momentum: That of the last update.
-        rejected: Updates not made because the model or the trial was not finite, int32.
+        first_damping: $\lambda$ of the first update; if the damping is given, that of ``init``.
+        rejected: Updates not made because the model or the loss after the step was not finite, or
+            because the loss of the batch rose, int32.
+        disagreed: Updates among ``rejected`` after which the loss rose although the model's change
+            was below the rounding of the loss, int32: ``value`` and ``value_fn`` are not the same
+            loss.
         burned_in: Updates that only averaged the factors, int32.
         displaced: Updates that found the parameters elsewhere than the last one should have left
             them, int32: something after ``kfac`` changes its updates. Only the component along the
@@ -72,7 +77,9 @@ class AdaptationState(NamedTuple):
     factor_damping: Scalar
     learning_rate: Scalar
     momentum: Scalar
+    first_damping: Scalar
     rejected: Int[Array, ""]
+    disagreed: Int[Array, ""]
     burned_in: Int[Array, ""]
     displaced: Int[Array, ""]
     position: Scalar
@@ -175,6 +182,11 @@ class Adaptation:
         """Whether the factors have a damping of their own."""
         return self.by_model and self.rule is not None and self.rule.factor_every > 0
 
+    @property
+    def guarded(self) -> bool:
+        """Whether a step that raises the loss of its batch is rejected."""
+        return self.rule is not None and self.rule.safeguard
+
     def initial(self, params: ArrayTree, damping: ArrayLike, decay: ArrayLike) -> AdaptationState:
         """The state before the first update; ``decay`` is the weight decay."""
         dtype = sum_dtype(params)
@@ -191,7 +203,9 @@ class Adaptation:
             factor_damping=number(damping + (decay if self.by_model else 0.0)),
             learning_rate=number(0),
             momentum=number(0),
+            first_damping=number(damping),
             rejected=count(),
+            disagreed=count(),
             burned_in=count(),
             displaced=count(),
             position=number(0),
@@ -249,6 +263,44 @@ class Adaptation:
                 "jk.kfac must stand last in optax.chain; after a change of your own, start "
                 "again with tx.init(params)"
             )
+
+    def begun(
+        self,
+        state: Any,
+        gradient: ArrayTree,
+        loss: BatchLoss,
+        step: Int[Array, ""],
+        decay: ArrayLike,
+    ) -> Any:
+        """The state of ``kfac``, at the first update with the damping that the curvature gives.
+
+        Args:
+            state: State of ``kfac``.
+            gradient: From :meth:`gradient_of`.
+            loss: Loss of the batch.
+            step: Updates so far.
+            decay: The weight decay.
+        """
+        if self.rule is None or self.rule.initial != "auto" or (is_concrete(step) and step > 0):
+            return state
+        rule, adapted, is_first = self.rule, state.adaptation, step == 0
+        dtype, slope = adapted.damping.dtype, _at(gradient, leaves_by_path(state.momentum))
+
+        def first_damping() -> Scalar:
+            model = QuadraticModel(slope, loss.curvature, jnp.zeros((), dtype))
+            second, first = model.along(slope)
+            return rule.initial_at(second[0, 0] / first[0]).astype(dtype)
+
+        damping = jax.lax.cond(
+            is_first, fast_convolutions(first_damping), lambda: adapted.first_damping
+        )
+        factor_damping = damping + (decay if self.by_model else 0.0)
+        adapted = adapted._replace(
+            first_damping=damping,
+            damping=jnp.where(is_first, damping, adapted.damping),
+            factor_damping=jnp.where(is_first, factor_damping, adapted.factor_damping),
+        )
+        return state._replace(adaptation=adapted)
 
     def numbers_of(self, rate: ArrayLike, momentum: ArrayLike, decay: ArrayLike) -> Numbers:
         """The numbers of an update, except those that the model chooses."""
@@ -410,6 +462,13 @@ class Adaptation:
             displaced=new.displaced + displaced.astype(jnp.int32),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
+        if self.guarded:  # the next step begins without the momentum that led uphill
+            dropped = new.rejected > before.rejected
+            last = where(dropped, jax.tree.map(jnp.zeros_like, last), last)
+            new = new._replace(
+                position=jnp.where(dropped, 0, new.position),
+                travelled=jnp.where(dropped, 0, new.travelled),
+            )
         return (
             with_leaves(gradient, {p: x.astype(ours[p].dtype) for p, x in update.items()}),
             with_leaves(state.momentum, where(stands, velocity, last)),
@@ -461,7 +520,9 @@ class Adaptation:
         second, first = model.along(*((steps,) if alone else (steps, last)))
         # The step goes downhill: its sign is applied to coefficients, not to a tree.
         signs = jnp.asarray([-1, 1][: len(first)], dtype)
-        return minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
+        bound = 1.0 if self.guarded else math.inf
+        curved = signs[:, None] * second * signs
+        return minimum(curved, signs * first, rate, momentum, bound=bound)
 
     def _tried(
         self,
@@ -479,7 +540,10 @@ class Adaptation:
         ``change()`` is the model's change, and ``decay`` the weight decay in the model.
         """
         dtype, at = state.damping.dtype, _at(params, update)
-        due = is_made & (num_updates % (_EVERY if self.rule is None else self.rule.every) == 0)
+        if self.rule is None:
+            due = is_made & (num_updates % _EVERY == 0)
+        else:
+            due = is_made & self.rule.is_due(state.damping, state.first_damping, num_updates)
 
         def trial() -> tuple[Scalar, Scalar]:
             moved_value = loss.value_fn(with_leaves(params, _moved(at, update)))
@@ -493,19 +557,41 @@ class Adaptation:
         def no_trial() -> tuple[Scalar, Scalar]:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
 
-        actual, predicted = jax.lax.cond(due, fast_convolutions(trial), no_trial)
+        tried = is_made if self.guarded else due
+        actual, predicted = jax.lax.cond(tried, fast_convolutions(trial), no_trial)
         fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
+        rounding = _rounding(loss.value, at, dtype)
+        negligible, rises = jnp.abs(predicted) <= rounding, actual > rounding
+        if self.guarded:
+            fine &= ~rises
         flat = predicted == 0
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
         damping = state.damping
         if self.rule is not None:
             rejected = is_made & ~fine
-            damping = self.rule.adapted(damping, ratio, predicted, tried=due, rejected=rejected)
+            damping = self.rule.adapted(
+                damping,
+                ratio,
+                predicted,
+                due=due,
+                rejected=rejected,
+                negligible=negligible,
+                first=state.first_damping,
+            )
+        disagrees = is_made & negligible & rises & jnp.isfinite(actual)
         return is_made & fine, state._replace(
             damping=damping,
             ratio=jnp.where(due & fine, ratio, state.ratio),
             rejected=state.rejected + (is_made & ~fine).astype(jnp.int32),
+            disagreed=state.disagreed + (disagrees & ~fine).astype(jnp.int32),
         )
+
+
+def _rounding(value: ArrayLike, params: Leaves, dtype: DTypeLike) -> Scalar:
+    """The size of a change of the loss that its rounding explains."""
+    kinds = [x.dtype for x in params.values()] + [jnp.asarray(value).dtype]
+    eps = max(float(jnp.finfo(x).eps) for x in kinds if jnp.issubdtype(x, jnp.floating))
+    return 8 * eps * jnp.abs(jnp.asarray(value, dtype))
 
 
 def as_operator(curvature: object) -> Any:

@@ -13,7 +13,7 @@ from jaxkfac.curvature import operators
 from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import mark_outputs
 from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
-from jaxkfac.optim._adaptation import Adaptation, check_batch
+from jaxkfac.optim._adaptation import Adaptation, BatchLoss, check_batch
 from jaxkfac.optim._levenberg_marquardt import minimum
 
 N, SIZES = 24, (4, 5, 3)
@@ -193,7 +193,7 @@ def test_ten_steps_are_those_of_the_paper(initial, weight_decay, scale, rises, f
     _, state, step = training(
         params,
         batch,
-        damping=LevenbergMarquardt(initial=initial, **shared),
+        damping=LevenbergMarquardt(initial=initial, safeguard=False, **shared),
         damping_mode="pi",
         refresh_every=3,
         max_condition=1e14,
@@ -355,7 +355,7 @@ def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
     updates, state = tx.update(grads, state, params, value_fn=lambda _: bad, **loss)
     assert all(not x.any() for x in jax.tree.leaves((updates, state.momentum)))
     assert (state.adaptation.rejected, state.step) == (1, 1)
-    assert state.adaptation.damping == 1.0
+    assert state.adaptation.damping == 2.0
     updates, state = tx.update(grads, state, params, value_fn=lambda p: OBJECTIVE(p, batch), **loss)
     assert all(x.any() for x in jax.tree.leaves(updates))
     assert state.adaptation.rejected == 1
@@ -818,3 +818,187 @@ def test_sums_of_weights_may_round_and_numbers_of_terms_may_not():
     for theirs, ours in ((2.48, 2.4), (1_000_001.0, 1_000_000.0), (2.39, 2.4)):
         with pytest.raises(ValueError, match="the operator comes from a batch of"):
             check(theirs, ours)
+
+
+# ---------------- the safeguard
+
+
+SAFE, PAPER = LevenbergMarquardt(), LevenbergMarquardt(safeguard=False)
+
+
+def adapted_by(rule, ratio, change, *, rejected=False, negligible=False, damping=1.0, first=1.0):
+    flags = {"due": True, "rejected": rejected, "negligible": negligible}
+    numbers = (jnp.asarray(x) for x in (damping, ratio, change))
+    flags = {name: jnp.asarray(x) for name, x in flags.items()}
+    return float(rule.adapted(*numbers, first=jnp.asarray(first), **flags))
+
+
+def test_a_rejected_step_multiplies_the_damping_by_four():
+    assert adapted_by(SAFE, -1.0, -1.0, rejected=True) == 4
+    assert adapted_by(PAPER, -1.0, -1.0, rejected=True) == pytest.approx((20 / 19) ** 5)
+    assert adapted_by(SAFE, 0.1, -1.0) == pytest.approx((20 / 19) ** 5)
+    assert adapted_by(SAFE, 0.9, -1.0) == pytest.approx((19 / 20) ** 5)
+    assert adapted_by(SAFE, 0.5, -1.0) == 1
+
+
+def test_the_damping_does_not_rise_below_the_rounding_of_the_loss_nor_without_end():
+    assert adapted_by(SAFE, -9.0, -1e-9, rejected=True, negligible=True) == 1
+    assert adapted_by(SAFE, 0.0, -1e-9, negligible=True) == 1
+    assert adapted_by(SAFE, 0.9, -1e-9, negligible=True) < 1
+    for first in (1.0, 100.0):
+        found = adapted_by(SAFE, np.nan, np.nan, rejected=True, damping=5e11 * first, first=first)
+        assert found == 1e12 * first
+    beyond = adapted_by(SAFE, np.nan, np.nan, rejected=True, damping=5.0, first=1e-12)
+    assert beyond == 5  # it never lowers a damping
+
+
+def test_the_damping_is_adapted_at_the_first_updates_and_while_it_is_high():
+    def due(rule, damping, n):
+        return bool(rule.is_due(jnp.asarray(damping), jnp.asarray(1.0), jnp.asarray(n)))
+
+    assert all(due(SAFE, 0.5, n) for n in range(1, 21))
+    assert [due(SAFE, 0.5, n) for n in (21, 24, 25)] == [False, False, True]
+    assert due(SAFE, 1.5, 21) and not due(SAFE, 1.0, 21)
+    assert [due(PAPER, 1.5, n) for n in (1, 5, 21)] == [False, True, False]
+
+
+def test_the_first_damping_follows_the_curvature_only_where_it_is_far_off():
+    def first(curvature, rule=SAFE):
+        return float(rule.initial_at(jnp.asarray(curvature)))
+
+    assert [first(x) for x in (0.05, 1.0, 2e3)] == [0.03] * 3
+    np.testing.assert_allclose([first(1e6), first(1e-3)], [10, 1e-3], rtol=1e-12)
+    assert [first(x) for x in (np.nan, np.inf, 0.0, -1.0)] == [0.03] * 4
+    assert first(1e6, LevenbergMarquardt(initial=0.5)) == 0.5
+    assert first(1e6, LevenbergMarquardt(maximum=2.0)) == 2
+    assert LevenbergMarquardt(minimum=0.1).initial_number == 0.1
+
+
+def test_a_bounded_momentum_leaves_the_best_step_beside_it():
+    second, first = jnp.array([[4.0, 1.0], [1.0, 2.0]]), jnp.array([-1.0, -8.0])
+    free = minimum(second, first, None, None)
+    assert free.momentum > 1
+    found = minimum(second, first, None, None, bound=1.0)
+    np.testing.assert_allclose(found, ((1 - 1) / 4, 1, -8 + 1), atol=1e-15)
+    fixed = minimum(second, first, jnp.asarray(0.5), None, bound=1.0)
+    np.testing.assert_allclose(fixed, (0.5, 1, -0.5 - 8 + 0.5 + 0.5 + 1), rtol=1e-15)
+
+
+def tried(rule, *, rise, change=-1.0, value=1.0, dtype=jnp.float64, rate="quadratic"):
+    """Whether a step is made and what is adapted, if the loss rises by ``rise``."""
+    adaptation = Adaptation.of(rate, "quadratic", rule, None)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    params = {"w": jnp.ones(2, dtype)}
+    loss = BatchLoss(jnp.asarray(value, wide), lambda _: jnp.asarray(value + rise, wide), None)
+    return adaptation._tried(
+        adaptation.initial(params, 1.0, 0.0),
+        params,
+        {"w": jnp.ones(2, dtype)},
+        lambda: jnp.asarray(change, wide),
+        loss,
+        0.0,
+        jnp.asarray(21),
+        jnp.asarray(True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "rise", "more", "outcome"),
+    [
+        pytest.param(SAFE, 1e-3, {}, (False, 4, 1, 0), id="rises"),
+        pytest.param(SAFE, 1e-3, {"rate": 0.1}, (False, 4, 1, 0), id="a rate that is given"),
+        pytest.param(SAFE, -1e-3, {}, (True, 1, 0, 0), id="falls, and no adaptation is due"),
+        pytest.param(SAFE, 1e-15, {}, (True, 1, 0, 0), id="rounding"),
+        pytest.param(SAFE, 0.01, {"dtype": jnp.bfloat16}, (True, 1, 0, 0), id="bfloat16 rounding"),
+        pytest.param(SAFE, 1e-3, {"change": -1e-15}, (False, 1, 1, 1), id="disagrees"),
+        pytest.param(SAFE, np.nan, {"change": -1e-15}, (False, 1, 1, 0), id="not finite"),
+        pytest.param(SAFE, 0.0, {"value": 0.0, "change": 0.0}, (True, 1, 0, 0), id="zero"),
+        pytest.param(PAPER, 1e-3, {}, (True, 1, 0, 0), id="no trial in the paper's rule"),
+    ],
+)
+def test_a_step_that_raises_the_loss_is_not_made(rule, rise, more, outcome):
+    made, state = tried(rule, rise=rise, **more)
+    found = bool(made), float(state.damping), int(state.rejected), int(state.disagreed)
+    assert found == outcome
+
+
+def saturated(n=64):
+    """A perceptron on features up to 30: where it is wrong, outputs saturate and F is small."""
+    rng, sizes = np.random.default_rng(0), (9, 64, 64, 2)
+    params = [{"w": rng.normal(size=s) / s[0] ** 0.5} for s in zip(sizes, sizes[1:], strict=False)]
+    x = 30 * rng.random((n, 9))
+    return jax.tree.map(jnp.asarray, (params, (x, (x[:, 0] > 15).astype(np.int32))))
+
+
+def deep(params, x):
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"])
+    return x @ params[-1]["w"]
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("safeguard", [True, False])
+def test_where_outputs_are_saturated_the_safeguard_keeps_the_loss_below_its_start(safeguard):
+    params, batch = saturated()
+    rule = LevenbergMarquardt(initial=0.03, safeguard=safeguard)
+    objective, options = Objective(deep, Categorical()), {"damping_mode": "pi", "damping": rule}
+    _, state, step = training(params, batch, objective, **options)
+
+    def scanned(carry, _):
+        new = step(*carry)
+        return new, (objective(carry[0], batch), new[1].adaptation.momentum)
+
+    (params, state), (losses, momenta) = jax.jit(
+        lambda *carry: jax.lax.scan(scanned, carry, length=30)
+    )(params, state)
+    if not safeguard:
+        assert max(losses) > 10 * losses[0]
+        return
+    assert max(losses) == losses[0] and losses[-1] < 0.1 * losses[0]
+    assert max(abs(momenta)) <= 1 and state.adaptation.rejected > 0
+
+
+@pytest.mark.slow
+def test_a_rejected_step_leaves_no_momentum_behind():
+    _, _, _, params, batch = problem()
+    stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
+    tx = kfac(like=stats.factor_shapes(params, batch))
+    value, grads, factors = stats(params, batch)
+    loss = {"curvature": operators.ggn(OBJECTIVE, params, batch), "factors": factors}
+
+    @jax.jit
+    def update(params, state, rise):
+        fn = lambda p: OBJECTIVE(p, batch) + rise
+        return tx.update(grads, state, params, value=value, value_fn=fn, **loss)
+
+    updates, state = update(params, tx.init(params), 0.0)
+    assert optax.tree.norm(state.momentum) > 0
+    first = state.adaptation.damping
+    updates, state = update(optax.apply_updates(params, updates), state, 10.0)
+    assert optax.tree.norm(updates) == optax.tree.norm(state.momentum) == 0
+    adapted = state.adaptation
+    assert (adapted.rejected, adapted.damping / first, adapted.travelled) == (1, 4, 0)
+    np.testing.assert_allclose(adapted.factor_damping, adapted.damping)
+
+
+@pytest.mark.slow
+def test_the_first_damping_is_read_at_the_first_update_that_is_made():
+    """A gradient of NaN leaves it to the next update; a loss multiplied by c multiplies it by c."""
+    _, _, _, params, batch = problem()
+    dampings = []
+    for scale in (1e6, 1e8):
+        objective = Objective(lambda p, x, s=scale**0.5: s * network(p, x), Gaussian())
+        data = batch[0], scale**0.5 * batch[1]
+        _, state, step = training(params, data, objective, damping_mode="pi", damping=SAFE)
+        bad = data[0] * jnp.nan, data[1]
+        step = jax.jit(step)
+        _, state = step(params, state, bad)
+        assert (state.step, state.adaptation.first_damping) == (0, 0.03)
+        slope = jax.grad(lambda p, o=objective, d=data: o(p, d))(params)
+        curved = operators.ggn(objective, params, data) @ slope
+        _, state = step(params, state, data)
+        along = optax.tree.vdot(slope, curved) / optax.tree.vdot(slope, slope)
+        np.testing.assert_allclose(state.adaptation.first_damping, 1e-5 * along, rtol=1e-9)
+        dampings.append(float(state.adaptation.first_damping))
+    np.testing.assert_allclose(dampings[1] / dampings[0], 100, rtol=1e-9)

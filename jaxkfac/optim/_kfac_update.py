@@ -282,9 +282,11 @@ class KfacTransformation:
         rate, delta = (x if at is None else at for x, at in now)
         gamma, fixed_numbers, adaptation = delta, Numbers(None, None, None), self.adaptation
         if adaptation is not None:
+            gradient = adaptation.gradient_of(gradient, params, state.momentum, self.weight_decay)
+            if loss is not None:
+                state = adaptation.begun(state, gradient, loss, state.step, self.weight_decay)
             delta = adaptation.damping_of(state, delta, self.weight_decay)
             gamma = adaptation.factor_damping_of(state, delta)
-            gradient = adaptation.gradient_of(gradient, params, state.momentum, self.weight_decay)
             fixed_numbers = adaptation.numbers_of(rate, self.momentum, self.weight_decay)
         # Stacked before the cond, which then has few operands.
         stacked, new = self.curvature.stacks.tree(gradient), self.curvature.stacked(factors)

@@ -240,10 +240,14 @@ _LEFT_OUT = (
 )
 _SMALLER_RATE = "a learning rate three times smaller"
 _ADAPTIVE = (
-    "a learning rate three times smaller, a damping ten times larger, or "
-    "jk.kfac(like=like), which chooses both"
+    "jk.kfac(like=like), which chooses rate and damping, or jk.kfac(0.1, like=like) with the "
+    "default damping and norm constraint; if that is what you have, a learning rate three times "
+    "smaller"
 )
-_CAUTIOUS = "jk.LevenbergMarquardt with a larger initial="
+_SAFEGUARDED = (
+    "damping=jk.LevenbergMarquardt(), the default, which makes no step that raises the loss of "
+    "its batch; if that is what you have, larger batches or jk.kfe_adam(0.01, like=like)"
+)
 
 
 def warn_if_diverged(state: Watched, *, stacklevel: int) -> None:
@@ -258,7 +262,7 @@ def _diverged(state: object) -> str:
     name = type(state).__name__.removesuffix("State").lower()
     remedy = _ADAPTIVE if name == "kfac" else _SMALLER_RATE
     if getattr(state, "adaptation", ()):
-        remedy = _CAUTIOUS
+        remedy = _SAFEGUARDED
     return _DIVERGED.format(name="kfe_adam" if name == "kfeadam" else name, remedy=remedy)
 
 
@@ -407,6 +411,12 @@ def _complaints(state: Any) -> list[str]:
             adaptation is not None and _number(adaptation.displaced) > 0,
             "the parameters were not where the last update should have left them "
             "(state.adaptation.displaced): jk.kfac must stand last in optax.chain",
+        ),
+        (
+            adaptation is not None and _number(adaptation.disagreed) >= PATIENCE,
+            "the loss rose after steps too small to change it (state.adaptation.disagreed), so "
+            "value= and value_fn= are different losses, and the steps were not made: pass "
+            "stats(...) and stats.adaptation(...) the same batch, key and state",
         ),
     )
     return [message for wrong, message in rows if wrong]

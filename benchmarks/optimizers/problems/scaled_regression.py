@@ -39,7 +39,7 @@ def data() -> Arrays:
 
 def batch(data: Arrays, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets."""
-    chosen = rows(TRAIN, BATCH, seed, step)
+    chosen = rows(len(data["inputs"]), BATCH, seed, step)
     return data["inputs"][chosen], data["targets"][chosen]
 
 
