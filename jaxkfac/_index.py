@@ -36,7 +36,6 @@ from jaxkfac.factors import (
     Categorical,
     Gaussian,
     Objective,
-    find_layers,
     value_grad_and_factors,
 )
 from jaxkfac.factors.sums import (
@@ -50,6 +49,7 @@ from jaxkfac.interception import (
     Layer,
     LayerTable,
     as_state,
+    find_layers,
     from_nnx,
     mark_outputs,
     mark_rows,

@@ -8,7 +8,6 @@ from jaxkfac.factors._diagonal_pass import (
     check_alone,
     per_example_diagonals,
 )
-from jaxkfac.factors._find_layers import find_layers
 from jaxkfac.factors._fisher import (
     FISHER_TYPES,
     LABEL_FOLD,
@@ -66,7 +65,6 @@ __all__ = [
     "check_word",
     "estimator_of",
     "exchanged_bytes",
-    "find_layers",
     "gradient_rows",
     "kept_targets",
     "largest_budget",

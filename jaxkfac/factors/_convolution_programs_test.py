@@ -19,7 +19,7 @@ from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._row_masks import mark_rows
-from jaxkfac.interception._trace import trace_layers
+from jaxkfac.interception._trace import find_layers
 from jaxkfac.kinds import _patches
 
 pytestmark = [
@@ -133,7 +133,7 @@ def test_factors_equal_those_of_the_kernels_jacobian(name):
 
 def test_locally_connected_layers_are_a_stack_over_positions():
     layer = nn.ConvLocal(3, (2,), use_bias=False, padding="VALID")
-    table = trace_layers(linen(layer), jnp.ones((4, 4, 3)), jnp.ones((2, 5, 2)))
+    table = find_layers(linen(layer), jnp.ones((4, 4, 3)), jnp.ones((2, 5, 2)))
     assert (table[""].kind, table[""].stack) == ("dense", (4,))
 
 

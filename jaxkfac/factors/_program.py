@@ -53,8 +53,6 @@ from jaxkfac.interception.coupling import Question, Word
 from jaxkfac.interception.values import Slot, Window
 from jaxkfac.linalg import statistics_dtype
 
-BEHIND_COMPUTED = "is behind a weight that is computed from it, and its diagonal is"
-
 
 class Linearised(NamedTuple):
     """A program linearized at one point.
@@ -215,7 +213,7 @@ class Program:
 
     def _only_together(self, traced: Traced) -> str:
         """Why examples cannot run one by one, in words; empty if they can."""
-        behind = BEHIND_COMPUTED
+        behind = "is behind a weight that is computed from it, and its diagonal is"
         if not isinstance(self.objective, Objective) and not traced.marks:
             return (
                 f"{behind} one of whole examples' gradients, which need a jk.Objective or "

@@ -70,7 +70,7 @@ from jaxkfac.interception._mark_outputs import (
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._trace import trace, trace_layers, trace_marked
+from jaxkfac.interception._trace import find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._traced import Traced
 from jaxkfac.interception._use_groups import scanned_by
@@ -99,6 +99,7 @@ __all__ = [
     "check_likelihood",
     "check_weights",
     "fast_convolutions",
+    "find_layers",
     "from_nnx",
     "kind_named",
     "leading_to",
@@ -112,7 +113,6 @@ __all__ = [
     "scanned_by",
     "selector",
     "trace",
-    "trace_layers",
     "trace_marked",
     "with_leaves",
 ]

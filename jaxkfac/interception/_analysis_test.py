@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxkfac.interception import _analysis, _equation_rules, trace, trace_layers
+from jaxkfac.interception import _analysis, _equation_rules, find_layers, trace
 
 PARAMS = {"w": jnp.ones((3, 3)), "u": jnp.ones((3, 2)), "v": jnp.ones((3, 3))}
 
@@ -21,7 +21,7 @@ def fails(*args, **named):
 
 def test_a_rule_that_raises_names_the_parameter_the_primitive_and_what_it_raised(monkeypatch):
     monkeypatch.setitem(_analysis._STRUCTURED, "scan", fails)
-    table = trace_layers(model, PARAMS, jnp.ones((5, 3)))
+    table = find_layers(model, PARAMS, jnp.ones((5, 3)))
     reasons = dict(table.problems)
     assert "`scan`, whose analysis failed (TypeError: unhashable type: 'Anything')" in reasons["w"]
     assert "more lines" not in reasons["w"]
@@ -30,7 +30,7 @@ def test_a_rule_that_raises_names_the_parameter_the_primitive_and_what_it_raised
 @pytest.mark.parametrize("rule", ["uses_in", "seen_in", "kind_reading", "propagate"])
 def test_whatever_rule_raises_every_parameter_is_accounted_for(monkeypatch, rule):
     monkeypatch.setattr(_equation_rules, rule, fails)
-    table = trace_layers(model, PARAMS, jnp.ones((5, 3)))
+    table = find_layers(model, PARAMS, jnp.ones((5, 3)))
     assert {"w", "u"} <= {path for path, _ in table.uncovered} | set(table)
     assert table.problems
 
@@ -53,7 +53,7 @@ def test_a_rule_of_a_custom_derivative_that_refuses_a_tangent_is_a_reason():
     def _(primals, tangents):
         raise RuntimeError("unexpected tangent")
 
-    table = trace_layers(lambda p, x: guarded(x @ p["u"], p["w"][0, :2]), PARAMS, jnp.ones((5, 3)))
+    table = find_layers(lambda p, x: guarded(x @ p["u"], p["w"][0, :2]), PARAMS, jnp.ones((5, 3)))
     reasons = dict(table.problems)
     assert "whose analysis failed (RuntimeError: unexpected tangent)" in reasons["w"]
     assert "u" in table

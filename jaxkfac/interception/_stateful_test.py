@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.interception._trace import trace_layers
+from jaxkfac.interception._trace import find_layers
 
 PARAMS = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}
 X = jnp.ones((5, 4))
@@ -17,7 +17,7 @@ def test_a_mutable_array_that_is_read_again_is_another_input():
         state[...] = jnp.tanh(state[...] @ p["w"])
         return state[...] @ p["v"]
 
-    assert trace_layers(model, PARAMS, X)["v"].shares_input_with is None
+    assert find_layers(model, PARAMS, X)["v"].shares_input_with is None
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -32,7 +32,7 @@ def test_a_parameter_written_into_a_mutable_array_is_reported(jit):
         return x @ state[...] @ p["v"]
 
     with pytest.raises(UncoveredParameterError, match="w: is read inside `swap`"):
-        trace_layers(model, PARAMS, X).raise_uncovered()
+        find_layers(model, PARAMS, X).raise_uncovered()
 
 
 def test_a_parameter_added_to_a_mutable_array_is_reported():
@@ -42,7 +42,7 @@ def test_a_parameter_added_to_a_mutable_array_is_reported():
         return x @ state[...] @ p["v"]
 
     with pytest.raises(UncoveredParameterError, match="w: is read inside `addupdate`"):
-        trace_layers(model, PARAMS, X).raise_uncovered()
+        find_layers(model, PARAMS, X).raise_uncovered()
 
 
 def test_a_parameter_that_is_printed_is_a_layer_all_the_same():
@@ -50,6 +50,6 @@ def test_a_parameter_that_is_printed_is_a_layer_all_the_same():
         jax.debug.print("{} {}", jnp.linalg.norm(p["w"]), p["w"])
         return x @ p["w"] @ p["v"]
 
-    table = trace_layers(model, PARAMS, X)
+    table = find_layers(model, PARAMS, X)
     assert list(table) == ["w", "v"]
     assert not table.problems

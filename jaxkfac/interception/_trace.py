@@ -225,7 +225,7 @@ def _refuse_encoded_parts(uses: Sequence[Use], encoded: frozenset[str]) -> None:
             )
 
 
-def trace_layers(
+def find_layers(
     fn: Callable[..., Any],
     params: ArrayTree,
     *args: Any,
@@ -234,7 +234,34 @@ def trace_layers(
     experts: str | None = None,
     **named: Any,
 ) -> LayerTable:
-    """The layers of a function, whatever its outputs are; arguments as in ``jk.find_layers``."""
+    """Find every place where a parameter meets data in a linear operation.
+
+    Args:
+        fn: ``fn(params, *args)``, any JAX function: the apply function of a Flax, Haiku or
+            Equinox model, or a loss. Shapes suffice: nothing is computed.
+        params: Parameters; arrays or ``jax.ShapeDtypeStruct``, or NF4 (``jk.nf4``).
+        *args: The other arguments, as arrays or ``jax.ShapeDtypeStruct``.
+        layers: Full-match pattern over layer names; ``None`` is all.
+        max_dense: A side with more features is stored as a diagonal.
+        experts: Full-match pattern over parameter paths. If a free axis of a parameter can be read
+            as outputs or as a stack of experts (``bti,eio->ebto``), the parameters that match are
+            read as a stack. Shared axes always are.
+        **named: Arguments of ``fn`` by name, in the same forms: ``key=``, ``state=``.
+
+    Returns:
+        A ``LayerTable``; ``print`` it for the coverage report.
+
+    Raises:
+        UnknownLayerError: ``layers`` matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> table = jk.find_layers(
+        ...     lambda p, x: jnp.tanh(x @ p["w"] + p["b"]),
+        ...     {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((5, 3)))
+        >>> table["w"].in_features, table["w"].bias.path
+        (3, 'b')
+    """
 
     def called(params: ArrayTree, named: dict[str, Any], *args: Any) -> Any:
         return fn(params, *args, **named)
@@ -243,4 +270,9 @@ def trace_layers(
     called_fn, inputs = (called, (named, *args)) if named else (fn, args)
     options["state"] = named.get("state")
     traced = trace(called_fn, params, *inputs, **options)
-    return trace_marked(traced, params, *inputs, **options).table
+    table = trace_marked(traced, params, *inputs, **options).table
+    # A loss returns no outputs of examples, but an objective knows the outputs behind it.
+    meeting = getattr(fn, "meeting", None)
+    if meeting is None:
+        return table
+    return dataclasses.replace(table, meeting=meeting(params, *args, **named))

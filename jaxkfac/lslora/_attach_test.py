@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.interception import from_nnx, trace_layers
+from jaxkfac.interception import find_layers, from_nnx
 from jaxkfac.lslora import Adapter, Config, attach, init, stack
 from jaxkfac.lslora._config import only_adapters
 
@@ -168,7 +168,7 @@ def test_forward_mode_lets_jvp_through_and_leaves_nothing_uncovered(x64):
     config = Config(rank=2, target="kernel")
     adapters = moved(init(fn, config, params, x, key=jax.random.key(0)))
     adapted = attach(fn, config, forward_mode=True)
-    table = trace_layers(lambda a, x: adapted(params, a, x), adapters, x)
+    table = find_layers(lambda a, x: adapted(params, a, x), adapters, x)
     assert not table.problems
     _, tangent = jax.jvp(lambda a: adapted(params, a, x).sum(), (adapters,), (adapters,))
     grads = jax.grad(lambda a: attach(fn, config)(params, a, x).sum())(adapters)

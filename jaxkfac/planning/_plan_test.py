@@ -16,7 +16,7 @@ from jaxkfac._errors import CompilerError, CompilerNotFoundError, UncoveredParam
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import trace_layers
+from jaxkfac.interception import find_layers
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.optim import MultiStepsState, kfac, multi_steps
 from jaxkfac.planning import TARGETS, DecoderLayout, shaped
@@ -266,7 +266,7 @@ def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
     quantised = case.plan.alone["nf4"]
     assert quantised.options == ("adapters", "nf4")
     names = "|".join(map(re.escape, adapters))
-    table = trace_layers(case.objective.apply_fn, params, batch[0])
+    table = find_layers(case.objective.apply_fn, params, batch[0])
     base = size(lslora.nf4.quantize(params, names, table=table))
     assert quantised.device["parameters"] == size(adapters) + base and base < size(params) / 4
 

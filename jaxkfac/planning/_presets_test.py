@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.interception import trace_layers
+from jaxkfac.interception import find_layers
 from jaxkfac.planning import DecoderLayout, EncoderDecoderLayout, preset, shaped
 
 
@@ -39,7 +39,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, total):
 )
 def test_a_layouts_program_runs_and_every_parameter_is_in_a_layer(layout):
     objective, params, batch = shaped(layout, examples=2, tokens=5)
-    table = trace_layers(objective.apply_fn, params, batch[0])
+    table = find_layers(objective.apply_fn, params, batch[0])
     assert not table.uncovered and table.num_covered == sum(table.sizes.values())
     keys = iter(jax.random.split(jax.random.key(0), 64))
     filled = jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), params)

@@ -8,7 +8,7 @@ import pytest
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import Use, _kind, kind_named, register_kind, trace_layers
+from jaxkfac.interception import Use, _kind, find_layers, kind_named, register_kind
 from jaxkfac.kinds import Dense, Elementwise
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -68,7 +68,7 @@ def test_without_the_kind_its_parameter_is_uncovered():
 
 def test_it_is_found_and_gives_value_and_gradient(angle):
     objective, params, batch = problem()
-    layer = trace_layers(model, params, batch[0])["n"]
+    layer = find_layers(model, params, batch[0])["n"]
     assert (layer.kind, layer.is_diagonal, layer.out_features) == ("angle", True, 4)
     value, grads, _ = value_grad_and_factors(objective)(params, batch)
     expected = jax.value_and_grad(objective)(params, batch)

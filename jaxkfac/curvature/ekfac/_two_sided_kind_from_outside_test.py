@@ -7,7 +7,7 @@ import pytest
 
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import _kind, register_kind, trace_layers
+from jaxkfac.interception import _kind, find_layers, register_kind
 from jaxkfac.interception._kind import Use
 from jaxkfac.kinds import Rows, TwoSided, matrix_problem
 
@@ -75,7 +75,7 @@ def problem(model):
 
 def test_it_is_found():
     _, params, (x, _) = problem(ragged)
-    table = trace_layers(ragged, params, x)
+    table = find_layers(ragged, params, x)
     found = [(layer.kind, layer.in_features, layer.out_features) for layer in table.layers]
     assert found == [("ragged", 4, 3), ("ragged", 3, 2)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxkfac.interception import trace_layers
+from jaxkfac.interception import find_layers
 from jaxkfac.jobs.report import (
     EpochRecord,
     RunRecords,
@@ -60,7 +60,7 @@ def coverage():
         return jnp.arctan2(scaled, params["free"].sum()).mean()
 
     params = {"<w>": jnp.ones((3, 2)), "scale": jnp.ones(2), "free": jnp.ones(2)}
-    layers = trace_layers(loss, params, jnp.ones((4, 3)))
+    layers = find_layers(loss, params, jnp.ones((4, 3)))
     return coverage_rows(layers, {name: x.size for name, x in params.items()})
 
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxkfac.interception import from_nnx, trace_layers
+from jaxkfac.interception import find_layers, from_nnx
 from jaxkfac.lslora import Config, attach, calibrate, init, nf4, stack
 
 
@@ -146,7 +146,7 @@ PROGRAMS = {
 @functools.cache
 def case(name):
     fn, pattern = PROGRAMS[name]
-    table = trace_layers(fn, PARAMS, X)
+    table = find_layers(fn, PARAMS, X)
     params4 = nf4.quantize(PARAMS, pattern, table=table, block=2)
     config = Config(rank=2, alpha=3, target=pattern)
     adapters = init(fn, config, params4, X, key=jax.random.key(0))
@@ -243,7 +243,7 @@ def test_a_flax_model_with_every_kernel_quantised(framework):
         params = AttentionNet().init(jax.random.key(0), X)
     else:
         fn, params = from_nnx(FeedForward(nnx.Rngs(0)))
-    params4 = nf4.quantize(params, table=trace_layers(fn, params, X), block=4)
+    params4 = nf4.quantize(params, table=find_layers(fn, params, X), block=4)
     leaves = jax.tree.leaves(params4, is_leaf=lambda x: isinstance(x, nf4.NF4))
     assert sum(isinstance(x, nf4.NF4) for x in leaves) == (3 if framework == "linen" else 2)
     config = Config(rank=2, target=".*kernel")
@@ -256,7 +256,7 @@ def test_a_flax_model_with_every_kernel_quantised(framework):
 
 def test_a_table_of_the_quantised_tree_is_the_table_of_the_tree():
     fn, params4, _, _ = case("scan of a remat")
-    assert str(trace_layers(fn, params4, X)) == str(trace_layers(fn, PARAMS, X))
+    assert str(find_layers(fn, params4, X)) == str(find_layers(fn, PARAMS, X))
 
 
 def test_shapes_suffice_to_lower():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import trace_layers
+from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Config, attach, init, nf4
 from jaxkfac.lslora.nf4 import _tensor
 from jaxkfac.lslora.nf4._tensor import (
@@ -192,7 +192,7 @@ def test_axes_of_a_kernel_are_those_of_the_program():
         experts = jnp.einsum("ned,edo->neo", jnp.stack([x, 2 * x, 3 * x], 1), p["e"])
         return jnp.einsum("nhk,hkd->nd", heads, p["o"]), experts
 
-    found = nf4.quantize(params, ".*", table=trace_layers(fn, params, weights(4, 64)))
+    found = nf4.quantize(params, ".*", table=find_layers(fn, params, weights(4, 64)))
     plain = lambda w: nf4.quantize({"kernel": w})["kernel"]
     np.testing.assert_array_equal(found["q"].codes, plain(params["q"].reshape(64, 64)).codes)
     np.testing.assert_array_equal(found["o"].codes, plain(params["o"].reshape(64, 5)).codes)
@@ -279,7 +279,7 @@ def test_a_table_names_what_is_no_dense_layer():
         return (p["table"][x.argmax(-1)] @ p["table"].T) * p["scale"]
 
     params, x = {"table": weights(4, 4), "scale": weights(4)}, weights(2, 4)
-    table = trace_layers(fn, params, x)
+    table = find_layers(fn, params, x)
     with pytest.raises(ValueError, match="'scale' is of kind 'scale'"):
         nf4.quantize(params, "scale", table=table, block=2)
     with pytest.raises(ValueError, match="'table'.*also read as an embedding"):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.interception import trace_layers
+from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Config, attach, init, nf4
 
 PARAMS = {
@@ -72,7 +72,7 @@ def test_any_other_reading_is_refused_by_name(name):
 
 
 def test_a_stack_that_was_quantised_as_one_kernel_is_refused_in_a_scan():
-    table = trace_layers(lambda p, x: jnp.einsum("nsd,hdk->nshk", x, p["s"]), PARAMS, X)
+    table = find_layers(lambda p, x: jnp.einsum("nsd,hdk->nshk", x, p["s"]), PARAMS, X)
     params4 = nf4.quantize(PARAMS, "s", table=table, block=2)
     with pytest.raises(UncoveredParameterError, match="without a stacked axis"):
         attach(lambda p, x: looped(layer, x, p["s"]), Config(target="s"))(params4, {}, X)
