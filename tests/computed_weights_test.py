@@ -314,3 +314,55 @@ def test_an_operation_without_batches_is_run_example_by_example():
     found, expected = (collected(objective_of(model)).factors for model in (grouped, alone))
     for name in ("v", "g"):
         np.testing.assert_allclose(found[name].diagonal, expected[name].diagonal, rtol=1e-10)
+
+
+def test_the_table_lists_a_computed_weight_before_batch_statistics_as_the_statistics_do():
+    """The diagonal of `v` needs single examples, which meet in the normalization behind it."""
+
+    def apart(p, x):
+        return jnp.tanh(x @ (p["v"] / jnp.sqrt((p["v"] ** 2).sum(0)))) @ p["u"]
+
+    def model(p, x):
+        x = x @ (p["v"] / jnp.sqrt((p["v"] ** 2).sum(0)))
+        return jnp.tanh(x - x.mean(0)) @ p["u"]
+
+    params = {"v": normal(0, 4, 3), "u": normal(1, 3, 2)}
+    batch = normal(2, 5, 4), normal(3, 5, 2)
+    objective = jk.Objective(model, jk.Gaussian())
+    table = jk.find_layers(objective, params, batch)
+    plain = jk.find_layers(model, params, batch[0])
+    assert "v" in dict(table.problems) and "v" in dict(plain.problems)
+    assert "the examples meet at" in dict(table.problems)["v"]
+    with pytest.raises(jk.UncoveredParameterError, match="v: is behind a weight"):
+        jk.value_grad_and_factors(objective).factor_shapes(params, batch)
+    assert not jk.find_layers(jk.Objective(apart, jk.Gaussian()), params, batch).problems
+
+
+def test_a_loss_without_outputs_and_one_whose_marks_are_not_reached_say_so_in_the_table():
+    def model(p, x):
+        return (x @ (p["v"] / jnp.sqrt((p["v"] ** 2).sum(0)))) @ p["u"]
+
+    def loss(p, batch):
+        return jnp.mean((model(p, batch[0]) - batch[1]) ** 2)
+
+    def marked(p, batch):
+        outputs = jk.mark_outputs(batch[0] @ p["v"], jk.Gaussian())
+        return jnp.mean((outputs - batch[1]) ** 2) + jnp.mean((batch[0] @ p["u"]) ** 2)
+
+    params, batch = {"v": normal(0, 4, 2), "u": normal(1, 2, 2)}, (normal(2, 5, 4), normal(3, 5, 2))
+    assert "jk.mark_outputs" in dict(jk.find_layers(loss, params, batch).problems)["v"]
+    with pytest.raises(jk.UncoveredParameterError, match="v: is behind"):
+        jk.value_grad_and_factors(loss, loss_terms=5).factor_shapes(params, batch)
+    params |= {"u": normal(1, 4, 2)}
+    (problem,) = jk.find_layers(marked, params, batch).problems
+    assert problem == ("u", "leads to none of the loss's jk.mark_outputs")
+    with pytest.raises(jk.UncoveredParameterError, match="'u' lead to none"):
+        jk.value_grad_and_factors(marked).factor_shapes(params, batch)
+
+
+def test_a_tuple_of_inputs_is_unpacked_where_the_function_takes_its_entries():
+    params, x = {"w": normal(0, 4, 3)}, normal(1, 5, 4)
+    two = lambda p, x, y: x @ p["w"] + y
+    one = lambda p, pair: pair[0] @ p["w"] + pair[1]
+    for fn, args in ((two, ((x, 1.0),)), (two, (x, 1.0)), (one, ((x, 1.0),))):
+        assert list(jk.find_layers(fn, params, *args)) == ["w"]

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkfac as jk
-from tests.zoo import all_programs
 
-PROGRAMS = all_programs()
 X = jax.random.normal(jax.random.key(0), (6, 3))
 PARAMS = {"v": jax.random.normal(jax.random.key(1), (3, 4)), "scale": jnp.ones(4)}
 
@@ -73,27 +71,3 @@ def test_a_tuple_of_inputs_is_unpacked_as_an_objective_does():
     y = jnp.ones((6, 4))
     inputs = jk.find_layers(model, PARAMS, (X, y))
     assert str(inputs) == str(jk.find_layers(model, PARAMS, X, y))
-    with pytest.raises(TypeError, match=r"an Objective takes \(params, batch\), got 2"):
-        jk.find_layers(jk.Objective(model, jk.Gaussian()), PARAMS, (X, y), y)
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(8)
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_in_the_zoo_the_table_and_collecting_agree(name):
-    row = PROGRAMS[name]
-    if not row.available:
-        pytest.skip(f"needs {', '.join(row.needs)}")
-    case = row.build()
-    finding = {k: v for k, v in case.options.items() if k in ("layers", "experts", "max_dense")}
-    table = jk.find_layers(case.objective, case.params, case.batch, **finding, **case.call)
-    options = {k: v for k, v in case.options.items() if k != "uncovered"}
-    stats = jk.value_grad_and_factors(case.objective, **options)
-    message = ""
-    try:
-        stats.factor_shapes(case.params, case.batch, **case.call)
-    except jk.UncoveredParameterError as error:
-        message = str(error)
-    assert bool(message) == bool(table.problems)
-    assert all(f"{path}: {reason}" in message for path, reason in table.problems)

@@ -22,7 +22,6 @@ from jaxkfac.factors._loss_terms import (
     times,
 )
 from jaxkfac.interception import Layer, OutputMark, Traced, leading_to, marks_of
-from jaxkfac.interception.coupling import Word
 
 
 def refuse_marks(traced: Traced) -> None:
@@ -37,16 +36,8 @@ def refuse_marks(traced: Traced) -> None:
 
 def refuse_unmarked(traced: Traced) -> None:
     """Refuse a layer that leads to no mark: the marks do not show how the loss depends on it."""
-    if not traced.marks:
-        return
-    reached = traced.marks_reached
-    lost = [
-        layer.name
-        for layer in traced.table.tapped
-        if not any(id(use) in reached for use in traced.uses_of(layer))
-    ]
-    if lost:
-        names = ", ".join(map(repr, lost))
+    if traced.unmarked:
+        names = ", ".join(repr(layer.name) for layer in traced.unmarked)
         raise UncoveredParameterError(
             f"layers {names} lead to none of the loss's jk.mark_outputs, and would have factors of "
             "zeros: mark the outputs that they lead to, or leave them out with layers="
@@ -98,26 +89,6 @@ def leads_past_marks(traced: Traced) -> bool:
     first = len(traced.closed.jaxpr.invars) - len(traced.marks)
     shifts = range(first, first + len(traced.marks))
     return bool(leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[0])
-
-
-def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
-    """Say where a term of a mark has a derivative in rows of several examples; empty if nowhere.
-
-    Either examples meet on the way (batch statistics, a tower times itself), or a layer use has
-    rows that do not run along the mark's example axis (a contrastive loss of two towers).
-    """
-    answer = traced.examples_meet("derivative", output=mark)
-    if not answer.lets_pass(examples):
-        return str(answer)
-    table, axes = traced.analysis.table, traced.output_axes(mark) or ()
-    example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
-    for use in leading_to(traced.analysis.plan, mark)[0]:
-        rows = {a for axis in use.rows for a in table.atoms(axis)}
-        # Such a row belongs to several examples, and one backward pass for all of them would add up
-        # their cotangents there.
-        if example_atoms and use.data is not None and not example_atoms <= rows:
-            return f"the examples meet behind layer {use.layer or use.view.path!r}"
-    return ""
 
 
 def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array, " uses"]]:

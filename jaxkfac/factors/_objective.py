@@ -27,8 +27,7 @@ from jaxkfac.factors._model_call import (
     returned,
     takes_key,
 )
-from jaxkfac.interception import check_likelihood, trace
-from jaxkfac.interception.values import decoded_shapes
+from jaxkfac.interception import LayerTable, Traced, check_likelihood, trace
 from jaxkfac.linalg import statistics_dtype
 
 # ---------------- compiled programs of an objective
@@ -267,36 +266,37 @@ class Objective(LossTerms):
     def _calls_with_values(self) -> "itertools.count[int]":
         return itertools.count()
 
-    def meeting(
+    def traced(
+        self,
+        params: ArrayTree,
+        inputs: ArrayTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
+        state: ArrayTree | None = None,
+        **finding: Any,
+    ) -> Traced:
+        """The model, traced with its outputs known to be those of examples; see ``trace``."""
+        traced = trace(
+            self.outputs,
+            *(params, inputs, key, state),
+            num_outputs=self.num_outputs,
+            state=state,
+            **finding,
+        )
+        traced.join_examples()
+        return traced
+
+    def layer_table(
         self,
         params: ArrayTree,
         batch: ArrayTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         state: ArrayTree | None = None,
-    ) -> Callable[[], str]:
-        """A function that says where examples of such a batch meet, or may; for ``find_layers``.
-
-        The returned function holds only shapes, and traces the model when it is called.
-        """
-
-        def shape(x: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
-
-        # Shapes only: the function lives as long as the layer table, and must keep no batch alive.
-        call_args = decoded_shapes(params), as_batch(batch).inputs, key, state
-        shapes = jax.tree.map(shape, call_args)
-
-        def describe_meeting() -> str:
-            traced = trace(
-                lambda params, *args: self.outputs(params, *args),
-                *shapes,
-                num_outputs=self.num_outputs,
-                state=shapes[-1],
-            )
-            traced.join_examples()
-            return traced.meeting()
-
-        return describe_meeting
+        **finding: Any,
+    ) -> LayerTable:
+        """The layers of the model for such a batch; for ``find_layers``."""
+        inputs = self.batch(batch).inputs
+        traced = self.traced(params, inputs, key, state, **finding)
+        return traced.with_second_pass(outputs=True).table
 
     def __call__(
         self,

@@ -1,7 +1,6 @@
 """A loss traced once and linearized with taps; factors and EKFAC both build on it."""
 
 import copy
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -27,7 +26,6 @@ from jaxkfac.factors._marks import (
     MarkedTerms,
     check_marked_outputs,
     leads_past_marks,
-    meeting_at,
     refuse_beside,
     refuse_chained,
     refuse_marks,
@@ -189,19 +187,18 @@ class Program:
         args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
-            outputs = self.objective.num_outputs if lead else 0
             finding = {"state": state, **self._finding}
-            traced = trace(self._forward, *args, num_outputs=outputs, **finding)
             if lead:
-                traced.join_examples()
+                traced = self.objective.traced(*args, **self._finding)
                 refuse_marks(traced)
             else:
+                traced = trace(self._forward, *args, **finding)
                 traced = trace_marked(traced, *args, **finding)
                 refuse_unmarked(traced)
                 traced = with_weights_apart(traced)
-            if traced.table.second_pass and (reason := self._only_together(traced)):
-                table = traced.table.without_second_pass(reason)
-                traced = dataclasses.replace(traced, table=table)
+            traced = traced.with_second_pass(
+                outputs=lead, gradients=self._second_pass, examples=self.examples
+            )
             # The remedy that the message offers, a second pass over single examples, must be one
             # that works.
             if self._cover and traced.table.problems:
@@ -210,27 +207,6 @@ class Program:
             return traced
 
         return self._traces.get(args, make)
-
-    def _only_together(self, traced: Traced) -> str:
-        """Why examples cannot run one by one, in words; empty if they can."""
-        behind = "is behind a weight that is computed from it, and its diagonal is"
-        if not isinstance(self.objective, Objective) and not traced.marks:
-            return (
-                f"{behind} one of whole examples' gradients, which need a jk.Objective or "
-                "jk.mark_outputs"
-            )
-        if not self._second_pass:
-            return f"{behind} one of gradients, which this Fisher type has none of"
-        if traced.marks:
-            meetings = (
-                meeting_at(traced, mark, self.examples) for mark in range(len(traced.marks))
-            )
-            met = next(filter(None, meetings), "")
-            if met and "not known" not in met:
-                met = f"examples meet on their way to a jk.mark_outputs: {met}"
-        else:
-            met = self.meeting(traced, "value", alone=True)
-        return f"{behind} one of single examples' gradients, and {met}" if met else ""
 
     def meeting(self, traced: Traced, question: Question, *, alone: bool = False) -> str:
         """Where examples meet, or may, in words; empty if proved or declared not to.
@@ -280,7 +256,7 @@ class Program:
         # The value alone is differentiated; the marked outputs are results only so that later
         # passes can start from them.
         none = jax.tree.map(jnp.zeros_like, outputs)
-        meeting = functools.partial(meeting_at, traced, examples=self.examples)
+        meeting = functools.partial(traced.meeting_at, examples=self.examples)
         terms_of = MarkedTerms(traced.marks, weights, masks, meeting)
         terms_of = terms_of.over_devices(outputs, self.axes)
         fixed = jax.lax.stop_gradient(outputs)

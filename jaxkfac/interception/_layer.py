@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxtyping import Array, Shaped
 
@@ -284,10 +284,20 @@ class LayerTable(Mapping[str, Layer]):
 
     def without_second_pass(self, reason: str) -> "LayerTable":
         """The table without a second pass: the parameters that need one are not covered."""
-        lost = [(layer.weight.path, reason) for layer in self.second_pass]
+        return self.without(self.second_pass, reason)
+
+    def without(self, layers: Sequence[Layer], reason: str) -> "LayerTable":
+        """The table without some layers, whose parameters are not covered for that reason."""
+        lost = [
+            (matrix.path, reason)
+            for layer in layers
+            for matrix in (layer.weight, layer.bias)
+            if matrix is not None
+        ]
+        left_out = {layer.name for layer in layers}
         return dataclasses.replace(
             self,
-            layers=self.tapped,
+            layers=tuple(layer for layer in self.layers if layer.name not in left_out),
             uncovered=[*self.uncovered, *lost],
             problems=[*self.problems, *lost],
         )

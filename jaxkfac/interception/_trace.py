@@ -1,6 +1,7 @@
 """Trace a function once and find its layers."""
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -236,11 +237,16 @@ def find_layers(
 ) -> LayerTable:
     """Find every place where a parameter meets data in a linear operation.
 
+    The table lists a parameter as not covered exactly where :func:`value_grad_and_factors` would
+    raise for it.
+
     Args:
-        fn: ``fn(params, *args)``, any JAX function: the apply function of a Flax, Haiku or
+        fn: A ``jk.Objective``, then called as ``find_layers(objective, params, batch)``; or
+            ``fn(params, *args)``, any JAX function: the apply function of a Flax, Haiku or
             Equinox model, or a loss. Shapes suffice: nothing is computed.
         params: Parameters; arrays or ``jax.ShapeDtypeStruct``, or NF4 (``jk.nf4``).
-        *args: The other arguments, as arrays or ``jax.ShapeDtypeStruct``.
+        *args: The other arguments, as arrays or ``jax.ShapeDtypeStruct``. A single ``tuple`` is
+            unpacked, as an objective's inputs are, where ``fn`` does not take it as one argument.
         layers: Full-match pattern over layer names; ``None`` is all.
         max_dense: A side with more features is stored as a diagonal.
         experts: Full-match pattern over parameter paths. If a free axis of a parameter can be read
@@ -253,26 +259,49 @@ def find_layers(
 
     Raises:
         UnknownLayerError: ``layers`` matches nothing.
+        TypeError: the arguments do not fit ``fn``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
-        >>> table = jk.find_layers(
-        ...     lambda p, x: jnp.tanh(x @ p["w"] + p["b"]),
-        ...     {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((5, 3)))
+        >>> apply_fn = lambda p, x: jnp.tanh(x @ p["w"] + p["b"])
+        >>> params, x = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((5, 3))
+        >>> table = jk.find_layers(apply_fn, params, x)
         >>> table["w"].in_features, table["w"].bias.path
         (3, 'b')
+        >>> objective = jk.Objective(apply_fn, jk.Gaussian())
+        >>> list(jk.find_layers(objective, params, (x, jnp.ones((5, 2)))))
+        ['w']
     """
+    options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
+    # An objective knows its model's outputs, which its loss hides.
+    if (layer_table := getattr(fn, "layer_table", None)) is not None:
+        return layer_table(params, *args, **named, **options)
+    args = _unpacked(fn, params, args, named)
 
     def called(params: ArrayTree, named: dict[str, Any], *args: Any) -> Any:
         return fn(params, *args, **named)
 
-    options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
     called_fn, inputs = (called, (named, *args)) if named else (fn, args)
     options["state"] = named.get("state")
     traced = trace(called_fn, params, *inputs, **options)
-    table = trace_marked(traced, params, *inputs, **options).table
-    # A loss returns no outputs of examples, but an objective knows the outputs behind it.
-    meeting = getattr(fn, "meeting", None)
-    if meeting is None:
-        return table
-    return dataclasses.replace(table, meeting=meeting(params, *args, **named))
+    traced = trace_marked(traced, params, *inputs, **options)
+    is_loss = bool(traced.out_shapes) and traced.out_shapes[0].shape == ()
+    if is_loss or traced.marks or traced.leads_with_examples:
+        traced = traced.with_second_pass(outputs=not is_loss)
+    reason = "leads to none of the loss's jk.mark_outputs"
+    return traced.table.without(traced.unmarked, reason) if traced.unmarked else traced.table
+
+
+def _unpacked(
+    fn: Callable[..., Any], params: ArrayTree, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments; a lone tuple is unpacked where the function takes its entries, and not it."""
+    if len(args) != 1 or type(args[0]) is not tuple:
+        return args
+    for form in (args, args[0]):
+        try:
+            inspect.signature(fn).bind(params, *form, **named)
+        except (TypeError, ValueError):  # other numbers of arguments, or no signature to inspect
+            continue
+        return form
+    return args

@@ -23,6 +23,7 @@ from jaxkfac.interception.coupling import (
     Answer,
     Answers,
     Question,
+    Word,
     answers,
     label_inputs,
     leading_labels,
@@ -120,16 +121,23 @@ class Traced:
         The answer is empty for an output without further axes, and for one whose leading axis is
         not as long as that of any input: such an output says nothing.
         """
-        shape = self.out_shapes[0].shape if self.out_shapes else ()
-        inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
-        # `find_layers` knows no likelihood, and a function may return anything. A vector is as
-        # likely one number for each class as one for each example.
-        if len(shape) < 2 or shape[0] == 1 or all(x[:1] != shape[:1] for x in inputs):
+        if not self.leads_with_examples:
             return ""
         value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
         if value == derivative:
             return "" if value.answer == "no" else str(value)
         return f"in values, {value}; in derivatives, {derivative}"
+
+    @property
+    def leads_with_examples(self) -> bool:
+        """Whether the first output may be one of examples: its leading axis is that of an input.
+
+        ``find_layers`` knows no likelihood, and a function may return anything. A vector is as
+        likely one number for each class as one for each example, and does not count.
+        """
+        shape = self.out_shapes[0].shape if self.out_shapes else ()
+        inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
+        return len(shape) > 1 and shape[0] != 1 and any(x[:1] == shape[:1] for x in inputs)
 
     @functools.cached_property
     def _answers(self) -> list[Answers]:
@@ -221,6 +229,74 @@ class Traced:
             for use in leading_to(self.analysis.plan, mark)[0]:
                 marks_of_use[id(use)].add(mark)
         return {use: frozenset(marks) for use, marks in marks_of_use.items()}
+
+    def meeting_at(self, mark: int, examples: Word | None) -> str:
+        """Say where a term of a mark has a derivative in rows of several examples, if anywhere.
+
+        Either examples meet on the way (batch statistics, a tower times itself), or a layer use has
+        rows that do not run along the mark's example axis (a contrastive loss of two towers).
+        """
+        answer = self.examples_meet("derivative", output=mark)
+        if not answer.lets_pass(examples):
+            return str(answer)
+        table, axes = self.analysis.table, self.output_axes(mark) or ()
+        example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
+        for use in leading_to(self.analysis.plan, mark)[0]:
+            rows = {a for axis in use.rows for a in table.atoms(axis)}
+            # Such a row belongs to several examples, and one backward pass for all of them would
+            # add up their cotangents there.
+            if example_atoms and use.data is not None and not example_atoms <= rows:
+                return f"the examples meet behind layer {use.layer or use.view.path!r}"
+        return ""
+
+    def with_second_pass(
+        self, *, outputs: bool, gradients: bool = True, examples: Word | None = None
+    ) -> "Traced":
+        """The program; its table lists as uncovered what only a second pass could cover.
+
+        That holds where the pass cannot run: examples meet, or are not known.
+
+        Args:
+            outputs: Whether the results are a model's outputs, and not a loss.
+            gradients: Whether the pass has gradients to square.
+            examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
+        """
+        if not self.table.second_pass:
+            return self
+        behind = "is behind a weight that is computed from it, and its diagonal is"
+        if not outputs and not self.marks:
+            reason = (
+                f"{behind} one of whole examples' gradients, which need a jk.Objective or "
+                "jk.mark_outputs"
+            )
+        elif not gradients:
+            reason = f"{behind} one of gradients, which this Fisher type has none of"
+        else:
+            met = self._meeting_of_single_examples(examples)
+            reason = f"{behind} one of single examples' gradients, and {met}" if met else ""
+        if not reason:
+            return self
+        return dataclasses.replace(self, table=self.table.without_second_pass(reason))
+
+    def _meeting_of_single_examples(self, examples: Word | None) -> str:
+        """Where examples meet, or may, so that none can run by itself; empty if nowhere."""
+        if not self.marks:
+            answer = self.examples_meet("value", alone=True)
+            return "" if answer.lets_pass(examples) else str(answer)
+        meetings = (self.meeting_at(mark, examples) for mark in range(len(self.marks)))
+        met = next(filter(None, meetings), "")
+        if met and "not known" not in met:
+            return f"examples meet on their way to a jk.mark_outputs: {met}"
+        return met
+
+    @property
+    def unmarked(self) -> list[Layer]:
+        """The layers that lead to none of the marks; none where the loss has no marks."""
+        return [
+            layer
+            for layer in self.table.tapped
+            if self.marks and not any(id(use) in self.marks_reached for use in self.uses_of(layer))
+        ]
 
     def uses_of(self, layer: Layer) -> list[Use]:
         """The uses of a layer, in program order."""

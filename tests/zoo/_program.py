@@ -91,6 +91,21 @@ def check_coverage(row: Program, case: Case) -> None:
         assert any(words in why for why in reasons[path]), (path, reasons[path])
 
 
+def check_agreement(case: Case) -> None:
+    """``find_layers`` lists a problem exactly where ``value_grad_and_factors`` raises."""
+    options = {k: v for k, v in case.options.items() if k != "uncovered"}
+    finding = {k: v for k, v in options.items() if k in ("layers", "max_dense", "experts")}
+    call = {k: v for k, v in case.call.items() if k in ("key", "state")}
+    table = jk.find_layers(case.objective, case.params, case.batch, **call, **finding)
+    stats = jk.value_grad_and_factors(case.objective, **options)
+    try:
+        stats.factor_shapes(case.params, case.batch, **case.call)
+    except jk.UncoveredParameterError:
+        assert table.problems
+    else:
+        assert not table.problems
+
+
 def check_factors(row: Program, case: Case) -> None:
     """The value and gradient of plain JAX, and the factors of brute force."""
     options = ({"uncovered": "ignore"} if row.uncovered else {}) | dict(case.options)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.zoo import Program, all_programs
 from tests.zoo.__main__ import PAGE, table
-from tests.zoo._program import check_coverage, check_factors
+from tests.zoo._program import check_agreement, check_coverage, check_factors
 
 ROWS = all_programs()
 # XLA:CPU converts to eight bits by way of float16.
@@ -30,6 +30,14 @@ NUMBERS = [
 @pytest.mark.parametrize("row", HERE)
 def test_coverage_is_what_the_row_says(row: Program, x64):
     check_coverage(row, row.build())
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("row", HERE)
+def test_the_table_lists_problems_exactly_where_the_statistics_raise(row: Program, x64):
+    check_agreement(row.build())
 
 
 @pytest.mark.slow
