@@ -79,7 +79,7 @@ TYPES = [(f, s) for f in ("empirical", "mc", "exact") for s in ("expand", "reduc
 @pytest.mark.parametrize("fisher, sharing", TYPES)
 def test_a_term_enters_g_and_diagonals_with_the_root_of_its_weight(fisher, sharing):
     labels = (Y + 1) % CLASSES
-    stats = {"fisher": fisher, "sharing": sharing}
+    stats = {"fisher": fisher, "sharing": sharing, "scales": "diagonal"}
     stats |= {"labels": labels[None]} if fisher == "mc" else {}
     for normalize, terms in (("weight", float(WEIGHTS.sum())), ("count", 5.0)):
         objective = Objective(model, Categorical(), normalize=normalize)

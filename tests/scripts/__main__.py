@@ -42,7 +42,7 @@ def row(name: str, seeds: int) -> str:
     for label, build in OURS.items():
         try:
             runs = [timed(run, build(), seed) for seed in range(seeds)]
-        except TypeError:  # a loss without outputs has no curvature to adapt by
+        except (TypeError, ValueError):  # a loss without outputs has no curvature to adapt by
             ends[label], seconds[label] = [], 0.0
             continue
         first = first or [losses[0] for losses, _ in runs]
@@ -62,14 +62,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--script", action="append", choices=SCRIPTS, help="default: all")
-    parser.add_argument("--write", action="store_true", help="write the record")
+    parser.add_argument("--write", action="store_true", help="write the record, after each row")
     args = parser.parse_args()
-    rows = []
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {name: line for line in lines for name in SCRIPTS if line.startswith(f"| {name} |")}
     for name in args.script or SCRIPTS:
-        rows.append(row(name, args.seeds))
-        print(rows[-1], flush=True)
-    if args.write:
-        PAGE.write_text(HEAD + "\n".join(rows) + "\n")
+        rows[name] = row(name, args.seeds)
+        print(rows[name], flush=True)
+        if args.write:
+            PAGE.write_text(HEAD + "\n".join(rows[x] for x in SCRIPTS if x in rows) + "\n")
 
 
 if __name__ == "__main__":
