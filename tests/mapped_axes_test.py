@@ -196,6 +196,30 @@ def test_a_scalar_loss_enters_equally(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_loss_that_is_a_mean_over_devices_already_is_not_averaged_again(marks, form):
+    def loss(p, batch, *, mean=lambda x: x):
+        z = batch[0] @ p["w"]
+        z = jk.mark_outputs(z, jk.Categorical()) if marks else z
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1)
+        return mean(losses.mean())
+
+    def of(axis, params, batch):
+        mean = (lambda x: x) if axis is None else (lambda x: jax.lax.pmean(x, axis))
+        terms = None if marks else len(batch[1])
+        fn = functools.partial(loss, mean=mean)
+        stats = jk.value_grad_and_factors(fn, axis_name=axis, loss_terms=terms)
+        value, grads, factors = stats(params, batch)
+        adapted = stats.adaptation(params, batch) if marks else {"value": value}
+        return value, grads, dataclasses.replace(factors, origin=None), adapted["value"]
+
+    found = over(form, 2, functools.partial(of, AXIS))(PARAMS, (X, Y))
+    one = jax.jit(functools.partial(of, None))(PARAMS, (X, Y))
+    assert largest_difference(found, one) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_a_second_pass_and_measured_eigenvalues_are_those_of_all_rows(form, capsys):
     unit = jk.Objective(lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"])), jk.Categorical())
     bases = jk.eigendecompose(jk.value_grad_and_factors(LINEAR)(PARAMS, (X, Y)).factors)

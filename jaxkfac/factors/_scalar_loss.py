@@ -139,7 +139,7 @@ def _value_over_devices(
         return sum_over_devices(value / num_devices(axes), axes)
     terms = MarkedTerms(marks, *jax.lax.stop_gradient((out.weights, out.masks)))
     terms = terms.over_devices(outputs, names)
-    share = terms.share(outputs) if terms.axes else jnp.ones((), value.dtype)
+    share = terms.share(outputs, value) if terms.axes else jnp.ones((), value.dtype)
     return sum_over_devices(value * share.astype(value.dtype), terms.axes)
 
 
