@@ -309,8 +309,8 @@ def test_shapes_need_no_map_and_their_origin_names_the_axis():
 CASES = list(itertools.product(FORMS, OPTIMIZERS, ("empirical", "exact", "mc"), TERMS))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_three_steps_on_two_devices_are_those_of_one(case):
     (difference,) = differences(2, 3, [case]).values()
@@ -336,7 +336,7 @@ def test_eight_devices_take_the_steps_of_one():
     assert max(found.values()) < 1e-10, found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
