@@ -448,30 +448,37 @@ def test_on_a_tracked_axis_the_loss_of_one_device_is_refused():
         traced("tracked", step_of("adaptive"))
 
 
+def adapted_by_hand(what, params, batch):
+    """One step whose loss and curvature are averaged by hand, but for ``what``."""
+    stats = jk.value_grad_and_factors(LINEAR)
+    tx = jk.kfac(like=stats.factor_shapes(params, batch))
+    _, grads, factors = stats(params, batch)
+    local = stats.adaptation(params, batch)
+    mean = lambda x: jax.lax.pmean(x, AXIS)
+    given = {
+        "value": mean(local["value"]),
+        "value_fn": lambda p: mean(local["value_fn"](p)),
+        "curvature": jk.operators.from_function(
+            lambda op, v: jax.tree.map(mean, op @ v),
+            jk.operators.ggn(LINEAR, params, batch),
+            params,
+        ),
+    }
+    if what is not None:
+        given[what] = local[what]
+    return tx.update(grads, tx.init(params), params, factors=factors, **given)[0]
+
+
 @pytest.mark.default(1)
 @pytest.mark.parametrize("what", ["curvature", "value_fn"])
 def test_on_a_tracked_axis_no_part_of_the_adaptation_may_be_local(what):
-    stats = jk.value_grad_and_factors(LINEAR)
-
-    def step(params, batch):
-        tx = jk.kfac(like=stats.factor_shapes(params, batch))
-        _, grads, factors = stats(params, batch)
-        local = stats.adaptation(params, batch)
-        mean = lambda x: jax.lax.pmean(x, AXIS)
-        given = {
-            "value": mean(local["value"]),
-            "value_fn": lambda p: mean(local["value_fn"](p)),
-            "curvature": jk.operators.from_function(
-                lambda op, v: jax.tree.map(mean, op @ v),
-                jk.operators.ggn(LINEAR, params, batch),
-                params,
-            ),
-        }
-        given[what] = local[what]
-        return tx.update(grads, tx.init(params), params, factors=factors, **given)[0]
-
     with pytest.raises(ValueError, match="of one device's batch|of value_fn is that of one device"):
-        traced("tracked", step)
+        traced("tracked", functools.partial(adapted_by_hand, what))
+
+
+@pytest.mark.slow
+def test_on_a_tracked_axis_what_is_averaged_by_hand_needs_no_name():
+    traced("tracked", functools.partial(adapted_by_hand, None))
 
 
 @pytest.mark.default(1)
