@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac._mapped_axes import axes_apart
+from jaxkfac._mapped_axes import axes_apart, num_devices
 from jaxkfac.factors._loss_terms import (
     Counts,
     Head,
@@ -204,12 +204,20 @@ class MarkedTerms(LossTerms):
         pooled = pooled_counts(self.heads(outputs), axes)
         return dataclasses.replace(self, axes=axes, pooled=pooled)
 
-    def share(self, outputs: Sequence[Any]) -> Float[Array, ""]:
-        """This device's share of all terms, with which its loss enters the mean of all devices."""
-        local = number_of_terms(dataclasses.replace(self, pooled=()).heads(outputs))
-        return local / or_one(number_of_terms(self.heads(outputs))).astype(local.dtype)
+    def share(self, outputs: Sequence[Any], value: Any) -> Float[Array, ""]:
+        """This device's share of all terms, with which its loss enters the mean of all devices.
 
-    def as_if_pooled(self, outputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Array]:
+        Along an axis over which the loss's ``value`` does not differ, by its type, the loss is a
+        mean over devices already, and enters as it is.
+        """
+        alone = dataclasses.replace(self, axes=(), pooled=())
+        every = alone.over_devices(outputs, axes_apart(self.axes, value))
+        local, total = (number_of_terms(terms.heads(outputs)) for terms in (alone, every))
+        return local / or_one(total).astype(local.dtype)
+
+    def as_if_pooled(
+        self, outputs: Sequence[Any], cotangents: Sequence[Any], value: Any
+    ) -> list[Array]:
         r"""The loss's own cotangents, as if each mark's mean ran over the terms of all devices.
 
         A device's loss holds the means over its own terms, and enters with its share of all terms.
@@ -217,7 +225,8 @@ class MarkedTerms(LossTerms):
         count $T_m'$, where the mean over the terms of all devices has $w_m / T_m$.
         """
         local, every = dataclasses.replace(self, pooled=()).heads(outputs), self.heads(outputs)
-        share = or_one(self.share(outputs))
+        averaged = [axis for axis in self.axes if axis not in axes_apart(self.axes, value)]
+        share = or_one(self.share(outputs, value)) / num_devices(tuple(averaged))
         return [
             times(x, one.num_terms / or_one(all_of.num_terms) / share.astype(one.num_terms.dtype))
             for x, one, all_of in zip(cotangents, local, every, strict=True)

@@ -260,9 +260,9 @@ class Program:
         terms_of = MarkedTerms(traced.marks, weights, masks, meeting)
         terms_of = terms_of.over_devices(outputs, self.axes)
         fixed = jax.lax.stop_gradient(outputs)
-        share, no_value = jnp.ones_like(value), jnp.zeros_like(value)
+        own_value, share, no_value = value, jnp.ones_like(value), jnp.zeros_like(value)
         if terms_of.axes:
-            share = cast_varying(terms_of.share(fixed).astype(value.dtype), value)
+            share = cast_varying(terms_of.share(fixed, value).astype(value.dtype), value)
         # Shifts are zeros added to the outputs: their cotangents are the loss's gradients there.
         grads, emitted, cotangents = vjp((none, share))
         if terms_of.axes:
@@ -278,7 +278,7 @@ class Program:
             refuse_chained(traced)
             own = cotangents
             if terms_of.axes and len(traced.marks) > 1:
-                own = terms_of.as_if_pooled(fixed, own)
+                own = terms_of.as_if_pooled(fixed, own, own_value)
             return terms_of.rescaled(fixed, own, None)
 
         return Linearised(
@@ -393,13 +393,14 @@ class Program:
 
             def share(*args: ArrayTree) -> tuple[Array, ArrayTree]:
                 value, aux = run(*args)
+                # A loss that is a mean over devices already, by its type, enters as it is.
                 axes = axes_apart(self.axes, value)
                 return value / num_devices(axes) if axes else value, aux
 
             (value, aux), (grads, emitted) = jax.value_and_grad(share, (0, 1), has_aux=True)(
                 free, zero_slots
             )
-            axes = axes_apart(self.axes, value)
+            axes = axes_apart(self.axes, value, batch)
             value, grads = sum_over_devices((value, grads), axes)
             # The loss does not show its number of terms; the caller gave it, and it may be too
             # large for 16 bits.

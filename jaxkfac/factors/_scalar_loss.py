@@ -161,7 +161,9 @@ def share_of_loss(
         return value / num_devices(axes_apart(names, value)), beside
     terms = MarkedTerms(marks, *jax.lax.stop_gradient((out.weights, out.masks)))
     terms = terms.over_devices(outputs, names)
-    return (value * terms.share(outputs).astype(value.dtype) if terms.axes else value), beside
+    if terms.axes:
+        value = value * terms.share(outputs, value).astype(value.dtype)
+    return value, beside
 
 
 # ---------------- options that a scalar loss cannot serve
