@@ -98,7 +98,7 @@ def expected():
     params, batch = start()
     tx = adaptive(STATS, params, batch)
     params, state = trained(tx, lambda params, batch, key: explicit(params, batch))
-    assert state.adaptation.damping != jk.LevenbergMarquardt().initial  # a trial has changed it
+    assert state.adaptation.damping != 0.03  # a trial has changed it
     assert OBJECTIVE(params, batch) < OBJECTIVE(start()[0], batch)
     return params
 
@@ -229,7 +229,7 @@ def test_multi_steps_of_the_whole_group():
     wanted, _ = trained(tx, lambda params, batch, key: explicit(params, batch), micro=2)
     assert_tree_close(found, wanted, TOLERANCE)
     assert state.inner.step == STEPS
-    assert state.inner.adaptation.damping != jk.LevenbergMarquardt().initial
+    assert state.inner.adaptation.damping != 0.03
 
 
 @pytest.mark.exhaustive

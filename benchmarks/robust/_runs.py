@@ -13,11 +13,8 @@ import jaxkfac as jk
 from benchmarks.optimizers._kfac import documented
 from benchmarks.optimizers._problem import Arrays, Mark, Problem, unmarked
 
-RATES = (1e-3, 3e-3, 1e-2)
-
-
-def _same(x: Any) -> Any:
-    return x
+RATES = (1e-3, 3e-3, 1e-2)  # of Adam, constant
+HELD_OUT = "validation_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +24,11 @@ class Variation:
     Attributes:
         name: In the record.
         inputs: Factor of the inputs.
-        outputs: Factor of a classifier's outputs, or of a regression's targets.
+        outputs: Factor of the targets, where the data have some that are numbers, else of the
+            network's outputs.
         weights: Factor of the initial parameters.
         examples: Examples in a batch; 0 for the problem's number.
-        fixed: Whether every step sees the batch of step 0.
+        fixed: Whether every step sees the batch of the first one.
         dtype: Of parameters and data.
     """
 
@@ -42,42 +40,51 @@ class Variation:
     fixed: bool = False
     dtype: Any = jnp.float32
 
-    def loss(self, problem: Problem) -> Callable[[Any, Any, Mark], Any]:
-        """The problem's loss, whose marks multiply the outputs."""
-        if self.outputs == 1:
-            return problem.loss
+    def data(self, problem: Problem) -> Arrays:
+        """The problem's data, those held out included, in their new units."""
+        factors = {"inputs": self.inputs, "images": self.inputs, "targets": self.outputs}
+        data = problem.data()
+        scales = {name: factors.get(name.removeprefix(HELD_OUT), 1.0) for name in data}
+        return {name: x if scales[name] == 1 else scales[name] * x for name, x in data.items()}
+
+    def of(self, problem: Problem, data: Arrays, seed: int) -> Problem:
+        """The changed problem; its measure is the loss where the problem's own lacks the change."""
+        marks_scale = self.outputs != 1 and "targets" not in data
 
         def loss(params: Any, batch: Any, mark: Mark) -> Any:
             def scaling(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
                 return mark(kind, self.outputs * outputs, targets, weight)
 
-            return problem.loss(params, batch, scaling)
+            return problem.loss(params, batch, scaling if marks_scale else mark)
 
-        return loss
+        def batch(data: Arrays, seed: int, step: int) -> Any:
+            chosen = problem.batch(data, seed, 0 if self.fixed else step)
+            return jax.tree.map(lambda x: self._cast(x[: self.examples or None]), chosen)
 
-    def data(self, problem: Problem) -> Arrays:
-        """The problem's data with scaled inputs and a regression's scaled targets."""
-        data = problem.data()
-        for name, x in data.items():
-            if name.removeprefix("validation_") in ("inputs", "images"):
-                data[name] = self.inputs * x
-        return data
-
-    def initial(self, problem: Problem, seed: int) -> Any:
-        """The initial parameters."""
-        return jax.tree.map(lambda x: self._cast(self.weights * x), problem.initial(seed))
-
-    def batch(self, problem: Problem, data: Arrays, seed: int, step: int) -> Any:
-        """The batch of a step."""
-        batch = problem.batch(data, seed, 0 if self.fixed else step)
-        return jax.tree.map(lambda x: self._cast(x[: self.examples or None]), batch)
+        held = {k.removeprefix(HELD_OUT): x for k, x in data.items() if k.startswith(HELD_OUT)}
+        seen = None
+        if self.fixed:
+            seen = data
+        elif marks_scale and held.keys() & {"images", "inputs"}:
+            seen = held
+        validate = problem.validate
+        if seen is not None:
+            examples = jax.tree.map(jnp.asarray, problem.batch(seen, seed if self.fixed else 0, 0))
+            validate = lambda params, data: loss(params, examples, unmarked)
+        return problem._replace(
+            loss=loss,
+            batch=batch,
+            validate=validate,
+            initial=lambda seed: jax.tree.map(
+                lambda x: self._cast(self.weights * x), problem.initial(seed)
+            ),
+        )
 
     def _cast(self, x: Any) -> Any:
         return jnp.asarray(x, self.dtype if np.issubdtype(x.dtype, np.floating) else x.dtype)
 
 
 VARIATIONS = (
-    Variation("unchanged"),
     Variation("inputs x 100", inputs=100.0),
     Variation("initial weights x 5", weights=5.0),
     Variation("a fixed batch", fixed=True),
@@ -85,80 +92,70 @@ VARIATIONS = (
     Variation("batches of 8", examples=8),
     Variation("bfloat16", dtype=jnp.bfloat16),
 )
+UNCHANGED = Variation("unchanged")
 
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+Init = Callable[[Any], Any]
+Step = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 class Runs:
-    """Runs of one optimizer; its last program is kept.
-
-    Args:
-        method: "kfac", "adam" or "fixed": ``jk.kfac`` with a learning rate.
-    """
+    """Runs of adaptive K-FAC (``"kfac"``) or Adam (``"adam"``); the last program is kept."""
 
     def __init__(self, method: str) -> None:
-        self.method = method
-        self.key: Any = None
-        self.program: Any = None
+        self.method, self.key, self.program = method, (), (None, None)
 
     def __call__(
         self, problem: Problem, variation: Variation, seed: int, rate: float = 0.0
     ) -> dict[str, Any]:
-        """Train, and return the validation measure before, on the way and at the end."""
+        """Train for the problem's steps.
+
+        Args:
+            problem: What is trained.
+            variation: How it is changed.
+            seed: Of parameters, batches and sampled labels.
+            rate: Adam's learning rate.
+
+        Returns:
+            The measure before and after, the first, highest and last loss of a batch, and what
+            adaptive K-FAC counted.
+        """
         data = variation.data(problem)
+        changed = variation.of(problem, data, seed)
         key = problem.name, variation.outputs, variation.examples, variation.dtype
         if key != self.key:
-            jax.clear_caches()
-            changed = problem._replace(loss=variation.loss(problem), initial=variation.initial)
-            changed = changed._replace(
-                initial=lambda seed: variation.initial(problem, seed),
-                batch=lambda data, seed, step: variation.batch(problem, data, seed, step),
-            )
             self.key, self.program = key, self._program(changed, data)
         init, step = self.program
-        params = variation.initial(problem, seed)
-        carry, held = init(params), jax.tree.map(jnp.asarray, data)
-        measure = jax.jit(problem.validate)
-        exact = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        first, values = float(measure(exact(params), held)), []
+        params, data_here = changed.initial(seed), jax.tree.map(jnp.asarray, data)
+        measure = jax.jit(lambda p, d: changed.validate(_as_float32(p), d))
+        first, carry, losses = float(measure(params, data_here)), init(params), []
         for i in range(problem.steps):
-            batch = variation.batch(problem, data, seed, i)
-            random = jax.random.fold_in(jax.random.key(seed), i)
-            carry, value = step(carry, batch, (random, jnp.float32(rate)))
-            values.append(value)
-        last = float(measure(exact(carry[0]), held))
-        values = [float(x) for x in values]
-        record = {
-            "first": first,
-            "last": last,
-            "loss": values[0],
-            "highest": max(values),
-            "end": values[-1],
-        }
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            carry, loss = step(carry, changed.batch(data, seed, i), key, jnp.float32(rate))
+            losses.append(loss)
+        last, losses = float(measure(carry[0], data_here)), [float(x) for x in losses]
+        record = {"first": first, "last": last}
+        record |= {"first_loss": losses[0], "highest": max(losses), "last_loss": losses[-1]}
         if self.method == "kfac":
-            a = carry[1].adaptation
-            record |= {
-                "rejected": int(a.rejected),
-                "damping": float(a.damping),
-                "disagreed": int(a.disagreed),
-                "first_damping": float(a.first_damping),
-            }
+            adapted = carry[1].adaptation._asdict()
+            names = ("rejected", "disagreed", "first_damping", "damping")
+            record |= {name: adapted[name].item() for name in names}
         return record
 
-    def _program(self, problem: Problem, data: Arrays) -> tuple[Callable[[Any], Any], Step]:
-        if self.method == "adam":
-            tx = optax.scale_by_adam()
+    def _program(self, problem: Problem, data: Arrays) -> tuple[Init, Step]:
+        if self.method == "kfac":
+            make = documented(lambda like, setting: jk.kfac(like=like), adaptive=True)
+            steps = make(problem, data, {})
+            return steps.init, jax.jit(steps.step)
+        tx = optax.scale_by_adam()
 
-            def step(carry: Any, batch: Any, more: Any) -> Any:
-                params, state = carry
-                value, grads = jax.value_and_grad(problem.loss)(params, batch, unmarked)
-                updates, state = tx.update(grads, state, params)
-                updates = optax.tree.scale(-more[1].astype(jnp.float32), updates)
-                return (optax.apply_updates(params, updates), state), value
+        def step(carry: Any, batch: Any, key: Any, rate: Any) -> Any:
+            params, state = carry
+            value, grads = jax.value_and_grad(problem.loss)(params, batch, unmarked)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, optax.tree.scale(-rate, updates)), state), value
 
-            return lambda params: (params, tx.init(params)), jax.jit(step)
-        make = lambda like, setting: jk.kfac(like=like)
-        steps = documented(make, adaptive=True)(problem, data, {})
-        return steps.init, jax.jit(
-            lambda carry, batch, more: steps.step(carry, batch, more[0], 0.0)
-        )
+        return lambda params: (params, tx.init(params)), jax.jit(step)
+
+
+def _as_float32(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)

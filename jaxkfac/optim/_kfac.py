@@ -90,9 +90,10 @@ def kfac(
        + \tfrac12 \Delta^\top (F + (\lambda + w) I) \Delta , $$
 
     where $F$ is the ``curvature`` of the batch, not the factors, and $p = (\bar F + \gamma^2)^{-1}
-    \nabla h$. Every 5th step, or as :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new
-    parameters is compared with the model's prediction, which adapts $\lambda$. $\gamma^2$ begins at
-    $\lambda + w$ and is adapted separately. The adapted numbers are in ``state.adaptation``.
+    \nabla h$. The loss at the new parameters is compared with the model's prediction, which adapts
+    $\lambda$. With :class:`jaxkfac.LevenbergMarquardt`, the default, a step that raises the loss of
+    its batch is not made. $\gamma^2$ begins at $\lambda + w$ and is adapted separately. The adapted
+    numbers are in ``state.adaptation``.
 
     Warning:
         Accumulate with :func:`multi_steps`, never with ``optax.MultiSteps``, which pools the
@@ -185,8 +186,9 @@ def kfac(
         ``stats.adaptation`` returns ``value``, ``value_fn`` (this batch's loss as a function of
         the parameters) and ``curvature`` (its operator, as from
         ``jk.operators.ggn(objective, params, batch)``); they may also be passed one by one. Call
-        an adaptive ``kfac`` inside ``jit``, and put it last in a chain. An update whose
-        model or trial is not finite is not made, and is counted in ``state.adaptation.rejected``.
+        an adaptive ``kfac`` inside ``jit``, and put it last in a chain. An update is not made
+        if the model or the loss after it is not finite, or if it raises the loss of the batch;
+        ``state.adaptation.rejected`` counts these.
 
     Raises:
         ValueError: when built, naming the argument out of range; inverses for a damping that
