@@ -139,6 +139,18 @@ class Traced:
         inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
         return len(shape) > 1 and shape[0] != 1 and any(x[:1] == shape[:1] for x in inputs)
 
+    def is_by_example(self, index: int) -> bool:
+        """Whether the leading axis of an argument is known to be the examples.
+
+        Args:
+            index: Number of the leaf among those of the arguments behind the parameters.
+        """
+        axes = self.analysis.axes_of_input.get(len(self.shapes) + index)
+        if not axes:
+            return False
+        atoms = self.analysis.table.atoms(axes[0])
+        return bool(atoms) and any(atoms == examples for examples, _ in self.example_axes)
+
     @functools.cached_property
     def _answers(self) -> list[Answers]:
         """Both answers for each output."""
