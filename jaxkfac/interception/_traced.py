@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._jaxpr_compat import typed_like
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._examples import (
@@ -388,6 +389,9 @@ class Traced:
         # A deferred parameter is decoded where it is used; the caller would get an object, not an
         # array.
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
+        # A result that does not depend on the arguments is a literal of the program, a Python
+        # number, which a caller's `eqx.filter_jit` takes for a static value.
+        out = [typed_like(x, v.aval) for x, v in zip(out, self.closed.jaxpr.outvars, strict=True)]
         return jax.tree.unflatten(self.out_tree, out)
 
 
