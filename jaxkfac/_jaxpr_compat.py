@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend.core import Literal
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
 
@@ -263,3 +265,23 @@ def _mesh_of(tree: ArrayTree) -> AbstractMesh:
     mesh = jax.sharding.get_abstract_mesh()
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []
     return next((m for m in meshes if not m.empty), mesh)
+
+
+# ---------------- types of results
+
+
+def typed_like(x: Any, aval: Any) -> Any:
+    """A value as an array with the weak type of ``aval``, if it has its dtype or no fixed one.
+
+    ``jit`` compiles a program anew for a Python number where an array was, and for another weak
+    type. Values of other dtypes and of other kinds (keys, references) stay as they are.
+    """
+    mine = jax.typeof(x)
+    dtype, weak = getattr(aval, "dtype", None), getattr(aval, "weak_type", False)
+    if dtype is None or getattr(mine, "dtype", None) is None:
+        return x
+    if jnp.issubdtype(mine.dtype, jax.dtypes.extended) or mine.dtype != dtype:
+        return x
+    if mine.weak_type != weak:
+        return convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak, sharding=None)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, None if weak else dtype)

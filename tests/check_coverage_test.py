@@ -9,10 +9,12 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.factors import check_word
+from jaxkfac.factors import Estimator, check_word
 from tests import _couplings
 from tests._couplings import APART, EXPECTED, MIXING
 from tests._programs import labels, normal
+from tests.custom_energy_test import energy as energy_of
+from tests.custom_energy_test import problem as problem_of_energy
 
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.standard_promotion]
 
@@ -72,9 +74,10 @@ def test_gradient_and_factors_agree_to_rounding_and_it_says_so():
 
 
 @pytest.mark.slow
-def test_factors_of_coupled_examples_are_not_those_of_single_ones():
+def test_factors_of_coupled_examples_are_a_remark():
     report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) - mlp(p, x).mean(0)))
-    assert min(report.factors.values()) > 1e-3
+    assert not report.factors
+    assert any("no sum over examples" in remark for remark in report.remarks)
     assert any("the Fisher's diagonal" in remark for remark in report.remarks)
     assert "examples: they meet" in str(report)
 
@@ -248,3 +251,108 @@ def test_the_first_call_outside_jit_warns_of_probabilities_and_no_other():
         warnings.simplefilter("error")
         objective(params, batch)
         jk.Objective(lambda p, x: x @ p["w"], jk.Categorical())(params, batch)
+
+
+# ---------------- no false alarm, and no miss
+
+
+def agrees(report, digits=1e-10):
+    assert report.gradient < digits
+    assert max([*report.factors.values(), *report.products.values()]) < digits
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.default(1)
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "mc", "forward"])
+def test_dropout_draws_the_same_numbers_for_single_examples(fisher):
+    def model(p, x, key):
+        hidden = jnp.tanh(x @ p["w"])
+        return (hidden * jax.random.bernoulli(key, 0.5, hidden.shape)) @ p["u"]
+
+    params, batch = {"w": normal(0, 4, 6), "u": normal(1, 6, 3)}, (normal(2, 4, 4), labels(3, 4))
+    objective = jk.Objective(model, jk.Categorical())
+    report = agrees(jk.check_coverage(objective, params, batch, jax.random.key(5), fisher=fisher))
+    assert set(report.factors) == set(report.products) == {"w", "u"}
+    assert report.tried and not report.examples_meet
+    assert any(remark.startswith("A of the factors") for remark in report.remarks)
+
+
+class Crossed(Estimator):
+    """A wrong Fisher type: it squares the sum of the cotangents of neighbors."""
+
+    name = "crossed"
+
+    def expectation(self, objective, outputs, batch, contribution):
+        scores = objective.scores(outputs, batch.targets, batch.mask)
+        return contribution(jax.tree.map(lambda x: x + jnp.roll(x, 1, 0), scores))
+
+
+@pytest.mark.slow
+def test_wrong_factors_are_seen():
+    report = jk.check_coverage(*problem(mlp), fisher=Crossed())
+    assert min(report.factors.values()) > 1e-3 and report.gradient < 1e-12
+
+
+def graphs(params, batch):
+    """Three graphs in one: nodes, edges, and counts of them that all have three rows."""
+    of_node = jnp.repeat(jnp.arange(3), batch["n_node"], total_repeat_length=7)
+    sent = jax.ops.segment_sum(batch["nodes"][batch["senders"]], batch["receivers"], 7)
+    hidden = jnp.tanh((batch["nodes"] + sent) @ params["w"])
+    return jax.ops.segment_sum(hidden, of_node, 3) @ params["u"]
+
+
+@pytest.mark.slow
+def test_rows_of_a_batched_graph_are_not_exchanged():
+    batch = {
+        "nodes": normal(0, 7, 4),
+        "senders": jnp.array([0, 1, 4]),  # as many edges as graphs, by chance
+        "receivers": jnp.array([1, 0, 3]),
+        "n_node": jnp.array([2, 3, 2]),
+    }
+    params = {"w": normal(1, 4, 5), "u": normal(2, 5, 3)}
+    objective = jk.Objective(graphs, jk.Categorical())
+    report = jk.check_coverage(objective, params, (batch, labels(3, 3)))
+    assert not report.examples_meet and not report.tried and report.gradient < 1e-10
+    assert max(report.factors.values(), default=0) < 1e-10
+    for name in ("senders", "receivers", "n_node"):
+        assert any(f"inputs['{name}']" in remark for remark in report.remarks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [False, True])
+def test_computed_weights_and_batch_statistics_are_no_alarm(norm):
+    """Weight norm and, in front of the normalization, a bias whose gradient is rounding."""
+
+    def model(p, x):
+        x = x @ (p["v"] / jnp.sqrt((p["v"] ** 2).sum(0))) + p["b"]
+        x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5) if norm else x
+        return jnp.tanh(x * p["s"]) @ p["u"]
+
+    params = {"v": normal(0, 4, 6), "b": normal(4, 6), "s": normal(5, 6), "u": normal(1, 6, 3)}
+    objective = jk.Objective(model, jk.Categorical())
+    report = jk.check_coverage(objective, params, (normal(2, 5, 4), labels(3, 5)))
+    assert report.gradient < 1e-10 and report.examples_meet == norm
+    if norm:
+        assert any("no sum over examples" in remark for remark in report.remarks)
+    else:
+        assert "v@effective" in agrees(report).factors
+    assert not any("no layer" in x or "not a number" in x for x in str(report).splitlines())
+
+
+@pytest.mark.slow
+def test_remarks_are_not_cut():
+    report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) - mlp(p, x).mean(0)))
+    (remark,) = [x for x in report.remarks if "the Fisher's diagonal" in x]
+    assert remark.endswith("NNX: model.eval())") and len(remark) > 300
+
+
+@pytest.mark.slow
+def test_auxiliary_outputs_and_marks_inside_a_custom_rule_of_a_scalar_loss():
+    params, x = problem_of_energy()
+    energy = lambda p, x: (energy_of("rule")(p, x), x.sum())
+    report = jk.check_coverage(energy, params, x, has_aux=True)
+    assert report.gradient < 1e-12
+    assert any('fisher="mc"' in remark for remark in report.remarks)
+    plain = jk.check_coverage(energy, params, x, has_aux=True, fisher="exact")
+    assert plain.gradient < 1e-12 and len(plain.remarks) == 1

@@ -273,3 +273,29 @@ def test_the_axes_of_a_state_are_not_taken_for_a_single_example():
     found = stats(params, batch, state=state)
     gradient = np.asarray(found.grads["v"])
     np.testing.assert_allclose(found.factors["v"].diagonal, gradient**2, rtol=1e-5)
+
+
+def test_a_state_comes_back_in_the_types_in_which_it_went_in():
+    """A number in an array's place, or another weak type, would compile the next step anew."""
+
+    def model(p, x, state):
+        count = jnp.where(state["first"], 0.0, 1.0)  # a weak type
+        return x @ p["w"], {"first": False, "count": count, "steps": state["steps"] + 1}
+
+    objective = jk.Objective(model, jk.Gaussian())
+    stats, kinds = jk.value_grad_and_factors(objective), []
+    state = {"first": jnp.array(True), "count": jnp.zeros(()), "steps": 0}
+
+    @jax.jit
+    def step(params, state):
+        changed = stats(params, (jnp.eye(3), jnp.ones((3, 2))), state=state).value[1]
+        kinds.append([isinstance(x, jax.Array) for x in jax.tree.leaves(changed)])
+        return changed
+
+    traced = jax.tree.map(jax.typeof, jax.tree.map(jnp.asarray, state))
+    for number in range(3):
+        state = step({"w": jnp.ones((3, 2))}, state)
+        assert jax.tree.map(jax.typeof, state) == traced and int(state["steps"]) == number + 1
+    assert kinds == [[True] * 3]
+    plain = objective({"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.ones((3, 2))), state=state)[1]
+    assert jax.tree.map(jax.typeof, plain) == traced

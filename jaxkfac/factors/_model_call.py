@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._jaxpr_compat import typed_like
 from jaxkfac.interception import check_weights
 
 
@@ -158,6 +159,9 @@ def returned(
             f"{what}: the changed state has {min(new)!r}, which state= has not: return it in "
             f"the form in which it was passed, and new values beside the outputs, with has_aux"
         )
+    # A state of other types would compile the next step anew.
+    if jax.tree.structure(changed) == jax.tree.structure(state):
+        changed = jax.tree.map(lambda x, old: typed_like(x, jax.typeof(old)), changed, state)
     if not has_aux:
         return out, changed
     out, aux = _pair(what, out, "aux")

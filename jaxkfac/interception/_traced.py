@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._jaxpr_compat import typed_like
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._examples import (
@@ -138,6 +139,18 @@ class Traced:
         shape = self.out_shapes[0].shape if self.out_shapes else ()
         inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
         return len(shape) > 1 and shape[0] != 1 and any(x[:1] == shape[:1] for x in inputs)
+
+    def is_by_example(self, index: int) -> bool:
+        """Whether the leading axis of an argument is known to be the examples.
+
+        Args:
+            index: Number of the leaf among those of the arguments behind the parameters.
+        """
+        axes = self.analysis.axes_of_input.get(len(self.shapes) + index)
+        if not axes:
+            return False
+        atoms = self.analysis.table.atoms(axes[0])
+        return bool(atoms) and any(atoms == examples for examples, _ in self.example_axes)
 
     @functools.cached_property
     def _answers(self) -> list[Answers]:
@@ -376,6 +389,9 @@ class Traced:
         # A deferred parameter is decoded where it is used; the caller would get an object, not an
         # array.
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
+        # A result that does not depend on the arguments is a literal of the program, a Python
+        # number, which a caller's `eqx.filter_jit` takes for a static value.
+        out = [typed_like(x, v.aval) for x, v in zip(out, self.closed.jaxpr.outvars, strict=True)]
         return jax.tree.unflatten(self.out_tree, out)
 
 

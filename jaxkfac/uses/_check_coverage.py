@@ -24,19 +24,22 @@ from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
+    Estimator,
     ModelCall,
     Objective,
     Program,
     ValueGradAndFactors,
     as_batch,
+    takes_key,
     value_grad_and_factors,
 )
 from jaxkfac.factors.sums import Factors
-from jaxkfac.interception import Layer
+from jaxkfac.interception import Layer, Traced
 from jaxkfac.interception.coupling import Answer
 
 DRAWS = 2  # number of parameter draws at which examples are replaced
 _STEP = 0.1  # distance of a draw, relative to a parameter's size
+_JAX_FOOTER = "\n--------------------"  # JAX adds a note on its traceback below such a line
 _FAR = 1e3  # distance at which logits leave [0, 1], and probabilities do not
 
 
@@ -127,8 +130,10 @@ def check_coverage(
     state: ArrayTree | None = None,
     layers: str | None = None,
     experts: str | None = None,
+    fisher: str | Estimator = "empirical",
     max_examples: int = 8,
     loss_terms: int | None = None,
+    has_aux: bool = False,
 ) -> CoverageCheck:
     """Check this library's analysis on your own model. Run it once, on a small batch.
 
@@ -136,9 +141,14 @@ def check_coverage(
     and compares the outputs of all other examples. If inputs are floating, it also takes the
     derivative of each example's outputs in the inputs of the others. It compares the gradient with
     plain JAX's, the factors with the sum of those of single examples, and the diagonal of the
-    Fisher in the factors' eigenbasis (EKFAC) with explicit gradients of single examples. The
-    factors are those of the given targets (``fisher="empirical"``) of the first ``max_examples``
-    examples.
+    Fisher in the factors' eigenbasis (EKFAC) with explicit gradients of single examples, at the
+    given targets. Factors are those of the first ``max_examples`` examples.
+
+    A single example is the batch with the loss terms of all other examples masked, so that dropout
+    draws the same numbers and every other array stays the same. Only the input sides A count rows
+    without loss terms; they are compared with those of examples run alone, where an example alone
+    has the outputs that it has in the batch. Rows of the inputs are replaced only where their
+    leading axis is known to be the examples, or where all inputs have that leading axis.
 
     It raises nothing for what it finds; ``print`` the result. It warns if the outputs are
     probabilities at the given parameters and at two draws far away, where the likelihood expects
@@ -147,13 +157,15 @@ def check_coverage(
     Args:
         objective: The objective. For a scalar loss only the gradient is compared.
         params: Parameters.
-        batch: As for :func:`value_grad_and_factors`; its arrays have the examples first.
-        key: For dropout; the same key every time.
+        batch: As for :func:`value_grad_and_factors`.
+        key: For dropout, and for the labels of ``fisher="mc"``; the same key every time.
         state: What a call changes (batch statistics).
         layers: Full-match pattern over layer names; ``None`` for all.
         experts: See :func:`find_layers`.
+        fisher: As for :func:`value_grad_and_factors`.
         max_examples: How many examples are replaced, and how many the factors are computed from.
         loss_terms: Number of loss terms of a scalar loss that marks no outputs.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
 
     Returns:
         A :class:`CoverageCheck`.
@@ -178,33 +190,35 @@ def check_coverage(
     finding: Any = {"layers": layers, "experts": experts}  # Any: keywords of different types
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
-        stats = value_grad_and_factors(
-            objective, loss_terms=loss_terms, uncovered="ignore", **finding
-        )
-        program = Program(objective, finding, cover=False)
         call = ModelCall(params, batch, key, state)
-        traced = program.traced(call)
-        remark = "examples and factors: a scalar loss does not show its examples"
-        value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
-        error = _of_gradient(objective, stats, call)
-        return CoverageCheck(value, derivative, (), (), 0, error, {}, {}, (remark,))
+        return _of_scalar_loss(objective, call, finding, fisher, loss_terms, has_aux)
     full_batch = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     call = ModelCall(params, full_batch, key, state)
     traced = program.traced(call)
-    stats = objective.programs.get(
-        (check_coverage, layers, experts),
-        lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
-    )
-    trial = _Trial(objective, stats, params, full_batch, key, state, max_examples)
+
+    def collector(fisher: Any) -> Callable[..., ValueGradAndFactors]:
+        return objective.programs.get(
+            (check_coverage, layers, experts, fisher),
+            lambda: value_grad_and_factors(objective, uncovered="ignore", **finding, fisher=fisher),
+        )
+
+    stats = collector(fisher)
+    trial = _Trial(objective, stats, params, full_batch, key, state, max_examples, traced)
     doubts = trial.probabilities()
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
     pairs, tried = trial.replaced()
     pulled = trial.compared("derivatives between examples", trial.derivatives)
     gradient = _of_gradient(objective, stats, call)
-    factors = trial.compared("factors", trial.summed)
-    products = trial.compared("the Fisher's diagonal", lambda: trial.explicit(finding))
+    factors: dict[str, float] = {}
+    if met := trial.meeting(bool(pairs or pulled)):
+        trial.remarks.append(f"factors: {met}, so those of the batch are no sum over examples")
+    else:
+        factors = trial.compared("factors", trial.summed)
+    products = trial.compared(
+        "the Fisher's diagonal", lambda: trial.explicit(finding, collector("empirical"))
+    )
     return CoverageCheck(
         traced.examples_meet("value"),
         traced.examples_meet("derivative"),
@@ -230,6 +244,7 @@ class _Trial:
     key: Any
     state: Any
     most: int
+    traced: Traced
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def outputs(self, params: ArrayTree, inputs: ArrayTree) -> list[Array]:
@@ -259,6 +274,12 @@ class _Trial:
             for i in range(min(number, self.most))
             if (j := self._different_example(i)) is not None
         }
+        if not self.by_example:
+            self.remarks.append(
+                "examples: no array of the inputs has a leading axis that is known to be the "
+                "examples, so none was replaced"
+            )
+            return [], 0
         if not substitutes:
             self.remarks.append("examples: all inputs are identical, so no replacement shows")
             return [], 0
@@ -289,21 +310,73 @@ class _Trial:
 
     def _rows(self) -> list[Any]:
         leaves = jax.tree.leaves(self.batch.inputs)
-        return [x for x in leaves if x.shape[:1] == (self.batch.num_examples,)]
+        return [leaves[k] for k in self.by_example]
+
+    @functools.cached_property
+    def by_example(self) -> tuple[int, ...]:
+        """The leaves of the inputs whose entry ``i`` is example ``i``.
+
+        A leading axis of that length is not enough: an array of a batched graph has it by chance.
+        """
+        leaves, number = jax.tree.leaves(self.batch.inputs), self.batch.num_examples
+        fitting = [k for k, x in enumerate(leaves) if np.shape(x)[:1] == (number,)]
+        if len(fitting) == len(leaves):
+            return tuple(fitting)
+        certain = tuple(k for k in fitting if self.traced.is_by_example(k))
+        if len(certain) < len(fitting):
+            paths = [jax.tree_util.keystr(at) for at, _ in _leaves_with_path(self.batch.inputs)]
+            left = ", ".join(f"inputs{paths[k]}" for k in fitting if k not in certain)
+            self.remarks.append(
+                f"examples: the rows of {left} were not replaced, because its leading axis of "
+                f"{number} is not known to be the examples"
+            )
+        return certain
+
+    def _of_inputs(self, change: Callable[[Any], Any]) -> ArrayTree:
+        """The inputs, with the arrays that are by example changed."""
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, self.batch.inputs))
+        changed = [change(x) if k in self.by_example else x for k, x in enumerate(leaves)]
+        return jax.tree.unflatten(tree, changed)
 
     def _with(self, i: int, j: int) -> ArrayTree:
-        number = self.batch.num_examples
-
-        def one(x: Array) -> Array:
-            return x.at[i].set(x[j]) if x.shape[:1] == (number,) else x
-
-        return jax.tree.map(one, jax.tree.map(jnp.asarray, self.batch.inputs))
+        return self._of_inputs(lambda x: x.at[i].set(x[j]))
 
     def few(self, start: int, stop: int) -> ModelCall:
-        """The call with examples from ``start`` to ``stop``."""
-        number = self.batch.num_examples
-        batch = jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
+        """The call with examples from ``start`` to ``stop`` alone."""
+        inputs = self._of_inputs(lambda x: x[start:stop])
+        targets, mask = jax.tree.map(lambda x: x[start:stop], tuple(self.batch[1:]))
+        batch = self.batch._replace(inputs=inputs, targets=targets, mask=mask)
         return ModelCall(self.params, batch, self.key, self.state)
+
+    def masked(self, start: int, stop: int) -> ModelCall:
+        """The call with the loss terms of examples from ``start`` to ``stop``, and all rows."""
+        outputs = self.outputs(self.params, self.batch.inputs)
+        heads = self.objective.heads(self.objective.tree(outputs), None, self.batch.mask)
+        masks = []
+        for head in heads:
+            mask = jnp.ones(head.terms_shape, bool) if head.mask is None else jnp.asarray(head.mask)
+            at = np.arange(len(mask)).reshape(-1, *[1] * (mask.ndim - 1))
+            chosen = jnp.asarray((start <= at) & (at < stop))
+            masks.append(jnp.where(chosen, mask, jnp.zeros((), mask.dtype)))
+        batch = self.batch._replace(mask=self.objective.tree(masks))
+        return ModelCall(self.params, batch, self.key, self.state)
+
+    def meeting(self, seen: bool) -> str:
+        """Where examples meet, in derivatives or values; empty if they are not known to."""
+        answers = [self.traced.examples_meet(question) for question in ("derivative", "value")]
+        met = next((str(x) for x in answers if x.answer == "yes"), "")
+        return met or "the examples were seen to meet" * seen
+
+    def run_alone(self, number: int) -> bool:
+        """Whether each of the first examples alone has the outputs that it has in the batch."""
+        together = self.outputs(self.params, self.batch.inputs)
+        for n in range(number):
+            alone = self.outputs(self.params, self.few(n, n + 1).batch.inputs)
+            for x, y in zip(together, alone, strict=True):
+                rounding = 1024 * float(jnp.finfo(x.dtype).eps)
+                if y.shape != (1, *x.shape[1:]) or not _error(y[0], x[n]) <= rounding:
+                    return False
+        return True
 
     def derivatives(self) -> dict[tuple[int, int], float]:
         """For each tested example, the one whose inputs its output's derivative is largest in.
@@ -312,11 +385,8 @@ class _Trial:
         """
         number = self.batch.num_examples
         inputs = jax.tree.map(jnp.asarray, self.batch.inputs)
-        free = tuple(
-            k
-            for k, x in enumerate(jax.tree.leaves(inputs))
-            if x.shape[:1] == (number,) and jnp.issubdtype(x.dtype, jnp.floating)
-        )
+        leaves = jax.tree.leaves(inputs)
+        free = tuple(k for k in self.by_example if jnp.issubdtype(leaves[k].dtype, jnp.floating))
         if number == 1 or not free:
             return {}
         run, largest, unknown = self.compiled(_derivative_sizes, free), {}, []
@@ -346,8 +416,8 @@ class _Trial:
         try:
             return compare()
         except Exception as error:  # a model may raise anything when it is transformed
-            lines = str(error).splitlines() or [type(error).__name__]
-            self.remarks.append(f"{what}: {lines[0][:300]}")
+            text = str(error).split(_JAX_FOOTER)[0].strip() or type(error).__name__
+            self.remarks.append(f"{what}: {text}")
             return {}
 
     def summed(self) -> dict[str, float]:
@@ -356,26 +426,50 @@ class _Trial:
         if number == 1:
             raise ValueError("a batch of one is its own sum")
         run = self.compiled(_factors, self.stats)
+        together, total = run(self.masked(0, number)), run(self.masked(0, 1))
+        for n in range(1, number):
+            total = total + run(self.masked(n, n + 1))
+        errors, sides = {}, [together[layer.name] for layer in together.layers]
+        size = max((np.abs(np.asarray(x[-1])).max() for x in sides if x[-1].size), default=0.0)
+        for layer, one in zip(together.layers, sides, strict=True):
+            # The last side is G, or the diagonal; A counts rows without loss terms too.
+            errors[layer.name] = _error(one[-1], total[layer.name][-1], size, power=2)
+        return self._with_inputs(errors, number)
+
+    def _with_inputs(self, errors: dict[str, float], number: int) -> dict[str, float]:
+        """The errors, and those of A where examples can run alone."""
+        if not self.run_alone(number):
+            self.remarks.append(
+                "A of the factors: an example alone has other outputs than in the batch (random "
+                "masks, or arrays that are not split by example)"
+            )
+            return errors
+        run = self.compiled(_factors, self.stats)
         together, total = run(self.few(0, number)), run(self.few(0, 1))
         for n in range(1, number):
             total = total + run(self.few(n, n + 1))
-        errors = {}
-        for layer in together.layers:
-            pairs = zip(together[layer.name], total[layer.name], strict=True)
-            errors[layer.name] = _largest(_error(x, y) for x, y in pairs)
-        return errors
+        if set(together) != set(total) or not set(errors) <= set(together):
+            self.remarks.append("A of the factors: an example alone has other layers")
+            return errors
+        return {
+            name: _largest([error, *(_error(x, y) for x, y in _sides_a(together, total, name))])
+            for name, error in errors.items()
+        }
 
-    def explicit(self, finding: Mapping[str, Any]) -> dict[str, float]:
+    def explicit(
+        self, finding: Mapping[str, Any], stats: Callable[..., ValueGradAndFactors]
+    ) -> dict[str, float]:
         """Errors of measured eigenvalues against squares of explicit gradients of examples."""
         if self.objective.num_outputs > 1:
             raise ValueError("several outputs share an example's gradient among them")
-        call = self.few(0, min(self.batch.num_examples, self.most))
+        number = min(self.batch.num_examples, self.most)
+        call = self.masked(0, number)
         params, batch, key, state = call
-        factors = self.stats(params, batch, key, state=state).factors
+        factors = stats(params, batch, key, state=state).factors
         bases = eigendecompose(factors, max_condition=math.inf)
         measure = correct_eigenvalues(self.objective, bases, experts=finding["experts"])
         measured = measure(params, batch, key, state=state)
-        gradients = self.compiled(_example_gradients)(call)
+        gradients = self.compiled(_example_gradients, number)(call)
         read = [layer.weight.path for layer in bases.layers]
         errors, left_out = {}, []
         for layer in bases.layers:
@@ -412,13 +506,18 @@ def _factors(
     return stats(call.params, call.batch, call.key, state=call.state).factors
 
 
-def _example_gradients(objective: Objective, call: ModelCall) -> dict[str, Array]:
+def _sides_a(one: Factors, other: Factors, name: str) -> list[tuple[Any, Any]]:
+    """The input sides of a layer's factors; none for a diagonal."""
+    return list(zip(one[name], other[name], strict=True))[:-1]
+
+
+def _example_gradients(objective: Objective, number: int, call: ModelCall) -> dict[str, Array]:
     params, batch, key, state = call
 
     def terms(free: dict[str, Array]) -> Array:
         outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
         (head,) = objective.heads(outputs, batch.targets, batch.mask)
-        kept_terms = head.kept_terms(root=True)
+        kept_terms = head.kept_terms(root=True)[:number]
         return kept_terms.reshape(len(kept_terms), -1).sum(1)
 
     return jax.jacrev(terms)(partition(params)[0])
@@ -499,13 +598,43 @@ def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, i
     return [(i, most, float(by[most]))] if not by[most] <= rounding else []
 
 
+def _of_scalar_loss(
+    loss: Callable[..., Any],
+    call: ModelCall,
+    finding: Mapping[str, Any],
+    fisher: str | Estimator,
+    loss_terms: int | None,
+    has_aux: bool,
+) -> CoverageCheck:
+    """The gradient of a scalar loss beside plain JAX's, and the program's answers."""
+    traced = Program(loss, finding, cover=False, has_aux=has_aux).traced(call)
+    remarks = ["examples and factors: a scalar loss does not show its examples"]
+    key = call.key
+    if fisher == "empirical" and any(mark.beside for mark in traced.marks):
+        fisher, key = "mc", jax.random.key(0) if key is None else key
+        remarks.append(
+            'fisher="empirical": a jk.mark_outputs stands in a custom derivative, so the gradient '
+            'was computed beside factors of fisher="mc"'
+        )
+    options: Any = {**finding, "fisher": fisher, "loss_terms": loss_terms, "has_aux": has_aux}
+    stats = value_grad_and_factors(loss, uncovered="ignore", **options)
+    error = _of_gradient(loss, stats, call._replace(key=key), has_aux=has_aux)
+    value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
+    return CoverageCheck(value, derivative, (), (), 0, error, {}, {}, tuple(remarks))
+
+
 def _of_gradient(
-    objective: Callable[..., Any], stats: Callable[..., ValueGradAndFactors], call: ModelCall
+    objective: Callable[..., Any],
+    stats: Callable[..., ValueGradAndFactors],
+    call: ModelCall,
+    *,
+    has_aux: bool = False,
 ) -> float:
     params, batch, key, state = call
     named = {} if state is None else {"state": state}
-    named |= {} if key is None or not isinstance(objective, Objective) else {"key": key}
-    beside = state is not None or getattr(objective, "has_aux", False)
+    if key is not None and (isinstance(objective, Objective) or takes_key(objective)):
+        named["key"] = key
+    beside = state is not None or getattr(objective, "has_aux", has_aux)
     grads = stats(params, batch, key, **({} if state is None else {"state": state})).grads
 
     def gradient(params: ArrayTree, batch: ArrayTree, named: dict[str, Any]) -> dict[str, Array]:
@@ -520,14 +649,31 @@ def _of_gradient(
         run = objective.programs.get((_of_gradient, beside), lambda: run)
     plain = run(params, batch, named)
     by_path = partition(grads)[0]
-    return _largest(_error(by_path[path], plain[path]) for path in plain)
+    sizes = [np.abs(np.asarray(x, np.float64)).max() for x in plain.values() if x.size]
+    size = max(sizes, default=0.0)
+    return _largest(_error(by_path[path], plain[path], size) for path in plain)
 
 
-def _error(actual: Any, expected: Any) -> float:
-    """The largest difference, relative to the largest entry; NaN if an entry is NaN."""
+def _error(actual: Any, expected: Any, largest: float = 0.0, power: int = 1) -> float:
+    """The largest difference, relative to the largest entry; NaN if an entry is NaN.
+
+    A bias in front of a normalization has a gradient of zero, of which rounding is left. So a
+    difference that is rounding of ``largest`` is relative to that.
+
+    Args:
+        actual: The array to test.
+        expected: The array that it should equal.
+        largest: The largest entry of all arrays of the comparison.
+        power: 2 for squares of gradients, whose rounding is squared as well.
+    """
     x, y = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    size = np.abs(y).max() if y.size else 0.0
-    return float(np.abs(x - y).max() / (size or 1.0)) if y.size else 0.0
+    if not y.size:
+        return 0.0
+    difference, size = float(np.abs(x - y).max()), float(np.abs(y).max())
+    rounding = (64 * float(jnp.finfo(jnp.asarray(expected).dtype).eps)) ** power
+    if difference <= rounding * largest:
+        size = max(size, largest)
+    return difference / (size or 1.0)
 
 
 def _largest(errors: Iterable[float]) -> float:
@@ -545,6 +691,10 @@ def _digits(error: float) -> str:
 
 def _rank(error: float) -> float:
     return math.inf if math.isnan(error) else error
+
+
+def _leaves_with_path(tree: ArrayTree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def _is_key(x: Array | np.ndarray) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
@@ -104,6 +105,23 @@ def check_agreement(case: Case) -> None:
         assert table.problems
     else:
         assert not table.problems
+
+
+def check_compiled_once(row: Program, case: Case) -> None:
+    """A step from the results of the step before has the same types, so nothing is compiled."""
+    options = ({"uncovered": "ignore"} if row.uncovered else {}) | dict(case.options)
+    stats = jk.value_grad_and_factors(case.objective, **options)
+
+    @jax.jit
+    def step(params: Any, call: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        value, grads, _ = stats(params, case.batch, **call)
+        moved = jax.tree.map(lambda p, g: p - jnp.zeros((), p.dtype) * g, params, grads)
+        return moved, call | ({"state": value[1]} if "state" in call else {})
+
+    params, call = step(case.params, dict(case.call))
+    compiled = step._cache_size()
+    step(params, call)
+    assert step._cache_size() == compiled == 1
 
 
 def check_factors(row: Program, case: Case) -> None:

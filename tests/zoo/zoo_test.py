@@ -4,7 +4,12 @@ import pytest
 
 from tests.zoo import Program, all_programs
 from tests.zoo.__main__ import PAGE, table
-from tests.zoo._program import check_agreement, check_coverage, check_factors
+from tests.zoo._program import (
+    check_agreement,
+    check_compiled_once,
+    check_coverage,
+    check_factors,
+)
 
 ROWS = all_programs()
 # XLA:CPU converts to eight bits by way of float16.
@@ -38,6 +43,14 @@ def test_coverage_is_what_the_row_says(row: Program, x64):
 @pytest.mark.parametrize("row", HERE)
 def test_the_table_lists_problems_exactly_where_the_statistics_raise(row: Program, x64):
     check_agreement(row.build())
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("row", NUMBERS)
+def test_the_second_step_compiles_nothing(row: Program, x64):
+    check_compiled_once(row, row.build())
 
 
 @pytest.mark.slow
