@@ -45,18 +45,24 @@ def check_mapped(what: str, names: tuple[str, ...]) -> None:
     Raises:
         ValueError: naming the axis, and the axes that there are.
     """
-    for name in names:
-        try:
-            jax.lax.axis_index(name)
-        except NameError:
-            others = [x for x in jax.sharding.get_abstract_mesh().manual_axes if x != _UNNAMED]
-            there = (
-                f"the axes here are {', '.join(map(repr, others))}" if others else "none is here"
-            )
-            raise ValueError(
-                f"{what}: axis_name={name!r} is no axis of a jax.pmap or jax.shard_map around "
-                f"this call ({there}): call it inside the mapped function, or leave axis_name= out"
-            ) from None
+    absent = next((name for name in names if not is_mapped(name)), None)
+    if absent is None:
+        return
+    others = [x for x in jax.sharding.get_abstract_mesh().manual_axes if x != _UNNAMED]
+    there = f"the axes here are {', '.join(map(repr, others))}" if others else "none is here"
+    raise ValueError(
+        f"{what}: axis_name={absent!r} is no axis of a jax.pmap or jax.shard_map around this call "
+        f"({there}): call it inside the mapped function, or leave axis_name= out"
+    )
+
+
+def is_mapped(name: str) -> bool:
+    """Whether a map around this call has an axis of this name."""
+    try:
+        jax.lax.axis_index(name)
+    except NameError:
+        return False
+    return True
 
 
 def is_tracked(name: str) -> bool:

@@ -303,6 +303,21 @@ def test_shapes_need_no_map_and_their_origin_names_the_axis():
     assert jk.kfac(0.1, like=like).init(PARAMS).average.origin.axes is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pmap", "tracked", "untracked"])
+def test_shapes_of_a_masked_loss_inside_of_a_map(form):
+    stats = jk.value_grad_and_factors(marked, axis_name=AXIS)
+    seen = []
+
+    def of(params, batch):
+        seen.append(stats.factor_shapes(params, (*batch, batch[1] > 0)).g_sums["w"].shape)
+        return params
+
+    traced(form, of)
+    assert seen[0] == (4, 4)
+    assert stats.factor_shapes(PARAMS, (X, Y, MASK)).g_sums["w"].shape == (4, 4)
+
+
 # ---------------- training
 
 

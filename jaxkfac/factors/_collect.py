@@ -22,7 +22,7 @@ from jaxkfac._arguments import (
 )
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac._mapped_axes import axes_apart, check_mapped, sum_over_devices
+from jaxkfac._mapped_axes import axes_apart, check_mapped, is_mapped, sum_over_devices
 from jaxkfac.factors._diagonal_pass import (
     check_alone,
     diagonal_layers,
@@ -223,8 +223,8 @@ class FactorCollector:
         check_mapped("jk.value_grad_and_factors", self._program.axes)
 
     def on_one_device(self) -> "FactorCollector":
-        """The collector without its axes, for shapes, which need no map and are the same."""
-        if not self._program.axes:
+        """The collector for shapes, which need no map: outside of one without its axes."""
+        if all(map(is_mapped, self._program.axes)):
             return self
         return dataclasses.replace(self, _program=self._program.on_one_device())
 

@@ -166,10 +166,10 @@ def marked_diagonals(
         One backward pass, and the squares.
     """
     if any(map(varying_axes, jax.tree.leaves(at.outputs))):
-        names = ", ".join(repr(layer.name) for layer in layers)
+        layer_names = ", ".join(repr(layer.name) for layer in layers)
         raise UncoveredParameterError(
-            f"{names}: is behind a weight that is computed from it, and its diagonal is one of "
-            "single examples' gradients, which inside jax.shard_map are sums over devices: leave "
+            f"{layer_names}: is behind a weight that is computed from it, and its diagonal is one "
+            "of single examples' gradients, which inside jax.shard_map are sums over devices: leave "
             "it out with layers=, or split the batch under jax.jit"
         )
     assert at.gradient is not None

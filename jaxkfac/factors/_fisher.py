@@ -458,9 +458,9 @@ def of_this_device(
         outputs: What may differ.
         axes: Mapped axes over which it differs, besides those that its types show.
     """
-    axes = {*axes}.union(*map(varying_axes, jax.tree.leaves(outputs)))
+    differing = {*axes}.union(*map(varying_axes, jax.tree.leaves(outputs)))
     # A set of names has another order in each process; the keys must be the same.
-    for axis in sorted(axes):
+    for axis in sorted(differing):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return key
 

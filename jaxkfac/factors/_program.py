@@ -164,8 +164,6 @@ class Program:
 
     def on_one_device(self) -> "Program":
         """The program without its axes, for shapes, which need no map; it shares the traces."""
-        if not self.axes:
-            return self
         alone = copy.copy(self)
         alone.axes = ()
         return alone

@@ -67,6 +67,7 @@ class SquaredGradients:
         self._layers = {x.name: x for x in bases.layers if x.is_covered and x.name in traced.table}
         by_position = Statistics(traced, bases.bias, "expand")
         by_example = Statistics(traced, bases.bias, "reduce")
+        self._of_examples = by_example.of_examples
         # A full block always comes from gradients of whole examples, whatever ``per`` is.
         self._elements = {
             name: by_example if per == "example" or layer.g_dense else by_position
@@ -102,7 +103,7 @@ class SquaredGradients:
         # The square of a sum is not the sum of its parts' squares: the parts are added first.
         if self._sums_first(layer):
             examples = self._traced.num_examples
-            of_examples = Statistics(self._traced, self._bias).of_examples
+            of_examples = self._of_examples
             shape = (*stack, examples, layer.in_features, n_out)
             slot["gradients"] = of_examples(jnp.zeros(shape, dtype))
             if layer.bias is not None:
