@@ -169,8 +169,8 @@ def marked_diagonals(
         layer_names = ", ".join(repr(layer.name) for layer in layers)
         raise UncoveredParameterError(
             f"{layer_names}: is behind a weight that is computed from it, and its diagonal is one "
-            "of single examples' gradients, which inside jax.shard_map are sums over devices: leave "
-            "it out with layers=, or split the batch under jax.jit"
+            "of single examples' gradients, which inside jax.shard_map are sums over devices: "
+            "leave it out with layers=, or split the batch under jax.jit"
         )
     assert at.gradient is not None
     gradient = at.gradient
