@@ -391,7 +391,7 @@ class Program:
             return objective.rescaled(fixed, cotangents, batch.mask)
 
         heads, scale, as_emitted = objective.heads(fixed, None, batch.mask), None, True
-        if objective.num_outputs > 1 or heads[0].has_weights:
+        if objective.num_outputs > 1 or heads[0].has_weights or heads[0].scale != 1.0:
             # With one output whose terms have no weights, the loss's cotangents are those of the
             # Fisher already, and no scale is needed.
             scale = common_scale(heads)
