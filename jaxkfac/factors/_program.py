@@ -32,7 +32,7 @@ from jaxkfac.factors._marks import (
     weighed,
     with_weights_apart,
 )
-from jaxkfac.factors._model_call import Batch, ModelCall, check_array, returned
+from jaxkfac.factors._model_call import Batch, ModelCall, check_array, form_of, returned
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
@@ -292,6 +292,11 @@ class Program:
         value, beside = returned(
             "the loss", self.objective, (params, data), key, state, self._has_aux
         )
+        if isinstance(value, tuple | list | dict):
+            raise ValueError(
+                f"the loss returns {form_of(value)}, expected a scalar: for (loss, aux) say "
+                "has_aux=True"
+            )
         if jnp.shape(value) != ():
             raise ValueError(
                 f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "

@@ -208,12 +208,10 @@ class NnxApply:
         try:
             signature.bind(model, *inputs, **named_arguments)
         except TypeError as error:
-            what = (
-                f"{type(model).__name__}{signature}" if self._call is None else f"call{signature}"
-            )
+            name = type(model).__name__ if self._call is None else "call"
             raise TypeError(
-                f"from_nnx: {name}{signature} does not take the {len(inputs)} inputs ({error}): say how the "
-                "model is called, as in jk.from_nnx(model, call=lambda model, x, *, key: "
+                f"from_nnx: {name}{signature} does not take {len(inputs)} inputs ({error}): say "
+                "how the model is called, as in jk.from_nnx(model, call=lambda model, x, *, key: "
                 "model(x, nnx.Rngs(key)))"
             ) from None
         return run(model, *inputs, **named_arguments)
