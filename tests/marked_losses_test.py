@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 import jaxkfac as jk
+from jaxkfac.uses._examples import check_shows_examples
 from tests._checks import equations
+from tests._programs import normal as _normal
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
@@ -529,3 +531,34 @@ def test_a_mark_of_weight_zero_has_no_part(fisher):
         assert_equal(found.factors["v"].g, expected.factors["v"].g)
         product = lambda f: np.kron(*f.factors["w"])
         assert_equal(product(found), product(expected))
+
+
+def test_refusals_of_a_scalar_loss_say_what_to_write():
+    """Influence of a marked loss, adaptation of a loss without outputs, a loss with aux."""
+
+    def marked(p, batch):
+        outputs = jk.mark_outputs(batch["x"] @ p["w"], jk.Gaussian())
+        return 0.5 * jnp.mean(jnp.sum((outputs - batch["y"]) ** 2, -1))
+
+    params, batch = {"w": _normal(0, 3, 2)}, {"x": _normal(1, 4, 3), "y": _normal(2, 4, 2)}
+    with pytest.raises(TypeError, match=r"jk.Objective\(apply_fn, likelihood\).*a VAE"):
+        check_shows_examples(marked)
+    plain = lambda p, batch: jnp.mean((batch["x"] @ p["w"]) ** 2)
+    stats = jk.value_grad_and_factors(plain, loss_terms=4)
+    with pytest.raises(TypeError, match=r"jk.kfe_adam\(1e-2\) or jk.kfac\(0.1\)"):
+        stats.adaptation(params, batch)
+    pair = jk.value_grad_and_factors(lambda p, batch: (plain(p, batch), 1.0), loss_terms=4)
+    with pytest.raises(ValueError, match="a tuple of 2, expected a scalar.*has_aux=True"):
+        pair.factor_shapes(params, batch)
+
+
+def test_influence_of_a_batched_graph_says_what_to_write():
+    def graph(p, inputs):
+        of_node = jnp.repeat(jnp.arange(3), inputs["n_node"], total_repeat_length=7)
+        return jax.ops.segment_sum(inputs["nodes"] @ p["w"], of_node, 3)
+
+    params, inputs = {"w": _normal(0, 4, 2)}, {"nodes": _normal(1, 7, 4), "n_node": jnp.arange(3)}
+    batch, objective = (inputs, _normal(2, 3, 2)), jk.Objective(graph, jk.Gaussian())
+    bases = jk.eigendecompose(jk.value_grad_and_factors(objective)(params, batch).factors)
+    with pytest.raises(jk.CoupledExamplesError, match="batched graph.*rows of its own, padded"):
+        jk.self_influence(objective, params, bases, batch)

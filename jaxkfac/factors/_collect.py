@@ -518,7 +518,8 @@ class FactorCollector:
             raise TypeError(
                 "adaptation: a scalar loss whose outputs are not known (loss_terms=) has no "
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
-                "jk.mark_outputs"
+                "jk.mark_outputs; or take an optimizer that needs none, jk.kfe_adam(1e-2) or "
+                "jk.kfac(0.1) with a learning rate"
             )
         self.check_mapped()
         call = ModelCall(params, batch, key, state)

@@ -24,8 +24,9 @@ class Likelihood(Protocol):
     weights, by the targets alone (``Categorical(ignore_index=, class_weights=)``).
     ``fisher_product(outputs, vector)`` multiplies each term's Fisher by a vector shaped like the
     outputs, where that is cheaper than all columns.
-    ``are_probabilities(outputs)`` says whether outputs, which have values, could be probabilities
-    where the likelihood expects logits; the attribute ``link`` names what makes them so.
+    ``are_probabilities(outputs)`` says whether outputs could be probabilities where the likelihood
+    expects logits, as a traced bool if the outputs are traced; the attribute ``link`` names what
+    makes them so.
     """
 
     def check(self, outputs: Outputs, targets: Targets, mask: Targets | None = None) -> None:
@@ -118,8 +119,17 @@ def _checked_weights(weights: Any) -> tuple[float, ...]:
     return tuple(map(float, x))
 
 
-def _in_unit_interval(x: np.ndarray) -> bool:
-    return bool(((x >= 0) & (x <= 1)).all())  # false for NaN
+def _values(outputs: Any) -> Any:
+    """Outputs in NumPy's float64, or in at least float32 where they are traced."""
+    return _wide(outputs) if isinstance(outputs, Tracer) else np.asarray(outputs, np.float64)
+
+
+def _answer(x: Any) -> Any:
+    return x if isinstance(x, Tracer) else bool(x)
+
+
+def _in_unit_interval(x: Any) -> Any:
+    return ((x >= 0) & (x <= 1)).all()  # false for NaN
 
 
 def _poisoned(
@@ -203,12 +213,12 @@ class Categorical:
                 f"{classes - 1}; a term that has no class is left out by the batch's mask"
             )
 
-    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool:
+    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool | Bool[Array, ""]:
         """Whether all outputs are in [0, 1] and those of each term sum to 1 within 1e-5."""
-        x = np.asarray(outputs, np.float64)
+        x = _values(outputs)
         # Probabilities that were rounded to bfloat16 add up to 1 less exactly.
         within = max(1e-5, 2 * float(jnp.finfo(outputs.dtype).eps))
-        return _in_unit_interval(x) and bool((abs(x.sum(-1) - 1) <= within).all())
+        return _answer(_in_unit_interval(x) & (abs(x.sum(-1) - 1) <= within).all())
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Targets) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
@@ -260,10 +270,10 @@ class Bernoulli:
                 "from 0 to 1; a term that has no target is left out by the batch's mask"
             )
 
-    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool:
+    def are_probabilities(self, outputs: Float[Array, "*terms c"]) -> bool | Bool[Array, ""]:
         """Whether all outputs are in [0, 1], as some logits are too, and not all equal."""
-        x = np.asarray(outputs, np.float64)
-        return _in_unit_interval(x) and bool((x != x.flat[0]).any())
+        x = _values(outputs)
+        return _answer(_in_unit_interval(x) & (x != x.ravel()[0]).any())
 
     def terms(
         self, outputs: Float[Array, "*terms c"], targets: Num[Targets, "*terms c"]

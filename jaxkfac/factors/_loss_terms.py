@@ -60,6 +60,7 @@ class Head(NamedTuple):
             whose weight is not 0.
         pooled: Its counts over all devices of mapped axes; ``None`` if the terms at hand are all.
             A mean is then this device's share of it: the sum of its terms over the pooled count.
+        scale: A weight that every term has besides that of the mask, and that divides nothing.
     """
 
     likelihood: Any
@@ -71,6 +72,7 @@ class Head(NamedTuple):
     meeting: Callable[[], str] = _examples_do_not_meet
     normalize: Normalize = "weight"
     pooled: Counts | None = None
+    scale: float = 1.0
 
     @property
     def coupled(self) -> bool:
@@ -188,6 +190,7 @@ class Head(NamedTuple):
             power: 1, 0.5 or -0.5.
         """
         kept, weights = self.kept, self.term_weights
+        x = times(x, self.scale**power)
         if kept is None:
             return x
         further = range(kept.ndim, x.ndim)
@@ -348,7 +351,12 @@ def _same_share(x: Head, y: Head) -> bool:
     numbers = isinstance(x.weight, float) and isinstance(y.weight, float)
     # Arrays are compared by identity, because their values may be traced.
     weights = x.weight == y.weight if numbers else x.weight is y.weight
-    return weights and x.mask is y.mask and math.prod(x.terms_shape) == math.prod(y.terms_shape)
+    return (
+        weights
+        and x.scale == y.scale
+        and x.mask is y.mask
+        and math.prod(x.terms_shape) == math.prod(y.terms_shape)
+    )
 
 
 def _sum(numbers: Sequence[Array]) -> Array:
@@ -432,7 +440,8 @@ class LossTerms(abc.ABC):
         scaled = [times(h.outputs, s) for h, s in zip(flat, own_scales(heads), strict=True)]
         if any(head.has_weights for head in heads):
             # The loss multiplies a term by its weight, the Fisher by the root of it.
-            scaled = [h.weighted(c, -0.5) for h, c in zip(heads, scaled, strict=True)]
+            apart = [head._replace(scale=1.0) for head in heads]  # `own_scales` has the scale
+            scaled = [h.weighted(c, -0.5) for h, c in zip(apart, scaled, strict=True)]
         return self.tree(scaled)
 
     def over_counts(
@@ -510,13 +519,14 @@ def _seeds(heads: Sequence[Head]) -> list[Array]:
 def own_scales(heads: Sequence[Head]) -> list[Array]:
     r"""The factor $\sqrt{T_m / (w_m T)}$ of the loss's own cotangent, for each output.
 
-    Where terms have weights, $1 / \sqrt{v_t}$ comes to it. The factor is zero for an output of
-    weight zero, whose cotangent is zero as well.
+    The weight $w_m$ includes the scale of its terms. Where terms have weights, $1 / \sqrt{v_t}$
+    comes to it. The factor is zero for an output of weight zero, whose cotangent is zero as well.
     """
     scales = []
     for head, share in zip(heads, shares(heads), strict=True):
         weight = times(jnp.ones((), share.dtype), head.weight)
         none = weight == 0
+        weight = times(weight, head.scale)
         root = jnp.sqrt(share / jnp.where(none, jnp.ones_like(weight), weight))
         scales.append(jnp.where(none, jnp.zeros_like(root), root))
     return scales

@@ -11,8 +11,9 @@ from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._arguments import ArrayTree, check_function
 from jaxkfac._errors import one_of
@@ -84,6 +85,9 @@ class Objective(LossTerms):
             mean $\sum w l / \sum w$; ``"count"`` divides by the number of terms whose weight is
             not 0, for rows that were drawn with unequal probabilities and weighted by their
             inverses. That number then also counts the terms of factors.
+        weight: Positive number that multiplies the loss, and with it the gradient and the Fisher;
+            or one for each likelihood, in their form. ``mean((f - y)**2)`` over $d$ outputs is
+            ``Gaussian()`` with weight $2/d$.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -93,12 +97,16 @@ class Objective(LossTerms):
         5.0
         >>> float(objective(jnp.ones((2, 1)), (*batch, jnp.asarray([3.0, 1.0]))))
         3.5
+        >>> mean_of_squares = jk.Objective(lambda p, x: x @ p, jk.Gaussian(), weight=2.0)
+        >>> float(mean_of_squares(jnp.ones((2, 1)), batch))
+        10.0
     """
 
     apply_fn: Callable[..., Any]
     likelihood: Any
     has_aux: bool = False
     normalize: Normalize = "weight"
+    weight: Any = 1.0
 
     def __post_init__(self) -> None:
         one_of("normalize", self.normalize, get_args(Normalize))
@@ -113,10 +121,13 @@ class Objective(LossTerms):
                 f"likelihood: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or a "
                 f"dictionary or tuple of them, got {self.likelihood!r}"
             )
+        for weight in self._weights:
+            _check_weight(weight)
 
     def __hash__(self) -> int:
         # Written out, because a dictionary of likelihoods has no hash.
-        return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux, self.normalize))
+        static = *self._likelihoods, *self._weights, self._form, self.has_aux, self.normalize
+        return hash((self.apply_fn, *static))
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs are neither pickled nor copied with the fields.
@@ -135,6 +146,13 @@ class Objective(LossTerms):
     @property
     def _likelihoods(self) -> list[Likelihood]:
         return jax.tree.leaves(self.likelihood)
+
+    @property
+    def _weights(self) -> list[Any]:
+        """A weight for each likelihood."""
+        if jax.tree_util.treedef_is_leaf(jax.tree.structure(self.weight)):
+            return [self.weight] * len(self._likelihoods)
+        return self.parts(self.weight, "weight")
 
     @property
     def _form(self) -> Any:
@@ -168,14 +186,20 @@ class Objective(LossTerms):
         ]
         none = [None] * len(names)
         return [
-            Head(*head, name=f"output {name}" if name else "batch", normalize=self.normalize)
-            for *head, name in zip(
+            Head(
+                *head,
+                name=f"output {name}" if name else "batch",
+                normalize=self.normalize,
+                scale=float(weight),
+            )
+            for *head, name, weight in zip(
                 self._likelihoods,
                 self.parts(outputs, "apply_fn: outputs"),
                 none if targets is None else self.parts(targets, "batch: targets"),
                 none if mask is None else self.parts(mask, "batch: the mask"),
                 [1.0] * len(names),
                 names,
+                self._weights,
                 strict=True,
             )
         ]
@@ -262,6 +286,15 @@ class Objective(LossTerms):
         heads = self.heads(outputs)
         return {head.name: text for head in heads if (text := _if_probabilities(head))}
 
+    def returns_probabilities(self, outputs: ArrayTree) -> Bool[Array, ""]:
+        """Whether any outputs look like probabilities where logits belong; also under ``jit``."""
+        tests = [
+            jnp.asarray(test(head.outputs))
+            for head in self.heads(outputs)
+            if (test := getattr(head.likelihood, "are_probabilities", None)) is not None
+        ]
+        return jnp.stack([jnp.zeros((), bool), *tests]).any()
+
     @functools.cached_property
     def _calls_with_values(self) -> "itertools.count[int]":
         return itertools.count()
@@ -346,6 +379,16 @@ def arguments(
     except (TypeError, ValueError):  # too many or too few, or no signature to inspect
         return params, inputs
     return params, *inputs
+
+
+def _check_weight(weight: Any) -> None:
+    """Refuse a weight of an objective that is no positive number."""
+    number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+    if not number or not 0 < weight < float("inf"):
+        raise ValueError(
+            f"weight={weight!r}: expected a positive Python number, or one for each likelihood in "
+            "their form; weights of single terms stand in the place of the batch's mask"
+        )
 
 
 def _if_probabilities(head: Head) -> str:

@@ -34,7 +34,7 @@ from jaxkfac.factors._marks import (
     weighed,
     with_weights_apart,
 )
-from jaxkfac.factors._model_call import Batch, ModelCall, check_array, returned
+from jaxkfac.factors._model_call import Batch, ModelCall, check_array, form_of, returned
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
@@ -315,6 +315,11 @@ class Program:
         value, beside = returned(
             "the loss", self.objective, (params, data), key, state, self._has_aux
         )
+        if isinstance(value, tuple | list | dict):
+            raise ValueError(
+                f"the loss returns {form_of(value)}, expected a scalar: for (loss, aux) say "
+                "has_aux=True"
+            )
         if jnp.shape(value) != ():
             raise ValueError(
                 f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "
@@ -429,7 +434,7 @@ class Program:
             return terms_of.rescaled(fixed, cotangents, batch.mask)
 
         heads, scale, as_emitted = terms_of.heads(fixed, None, batch.mask), None, True
-        if objective.num_outputs > 1 or heads[0].has_weights:
+        if objective.num_outputs > 1 or heads[0].has_weights or heads[0].scale != 1.0:
             # With one output whose terms have no weights, the loss's cotangents are those of the
             # Fisher already, and no scale is needed.
             scale = common_scale(heads)

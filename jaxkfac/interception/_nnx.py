@@ -1,14 +1,14 @@
 """Flax NNX models as pure functions of their parameters and of the state that a call changes."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Key
 
-from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
 from jaxkfac._errors import named
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
@@ -129,7 +129,10 @@ class NnxApply:
             numbers without a ``key``; ``params`` or ``state`` are not those of this model.
     """
 
-    def __init__(self, model: nnx.Module, mutable: Any) -> None:
+    def __init__(
+        self, model: nnx.Module, mutable: Any, call: Callable[..., Any] | None = None
+    ) -> None:
+        self._call = call
         self._drops = isinstance(mutable, tuple | list) and not mutable
         self._graph, params, state, self._other_state = nnx.split(
             model, nnx.Param, () if mutable is None else mutable, ...
@@ -140,7 +143,7 @@ class NnxApply:
         self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]
         named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
         self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
-        self._hands_key = _takes_key(model)
+        self._hands_key = _takes_key(type(model).__call__ if call is None else call)
         variables = [
             v for states in (state, self._other_state) for _, v in nnx.to_flat_state(states)
         ]
@@ -190,8 +193,28 @@ class NnxApply:
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))
             nnx.reseed(model, policy="match_shape", **dict(zip(self._streams, keys, strict=True)))
-        out = model(*inputs, **named_arguments)  # pyright: ignore[reportCallIssue]
+        out = self._outputs(model, inputs, named_arguments)
         return _Call(out, before, *_values(model))
+
+    def _outputs(
+        self, model: nnx.Module, inputs: tuple[Any, ...], named_arguments: dict[str, Any]
+    ) -> Any:
+        """One call of the model, by the caller's function if there is one."""
+        run: Any = type(model).__call__ if self._call is None else self._call
+        try:
+            signature = inspect.signature(run)
+        except (TypeError, ValueError):  # the callable is no Python function
+            return run(model, *inputs, **named_arguments)
+        try:
+            signature.bind(model, *inputs, **named_arguments)
+        except TypeError as error:
+            name = type(model).__name__ if self._call is None else "call"
+            raise TypeError(
+                f"from_nnx: {name}{signature} does not take {len(inputs)} inputs ({error}): say "
+                "how the model is called, as in jk.from_nnx(model, call=lambda model, x, *, key: "
+                "model(x, nnx.Rngs(key)))"
+            ) from None
+        return run(model, *inputs, **named_arguments)
 
     def _check(
         self,
@@ -321,14 +344,20 @@ class _Form(NamedTuple):
         )
 
 
-def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, ArrayTree]:
+def from_nnx(
+    model: nnx.Module, *, mutable: Any = None, call: Callable[..., Any] | None = None
+) -> tuple[NnxApply, ArrayTree]:
     """Split an NNX model into an apply function and its parameters.
 
     Args:
-        model: Any ``nnx.Module`` that is called as ``model(*inputs)``.
+        model: Any ``nnx.Module``.
         mutable: The variables that a call changes, as an NNX filter: ``nnx.BatchStat``, or several
             in a tuple. They are passed as ``state=`` and returned beside the outputs. With ``None``
             a call that changes any raises; with ``()`` the changes are dropped.
+        call: ``call(model, *inputs) -> outputs``, how the model is called; ``None`` for
+            ``model(*inputs)``. A keyword-only argument ``key`` gets a random key where the apply
+            function has one: ``lambda model, x, *, key: model(x, nnx.Rngs(key))`` for a model that
+            takes ``rngs``. What it writes into the model is treated like the model's own changes.
 
     Returns:
         ``(apply_fn, params)``: see ``NnxApply``; ``params`` is a plain dictionary of arrays.
@@ -336,7 +365,8 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, Array
         state)`` the state that the calls changed.
 
     Raises:
-        TypeError: ``model`` is no ``nnx.Module``.
+        TypeError: ``model`` is no ``nnx.Module``, or ``call`` no function; and at a call, inputs
+            that the model does not take.
         ValueError: ``mutable`` names no variable of the model.
 
     Example:
@@ -356,7 +386,9 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, Array
             f"from_nnx: expected an nnx.Module, got {named(model)}; other models are apply "
             "functions already: give apply_fn(params, inputs) and its parameters"
         )
-    apply_fn = NnxApply(model, mutable)
+    if call is not None:
+        check_function("call", call, "call(model, *inputs)")
+    apply_fn = NnxApply(model, mutable, call)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return apply_fn, params
 
@@ -390,10 +422,10 @@ def as_state(grads: ArrayTree, model: nnx.Module) -> nnx.State:
     return _Form.of("grads", nnx.state(model, nnx.Param)).filled(grads)
 
 
-def _takes_key(model: nnx.Module) -> bool:
-    """Whether a model takes a random key by name; an attention's ``key`` is a tensor instead."""
+def _takes_key(call: Callable[..., Any]) -> bool:
+    """Whether a call takes a random key by name; an attention's ``key`` is a tensor instead."""
     try:
-        parameters = inspect.signature(type(model).__call__).parameters
+        parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):  # the callable is no Python function
         return False
     named = "key" in parameters and parameters["key"].kind is inspect.Parameter.KEYWORD_ONLY

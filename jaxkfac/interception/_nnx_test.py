@@ -235,3 +235,40 @@ def test_gradients_become_a_state_of_the_models_parameters():
     state = as_state(from_nnx(model)[1], model)
     assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model, nnx.Param))
     np.testing.assert_array_equal(state["dense"]["kernel"].get_value(), model.dense.kernel[...])
+
+
+class TakesRngs(nnx.Module):
+    """As flax's own MNIST: random streams are an argument of the call."""
+
+    def __init__(self, rngs):
+        self.up, self.drop = nnx.Linear(3, 4, rngs=rngs), nnx.Dropout(0.5)
+        self.down = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x, rngs=None, *, scale):
+        return scale * self.down(self.drop(self.up(x), rngs=rngs))
+
+
+def test_call_says_how_the_model_is_called():
+    model, x = TakesRngs(nnx.Rngs(0)), jnp.ones((5, 3))
+    call = lambda model, x, *, key: model(x, nnx.Rngs(key), scale=2.0)
+    apply_fn, params = from_nnx(model, call=call)
+    key = jax.random.key(1)
+    outputs = apply_fn(params, x, key=key)
+    again = model(x, nnx.Rngs(jax.random.split(key)[1]), scale=2.0)
+    np.testing.assert_allclose(outputs, again, rtol=1e-6)
+    assert not np.allclose(outputs, apply_fn(params, x, key=jax.random.key(2)))
+    doubled, _ = from_nnx(model, call=lambda model, x, y: model.down(model.up(x) + y))
+    np.testing.assert_allclose(doubled(params, x, 1.0), model.down(model.up(x) + 1), rtol=1e-6)
+
+
+def test_inputs_that_the_model_does_not_take_name_call():
+    apply_fn, params = from_nnx(TakesRngs(nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"TakesRngs.*'scale'.*call=lambda model, x"):
+        apply_fn(params, jnp.ones((5, 3)))
+    with pytest.raises(TypeError, match="call"):
+        from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), call=3)
+    apply_fn, params = from_nnx(
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)), call=lambda model, x, *, key: model(x)
+    )
+    with pytest.raises(TypeError, match="'key'.*call="):
+        apply_fn(params, jnp.ones((5, 3)))

@@ -88,6 +88,17 @@ Source = TypeVar("Source", Eigenbases, Queries)
 Result = TypeVar("Result")
 
 
+def check_shows_examples(objective: Any) -> None:
+    """Refuse a scalar loss, marked or not: no example of it can be told from the others."""
+    remedy = (
+        "because a scalar loss does not show its examples: give the model and its likelihood as "
+        "jk.Objective(apply_fn, likelihood); where the loss marks several outputs with "
+        "jk.mark_outputs (a VAE), return these outputs in a dictionary and give one of likelihoods "
+        "and weights, jk.Objective(apply_fn, {...}, weight={...})"
+    )
+    instance_of("objective", objective, Objective, remedy)
+
+
 class Examples:
     """The objective and the layers whose gradients are computed for single examples.
 
@@ -116,8 +127,7 @@ class Examples:
         experts: str | None,
         declared: Word | None = None,
     ) -> None:
-        remedy = "because a scalar loss does not show its examples"
-        instance_of("objective", objective, Objective, remedy)
+        check_shows_examples(objective)
         self.objective = objective
         self._source: Eigenbases | Queries
         if isinstance(source, Queries):
@@ -179,6 +189,13 @@ class Examples:
                 )
         if met := self._program.meeting(traced, "derivative"):
             names = ", ".join(repr(layer.name) for layer in self.layers)
+            if "without an example axis" in met:
+                raise CoupledExamplesError(
+                    f"{names}: gradients of single examples are asked for, and {met}, as in a "
+                    "batched graph, whose nodes do not show their graph: give each example rows "
+                    "of its own, padded to the largest one (jax.vmap of the model over (N, nodes, "
+                    f"...)){apart_remedy(met)}"
+                )
             raise CoupledExamplesError(
                 f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
                 "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "

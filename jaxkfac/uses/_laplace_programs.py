@@ -67,7 +67,7 @@ def summed_terms(posterior: Posterior, batch: Batch) -> LogLikelihood:
     loss, dtype = head.kept_terms().sum(), posterior.noise.dtype
     gaussian = isinstance(posterior.likelihood, Gaussian)
     # A term of weight w stands for w terms, each with its own noise, whatever the mean divides by.
-    targets = head.total_weight * (head.columns if gaussian else 0)
+    targets = head.total_weight * head.scale * (head.columns if gaussian else 0)
     return LogLikelihood(*(x.astype(dtype) for x in (loss, head.num_terms, targets)))
 
 

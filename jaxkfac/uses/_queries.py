@@ -23,7 +23,12 @@ from jaxkfac.uses._damped_gradients import (
     read_many,
 )
 from jaxkfac.uses._example_gradients import Queries
-from jaxkfac.uses._examples import Examples, Measurement, check_values
+from jaxkfac.uses._examples import (
+    Examples,
+    Measurement,
+    check_shows_examples,
+    check_values,
+)
 
 # ---------------- low-rank matrices
 
@@ -183,6 +188,7 @@ def prepare_queries(
     if query_rank is not None:
         at_least_one(query_rank=query_rank)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+    check_shows_examples(objective)
     if not isinstance(queries, tuple):
         raise TypeError(
             "queries: expected one batch, (inputs, targets) or (inputs, targets, mask), got "

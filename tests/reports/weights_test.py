@@ -299,3 +299,82 @@ def test_an_integer_mask_of_rows_inside_the_model():
         assert [float(n) for n in factors.a_counts.values()] == [count]
     with pytest.raises(ValueError, match="mask has dtype float64, expected bool"):
         jk.mark_rows(jnp.asarray(X), jnp.ones(N))
+
+
+@pytest.mark.slow
+@pytest.mark.default(1)
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_weight_of_the_objective_multiplies_loss_gradient_and_fisher_everywhere(masked):
+    """In every use it equals the same weight of all terms, over their number."""
+    batch = (X, Y, np.arange(N) != 2) if masked else (X, Y)
+    terms = 2.5 * (np.arange(N) != 2) if masked else np.full(N, 2.5)
+    weighted = jk.Objective(model, jk.Categorical(), weight=2.5)
+    by_terms = jk.Objective(model, jk.Categorical(), normalize="count")
+    key, found = jax.random.key(3), []
+    for objective, data in ((weighted, batch), (by_terms, (X, Y, terms))):
+        stats = jk.value_grad_and_factors(objective)
+        value, grads, factors = stats(PARAMS, data)
+        numbers = [value, grads["w"], grads["v"], factors["v"].a, factors["v"].g, factors["w"].g]
+        for fisher in ("mc", "exact"):
+            other = jk.value_grad_and_factors(objective, fisher=fisher)
+            numbers += list(other(PARAMS, data, key).factors["v"])
+        bases = jk.eigendecompose(factors)
+        numbers += [jk.correct_eigenvalues(objective, bases)(PARAMS, data)["v"].raw_values]
+        vector = jax.tree.map(jnp.ones_like, PARAMS)
+        for make in (jk.operators.fisher, jk.operators.ggn, jk.operators.hessian):
+            numbers += jax.tree.leaves(make(objective, PARAMS, data) @ vector)
+        numbers += [jk.influence(objective, PARAMS, bases, data, data)]
+        numbers += [jk.self_influence(objective, PARAMS, bases, data)]
+        posterior = jk.laplace(objective, PARAMS, bases, num_examples=float(N - masked))
+        numbers += list(posterior.log_likelihood(data))[:1]
+        numbers += [posterior.variance(X)]
+        report = jk.check_coverage(objective, PARAMS, data)
+        assert max(*report.factors.values(), *report.products.values(), report.gradient) < 1e-10
+        found.append(numbers)
+    close(*found)
+    plain = jk.Objective(model, jk.Categorical())
+    np.testing.assert_allclose(found[0][0], 2.5 * plain(PARAMS, batch), rtol=1e-12)
+
+
+def test_the_mean_of_squares_is_a_gaussian_of_weight_two_over_the_outputs():
+    loss = lambda p: jnp.mean((model(p, X) - X[:, :CLASSES]) ** 2)
+    objective = jk.Objective(model, jk.Gaussian(), weight=2 / CLASSES)
+    batch = X, X[:, :CLASSES]
+    np.testing.assert_allclose(objective(PARAMS, batch), loss(PARAMS), rtol=1e-12)
+    flat, tree = jax.flatten_util.ravel_pytree(PARAMS)
+    jacobian = jax.jacobian(lambda v: model(tree(v), X).ravel())(flat)
+    ggn = jk.operators.ggn(objective, PARAMS, batch).to_dense()
+    close([ggn], [2 / CLASSES * jacobian.T @ jacobian / N])
+
+
+def test_each_likelihood_has_its_weight_and_a_weight_is_a_positive_number():
+    both = lambda p, x: {"a": model(p, x), "b": model(p, x)}
+    likelihoods = {"a": jk.Categorical(), "b": jk.Gaussian()}
+    one = jk.Objective(model, jk.Categorical())(PARAMS, (X, Y))
+    other = jk.Objective(model, jk.Gaussian())(PARAMS, (X, X[:, :CLASSES]))
+    batch = X, {"a": Y, "b": X[:, :CLASSES]}
+    objective = jk.Objective(both, likelihoods, weight={"a": 3.0, "b": 0.5})
+    np.testing.assert_allclose(objective(PARAMS, batch), 3 * one + 0.5 * other, rtol=1e-12)
+    assert hash(objective) != hash(jk.Objective(both, likelihoods))
+    for weight in (0.0, -1.0, np.inf, True, "2", jnp.ones(())):
+        with pytest.raises(ValueError, match="expected a positive Python number"):
+            jk.Objective(model, jk.Categorical(), weight=weight)
+    with pytest.raises(ValueError, match="weight: expected .* without 'b'"):
+        jk.Objective(both, likelihoods, weight={"a": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("link", "likelihood", "expected"),
+    [
+        (jax.nn.softmax, jk.Categorical(), True),
+        (jax.nn.sigmoid, jk.Bernoulli(), True),
+        (lambda x: x, jk.Categorical(), False),
+        (lambda x: x, jk.Bernoulli(), False),
+        (jax.nn.sigmoid, jk.Gaussian(), False),
+    ],
+)
+def test_probabilities_are_noticed_under_jit(link, likelihood, expected):
+    objective = jk.Objective(model, likelihood)
+    outputs = link(model(PARAMS, X) * 3)
+    assert bool(jax.jit(objective.returns_probabilities)(outputs)) == expected
+    assert bool(objective.returns_probabilities(outputs)) == expected
