@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-WITHOUT_YNN = "--xla_cpu_experimental_ynn_fusion_type="  # as in benchmarks.optimizers
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_YNN}".strip()
+# Without XLA's library for small products, as in benchmarks.optimizers.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_experimental_ynn_fusion_type="]
+).strip()
 
 from benchmarks.optimizers._problem import Problem
 from benchmarks.optimizers.problems import PROBLEMS
