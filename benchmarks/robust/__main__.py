@@ -15,8 +15,9 @@ problem's held-out data, or the batch where one batch is all that there is. Ther
 - The twelve problems unchanged, seeds 1 to 5, beside the record of ``benchmarks.optimizers``.
 
 A run is a line of ``benchmarks/results/robust.jsonl``, written when it is finished; runs that are
-there are not made again, so the table can be made in parts. Kernels are compiled without XLA's
-optimization, because compiling is most of the time. ``--report`` writes the page.
+there are not made again, so the table can be made in parts. Compiling is most of the time, except
+for convolutions; ``XLA_FLAGS=--xla_backend_optimization_level=0`` halves it, and makes convolutions
+20 times slower. A line of the record says which flags it had. ``--report`` writes the page.
 """
 
 import argparse
@@ -29,12 +30,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Without XLA's library for small products, as in benchmarks.optimizers.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_experimental_ynn_fusion_type=",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_experimental_ynn_fusion_type="]
 ).strip()
 
 from benchmarks.optimizers._problem import Problem
