@@ -336,3 +336,30 @@ def test_a_train_state_says_which_of_the_two_it_holds():
     with pytest.raises(TypeError, match="tx: expected Optimizer"):
         state.train_step(BATCH)
     assert int(state.apply_gradients(grads=params).step) == 1
+
+
+PROBABLE = {
+    "softmax": (lambda p, x: jax.nn.softmax(model(p, x)), jk.Categorical()),
+    "sigmoid": (lambda p, x: jax.nn.sigmoid(model(p, x)), jk.Bernoulli()),
+    "logits": (model, jk.Bernoulli()),
+    "first of two": (lambda p, x: (jax.nn.softmax(model(p, x)), model(p, x)), None),
+}
+
+
+@pytest.mark.parametrize("name", PROBABLE)
+def test_probabilities_in_place_of_logits_are_counted_and_named(name):
+    apply_fn, likelihood = PROBABLE[name]
+    targets = jnp.zeros(16, jnp.int32) if name == "softmax" else jnp.zeros((16, 2))
+    if likelihood is None:
+        likelihood = jk.Categorical(), jk.Gaussian()
+        targets = jnp.zeros(16, jnp.int32), targets
+    opt = jk.Optimizer(jk.Objective(apply_fn, likelihood), optax.sgd(1e-3))
+    params, state, step = PARAMS, opt.init(PARAMS, (X, targets)), jax.jit(opt.step)
+    for _ in range(9):
+        params, state, loss = step(params, state, (X, targets))
+    jk.check_state(state)
+    params, state, loss = step(params, state, (X, targets))
+    assert loss.shape == () and int(state.probabilities) == (0 if name == "logits" else 10)
+    if name != "logits":
+        with pytest.warns(UserWarning, match="return the values before the softmax or sigmoid"):
+            jk.check_state(state)

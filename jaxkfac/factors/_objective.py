@@ -278,6 +278,27 @@ class Objective(LossTerms):
             _check_outputs(head)
         return outputs, beside
 
+    def watched(self) -> "Objective":
+        """The same loss, with ``(aux, looks_like_probabilities)`` as auxiliary output.
+
+        The second says, for traced outputs too, whether outputs of a likelihood that expects logits
+        could be probabilities.
+        """
+
+        @functools.wraps(self.apply_fn)
+        def apply_fn(*args: Any, **kwargs: Any) -> Any:
+            result, changes = self.apply_fn(*args, **kwargs), kwargs.get("state") is not None
+            if changes and not _is_pair(result):
+                return result  # refused by name, as without the watch
+            out, changed = result if changes else (result, None)
+            if self.has_aux and not _is_pair(out):
+                return result
+            outputs, aux = out if self.has_aux else (out, None)
+            watched = outputs, (aux, self.returns_probabilities(outputs))
+            return (watched, changed) if changes else watched
+
+        return dataclasses.replace(self, apply_fn=apply_fn, has_aux=True)
+
     def probabilities(self, outputs: ArrayTree) -> dict[str, str]:
         """By name, the outputs that look like probabilities where logits belong, with the remedy.
 
@@ -403,6 +424,10 @@ def _if_probabilities(head: Head) -> str:
         f"apply_fn{where} returns probabilities, and {type(likelihood).__name__}() expects logits: "
         f"return the values before the {likelihood.link}"
     )
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2
 
 
 def _has_values(x: Any) -> bool:

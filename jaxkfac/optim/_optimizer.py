@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from flax.training import train_state
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from jaxkfac._arguments import (
     ArrayTree,
@@ -17,7 +17,7 @@ from jaxkfac._arguments import (
     is_differentiable,
 )
 from jaxkfac._errors import check_key, instance_of, named
-from jaxkfac._mapped_axes import mean_over_devices
+from jaxkfac._mapped_axes import mean_over_devices, sum_over_devices
 from jaxkfac._serialization import serializable
 from jaxkfac.factors import (
     FactorCollector,
@@ -28,6 +28,7 @@ from jaxkfac.factors import (
 )
 from jaxkfac.factors.sums import Factors
 from jaxkfac.optim._curvature import factors_at_init
+from jaxkfac.optim._kfac import kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._mapped_update import Arguments, MappedAxes
@@ -60,6 +61,8 @@ class OptimizerState(NamedTuple):
         model_state: What a call of the model changes (batch statistics), after the last step;
             ``None`` if nothing.
         key: The data of the key from which each step's key is made; ``None`` if ``init`` got none.
+        probabilities: Steps in a row whose outputs looked like probabilities where the likelihood
+            expects logits, int32.
         form: What every step has in common; it holds no arrays.
     """
 
@@ -67,6 +70,7 @@ class OptimizerState(NamedTuple):
     inner: Any
     model_state: Any
     key: Any
+    probabilities: Int[Array, ""]
     form: StepForm
 
 
@@ -85,7 +89,8 @@ class Optimizer:
             mean and marks its outputs (:func:`jaxkfac.mark_outputs`).
         optimizer: :func:`jaxkfac.kfe_adam` or :func:`jaxkfac.kfac`, both without ``like=``, an
             ``optax.chain`` that ends in one of them, or any optax transformation, which then gets
-            the gradient alone. ``None``: ``jk.kfe_adam(0.01)``.
+            the gradient alone. ``None``: ``jk.kfac()``, which adapts itself; for a loss with
+            ``loss_terms=``, whose outputs are not known, ``jk.kfe_adam(0.01)``.
         **statistics: Options of :func:`jaxkfac.value_grad_and_factors`, such as ``fisher=``,
             ``axis_name=`` or ``has_aux=``. ``fisher`` is ``"mc"`` by default, and ``"empirical"``
             for a loss with ``loss_terms=``. Without ``uncovered=``, parameters that no layer covers
@@ -103,7 +108,7 @@ class Optimizer:
         >>> batch, params = (x, x[:, :2]), {"w": jnp.zeros((4, 2))}
         >>> opt = jk.Optimizer(jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian()))
         >>> state, step = opt.init(params, batch), jax.jit(opt.step)
-        >>> for _ in range(200):
+        >>> for _ in range(20):
         ...     params, state, loss = step(params, state, batch)
         >>> print(float(loss) < 1e-2)
         True
@@ -121,15 +126,18 @@ class Optimizer:
         optimizer: Any = None,
         **statistics: Any,
     ) -> None:
-        optimizer = kfe_adam(0.01) if optimizer is None else optimizer
+        shows_outputs = statistics.get("loss_terms") is None
+        if optimizer is None:
+            optimizer = kfac() if shows_outputs else kfe_adam(0.01)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise TypeError(
                 "optimizer: expected jk.kfe_adam(...), jk.kfac(...) or another optax "
                 f"transformation, got {named(optimizer)}"
             )
-        fisher = "mc" if statistics.get("loss_terms") is None else "empirical"
+        fisher = "mc" if shows_outputs else "empirical"
         options = {"fisher": fisher, "uncovered": "ignore", **statistics}
-        collector = value_grad_and_factors(objective, **options)
+        watched = objective.watched() if isinstance(objective, Objective) else objective
+        collector = value_grad_and_factors(watched, **options)
         if not isinstance(collector, FactorCollector):
             raise ValueError(
                 "max_factor_bytes= collects in several passes outside of jit: call "
@@ -186,7 +194,8 @@ class Optimizer:
         _refuse_groups(inner)
         form = StepForm(self._form(batch), key is None and self._draws(params, batch, state))
         data = None if key is None else jnp.array(jax.random.key_data(key))
-        return OptimizerState(jnp.zeros((), jnp.int32), inner, state, data, form)
+        none = (jnp.zeros((), jnp.int32) for _ in range(2))  # a buffer each: it may be donated
+        return OptimizerState(next(none), inner, state, data, next(none), form)
 
     def step(
         self,
@@ -229,18 +238,27 @@ class Optimizer:
         else:
             value, grads = self.statistics.value_and_grad(params, batch, **call)
             extra = {}
-        loss, aux, model_state = self._parts(value, state.model_state)
+        loss, aux, model_state, looks = self._parts(value, state.model_state)
         if not extra:
             extra = {"value": loss}
             if self.is_local:
                 no_axes = MappedAxes("Optimizer", None, None)
                 no_axes.reduced(Arguments(grads, params, None, value=loss))
         updates, inner = self.optimizer.update(grads, state.inner, params, **extra)
-        step = jnp.asarray(optax.safe_increment(state.step))
-        # Each device has its own rows' batch statistics; one state goes on.
-        model_state = mean_over_devices(model_state, self.statistics.axes)
-        new = state._replace(step=step, inner=inner, model_state=model_state)
-        return _moved(params, updates), new, (loss, aux) if self.statistics.has_aux else loss
+        axes = self.statistics.axes
+        # On every device, because the state is one.
+        looks = sum_over_devices((~looks).astype(jnp.int32), axes) == 0
+        new = OptimizerState(
+            step=jnp.asarray(optax.safe_increment(state.step)),
+            inner=inner,
+            # Each device has its own rows' batch statistics; one state goes on.
+            model_state=mean_over_devices(model_state, axes),
+            key=state.key,
+            probabilities=jnp.where(looks, state.probabilities + 1, 0).astype(jnp.int32),
+            form=state.form,
+        )
+        has_aux = getattr(self.objective, "has_aux", self.statistics.has_aux)
+        return _moved(params, updates), new, (loss, aux) if has_aux else loss
 
     @property
     def _function(self) -> Any:
@@ -265,12 +283,20 @@ class Optimizer:
             return True
         return False
 
-    def _parts(self, value: Any, state: Any) -> tuple[Any, Any, Any]:
-        """``(loss, aux, model state)`` of what the objective returned."""
-        if state is None:
-            return (*value, None) if self.statistics.has_aux else (value, None, None)
-        loss, beside = value
-        return (loss, *beside) if self.statistics.has_aux else (loss, None, beside)
+    def _parts(self, value: Any, state: Any) -> tuple[Any, Any, Any, Bool[Array, ""]]:
+        """``(loss, aux, model state, whether outputs look like probabilities)`` of a value."""
+        aux = changed = None
+        if state is not None:
+            value, changed = value
+            if self.statistics.has_aux:
+                aux, changed = changed
+        elif self.statistics.has_aux:
+            value, aux = value
+        if not isinstance(self.objective, Objective):
+            return value, aux, changed, jnp.zeros((), jnp.bool_)
+        assert aux is not None  # see ``Objective.watched``
+        aux, looks = aux
+        return value, aux, changed, looks
 
     def _key(self, state: OptimizerState, key: Any) -> Any:
         """The key of a step."""
@@ -342,10 +368,10 @@ class TrainState(train_state.TrainState):
         >>> opt = jk.Optimizer(jk.Objective(model.apply, jk.Gaussian()))
         >>> state = jk.TrainState.create(apply_fn=model.apply, params=params, tx=opt, batch=batch)
         >>> train_step = jax.jit(lambda state, batch: state.train_step(batch))
-        >>> for _ in range(200):
+        >>> for _ in range(20):
         ...     state, loss = train_step(state, batch)
         >>> print(int(state.step), float(loss) < 1e-2)
-        200 True
+        20 True
     """
 
     params: Any = struct.field(pytree_node=True)

@@ -238,6 +238,10 @@ _LEFT_OUT = (
     "number: look for NaN in the batches, for examples out of all proportion, and for sums that "
     "overflow in half precision"
 )
+_PROBABILITIES = (
+    "the outputs of ten steps or more looked like probabilities (state.probabilities), and the "
+    "likelihood expects logits: return the values before the softmax or sigmoid"
+)
 _SMALLER_RATE = "a learning rate three times smaller"
 _ADAPTIVE = (
     "jk.kfac(like=like), which chooses rate and damping, or jk.kfac(0.1, like=like) with the "
@@ -307,6 +311,8 @@ def check_state(state: object) -> None:
     left_out = [_number(node.skipped) for node in groups]
     if any(x > 0 for x in left_out):
         warnings.warn(_LEFT_OUT, stacklevel=2)
+    if any(_number(node.probabilities) >= PATIENCE for node in trained):
+        warnings.warn(_PROBABILITIES, stacklevel=2)
     for path, node in zip(paths, watched, strict=True):
         for message in (*_complaints(node), *_parted(path, node)):
             warnings.warn(message, stacklevel=2)
