@@ -35,6 +35,6 @@ def run(optimizer, seed):
     model = hk.without_apply_rng(hk.transform(decoder))
     params = model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
     clip = optax.clip_by_global_norm(1.0)
-    chain = optax.chain(clip, jk.kfe_adam(0.01) if optimizer is None else optimizer)
+    chain = optax.chain(clip, jk.kfac() if optimizer is None else optimizer)
     opt = jk.Optimizer(jk.Objective(model.apply, jk.Categorical()), chain)
     return train(opt, params, batch_of, seed, steps=80)
