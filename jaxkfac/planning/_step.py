@@ -21,7 +21,7 @@ from jaxkfac.planning._temporaries import Needs
 # ---------------- the optimizer's state, from shapes
 
 
-class Optimizer(NamedTuple):
+class PlannedOptimizer(NamedTuple):
     """Memory of an optimizer.
 
     Attributes:
@@ -44,10 +44,10 @@ def optimizer_state(
     tx: optax.GradientTransformation | None,
     params: ArrayTree,
     nbytes: Callable[[ArrayTree], int] = nbytes,
-) -> Optimizer:
+) -> PlannedOptimizer:
     """The memory that ``tx.init`` would allocate, with bytes counted by ``nbytes``."""
     if tx is None:
-        return Optimizer((), 0, 0, 0, 0)
+        return PlannedOptimizer((), 0, 0, 0, 0)
     full_state = state = jax.eval_shape(tx.init, params)
     multi = optax.MultiStepsState  # jk.multi_steps contains one too
     accumulators = nbytes([x.acc_grads for x in nodes_of(state, multi)])
@@ -58,7 +58,7 @@ def optimizer_state(
     )
     counted_classes = (Factors, Eigenbases, Inverses)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, counted_classes))
-    return Optimizer(
+    return PlannedOptimizer(
         full_state,
         nbytes([x for x in leaves if not isinstance(x, counted_classes)]),
         nbytes([x for x in leaves if isinstance(x, Factors)]),

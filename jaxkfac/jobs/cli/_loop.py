@@ -33,7 +33,7 @@ class NonFiniteLossError(JaxkfacError, FloatingPointError):
     """The loss of a run became NaN or infinite and did not recover."""
 
 
-class TrainState(NamedTuple):
+class TrainedState(NamedTuple):
     """State between epochs; the next epoch reuses its arrays' memory. ``records`` only grows."""
 
     params: ArrayTree
@@ -185,11 +185,11 @@ def train(
     experiment: Experiment,
     problem: DigitsProblem,
     tx: optax.GradientTransformationExtraArgs,
-    state: TrainState,
+    state: TrainedState,
     *,
-    each_epoch: Callable[[TrainState], None],
+    each_epoch: Callable[[TrainedState], None],
     devices: RunDevices = ONE_DEVICE,
-) -> TrainState:
+) -> TrainedState:
     """Train from ``state``, whose arrays are donated, to the end of the experiment.
 
     ``each_epoch`` receives the state after every epoch; the state stays valid until it returns.
@@ -257,7 +257,7 @@ def train(
                 gradient_norms=[*records.gradient_norms, *finite_or_none(norms.tolist())],
                 learning_rates=[*records.learning_rates, *map(float, rates)],
             )
-            state = TrainState(params, optimizer, step, records)
+            state = TrainedState(params, optimizer, step, records)
             each_epoch(state)
     return state
 

@@ -29,7 +29,7 @@ from jaxkfac.jobs.cli._checkpoint import (
 )
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
-from jaxkfac.jobs.cli._loop import TrainState, total_updates, train, updates_per_epoch
+from jaxkfac.jobs.cli._loop import TrainedState, total_updates, train, updates_per_epoch
 from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
@@ -59,7 +59,7 @@ def train_one(
     problem: DigitsProblem,
     arguments: TrainArguments,
     devices: RunDevices = ONE_DEVICE,
-) -> TrainState:
+) -> TrainedState:
     """Train with one optimizer from its checkpoint, or from the start, to the end.
 
     Ctrl-C waits for the current epoch and writes a checkpoint of it before it takes effect. A
@@ -95,18 +95,18 @@ def _train_to_the_end(
     name: Optimizer,
     problem: DigitsProblem,
     tx: optax.GradientTransformationExtraArgs,
-    state: TrainState,
+    state: TrainedState,
     arguments: TrainArguments,
     config: dict[str, Any],
     *,
     devices: RunDevices,
     writer: CheckpointWriter,
-) -> TrainState:
+) -> TrainedState:
     experiment, folder = arguments.experiment, arguments.output / name
     processes, total = devices.processes, total_updates(experiment, problem)
     every = arguments.checkpoint_every * updates_per_epoch(experiment, problem)
 
-    def save(state: TrainState) -> None:
+    def save(state: TrainedState) -> None:
         leaves = flatten_state(state.params, state.optimizer, keep=processes.first)
         if processes.first:
             records = state.records.to_plain()
@@ -115,7 +115,7 @@ def _train_to_the_end(
     first, latest = state.step, [state]
     with progress(name, total, start=state.step, quiet=not processes.first) as shown:
 
-        def each_epoch(state: TrainState) -> None:
+        def each_epoch(state: TrainedState) -> None:
             before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
             told = f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}"
@@ -150,15 +150,15 @@ def _start(
     tx: optax.GradientTransformationExtraArgs,
     folder: Path | None,
     config: dict[str, Any],
-) -> TrainState:
+) -> TrainedState:
     """The state from the checkpoint in ``folder``, or a new one without a checkpoint."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
         params, optimizer = restore_state(stored, problem.shapes, template, config)
-        return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
+        return TrainedState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
     params = problem.initial()
-    return TrainState(params, tx.init(params), 0, RunRecords([], []))
+    return TrainedState(params, tx.init(params), 0, RunRecords([], []))
 
 
 # ---------------- the command
