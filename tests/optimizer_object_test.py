@@ -148,6 +148,15 @@ def test_a_missing_key_is_named_where_dropout_needs_it_and_that_of_init_serves_a
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+def test_the_key_of_init_may_be_of_any_generator(impl):
+    opt, key = jk.Optimizer(OBJECTIVE, optax.sgd(0.1)), jax.random.key(3, impl=impl)
+    made = opt._key(opt.init(PARAMS, BATCH, key), None)
+    expected = jax.random.fold_in(key, 0)
+    assert jax.random.key_impl(made) == jax.random.key_impl(expected)
+    np.testing.assert_array_equal(jax.random.key_data(made), jax.random.key_data(expected))
+
+
 def test_labels_without_a_key_differ_from_step_to_step_and_are_the_same_each_time():
     opt = jk.Optimizer(OBJECTIVE)
     state = opt.init(PARAMS, BATCH)

@@ -226,8 +226,9 @@ class Adaptation:
         if absent:
             raise ValueError(
                 f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
-                "params, factors=factors, **stats.adaptation(params, batch, key)); or give "
-                "jk.kfac a learning rate, which then needs none of them"
+                "params, factors=factors, **stats.adaptation(params, batch, key)); or take an "
+                "optimizer that needs none of them, jk.kfe_adam(0.01) or jk.kfac(0.1), as for a "
+                "loss with loss_terms=, whose outputs are not known"
             )
         checked_value(value)
         if isinstance(curvature, BatchCurvature):

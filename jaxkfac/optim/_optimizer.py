@@ -46,10 +46,12 @@ class StepForm:
     Attributes:
         batch: Structure of the inputs and targets, or of the batch of a scalar loss, static.
         draws: Whether the model draws random numbers, so that a step needs a key, static.
+        key_impl: The generator of the key of ``init``; ``None`` for JAX's default, static.
     """
 
     batch: Any = dataclasses.field(metadata={"static": True})
     draws: bool = dataclasses.field(metadata={"static": True})
+    key_impl: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
 class OptimizerState(NamedTuple):
@@ -192,7 +194,8 @@ class Optimizer:
         if self.warns and _takes_factors(inner):
             _warn_of_uncovered(self.statistics.uncovered(params, batch, any_key, state=state))
         _refuse_groups(inner)
-        form = StepForm(self._form(batch), key is None and self._draws(params, batch, state))
+        draws = key is None and self._draws(params, batch, state)
+        form = StepForm(self._form(batch), draws, None if key is None else _generator(key))
         data = None if key is None else jnp.array(jax.random.key_data(key))
         none = (jnp.zeros((), jnp.int32) for _ in range(2))  # a buffer each: it may be donated
         return OptimizerState(next(none), inner, state, data, next(none), form)
@@ -303,7 +306,7 @@ class Optimizer:
         if key is not None:
             return key
         if state.key is not None:
-            key = jax.random.wrap_key_data(state.key)
+            key = jax.random.wrap_key_data(state.key, impl=state.form.key_impl)
         elif state.form.draws:
             raise ValueError(
                 "key: the model draws random numbers (dropout): pass opt.step(params, state, "
@@ -312,6 +315,12 @@ class Optimizer:
         else:
             key = jax.random.key(0)
         return jax.random.fold_in(key, state.step)
+
+
+def _generator(key: Any) -> Any:
+    """The generator of a key; ``None`` for a raw key, which is of JAX's default."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return str(jax.random.key_impl(key)) if typed else None
 
 
 def _takes_factors(state: ArrayTree) -> bool:
