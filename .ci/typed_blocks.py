@@ -40,7 +40,6 @@ ALLOWED = {
     ("docs/loops.md", "FrozenVariableDict"): "Flax returns a pair from apply only with mutable=",
     ("docs/loops.md", '"__getitem__" method not defined'): "Optax types a state as any tree",
     ("docs/loops.md", 'attribute "hyperparams"'): "Optax types a state as any tree",
-    ("docs/memory.md", 'attribute "step"'): "Optax types a state as any tree",
 }
 # Pages that show one loop in many libraries under the same names. Each block is a file with the
 # first block of its page; names of other blocks are of type Any there.

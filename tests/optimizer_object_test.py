@@ -372,3 +372,10 @@ def test_probabilities_in_place_of_logits_are_counted_and_named(name):
     if name != "logits":
         with pytest.warns(UserWarning, match="return the values before the softmax or sigmoid"):
             jk.check_state(state)
+
+
+def test_factors_are_named_once():
+    stats = jk.value_grad_and_factors(OBJECTIVE)
+    like = stats.factor_shapes(PARAMS, BATCH)
+    with pytest.raises(ValueError, match="like= is in jk.kfac"):
+        jk.kfac(0.1, like=like).init(PARAMS, like=like)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -106,12 +106,24 @@ def factors_at_init(shapes: Callable[[], Factors]) -> Iterator[None]:
         _SHAPES.reset(token)
 
 
+class InitOfFactors(Protocol):
+    """``init`` of an optimizer that takes factors."""
+
+    def __call__(self, params: Any, *, like: Factors | None = None) -> Any: ...
+
+
+class FactorTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation of optax whose ``init`` also takes ``like=``, which factors there are."""
+
+    init: InitOfFactors  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 def as_optax(
     name: str,
     like: Factors | None,
     build: Callable[[Factors], Any],
     state_type: type,
-) -> optax.GradientTransformationExtraArgs:
+) -> FactorTransformation:
     """A transformation of optax, whose factors are known when it is built or at ``init``.
 
     Args:
@@ -122,7 +134,16 @@ def as_optax(
     """
     if like is not None:
         tx = build(shapes_of(like))
-        return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
+
+        def init_once(params: ArrayTree, *, like: Factors | None = None) -> Any:
+            if like is not None:
+                raise ValueError(
+                    f"{name}: like= is in jk.{name}(like=) already, and init has another: leave "
+                    "one of them out"
+                )
+            return tx.init(params)
+
+        return FactorTransformation(init_once, cast(Any, tx.update))
 
     @functools.lru_cache(maxsize=8)  # outside of jit, each optimizer caches its traces
     def built(shapes: FactorShapes) -> Any:
@@ -145,7 +166,7 @@ def as_optax(
             updates, state, params, **extra
         )
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), update)
+    return FactorTransformation(init, update)
 
 
 # ---------------- the average, its decomposition, and the preconditioning

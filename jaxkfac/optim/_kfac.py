@@ -12,7 +12,7 @@ from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation
-from jaxkfac.optim._curvature import Curvature, Others, as_optax
+from jaxkfac.optim._curvature import Curvature, FactorTransformation, Others, as_optax
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfac_update import KfacTransformation
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
@@ -54,7 +54,7 @@ def kfac(
     distribute: str | None = None,
     packed: bool | Literal["auto"] = "auto",
     axis_name: AxisName = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> FactorTransformation:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
     Without a learning rate it adapts itself: the quadratic model of the loss chooses rate and

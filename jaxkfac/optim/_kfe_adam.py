@@ -17,7 +17,13 @@ from jaxkfac.curvature import Eigenbases, parameters_outside
 from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
-from jaxkfac.optim._curvature import Curvature, FactorShapes, Others, as_optax
+from jaxkfac.optim._curvature import (
+    Curvature,
+    FactorShapes,
+    FactorTransformation,
+    Others,
+    as_optax,
+)
 from jaxkfac.optim._kfac_state import check_storage
 from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._preconditioner import preconditioner_of
@@ -114,7 +120,7 @@ def kfe_adam(
     covariance: Covariance = "factors",
     others: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> FactorTransformation:
     r"""Adam with second moments of the gradient in K-FAC's eigenvectors.
 
     With $Q_A, Q_G$ the eigenvectors of the averaged factors of a layer, $\nabla$ its gradient as
