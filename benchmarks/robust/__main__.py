@@ -83,7 +83,9 @@ def main() -> None:
     path, end = args.folder / "robust.jsonl", time.monotonic() + 60 * args.minutes
     records = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
     if args.report:
-        (args.folder / "robust.md").write_text(page(records, PROBLEMS, SCRIPTS))
+        (args.folder / "robust.md").write_text(
+            page(records, PROBLEMS, SCRIPTS, map(identity, planned()))
+        )
         return
     runs = {"kfac": Runs("kfac"), "adam": Runs("adam")}
     done = [{name: record[name] for name in identity(next(planned()))} for record in records]

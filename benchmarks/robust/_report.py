@@ -15,8 +15,14 @@ LARGEST_LOSS = 1.02  # median over the recorded median
 LEAST_GAIN = 0.5  # of the gain of Adam's best rate
 
 
-def page(records: list[Record], problems: dict[str, Problem], scripts: Iterable[Problem]) -> str:
-    """The record as a page."""
+def page(
+    records: list[Record],
+    problems: dict[str, Problem],
+    scripts: Iterable[Problem],
+    planned: Iterable[Record],
+) -> str:
+    """The record as a page; ``planned`` are all runs, by what tells them apart."""
+    missing = [run for run in planned if not any(run.items() <= x.items() for x in records)]
     kfac = [r for r in records if r["method"] == "kfac"]
     names = [problem.name for problem in scripts]
     changed = [r for r in kfac if r["variation"] != "unchanged" or r["problem"] in names]
@@ -34,6 +40,7 @@ def page(records: list[Record], problems: dict[str, Problem], scripts: Iterable[
         f"{len(stuck)} of {len(changed)}" + _listed(stuck),
         f"- problems whose median is more than 2 % above the recorded one: {len(worse)}"
         + "".join(f"; {row[0]}" for row in worse),
+        f"- runs that are not made yet: {len(missing)}" + _problems(missing),
         "",
         "## Awkward problems",
         "",
@@ -62,6 +69,11 @@ def page(records: list[Record], problems: dict[str, Problem], scripts: Iterable[
 
 def _listed(records: list[Record]) -> str:
     return "".join(f"; {r['problem']}, {r['variation']}, seed {r['seed']}" for r in records)
+
+
+def _problems(records: list[Record]) -> str:
+    names = dict.fromkeys(record["problem"] for record in records)
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _peers(record: Record, records: list[Record]) -> list[float]:
