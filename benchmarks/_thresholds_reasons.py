@@ -17,7 +17,6 @@ _KEYS_BY_REASON = {
         "jaxkfac/uses/_damped_gradients.py:check_disjoint: sum((matrix.size for _, matrix in owned)) > covered",
     ),
     "It finds a layer or refuses a parameter by name, before any number.": (
-        "jaxkfac/factors/_marks.py:meeting_at: example_atoms and use.data is not None and (not example_atoms <= rows)",
         "jaxkfac/kinds/_experts.py:Gathered.find: atoms & picked != (atoms if is_row[d] else set())",
         "jaxkfac/kinds/_experts.py:Gathered.find: any((every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)))",
         "jaxkfac/kinds/_experts.py:Ragged.find: list(positions) != [1] or not (plain and of_rows and (len(numbers.rhs_group_dimensions) == 1))",

@@ -279,8 +279,9 @@ def _():
     return updates(kfac(), factors=like())
 
 
-# Products of two directions in a bias: at a trial of dampings, and at the step.
-@entry("kfac, adaptive", eigh=3, grams={2: 2})
+# Products of directions in a bias: one for the first damping, two at a trial of dampings and at the
+# step.
+@entry("kfac, adaptive", eigh=3, grams={1: 1, 2: 2})
 def _():
     tx = jk.kfac(like=like(), damping_mode="exact")
 

@@ -43,7 +43,7 @@ def kernels(factors):
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_are_those_of_the_product(sharing):
     """The bias beside such a product is a lone one: no parameter has the row it would be."""
-    factors = collected(sharing=sharing).factors
+    factors = collected(sharing=sharing, scales="diagonal").factors
     expected = oracle(model, params(), tokens(), sharing=sharing)
     assert_factors_close(kernels(factors), expected, 1e-10)
     assert factors.layer("v@effective").computed_from == ("g", "v")
@@ -62,14 +62,14 @@ def test_inside_walls(wall):
 @pytest.mark.exhaustive
 def test_sampled_and_exact_labels():
     drawn = labels(5, 2, 3, 2)
-    stats = jk.value_grad_and_factors(objective_of(model), fisher="mc")
+    stats = jk.value_grad_and_factors(objective_of(model), fisher="mc", scales="diagonal")
     factors = stats(params(), tokens(), labels=drawn).factors
     expected = oracle(model, params(), tokens(), fisher="mc", labels=drawn)
     assert_factors_close(kernels(factors), expected, 1e-10)
     each = [squares(objective_of(model), params(), (tokens()[0], y), ["v"])["v"] for y in drawn]
     diagonal = sum(block.diagonal for block in each) / 2
     np.testing.assert_allclose(factors["v"].diagonal, diagonal, rtol=1e-10)
-    exact = collected(fisher="exact").factors
+    exact = collected(fisher="exact", scales="diagonal").factors
     assert_factors_close(kernels(exact), oracle(model, params(), tokens(), fisher="exact"), 1e-10)
 
 

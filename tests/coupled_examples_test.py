@@ -84,7 +84,7 @@ def residual_params():
 
 
 def check(model, twin, params, batch, *, wrap=lambda f: f, labels=None, **options):
-    stats = jk.value_grad_and_factors(objective_of(wrap(model)), **options)
+    stats = jk.value_grad_and_factors(objective_of(wrap(model)), scales="diagonal", **options)
     extra = {} if labels is None else {"labels": labels}
     value, grads, factors = jax.jit(stats)(params, batch, **extra)
     loss, gradient = jax.value_and_grad(lambda p: mean_loss(twin, "categorical", p, batch))(params)

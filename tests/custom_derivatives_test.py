@@ -112,7 +112,8 @@ def test_the_rules_give_the_gradient_and_the_statistics(x64, wall):
     step = wall(lambda p, x: model(p, x, PLAIN))
     objective = objective_of(lambda p, x, tap: step(p, x))
     assert not jk.find_layers(objective, params, batch).uncovered
-    value, grads, factors = jax.jit(jk.value_grad_and_factors(objective))(params, batch)
+    stats = jk.value_grad_and_factors(objective, scales="diagonal")
+    value, grads, factors = jax.jit(stats)(params, batch)
     loss, gradient = jax.value_and_grad(objective)(params, batch)
     np.testing.assert_allclose(value, loss, rtol=1e-12)
     assert_tree_close(grads, gradient, 1e-12)

@@ -894,7 +894,8 @@ def test_lost_rows_raise_when_a_mask_is_given(x64):
 
 
 def _samples(model, p, batch, likelihood, count):
-    stats = jk.value_grad_and_factors(objective_of(model, likelihood), fisher="mc")
+    options = {"fisher": "mc", "scales": "diagonal"}
+    stats = jk.value_grad_and_factors(objective_of(model, likelihood), **options)
     keys = jax.random.split(jax.random.key(0), count)
     return jax.jit(jax.vmap(lambda k: stats(p, batch, key=k)[2]))(keys)
 

@@ -97,7 +97,7 @@ ENTRIES = {
                     objective, params, bases, num_examples=5),
                 {"objective": (objective, set()), "params": (params, ARRAYS),
                  "bases": (bases, set())}),
-    "kfac": (lambda like: jk.kfac(0.1, like=like), {"like": (factors, ANY_FACTORS)}),
+    "kfac": (lambda like: jk.kfac(0.1, like=like), {"like": (factors, {*ANY_FACTORS, "nothing"})}),
     "kfac.init": (tx.init, {"params": (params, ARRAYS)}),
     "kfac.update": (lambda grads, state, params, factors: tx.update(
                         grads, state, params, factors=factors),

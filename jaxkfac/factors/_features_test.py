@@ -98,6 +98,7 @@ def _scaled(p, x):
     [
         (_scaled, (5, 6, 3), "exact_diagonal"),
         (_scaled, (5, 3), "diagonal"),
+        (_scaled, (1, 6, 3), "exact_diagonal"),
         (lambda p, x: _scaled(p, x.sum(1)) + p["scale"] ** 2, (5, 6, 3), "exact_diagonal"),
         # The loop has one example in each iteration, where none can be told from another.
         (lambda p, x: jax.lax.map(lambda one: _scaled(p, one), x), (5, 6, 3), None),

@@ -124,7 +124,11 @@ class Statistics:
         if self.scales != "auto" or self.forward:
             return self.scales in ("exact_diagonal", "full_block")
         uses, examples = self.traced.uses_of(layer), self.traced.examples
-        if not examples or not all(_runs_along(use, self.traced, examples) for use in uses):
+        shows_examples = self.traced.out_shapes[0].shape or self.traced.marks
+        # A single example has no axis of its own, and all rows are its.
+        if not shows_examples or (self.traced.num_examples > 1 and not examples):
+            return False
+        if not all(_runs_along(use, self.traced, examples) for use in uses):
             return False
         number = self.traced.num_examples * math.prod(self.traced.part_shape(layer.weight))
         sizes = [math.prod(use.eqn.outvars[0].aval.shape) for use in uses]
