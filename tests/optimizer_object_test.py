@@ -157,6 +157,15 @@ def test_the_key_of_init_may_be_of_any_generator(impl):
     np.testing.assert_array_equal(jax.random.key_data(made), jax.random.key_data(expected))
 
 
+def test_an_error_of_the_model_is_not_taken_for_a_missing_key():
+    def broken(p, x, key=None):
+        raise RuntimeError("of the model")
+
+    opt = jk.Optimizer(jk.Objective(broken, jk.Gaussian()), optax.sgd(0.1))
+    with pytest.raises(RuntimeError, match="of the model"):
+        opt.init(PARAMS, BATCH)
+
+
 def test_labels_without_a_key_differ_from_step_to_step_and_are_the_same_each_time():
     opt = jk.Optimizer(OBJECTIVE)
     state = opt.init(PARAMS, BATCH)

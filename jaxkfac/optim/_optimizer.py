@@ -279,10 +279,16 @@ class Optimizer:
         """Whether the model fails without a key."""
         if not takes_key(self._function):
             return False
+        alone = self.statistics.on_one_device()
+
+        def traced(key: Any) -> None:
+            run = lambda p, x: alone.value_and_grad(p, x, key, state=state)
+            jax.eval_shape(run, params, batch)
+
         try:
-            alone = self.statistics.on_one_device()
-            jax.eval_shape(lambda p, x: alone.value_and_grad(p, x, state=state), params, batch)
-        except Exception:  # a model may raise anything; with a key the step shows what is wrong
+            traced(None)
+        except Exception:  # a model may raise anything without a key
+            traced(jax.random.key(0))  # raises again if the key is not what it lacks
             return True
         return False
 
