@@ -1,9 +1,8 @@
 """The eigenbases of every factor of a model."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,20 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from jaxkfac._errors import UnknownLayerError, instance_of, nearest
+from jaxkfac._errors import instance_of
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, number, short_repr, table_html
-from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.factors import Estimator, ModelCall, Program
 from jaxkfac.factors.sums import (
     BiasMode,
+    BlockKronecker,
     Corrections,
     Factors,
     MeasuredValues,
     Origin,
+    Place,
+    Side,
     check_same_layers,
     check_same_origin,
 )
@@ -92,7 +94,7 @@ else:
 @serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Eigenbases(_Named):
+class Eigenbases(BlockKronecker, _Named):
     """``{layer name: eigenbasis}``; values are stored as decomposed and clipped when read.
 
     Attributes:
@@ -126,6 +128,10 @@ class Eigenbases(_Named):
     corrections: Corrections | None = None
     origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
 
+    _TABLES: ClassVar[Mapping[str, str]] = {
+        table: table for table in ("a", "a_without_ones", "g", "diagonals")
+    }
+
     @classmethod
     def of_blocks(
         cls,
@@ -137,20 +143,14 @@ class Eigenbases(_Named):
         origin: Origin | None = None,
     ) -> "Eigenbases":
         """Build bases from the spectra of all blocks of ``layout``; a diagonal's is its mean."""
-        tables: dict[str, dict[str, Any]] = {}
-        for place in layout.blocks:
-            tables.setdefault(place.table, {})[place.key] = spectra[place]
-        return cls(
-            a=tables.get("a", {}),
-            a_without_ones=tables.get("a_without_ones", {}),
-            g=tables.get("g", {}),
-            diagonals=tables.get("diagonals", {}),
-            layers=layout.layers,
-            bias=layout.bias,
-            max_condition=max_condition,
-            floor=floor,
-            origin=None if origin is None else origin.of_average(),
-        )
+        origin = None if origin is None else origin.of_average()
+        clipping = {"max_condition": max_condition, "floor": floor}
+        empty = cls({}, {}, {}, {}, layout.layers, layout.bias, **clipping, origin=origin)
+        return empty.with_sides({place: Side(spectra[place]) for place in layout.blocks})
+
+    def has_matrix_at(self, place: Place) -> bool:
+        """Never: vectors are not symmetric, so a spectrum is stored in full."""
+        return False
 
     def __repr__(self) -> str:
         """One line, because the arrays would fill the screen."""
@@ -176,23 +176,8 @@ class Eigenbases(_Named):
         head = ("layer", "factor", "eigenvalues", "largest", "smallest", "after clipping")
         return table_html(repr(self), head, rows, words=(0, 1, 2))
 
-    def __iter__(self) -> Iterator[str]:
-        return (layer.name for layer in self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def __getitem__(self, name: str) -> Basis:
-        if name in self._by_name:
-            return self.basis(self._by_name[name])
-        raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, Layer]:
-        return {layer.name: layer for layer in self.layers}
+        return self.basis(self.layer(name))
 
     def basis(self, layer: Layer) -> KroneckerEigenbasis | DiagonalEigenbasis:
         """The eigenbasis of ``layer``."""
@@ -268,10 +253,6 @@ class Eigenbases(_Named):
         bare = layer.input in self.a_without_ones and not self.wants_ones(layer)
         return (self.a_without_ones if bare else self.a)[layer.input], self.g[layer.name]
 
-    def wants_ones(self, layer: Layer) -> bool:
-        """Whether the input factor of ``layer`` includes the ones column."""
-        return self.bias == "joint" and layer.bias is not None
-
     def is_finite(self) -> dict[str, Bool[Array, ""]]:
         """``{name: scalar bool}``; usable inside jit, where nothing can be raised."""
         finite = {}
@@ -319,15 +300,15 @@ def _products(a_values: Array, g_values: Array, root: Array) -> Array:
 
 def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
     """Refuse bases of other shapes. Different eigenvectors of equal shapes go unnoticed."""
-    for table in ("a", "a_without_ones", "g", "diagonals"):
-        shapes, expected_shapes = (
-            jax.tree.map(np.shape, getattr(x, table)) for x in (new, expected)
+    shapes, expected_shapes = (
+        {place: jax.tree.map(np.shape, side.data) for place, side in x.sides.items()}
+        for x in (new, expected)
+    )
+    if shapes != expected_shapes:
+        raise ValueError(
+            "measured eigenvalues add up in the same eigenvectors, and these bases have the shapes "
+            f"{shapes}, expected {expected_shapes}"
         )
-        if shapes != expected_shapes:
-            raise ValueError(
-                f"measured eigenvalues add up in the same eigenvectors, and these bases' {table} "
-                f"have the shapes {shapes}, expected {expected_shapes}"
-            )
 
 
 def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:
@@ -384,11 +365,10 @@ def identity_bases(
         Bases with the structure, shapes and dtypes of :func:`eigendecompose` for ``like``.
     """
     layout = layout_of(like.layers, like.bias)
-    arrays = {"a": like.a_sums, "g": like.g_sums, "diagonals": like.diagonals}
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
         source = block.source
-        shape = arrays[source.place.table][source.place.key]
+        shape = like.side(source.place).data
         if place.table == "diagonals":
             spectra[place] = jnp.ones(shape.shape, shape.dtype)
             continue

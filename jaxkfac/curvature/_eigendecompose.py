@@ -14,7 +14,7 @@ from jaxtyping import Array, DTypeLike
 from jaxkfac._errors import one_of
 from jaxkfac.curvature._apply import is_small, map_in_batches
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, check_bases
-from jaxkfac.curvature._layout import EigenBlock, Entry, Place, layout_of
+from jaxkfac.curvature._layout import EigenBlock, layout_of
 from jaxkfac.curvature._placement import (
     DenseMean,
     MeshAxis,
@@ -29,10 +29,11 @@ from jaxkfac.factors.sums import (
     DiagonalFactor,
     Factors,
     KroneckerFactor,
+    Place,
+    Side,
     check_all_layers,
-    mean_of,
+    over_stack,
 )
-from jaxkfac.linalg import unfolded
 from jaxkfac.linalg.spectral import (
     Spectrum,
     check_clipping,
@@ -166,44 +167,28 @@ def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
 
     A matrix of packed factors is unfolded.
     """
-
-    def mean(entry: Entry) -> Array | np.ndarray:
-        sums, count = _sums_and_count(factors, entry)
-        sums = unfolded(sums) if entry.dense else sums
-        # Each entry of a stack of A has its own count (experts), while G and diagonals are all
-        # divided by the number of loss terms.
-        return mean_of(sums, count, 1 + entry.dense if entry.place.table == "a" else 0)
-
-    return block.mean(mean)
+    return block.mean(lambda entry: factors.side(entry.place).mean)
 
 
-def block_sums(factors: Factors, block: EigenBlock) -> tuple[Array, Array]:
-    """Sums and a divisor that give ``block_mean``, for a reader that unfolds a matrix itself.
+def block_sums(factors: Factors, block: EigenBlock) -> Side:
+    """A side with the mean of ``block_mean``, for a reader that unfolds a matrix itself.
 
-    Returns:
-        ``(stack..., n, n)``, folded where it is stored so, or ``(stack..., n)``; and the divisor of
-        each, ``(stack...)`` or a scalar. A block that is made of several entries is a mean already.
+    A block that is made of several entries is a mean already.
     """
     # A block of two readings has entries with different counts, so no single divisor belongs to it.
     # The ones are cut off a full matrix, because a folded one has no last row.
     if block.both is not None or block.without_ones:
         mean = jnp.asarray(block_mean(factors, block))
-        return mean, jnp.ones((), mean.dtype)
-    sums, count = map(jnp.asarray, _sums_and_count(factors, block.source))
+        return Side(mean, jnp.ones((), mean.dtype), block.source.dense)
+    side = factors.side(block.source.place)
+    sums, count = jnp.asarray(side.data), jnp.asarray(side.count)
     # A factor without rows stays zero instead of NaN.
-    return sums, jnp.where(count > 0, count, 1).astype(sums.dtype)
+    return Side(sums, jnp.where(count > 0, count, 1).astype(sums.dtype), side.is_matrix)
 
 
 def over(sums: Array, divisor: Array) -> Array:
-    """Means, from what ``block_sums`` returns."""
-    return sums / divisor.reshape(*divisor.shape, *[1] * (sums.ndim - divisor.ndim))
-
-
-def _sums_and_count(factors: Factors, entry: Entry) -> tuple[Any, Any]:
-    table, key = entry.place
-    if table == "a":
-        return factors.a_sums[key], factors.a_counts[key]
-    return (factors.g_sums if table == "g" else factors.diagonals)[key], factors.terms
+    """Means, from the data and the count of ``block_sums``."""
+    return sums / over_stack(divisor, sums)
 
 
 def _decompose(
@@ -289,9 +274,6 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
 # ---------------- from eigenbases to factors
 
 
-_Place = tuple[str, str, bool]  # side, name under which it is stored, whether with the ones column
-
-
 def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor]:
     r"""Rebuild the factors from clipped eigenvalues, $Q \operatorname{diag}(\lambda) Q^\top$.
 
@@ -325,14 +307,15 @@ def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor
             "eigenvalues: reconstruct the bases that were given to correct_eigenvalues, or "
             "apply the measured curvature with apply_power"
         )
-    sides: dict[_Place, tuple[None, Spectrum]] = {}
-    places: dict[str, tuple[_Place, _Place]] = {}
+    sides: dict[Place, tuple[None, Spectrum]] = {}
+    places: dict[str, tuple[Place, Place]] = {}
     for layer in bases.layers:
         if layer.is_diagonal:
             continue
         basis = bases.basis(layer)
         assert isinstance(basis, KroneckerEigenbasis)
-        a, g = ("a", layer.input, bases.wants_ones(layer)), ("g", layer.name, False)
+        table = "a" if bases.wants_ones(layer) else "a_without_ones"
+        a, g = Place(table, layer.input), Place("g", layer.name)
         places[layer.name] = a, g
         _check(basis.a_vectors, layer.name, dense=layer.a_dense)
         _check(basis.g_vectors, layer.name, dense=layer.g_dense)

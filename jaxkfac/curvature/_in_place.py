@@ -5,7 +5,6 @@ and a workspace for each matrix. Here only the matrices of one call exist in ful
 is written over the stored one, or left out where it is not finite.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,10 +19,9 @@ from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
-from jaxkfac.curvature._layout import Place, layout_of
+from jaxkfac.curvature._layout import layout_of
 from jaxkfac.curvature._placement import solver_scratch
-from jaxkfac.factors.sums import Factors
-from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
+from jaxkfac.factors.sums import Factors, Place, Side, Sides
 from jaxkfac.linalg.spectral import (
     Damping,
     DampingMode,
@@ -58,15 +56,14 @@ def refresh_bases(
     solve, numbers = (_eigh, ()) if iterate is None else (_eigh_or_iterated, (iterate,))
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
-        old, (sums, divisor) = getattr(bases, place.table)[place.key], block_sums(factors, block)
-        if block.source.dense:
-            at_once = _at_once(sums, limit)
+        old, sums = bases.side(place).data, block_sums(factors, block)
+        if sums.is_matrix:
             spectra[place], more = _solved(
-                solve, sums, divisor, old, (), numbers, after, at_once=at_once
+                solve, sums.data, sums.count, old, (), numbers, after, at_once=_at_once(sums, limit)
             )
             after = _one_of(spectra[place].values, after)
         else:
-            new = over(sums, divisor)
+            new = over(sums.data, sums.count)
             is_spectrum = isinstance(old, Spectrum)
             new, more = _kept_where_not_finite(new, old.values if is_spectrum else old, is_spectrum)
             spectra[place] = Spectrum(new, None) if is_spectrum else new
@@ -98,19 +95,17 @@ def refresh_inverses(
     new, problems = inversion(factors, damping=damping, damping_mode=damping_mode, **clipping)
     failed, after = _nothing(), _first(factors)
     limit = _scratch(factors)
-    tables = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
-    tables = {table: dict(x) for table, x in tables.items() if isinstance(x, dict)}
-    for table, values in tables.items():
-        for name, x in values.items():
-            values[name], more = _kept_where_not_finite(x, getattr(inverses, table)[name], False)
-            failed += more
-    for (table, name), (sums, divisor, shift) in problems.items():
-        old, at_once = getattr(inverses, table)[name], _at_once(sums, limit)
-        tables[table][name], more = _solved(
-            _inverse, sums, divisor, old, (shift,), (), after, at_once=at_once
+    sides: Sides = {}
+    for place, x in new.sides.items():
+        kept, more = _kept_where_not_finite(x.data, inverses.side(place).data, False)
+        sides[place], failed = Side(kept), failed + more
+    for place, (sums, shift) in problems.items():
+        old, at_once = inverses.side(place).data, _at_once(sums, limit)
+        solved, more = _solved(
+            _inverse, sums.data, sums.count, old, (shift,), (), after, at_once=at_once
         )
-        after, failed = _one_of(tables[table][name], after), failed + more
-    return dataclasses.replace(new, **tables), failed
+        sides[place], after, failed = Side(solved), _one_of(solved, after), failed + more
+    return new.with_sides(sides), failed
 
 
 def _nothing() -> Failed:
@@ -129,15 +124,17 @@ def _one_of(solved: Array, otherwise: Array) -> Array:
 
 def _scratch(factors: Factors) -> int:
     """Bytes of scratch of the largest matrix, which no refresh can do without."""
-    sums = [factors.a_sums[name] for name in factors.dense_inputs & set(factors.a_sums)]
-    sums += [factors.g_sums[name] for name in factors.dense_outputs & set(factors.g_sums)]
-    return max((solver_scratch(unfolded_size(x), 1, x.dtype.itemsize) for x in sums), default=0)
+    matrices = [side for side in factors.sides.values() if side.is_matrix]
+    return max(map(_scratch_of, matrices), default=0)
 
 
-def _at_once(sums: Array, limit: int) -> int:
+def _scratch_of(matrix: Side) -> int:
+    return solver_scratch(matrix.size, 1, matrix.data.dtype.itemsize)
+
+
+def _at_once(sums: Side, limit: int) -> int:
     """How many matrices of a stack are solved in one call; it divides their number."""
-    size, count = unfolded_size(sums), math.prod(sums.shape[:-2])
-    fitting = limit // solver_scratch(size, 1, sums.dtype.itemsize)
+    count, fitting = math.prod(sums.data.shape[:-2]), limit // _scratch_of(sums)
     return next(k for k in range(min(max(fitting, 1), max(count, 1)), 0, -1) if count % k == 0)
 
 
@@ -192,7 +189,7 @@ def _solved(
     def one(operands: tuple[Array, ...], rows: ArrayTree) -> tuple[ArrayTree, Array]:
         sums, divisor, *more = operands
         mean = (sums / divisor).reshape(matrix_shape)
-        matrix = unfolded(in_sequence(mean, after))
+        matrix = Side(in_sequence(mean, after), is_matrix=True).in_full().data
         old = jax.tree.map(lambda x, like: x.reshape(like.shape[1:]), rows, likes)
         new, ok = solve(matrix, old, *more, *numbers)
         return jax.tree.map(lambda x, row: jnp.where(ok, x.reshape(-1), row), new, rows), ~ok
@@ -240,6 +237,6 @@ def _eigh_or_iterated(matrix: Array, old: Spectrum, iterate: Array) -> tuple[Spe
 
 
 def _inverse(matrix: Array, old: Array, shift: Array) -> tuple[Array, Array]:
-    new = damped_inverse(matrix, shift)
+    new, stored = damped_inverse(matrix, shift), Side(old, is_matrix=True)
     # If an inverse failed, all its entries are NaN, so one entry is enough to check.
-    return fold_triangle(new) if is_folded(old) else new, jnp.isfinite(new[0, 0])
+    return stored.with_data(new).stored_like(stored).data, jnp.isfinite(new[0, 0])

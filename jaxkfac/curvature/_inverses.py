@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,19 @@ from jaxkfac._serialization import serializable
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
-from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors.sums import BiasMode, Factors, check_all_layers, packed_matrix
+from jaxkfac.factors.sums import (
+    BiasMode,
+    BlockKronecker,
+    Factors,
+    Place,
+    Side,
+    Sides,
+    check_all_layers,
+)
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import alike, diagonal, unfolded, unfolded_size
+from jaxkfac.linalg import alike
 from jaxkfac.linalg.spectral import (
     Damping,
     DampingMode,
@@ -38,7 +47,7 @@ from jaxkfac.linalg.spectral import (
 @serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Inverses:
+class Inverses(BlockKronecker):
     r"""Inverses of damped factors, $(A + \delta_A)^{-1}$ and $(G + \delta_G)^{-1}$.
 
     If several layers read one parameter, only the one that preconditions it has inverses.
@@ -69,36 +78,18 @@ class Inverses:
     max_condition: float = dataclasses.field(metadata={"static": True})
     floor: float = dataclasses.field(metadata={"static": True})
 
-    def wants_ones(self, layer: Layer) -> bool:
-        """Whether the input factor of ``layer`` includes the ones column."""
-        return self.bias == "joint" and layer.bias is not None
+    _TABLES: ClassVar[Mapping[str, str]] = {
+        table: table for table in ("a", "g", "biases", "diagonals")
+    }
 
-    def sides(self, layer: Layer) -> tuple[Any, Any]:
-        """The inverses of A and G of a layer that has both."""
-        a = self.a[_holders(self.layers, self.bias, self.shared)[layer.name]]
-        return _in_full(a, layer.a_dense), _in_full(self.g[layer.name], layer.g_dense)
+    def of(self, layer: Layer) -> tuple[Array, Array]:
+        """The inverses of A and G of a layer that has both, in full."""
+        reader = _holders(self.layers, self.bias, self.shared)[layer.name]
+        return self.in_full(Place("a", reader)), self.in_full(Place("g", layer.name))
 
-    def bias_side(self, layer: Layer) -> Any:
-        """The inverse for a bias with a block of its own."""
-        return _in_full(self.biases[layer.name], layer.g_dense)
-
-    def packed(self) -> "Inverses":
-        """The same inverses, with one triangle of every matrix; see ``Factors.packed``."""
-        a, g = (
-            {layer.name for layer in self.layers if dense(layer)}
-            for dense in (lambda layer: layer.a_dense, lambda layer: layer.g_dense)
-        )
-
-        def folded(table: dict[str, Any], dense: set[str]) -> dict[str, Any]:
-            return {k: packed_matrix(x) if k in dense else x for k, x in table.items()}
-
-        return dataclasses.replace(
-            self, a=folded(self.a, a), g=folded(self.g, g), biases=folded(self.biases, g)
-        )
-
-
-def _in_full(side: Any, dense: bool) -> Any:
-    return unfolded(side) if dense else side
+    def in_full(self, place: Place) -> Array:
+        """The inverse at a place."""
+        return self.side(place).in_full().data
 
 
 @functools.lru_cache(maxsize=64)
@@ -169,12 +160,11 @@ def invert(
     how: Any = {"damping": damping, "damping_mode": damping_mode}
     inverses, problems = inversion(factors, **how, max_condition=max_condition, floor=floor)
     solved = _solved(list(problems.values()), distribute)
-    for (table, name), inverse in zip(problems, solved, strict=True):
-        getattr(inverses, table)[name] = inverse
-    return inverses
+    sides = {place: Side(x) for place, x in zip(problems, solved, strict=True)}
+    return inverses.with_sides({**inverses.sides, **sides})
 
 
-Problems = dict[tuple[str, str], tuple[Array, Array, Array]]
+Problems = dict[Place, tuple[Side, Array]]
 
 
 def inversion(
@@ -195,8 +185,8 @@ def inversion(
         floor: See above.
 
     Returns:
-        Inverses that lack those of matrices; and for these ``{(table, name): (sums, divisor,
-        shift)}``, where the inverse is that of ``sums / divisor + shift``.
+        Inverses that lack those of matrices; and for these ``{place: (sums, shift)}``, where the
+        inverse is that of their mean plus the shift.
     """
     check_clipping(max_condition, floor)
     check_separable(damping, damping_mode)
@@ -205,12 +195,12 @@ def inversion(
     sums = {place: block_sums(factors, block) for place, block in layout.blocks.items()}
 
     def vector(place: Place) -> Array:
-        return over(*sums[place])
+        return over(sums[place].data, sums[place].count)
 
     def clipped(values: Array) -> Array:
         return clip_eigenvalues(values, max_condition, floor)
 
-    tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
+    inverted: Sides = {}
     problems: Problems = {}
     # With pi the damping of A depends on the layer's own G, so layers cannot share an inverse.
     shared = isinstance(damping, tuple) or damping_mode != "pi"
@@ -218,34 +208,31 @@ def inversion(
     layers = _preconditioned(factors.layers)
     for layer in layers:
         if layer.is_diagonal:
-            values = map_slices(layer, vector(Place("diagonals", layer.name)), clipped)
-            tables["diagonals"][layer.name] = diagonal_power(values, power=-1.0, damping=damping)
+            place = Place("diagonals", layer.name)
+            values = map_slices(layer, vector(place), clipped)
+            inverted[place] = Side(diagonal_power(values, power=-1.0, damping=damping))
     blocks = [layer for layer in layers if not layer.is_diagonal]
     places = {layer.name: (_input_place(layout, layer), Place("g", layer.name)) for layer in blocks}
-    is_dense = {
-        place: dense
-        for layer in blocks
-        for place, dense in zip(places[layer.name], (layer.a_dense, layer.g_dense), strict=True)
-    }
-    dense = [place for place, yes in is_dense.items() if yes]
-    diagonals = [over(diagonal(sums[place][0]), sums[place][1]) for place in dense]
-    trace = dict(zip(dense, row_sums(diagonals), strict=True))
+    read = dict.fromkeys(place for layer in blocks for place in places[layer.name])
+    matrices = [place for place in read if sums[place].is_matrix]
+    diagonals = [over(sums[place].diagonal, sums[place].count) for place in matrices]
+    trace = dict(zip(matrices, row_sums(diagonals), strict=True))
 
     def mean(place: Place) -> Array:
-        if is_dense[place]:
-            return trace[place] / unfolded_size(sums[place][0])
+        if place in trace:
+            return trace[place] / sums[place].size
         # The mean of the values that are inverted: they are clipped before the damping is added.
         return clipped(vector(place)).mean(-1)
 
-    def inverse(table: str, name: str, place: Place, shift: Array) -> None:
-        if not is_dense[place]:
-            tables[table][name] = power_or_zero(clipped(vector(place)) + shift[..., None], -1.0)
+    def invert_at(target: Place, place: Place, shift: Array) -> None:
+        if place not in trace:
+            inverted[target] = Side(power_or_zero(clipped(vector(place)) + shift[..., None], -1.0))
             return
         # Cholesky gives no eigenvalues; the trace bounds the largest one from above.
         least = jnp.maximum(trace[place] / max_condition, floor)
         # Sums and divisor instead of the mean, because a refresh in place divides one matrix at a
         # time, right before it is inverted.
-        problems[table, name] = *sums[place], jnp.maximum(shift, least)
+        problems[target] = sums[place], jnp.maximum(shift, least)
 
     of_a, of_g = ([mean(places[layer.name][side]) for layer in blocks] for side in (0, 1))
     shifts = _factor_dampings(of_a, of_g, damping, damping_mode)
@@ -253,20 +240,14 @@ def inversion(
         name, (a, g) = layer.name, places[layer.name]
         # Once for the layers that share an inverse, by the first of them.
         if holders[name] == name:
-            inverse("a", name, a, to_a)
-        inverse("g", name, g, to_g)
+            invert_at(Place("a", name), a, to_a)
+        invert_at(Place("g", name), g, to_g)
         if layer.bias is not None and factors.bias == "separate":
             # Such a bias has one factor, G, which gets all of the damping instead of a share of it.
-            inverse("biases", name, g, _of_one_factor(damping, sums[g][0].dtype))
-    inverses = Inverses(
-        **tables,
-        layers=factors.layers,
-        bias=factors.bias,
-        shared=shared,
-        max_condition=max_condition,
-        floor=floor,
-    )
-    return inverses, problems
+            invert_at(Place("biases", name), g, _of_one_factor(damping, sums[g].data.dtype))
+    options: Any = {"shared": shared, "max_condition": max_condition, "floor": floor}
+    empty = Inverses({}, {}, {}, {}, factors.layers, factors.bias, **options)
+    return empty.with_sides(inverted), problems
 
 
 def _factor_dampings(
@@ -288,8 +269,8 @@ def _factor_dampings(
     return dampings
 
 
-def _solved(problems: list[tuple[Array, Array, Array]], axis: MeshAxis | None) -> list[Array]:
-    means = [(unfolded(over(x, y)), shift) for x, y, shift in problems]
+def _solved(problems: list[tuple[Side, Array]], axis: MeshAxis | None) -> list[Array]:
+    means = [(sums.mean, shift) for sums, shift in problems]
     if axis is not None:
         return solve_divided(means, damped_inverse, axis)
     out: list[Array] = []
@@ -323,22 +304,17 @@ def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inv
         **options: Further options of :func:`invert`.
     """
     shapes = jax.eval_shape(functools.partial(invert, damping=damping, **options), like)
-    layers = {layer.name: layer for layer in like.layers}
 
-    def filled(x: jax.ShapeDtypeStruct, dense: bool, shift: Array) -> Array:
-        one = jnp.eye(x.shape[-1], dtype=x.dtype) if dense else jnp.ones((), x.dtype)
-        return jnp.broadcast_to(one / (1 + shift.astype(x.dtype)), x.shape)
+    def filled(side: Side, shift: Array) -> Side:
+        x = side.data
+        one = jnp.eye(side.size, dtype=x.dtype) if side.is_matrix else jnp.ones((), x.dtype)
+        return side.with_data(jnp.broadcast_to(one / (1 + shift.astype(x.dtype)), x.shape))
 
     one = jnp.ones((), like.terms.dtype)
     to_a, to_g = factor_damping(one, one, damping=damping, mode=options["damping_mode"])
-    full_damping = _of_one_factor(damping, one.dtype)
-    return dataclasses.replace(
-        shapes,
-        a={k: filled(x, layers[k].a_dense, to_a) for k, x in shapes.a.items()},
-        g={k: filled(x, layers[k].g_dense, to_g) for k, x in shapes.g.items()},
-        biases={k: filled(x, layers[k].g_dense, full_damping) for k, x in shapes.biases.items()},
-        diagonals={k: filled(x, False, full_damping) for k, x in shapes.diagonals.items()},
-    )
+    full = _of_one_factor(damping, one.dtype)
+    shifts = {"a": to_a, "g": to_g, "biases": full, "diagonals": full}
+    return shapes.with_sides({p: filled(x, shifts[p.table]) for p, x in shapes.sides.items()})
 
 
 def precondition(tree: ArrayTree, inverses: Inverses) -> ArrayTree:
@@ -360,7 +336,7 @@ def precondition(tree: ArrayTree, inverses: Inverses) -> ArrayTree:
         if layer.is_diagonal:
             write_scaled(free, written, layer, inverses.diagonals[layer.name])
             continue
-        a, g = inverses.sides(layer)
+        a, g = inverses.of(layer)
         joint = inverses.wants_ones(layer)
         if (loaded := load_parts(free, owner, joint=joint, dtype=g.dtype)) is None:
             continue
@@ -372,7 +348,9 @@ def precondition(tree: ArrayTree, inverses: Inverses) -> ArrayTree:
             kernel, row = both[..., :-1, :], both[..., -1:, :]
         else:
             kernel = None if kernel is None else _times(_times(a, kernel), g)
-            row = None if row is None else _times(row, inverses.bias_side(layer))
+            row = (
+                None if row is None else _times(row, inverses.in_full(Place("biases", layer.name)))
+            )
         solved = kernel if form.writes_weight else None, row if form.writes_bias else None
         write_solved(written, layer, solved)
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())

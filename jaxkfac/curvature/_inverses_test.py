@@ -150,7 +150,7 @@ def test_packed_factors_decompose_and_invert_like_dense_ones(damping, mode):
     dense = invert(factors, **options)
     for found in (invert(packed, **options), invert(packed, **options).packed()):
         for each in layers:
-            for x, y in zip(found.sides(each), dense.sides(each), strict=True):
+            for x, y in zip(found.of(each), dense.of(each), strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
     for placement in ("device", "host"):
         bases = [eigendecompose(x, placement=placement) for x in (factors, packed)]

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import nearest
-from jaxkfac.factors.sums import BiasMode, Factors, layer_difference
+from jaxkfac.factors.sums import (
+    BiasMode,
+    Factors,
+    Place,
+    Side,
+    layer_difference,
+    over_stack,
+)
 from jaxkfac.interception import Layer
 
 # ---------------- kernels that are read in both orientations
@@ -44,50 +51,6 @@ def turned_pairs(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
                 yield first, second
 
 
-class Side(NamedTuple):
-    """One factor of a block: ``(stack..., n, n)``, or ``(stack..., n)`` for a diagonal."""
-
-    x: AnyArray
-    dense: bool
-
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        return (-2, -1) if self.dense else (-1,)
-
-    def inner(self, other: "Side") -> AnyArray:
-        """Inner products, ``(stack...)``."""
-        return (self.x * other.x).sum(self._axes)
-
-    def unit(self, xp: Any) -> AnyArray:
-        """The largest power of two that no entry of a matrix exceeds, or 1; ``(stack...)``."""
-        largest = abs(self.x).max(self._axes)
-        exponent = xp.frexp(largest)[1] - 1
-        return xp.ldexp(xp.ones_like(largest), xp.where(largest == 0, 0, exponent))
-
-    def times(self, factor: AnyArray) -> "Side":
-        """Multiply the side by one number for each entry of the stack."""
-        return Side(self.x * factor.reshape(*factor.shape, *[1] * len(self._axes)), self.dense)
-
-    def plus(self, other: "Side") -> "Side":
-        return Side(self.x + other.x, self.dense)
-
-    def diagonal(self) -> "Side":
-        return Side(self.x.diagonal(0, -2, -1), False) if self.dense else self
-
-    def without_last(self) -> "Side":
-        """The side without its last row and column, which hold the ones of a bias."""
-        return Side(self.x[..., :-1, :-1] if self.dense else self.x[..., :-1], self.dense)
-
-    def padded(self, size: int) -> "Side":
-        """The side padded with zeros up to a size."""
-        missing, num_axes = size - self.x.shape[-1], len(self._axes)
-        if not missing:
-            return self
-        xp: Any = np if isinstance(self.x, np.ndarray) else jnp
-        widths = [(0, 0)] * (self.x.ndim - num_axes) + [(0, missing)] * num_axes
-        return Side(xp.pad(self.x, widths), self.dense)
-
-
 def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[Side, Side]:
     r"""The Kronecker product nearest to $A_1 \otimes G_1 + A_2 \otimes G_2$.
 
@@ -109,18 +72,18 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
         Van Loan and Pitsianis, Approximation with Kronecker products, 1993.
     """
     (a1, a2), (g1, g2) = (_alike(x, y) for x, y in zip(one, other, strict=True))
-    xp: Any = np if isinstance(a1.x, np.ndarray) and isinstance(g1.x, np.ndarray) else jnp
+    xp: Any = _numpy_of(a1.data, g1.data)
 
     def over(x: AnyArray, y: AnyArray) -> AnyArray:
         return x / xp.where(y == 0, xp.ones_like(y), y)
 
     # Squares of entries leave the range of float32 long before the entries do. Powers of two change
     # no other bit.
-    units = [x.unit(xp) for x in (a1, a2, g1, g2)]
-    of_unit = [x.times(1 / unit) for x, unit in zip((a1, a2, g1, g2), units, strict=True)]
-    unit_norms = [xp.sqrt(x.inner(x)) for x in of_unit]
-    rho = over(over(of_unit[0].inner(of_unit[1]), unit_norms[0]), unit_norms[1])
-    tau = over(over(of_unit[2].inner(of_unit[3]), unit_norms[2]), unit_norms[3])
+    units = [_unit(x, xp) for x in (a1, a2, g1, g2)]
+    of_unit = [_times(x, 1 / unit) for x, unit in zip((a1, a2, g1, g2), units, strict=True)]
+    unit_norms = [xp.sqrt(_inner(x, x)) for x in of_unit]
+    rho = over(over(_inner(of_unit[0], of_unit[1]), unit_norms[0]), unit_norms[1])
+    tau = over(over(_inner(of_unit[2], of_unit[3]), unit_norms[2]), unit_norms[3])
     norms = [norm * unit for norm, unit in zip(unit_norms, units, strict=True)]
     w1, w2 = norms[0] * norms[2], norms[1] * norms[3]
     largest = xp.maximum(w1, w2)
@@ -141,27 +104,51 @@ def nearest_product(one: tuple[Side, Side], other: tuple[Side, Side]) -> tuple[S
     scale = xp.where(norms[0] > 0, norms[0], xp.ones_like(norms[0]))
 
     def combined(x: Side, y: Side, times: AnyArray, of: Sequence[AnyArray]) -> Side:
-        return x.times(over(of[0], of[2]) * times).plus(y.times(over(of[1], of[3]) * times))
+        first, second = _times(x, over(of[0], of[2]) * times), _times(y, over(of[1], of[3]) * times)
+        return x.with_data(first.data + second.data)
 
     a = combined(a1, a2, scale / length, (u1, u2, norms[0], norms[1]))
     g = combined(g1, g2, largest / (length * scale), (v1, v2, norms[2], norms[3]))
     return a, g
 
 
+def _axes(x: Side) -> tuple[int, ...]:
+    return (-2, -1) if x.is_matrix else (-1,)
+
+
+def _inner(x: Side, y: Side) -> AnyArray:
+    """Inner products, ``(stack...)``."""
+    return (x.data * y.data).sum(_axes(x))
+
+
+def _unit(x: Side, xp: Any) -> AnyArray:
+    """The largest power of two that no entry of a side exceeds, or 1; ``(stack...)``."""
+    largest = abs(x.data).max(_axes(x))
+    exponent = xp.frexp(largest)[1] - 1
+    return xp.ldexp(xp.ones_like(largest), xp.where(largest == 0, 0, exponent))
+
+
+def _times(x: Side, factor: AnyArray) -> Side:
+    """Multiply a side by one number for each entry of the stack."""
+    return x.with_data(x.data * over_stack(factor, x.data))
+
+
 def _alike(x: Side, y: Side) -> tuple[Side, Side]:
-    if x.dense != y.dense:
-        x, y = x.diagonal(), y.diagonal()
-    return x, y.padded(x.x.shape[-1])
+    """Both as matrices or both as diagonals, the second padded with zeros to the first's size."""
+    if x.is_matrix != y.is_matrix:
+        # Not a slice of the flattened matrix, which is for the symmetric ones that are folded.
+        x, y = (Side(z.data.diagonal(0, -2, -1)) if z.is_matrix else z for z in (x, y))
+    if missing := x.size - y.size:
+        widths = [(0, 0)] * (y.data.ndim - len(_axes(y))) + [(0, missing)] * len(_axes(y))
+        y = y.with_data(_numpy_of(y.data).pad(y.data, widths))
+    return x, y
+
+
+def _numpy_of(*arrays: AnyArray) -> Any:
+    return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
 
 # ---------------- entries and blocks
-
-
-class Place(NamedTuple):
-    """A table of :class:`Factors` or :class:`Eigenbases`, and a key in it."""
-
-    table: str
-    key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,11 +208,11 @@ class Orientations(NamedTuple):
 
     def product(self, mean: Callable[[Entry], Any]) -> tuple[Any, Any]:
         """A and G of the Kronecker product nearest to the sum of both readings, from means."""
-        a, g, turned_a, turned_g = (Side(mean(x), x.dense) for x in self.entries)
+        a, g, turned_a, turned_g = (Side(mean(x), is_matrix=x.dense) for x in self.entries)
         if self.turned_ones:
             turned_a = turned_a.without_last()
         nearest_a, nearest_g = nearest_product((a, g), (turned_g, turned_a))
-        return nearest_a.x, nearest_g.x
+        return nearest_a.data, nearest_g.data
 
 
 @dataclasses.dataclass(frozen=True)

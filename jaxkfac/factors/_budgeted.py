@@ -23,13 +23,10 @@ from jaxkfac.factors._passes import (
 )
 from jaxkfac.factors._scalar_loss import AdaptationOfBatch
 from jaxkfac.factors._statistics import PassPart
-from jaxkfac.factors.sums._factors import BiasMode, Factors
-from jaxkfac.factors.sums._origin import Origin
+from jaxkfac.factors.sums import Factors, Side, Sides
 from jaxkfac.interception import Layer
 from jaxkfac.interception.values import Window
 from jaxkfac.memory import whole_here
-
-_SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
 class _Key(NamedTuple):
@@ -255,25 +252,23 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
     layers_by_name = {layer.name: layer for layer in layers}
     fetched = jax.device_get(jax.tree.map(whole_here, factors))
 
-    def copied(kind: dict[str, Any]) -> dict[str, Any]:
-        out = {}
-        for name, value in kind.items():
-            windowed = name in one.parts and one.parts[name].rows is not None
-            out[name] = np.array(
-                value[: layers_by_name[name].stack[0] - one.start] if windowed else value
-            )
-            out[name].flags.writeable = False  # a service may keep the array without a copy
+    def copied(value: Any, name: str) -> np.ndarray:
+        rows = layers_by_name[name].stack[0] - one.start if one.has_window_of(name) else None
+        out = np.array(value[:rows] if value.ndim else value)
+        out.flags.writeable = False  # a service may keep the array without a copy
         return out
 
-    out = Factors(
-        **{kind: copied(getattr(fetched, kind)) for kind in _SUMS},
+    sides = {
+        place: Side(copied(side.data, place.key), copied(side.count, place.key))
+        for place, side in fetched.sides.items()
+    }
+    out = fetched.with_sides(
+        sides,
         terms=np.array(fetched.terms),
         layers=tuple(layers_by_name.get(x.name) or x for x in fetched.layers),
-        bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
         corrections=None,
         turn=None,
-        origin=fetched.origin,
     )
     # Not left to the garbage collector: the next pass is sized for a device without these arrays.
     for leaf in jax.tree.leaves(factors):
@@ -287,41 +282,32 @@ class _Assembly:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._order = [layer.name for layer in layers]
         self._layers: dict[str, Layer] = {}
-        self._sums: dict[str, dict[str, Any]] = {kind: {} for kind in _SUMS}
-        self._terms: Any = np.zeros(())
+        self._sides: Sides = {}
+        self._fields: dict[str, Any] = {"terms": np.zeros(()), "bias": "joint", "origin": None}
         self.loss_terms: Any = None
-        self._bias: BiasMode = "joint"
-        self._origin: Origin | None = None
 
     def add(self, pass_factors: Factors, one: Pass) -> None:
         """Put the factors of one pass in their place."""
-        self._terms, self._bias, self._origin = (
-            pass_factors.terms,
-            pass_factors.bias,
-            pass_factors.origin,
-        )
+        self._fields = {field: getattr(pass_factors, field) for field in self._fields}
         self._layers |= {layer.name: layer for layer in pass_factors.layers}
-        for kind, sums in self._sums.items():
-            for name, value in getattr(pass_factors, kind).items():
-                if name not in one.parts or one.parts[name].rows is None:
-                    sums[name] = value
-                    continue
-                if name not in sums:
-                    length = self._layers[name].stack[0]
-                    sums[name] = np.zeros((length, *value.shape[1:]), value.dtype)
-                sums[name][one.start : one.start + len(value)] = value
+        for place, side in pass_factors.sides.items():
+            if not one.has_window_of(place.key):
+                self._sides[place] = side
+                continue
+            arrays = [x for x in (side.data, side.count) if x.ndim]
+            if place not in self._sides:
+                length = self._layers[place.key].stack[0]
+                self._sides[place] = Side(
+                    *(np.zeros((length, *x.shape[1:]), x.dtype) for x in arrays)
+                )
+            stored = self._sides[place]
+            for whole, part in zip((stored.data, stored.count), arrays, strict=False):
+                whole[one.start : one.start + len(part)] = part
 
     def factors(self) -> Factors:
         """The assembled factors, with layers in the program's order."""
         order = sorted(self._layers, key=[*self._order, *self._layers].index)
         layers = tuple(self._layers[name] for name in order)
-        return Factors(
-            **self._sums,
-            terms=self._terms,
-            layers=layers,
-            bias=self._bias,
-            corrections=None,
-            turn=None,
-            loss_terms=self.loss_terms,
-            origin=self._origin,
+        return Factors.of_sides(
+            self._sides, layers=layers, loss_terms=self.loss_terms, **self._fields
         )

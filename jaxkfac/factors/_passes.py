@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors._marks import weighed
 from jaxkfac.factors._statistics import PassPart, Statistics
-from jaxkfac.factors.sums._origin import Turn
+from jaxkfac.factors.sums import Place, Side, Turn, places_of
 from jaxkfac.interception import Layer, scanned_by
 from jaxkfac.interception.values import Window
-from jaxkfac.linalg import has_panels, is_folded, panel_shapes, unfolded_size
+from jaxkfac.linalg import has_panels, panel_shapes
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 # The cost of a pass without parameter gradients, in gradients: with remat a gradient takes four
@@ -37,6 +37,10 @@ class Pass(NamedTuple):
     start: int
     nbytes: int
     results: int = 0
+
+    def has_window_of(self, name: str) -> bool:
+        """Whether it gathers some of the iterations of a layer."""
+        return name in self.parts and self.parts[name].rows is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +176,10 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
         a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
         g = {key: leaf for key, leaf in slot.items() if key not in a}
         if a:
-            sums = shapes.a_sums[layer.name]
+            sums = shapes.side(Place("a", layer.name)).data
             written = _written(a, dense=layer.a_dense) if scan else 0
             yield _Side(layer, True, _extra(a, sums), _bytes(sums), written, scan)
-        sums = (shapes.diagonals | shapes.g_sums)[layer.name]
+        sums = shapes.side(places_of(layer)[-1]).data
         extra = _extra(g, sums) + vjps * _bytes(g)
         if statistics.unpacks(layer) and "g" in g:
             panels = panel_shapes(layer.out_features)
@@ -191,9 +195,8 @@ def _written(slot: Mapping[str, Any], *, dense: bool) -> int:
     """
     total = 2 * _bytes(slot)
     for leaf in (slot[key] for key in ("a", "g") if dense and key in slot):
-        if is_folded(leaf):
-            full = leaf.dtype.itemsize * unfolded_size(leaf) ** 2
-            total += max(full - _bytes(leaf), 0)
+        if (matrix := Side(leaf, is_matrix=True)).is_packed:
+            total += max(leaf.dtype.itemsize * matrix.size**2 - _bytes(leaf), 0)
     return total
 
 
@@ -348,11 +351,11 @@ def _groups(
 def _nbytes_of(statistics: Statistics) -> Callable[[list[Layer]], float]:
     """A function that returns the bytes of the factors of some layers."""
     shapes = statistics.shapes(jax.ShapeDtypeStruct((), jnp.float32))
-    tables = shapes.a_sums, shapes.g_sums, shapes.diagonals
+    arrays = {place: side.data for place, side in shapes.sides.items()}
 
     def nbytes(group: list[Layer]) -> float:
-        sums = (table[x.name] for x in group for table in tables if x.name in table)
-        return float(_bytes(list(sums)))
+        names = {layer.name for layer in group}
+        return float(_bytes([x for place, x in arrays.items() if place.key in names]))
 
     return nbytes
 

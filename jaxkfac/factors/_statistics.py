@@ -22,17 +22,15 @@ from jaxkfac.factors._taps import (
     input_means,
     outer_products,
 )
-from jaxkfac.factors.sums._factors import PACKED_FROM, BiasMode, Factors, packed_matrix
+from jaxkfac.factors.sums import PACKED_FROM, BiasMode, Factors, Place, Side, Sides
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
 from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import (
     PANELS_FROM,
-    is_folded,
     packed_shape,
     panel_shapes,
     statistics_dtype,
-    unfolded,
     unpack_panels,
 )
 
@@ -381,38 +379,41 @@ class Statistics:
 
     def shapes(self, terms: jax.ShapeDtypeStruct) -> Factors:
         """Shapes of the factors, from the layers alone."""
-        a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
+        sides: Sides = {}
         for layer in self.layers:
             gathered, dtype = self._pass_part(layer), self._dtype(layer)
 
-            def shaped(*sizes: int, of: Layer = layer, dtype: Any = dtype) -> Any:
-                return jax.ShapeDtypeStruct((*of.stack, *sizes), dtype)
+            def add(table: str, size: int, dense: bool, of: Layer = layer, d: Any = dtype) -> None:
+                shape = (*of.stack, *[size] * (1 + dense))
+                count = jax.ShapeDtypeStruct(of.stack, d) if table == "a" else terms
+                sides[Place(table, of.name)] = Side(jax.ShapeDtypeStruct(shape, d), count, dense)
 
             if gathered.outputs and layer.is_diagonal:
                 shape = self.traced.part_shape(layer.weight)
-                diagonals[layer.name] = jax.ShapeDtypeStruct(shape, dtype)
+                diagonal = jax.ShapeDtypeStruct(shape, dtype)
+                sides[Place("diagonals", layer.name)] = Side(diagonal, terms)
             elif gathered.outputs:
-                n = layer.out_features
-                g_sums[layer.name] = shaped(n, n) if layer.g_dense else shaped(n)
+                add("g", layer.out_features, layer.g_dense)
             if layer.is_elementwise:
                 if gathered.outputs and not layer.is_diagonal:
-                    a_sums[layer.name], a_counts[layer.name] = shaped(1), shaped()
+                    add("a", 1, False)
             elif layer.input == layer.name and gathered.inputs:
-                n = layer.in_features + self._has_ones(layer)
-                a_sums[layer.name] = shaped(n, n) if layer.a_dense else shaped(n)
-                a_counts[layer.name] = shaped()
-        shapes = Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
-        return shapes.packed() if self.packed else shapes
+                add("a", layer.in_features + self._has_ones(layer), layer.a_dense)
+        return self._made_of(sides, terms)
 
-    def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Sums and counts of the input sides; they are equal for every Fisher type."""
-        sums, counts = {}, {}
+    def _made_of(self, sides: Sides, terms: Any) -> Factors:
+        factors = Factors.of_sides(sides, terms=terms, layers=self.layers, bias=self.bias)
+        return factors.packed() if self.packed else factors
+
+    def inputs(self, emitted: Mapping[str, Slot]) -> Sides:
+        """The input sides; they are equal for every Fisher type."""
+        sides: Sides = {}
         for layer in self.layers:
             slot = emitted[layer.name]
             if "a" in slot:
                 moments = {key: slot[key] for key in ("a", "a_sum", "a_count") if key in slot}
                 moments = sum_over_devices(moments, self.axes)
-                sums[layer.name], counts[layer.name] = _with_ones(moments), moments["a_count"]
+                sides[Place("a", layer.name)] = Side(_with_ones(moments), moments["a_count"])
             elif "a_rows" in slot:
                 means = input_means(
                     slot["a_rows"],
@@ -422,8 +423,8 @@ class Statistics:
                     **self._after(layer),
                 )
                 means = sum_over_devices(sum_of_varying(means), self.axes)
-                sums[layer.name], counts[layer.name] = means
-        return sums, counts
+                sides[Place("a", layer.name)] = Side(*means)
+        return sides
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
         """Sums of the output sides and diagonals; they add up over vector-Jacobian products.
@@ -464,8 +465,7 @@ class Statistics:
 
         The output sides are multiplied by ``scale``; see ``Linearised.squares_to_sums``.
         """
-        a_sums, a_counts = self.inputs(emitted)
-        g_sums, diagonals = {}, {}
+        sides = self.inputs(emitted)
         for layer in self.layers:
             if not self._pass_part(layer).outputs:
                 continue
@@ -476,12 +476,12 @@ class Statistics:
                 total = sum_over_devices(outputs[layer.name], self.axes)
                 total = jax.tree.map(lambda x: x * scale.astype(x.dtype), total)
                 total = unpack_panels(total) if isinstance(total, tuple) else total
-            (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
+            table = "diagonals" if layer.is_diagonal else "g"
+            sides[Place(table, layer.name)] = Side(total, terms)
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block; its A is one
                 count = jnp.broadcast_to(terms.astype(total.dtype), layer.stack)
-                a_sums[layer.name], a_counts[layer.name] = count[..., None], count
-        factors = Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
-        return factors.packed() if self.packed else factors
+                sides[Place("a", layer.name)] = Side(count[..., None], count)
+        return self._made_of(sides, terms)
 
     def _unit_output(self, layer: Layer, slot: Slot) -> Array:
         """The mean output side if gradients with respect to output rows are orthonormal."""
@@ -539,13 +539,14 @@ def _moment(
     return zeros((*stack, size, size), dtype)
 
 
-def _folded_with_ones(a: Array, total: Array, count: Array) -> Array:
+def _packed_with_ones(a: Array, total: Array, count: Array) -> Array:
     """Folded matrices with the ones column; one of a stack at a time exists in full."""
     flat = lambda x, axes: x.reshape(-1, *x.shape[x.ndim - axes :])
 
     def one(slices: tuple[Array, Array, Array]) -> Array:
         a, total, count = slices
-        return packed_matrix(unpack_panels((unfolded(a),), (total, count)))
+        full = Side(a, is_matrix=True).in_full().data
+        return Side(unpack_panels((full,), (total, count)), is_matrix=True).packed().data
 
     out = jax.lax.map(one, (flat(a, 2), flat(total, 1), flat(count, 0)))
     return out.reshape(*count.shape, *out.shape[1:])
@@ -557,8 +558,8 @@ def _with_ones(slot: Slot) -> Array:
     if "a_sum" not in slot:
         return unpack_panels(a) if isinstance(a, tuple) else a
     total, count = slot["a_sum"], slot["a_count"]
-    if not isinstance(a, tuple) and a.ndim == total.ndim + 1 and is_folded(a):
-        return _folded_with_ones(a, total, count)
+    if not isinstance(a, tuple) and a.ndim == total.ndim + 1 and Side(a, is_matrix=True).is_packed:
+        return _packed_with_ones(a, total, count)
     # On a diagonal side the column of ones adds its own square alone, whose sum is the count.
     if not isinstance(a, tuple) and a.ndim == total.ndim:
         return jnp.concatenate([a, count[..., None]], -1)

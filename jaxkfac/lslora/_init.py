@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
-from jaxkfac.factors.sums import Factors
+from jaxkfac.factors.sums import Factors, Place
 from jaxkfac.interception import Layer, LayerTable, Site, selector
 from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.linalg import statistics_dtype
@@ -72,7 +72,7 @@ def covariance(factors: Factors, layer: Layer, ties: Ties) -> Any:
             f"{nearest(layer.name, factors)}"
         )
     base_layer = factors.layer(name)
-    sums = factors.a_sums[base_layer.input]
+    sums = factors.side(Place("a", base_layer.input)).in_full().data
     xp: Any = jnp if isinstance(sums, Tracer) else np
     if xp is np:
         sums = np.asarray(sums, np.float64)

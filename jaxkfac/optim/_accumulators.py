@@ -13,8 +13,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
-from jaxkfac.factors.sums import Corrections, Factors
-from jaxkfac.linalg import fold_triangle, unfold_triangle
+from jaxkfac.factors.sums import Corrections, Factors, Side
 
 Sums = dict[str, Any]
 MemoryKind = Literal["device", "pinned_host"]
@@ -71,14 +70,14 @@ class Accumulators:
         def zero_matrix(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> Array:
             if not self.narrow:
                 return zero(x)
-            shape = jax.eval_shape(fold_triangle, x).shape
-            return self._put(jnp.zeros(shape, self.triangle))
+            shape = jax.ShapeDtypeStruct(x.shape, self.triangle)
+            return self._put(jnp.zeros_like(_triangle(shape)))
 
         sums = {"grads": params, "factors": like, "terms": jax.ShapeDtypeStruct((), self.wide)}
         return _mapped(sums, zero, zero_matrix, lambda x: jnp.zeros(x.shape, self.wide))
 
     def save(self, sums: Sums) -> Sums:
-        """Folded sums as they are kept."""
+        """Packed sums as they are kept."""
         weight = _weight(sums["terms"])
 
         def narrowed(x: Array) -> Array:
@@ -90,7 +89,7 @@ class Accumulators:
         return _mapped(sums, narrowed, narrowed_matrix, lambda x: x)
 
     def load(self, kept: Sums) -> Sums:
-        """Folded sums on the device."""
+        """Packed sums on the device."""
         weight = _weight(kept["terms"])
 
         def widened(x: Array) -> Array:
@@ -99,13 +98,13 @@ class Accumulators:
 
         return _mapped(kept, widened, lambda x: self._fetched(x).astype(self.wide), lambda x: x)
 
-    def folded(self, sums: Sums) -> Sums:
+    def packed(self, sums: Sums) -> Sums:
         """One triangle of every matrix, where that is what is kept."""
-        return _mapped(sums, _same, fold_triangle if self.narrow else _same, _same)
+        return _mapped(sums, _same, _triangle if self.narrow else _same, _same)
 
-    def unfolded(self, sums: Sums) -> Sums:
-        """The inverse of :meth:`folded`."""
-        return _mapped(sums, _same, unfold_triangle if self.narrow else _same, _same)
+    def unpacked(self, sums: Sums) -> Sums:
+        """The inverse of :meth:`packed`."""
+        return _mapped(sums, _same, _in_full if self.narrow else _same, _same)
 
     def _put(self, x: Array) -> Array:
         host = self.memory_kind == "pinned_host"
@@ -163,6 +162,14 @@ def _same(x: Any) -> Any:
     return x
 
 
+def _triangle(matrix: Any) -> Any:
+    return Side(matrix, is_matrix=True).packed(0).data  # small ones too
+
+
+def _in_full(triangle: Any) -> Any:
+    return Side(triangle, is_matrix=True).in_full().data
+
+
 def _mapped_corrections(
     corrections: Corrections | None, other: Callable[[Any], Any], count: Callable[[Any], Any]
 ) -> Corrections | None:
@@ -181,13 +188,15 @@ def _mapped(
     """Functions of the dense factors, of the counts, and of everything else."""
     factors = sums["factors"]
     if factors is not None:
-        dense_a, dense_g = factors.dense_inputs, factors.dense_outputs
-        factors = dataclasses.replace(
-            factors,
-            a_sums={k: (matrix if k in dense_a else other)(x) for k, x in factors.a_sums.items()},
-            a_counts={k: count(x) for k, x in factors.a_counts.items()},
-            g_sums={k: (matrix if k in dense_g else other)(x) for k, x in factors.g_sums.items()},
-            diagonals={k: other(x) for k, x in factors.diagonals.items()},
+        factors = factors.with_sides(
+            {
+                place: Side(
+                    (matrix if x.is_matrix else other)(x.data),
+                    count(x.count) if place.table == "a" else None,
+                    x.is_matrix,
+                )
+                for place, x in factors.sides.items()
+            },
             terms=count(factors.terms),
             turn=factors.turn
             and dataclasses.replace(factors.turn, number=count(factors.turn.number)),

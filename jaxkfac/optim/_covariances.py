@@ -1,7 +1,7 @@
 """Covariances of Adam in the eigenbasis: factors, with some sides taken from the gradient."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac.curvature import Eigenbases, owners
-from jaxkfac.factors.sums import Factors, stored_like
+from jaxkfac.factors.sums import Factors, Place, Side, Sides, stored_like
 from jaxkfac.interception import Layer
 
 Covariance = Literal["factors", "gradient"]
@@ -140,28 +140,23 @@ class Covariances:
         like, dtype = self.like, self.like.terms.dtype
         terms = jnp.ones((), dtype) if self.alone or factors is None else factors.terms
         came = (terms > 0).astype(dtype)
-        tables = {table: {} for table in ("a_sums", "a_counts", "g_sums")}
+        sides: Sides = {} if factors is None else factors.sides
         for block in self.blocks:
             layer, name = block.layer, block.layer.name
             matrix = block.read(grads, dtype).get(name)
             if name in self.a and matrix is not None:
                 product = jnp.matmul(matrix, matrix.mT, precision=jax.lax.Precision.HIGHEST)
-                tables["a_sums"][layer.input] = came * product
-                tables["a_counts"][layer.input] = jnp.broadcast_to(came, layer.stack)
+                count = jnp.broadcast_to(came, layer.stack)
+                sides[Place("a", layer.input)] = Side(came * product, count, True)
             if name in self.g and matrix is not None:
                 product = jnp.matmul(matrix.mT, matrix, precision=jax.lax.Precision.HIGHEST)
                 # G is read as a mean over ``terms``, but A over its own count, here 1.
-                tables["g_sums"][name] = terms * product
-        merged = {}
-        for table, new in tables.items():
-            table_of_factors = {} if factors is None else getattr(factors, table)
-            merged[table] = {
-                key: new[key]
-                if key in new
-                else table_of_factors.get(key, jnp.zeros(x.shape, x.dtype))
-                for key, x in getattr(like, table).items()
-            }
-        return stored_like(dataclasses.replace(like, terms=terms, **merged), like)
+                sides[Place("g", name)] = Side(terms * product, terms, True)
+        for place, shapes in like.sides.items():
+            if place not in sides:
+                sides[place] = shapes.map(lambda x: jnp.zeros(x.shape, x.dtype))
+        merged = {place: sides[place] for place in like.sides}
+        return stored_like(like.with_sides(merged, terms=terms), like)
 
 
 def _with_sides(
@@ -175,19 +170,18 @@ def _with_sides(
     """Shapes of the factors of some layers, packed if those are."""
     dtype = stacked.terms.dtype
 
-    def side(layer: Layer, size: int, *, dense: bool) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*layer.stack, *[size] * (1 + dense)), dtype)
+    def side(layer: Layer, size: int | None = None, *, dense: bool = False) -> Any:
+        sizes = () if size is None else [size] * (1 + dense)
+        return jax.ShapeDtypeStruct((*layer.stack, *sizes), dtype)
 
-    a_sums, a_counts, g_sums = {}, {}, {}
+    sides, collected = {}, stacked.sides
     for layer in layers:
         size = layer.in_features + stacked.wants_ones(layer)
-        own_a = side(layer, size, dense=layer.a_dense)
+        at_a, at_g = Place("a", layer.input), Place("g", layer.name)
+        own_a, count = side(layer, size, dense=layer.a_dense), side(layer)
+        if at_a in collected and layer.name not in a and not alone:
+            own_a = collected[at_a].data
+        sides[at_a] = Side(own_a, count)
         own_g = side(layer, layer.out_features, dense=layer.g_dense)
-        from_factors = layer.input in stacked.a_sums and layer.name not in a and not alone
-        a_sums[layer.input] = stacked.a_sums[layer.input] if from_factors else own_a
-        a_counts[layer.input] = jax.ShapeDtypeStruct(layer.stack, dtype)
-        g_sums[layer.name] = own_g if alone or layer.name in g else stacked.g_sums[layer.name]
-    out = dataclasses.replace(
-        stacked, a_sums=a_sums, a_counts=a_counts, g_sums=g_sums, diagonals={}, layers=layers
-    )
-    return out.packed() if stacked.is_packed else out
+        sides[at_g] = Side(own_g) if alone or layer.name in g else collected[at_g]
+    return stacked.with_sides(sides, layers=layers).packed_like(stacked)

@@ -86,8 +86,7 @@ def shapes_in(state: Any) -> Factors:
     """Shapes of the factors that the optimizer of a state takes."""
 
     def statistics(state: Any) -> Factors:
-        taken = state.statistics
-        return taken.packed() if state.stacked_average.is_packed else taken
+        return state.statistics.packed_like(state.stacked_average)
 
     return jax.eval_shape(statistics, state)
 

@@ -76,7 +76,7 @@ class KfacState(NamedTuple):
         return _read(self._factors_of_the_model, stacked)
 
     def _factors_of_the_model(self, stacked: Factors) -> Factors:
-        return self.stacks.unstacked_factors(stacked).unpacked()
+        return self.stacks.unstacked(stacked).unpacked()
 
     @property
     def bases(self) -> Eigenbases:
@@ -90,7 +90,7 @@ class KfacState(NamedTuple):
                 "this state keeps inverses of damped factors, not eigenbases: build "
                 "jk.kfac(..., inverse='eigh'), or take jk.eigendecompose(state.average)"
             )
-        return _read(self.stacks.unstacked_bases, self.stacked_bases)
+        return _read(self.stacks.unstacked, self.stacked_bases)
 
 
 def _read(function: Callable[[Any], Any], stacked: ArrayTree) -> Any:
@@ -129,7 +129,7 @@ def _measures(bases: Eigenbases | Inverses) -> bool:
 
 
 def check_same_model(
-    state: KfacState, stacks: Stacks, bases_type: type, *, adapts: bool, packed: bool
+    state: KfacState, stacks: Stacks, bases_type: type, *, adapts: bool, like: Factors
 ) -> None:
     """Refuse a state of another model, or with another preconditioner."""
     if not isinstance(state.stacks, Stacks):
@@ -146,8 +146,7 @@ def check_same_model(
             f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
             f"and damping_mode= expected {bases_type.__name__}: make a new one with tx.init(params)"
         )
-    remedy = f"build it with packed={not packed}"
-    check_storage("kfac", state.stacked_average, packed=packed, remedy=remedy)
+    check_storage("kfac", state.stacked_average, like, remedy="build it with")
     if isinstance(state.adaptation, AdaptationState) is not adapts:
         raise ValueError(
             f"kfac: the state {'does not adapt' if adapts else 'adapts'} itself, and this kfac "
@@ -155,11 +154,19 @@ def check_same_model(
         )
 
 
-def check_storage(optimizer: str, average: Factors, *, packed: bool, remedy: str) -> None:
-    """Refuse a state whose average is stored otherwise than ``packed`` says."""
-    if average.is_packed is not packed:
-        stored, expected = ("dense", "packed") if packed else ("packed", "dense")
+def check_storage(optimizer: str, average: Factors, like: Factors, *, remedy: str) -> None:
+    """Refuse a state whose average is stored otherwise than ``like``.
+
+    Args:
+        optimizer: Its name.
+        average: The average in the state.
+        like: The shapes that the optimizer was built with.
+        remedy: What takes another ``packed=``, as the middle of a sentence.
+    """
+    is_packed = average.is_packed
+    if is_packed is not like.is_packed:
+        stored, expected = ("packed", "dense") if is_packed else ("dense", "packed")
         raise ValueError(
             f"{optimizer}: the state's average is {stored}, and this {optimizer} keeps it "
-            f"{expected}: {remedy}, or make a new state with tx.init(params)"
+            f"{expected}: {remedy} packed={is_packed}, or make a new state with tx.init(params)"
         )

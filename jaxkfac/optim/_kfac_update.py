@@ -143,7 +143,7 @@ class KfacTransformation:
             ours.stacks,
             ours.method.stored_type,
             adapts=self.adaptation is not None,
-            packed=ours.like.is_packed,
+            like=ours.like,
         )
         if factors is not None:
             factors = ours.as_kept(factors, state)

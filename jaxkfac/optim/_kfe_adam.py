@@ -326,9 +326,8 @@ class _KfeAdam:
                 "kfe_adam: the state was made with another covariance= or max_side=: make a new "
                 "one with tx.init(params)"
             )
-        packed = self.sides.like.is_packed
-        remedy = f"take like= from value_grad_and_factors(packed={not packed})"
-        check_storage("kfe_adam", state.stacked_average, packed=packed, remedy=remedy)
+        remedy = "take like= of value_grad_and_factors with"
+        check_storage("kfe_adam", state.stacked_average, self.sides.like, remedy=remedy)
         if factors is not None:
             factors = self.collected.checked(factors)
         check_like_momentum(grads, state.first)

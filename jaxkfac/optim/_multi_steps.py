@@ -208,7 +208,7 @@ class _Groups:
             wide = max(wide, self.storage_dtype, key=lambda dtype: dtype.itemsize)
         accumulators = self._accumulators(wide)
         if shapes is not None and accumulators.narrow:
-            shapes = jax.eval_shape(Factors.unpacked, shapes)  # small matrices are folded too
+            shapes = jax.eval_shape(Factors.unpacked, shapes)  # small matrices are packed too
         zeros = accumulators.zeros(gradients_only(params), shapes)
         return MultiStepsState(
             accumulation=self._counters(wide).init({})._replace(acc_grads=zeros),
@@ -251,7 +251,7 @@ class _Groups:
         def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             pooled = {}
             if factors is not None:
-                group = _pooled(accumulators.unfolded(total)["factors"], factors)
+                group = _pooled(accumulators.unpacked(total)["factors"], factors)
                 # The inner transformation reads in it which axes the group is reduced over.
                 pooled["factors"] = with_origin(group, origin or group.origin)
             updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
@@ -278,7 +278,7 @@ class _Groups:
         loaded = accumulation._replace(acc_grads=accumulators.load(stored))
         total: Any
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
-            total, added = self._counters(wide).update(accumulators.folded(sums), loaded)
+            total, added = self._counters(wide).update(accumulators.packed(sums), loaded)
         stored = added.acc_grads
         return total, added._replace(acc_grads=accumulators.save(stored))
 
@@ -318,11 +318,11 @@ def _as_summed(factors: Factors | None, stored: Sums, accumulators: Accumulators
     if factors is not None:
         factors = with_origin(without_loss_terms(factors), stored["factors"].origin)
         if accumulators.narrow:
-            return factors.unpacked()  # folded later, the small ones too
+            return factors.unpacked()  # packed later, the small ones too
         return stored_like(factors, stored["factors"])
     if stored["factors"] is None:
         return None
-    shapes = jax.eval_shape(lambda sums: accumulators.unfolded(accumulators.load(sums)), stored)
+    shapes = jax.eval_shape(lambda sums: accumulators.unpacked(accumulators.load(sums)), stored)
     return zeros_like(shapes["factors"])  # they are collected at other micro-steps
 
 

@@ -1,6 +1,6 @@
 """State of ``multi_steps``, checks of what it is given, and groups of a single micro-batch."""
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -83,15 +83,14 @@ def check_not_nested(state: ArrayTree) -> None:
 
 def check_structure_of_turn(factors: Factors, stored: Factors) -> None:
     """Refuse factors that come in turns and lack layers, because sums have one structure."""
-    for table in ("g_sums", "diagonals"):
-        absent = [name for name in getattr(stored, table) if name not in getattr(factors, table)]
-        if absent:
-            raise ValueError(
-                f"multi_steps: the factors of this step lack layer {absent[0]!r}, which comes in "
-                "another turn (collect=), and sums have one structure for all turns: pass "
-                "stats(..., step=) a traced number, with which layers outside of scans come at "
-                "every step; a program without a scan cannot be accumulated in turns"
-            )
+    absent = [name for name in stored if not factors.has_arrays_of(stored.layer(name))]
+    if absent:
+        raise ValueError(
+            f"multi_steps: the factors of this step lack layer {absent[0]!r}, which comes in "
+            "another turn (collect=), and sums have one structure for all turns: pass "
+            "stats(..., step=) a traced number, with which layers outside of scans come at "
+            "every step; a program without a scan cannot be accumulated in turns"
+        )
 
 
 def kfac_states(state: ArrayTree) -> list[KfacState]:
@@ -105,14 +104,14 @@ def factors_in(state: ArrayTree) -> Factors | None:
     ours = KfacState, KfeAdamState
     types = (Factors, *ours)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, types))
-    is_packed = any(isinstance(x, ours) and x.stacked_average.is_packed for x in nodes)
+    averages = [x.stacked_average for x in nodes if isinstance(x, ours)]
     nodes = [node.statistics if isinstance(node, ours) else node for node in nodes]
     all_factors = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
     for more in all_factors[1:]:
         check_same_layers(more, all_factors[0])
     if not all_factors:
         return None
-    return all_factors[0].packed() if is_packed else all_factors[0]
+    return functools.reduce(Factors.packed_like, averages, all_factors[0])
 
 
 def check_statistics(
@@ -249,8 +248,12 @@ def without_empty(factors: Factors) -> Factors:
     Without a loss term they are empty sums, whatever 0/0 made of them.
     """
     has_terms = factors.terms > 0
-    g_sums, diagonals, corrections = jax.tree.map(
-        lambda f: jnp.where(has_terms, f, jnp.zeros_like(f)),
-        (factors.g_sums, factors.diagonals, factors.corrections),
-    )
-    return dataclasses.replace(factors, g_sums=g_sums, diagonals=diagonals, corrections=corrections)
+
+    def or_zero(x: Array) -> Array:
+        return jnp.where(has_terms, x, jnp.zeros_like(x))
+
+    sides = {
+        place: side if place.table == "a" else side.with_data(or_zero(side.data))
+        for place, side in factors.sides.items()
+    }
+    return factors.with_sides(sides, corrections=jax.tree.map(or_zero, factors.corrections))

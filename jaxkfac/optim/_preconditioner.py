@@ -26,7 +26,7 @@ from jaxkfac.curvature import (
     refresh_bases,
     refresh_inverses,
 )
-from jaxkfac.factors.sums import Corrections, Factors
+from jaxkfac.factors.sums import Corrections, Factors, Side, over_stack
 from jaxkfac.linalg.spectral import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._schedules import Clipping
 
@@ -219,13 +219,13 @@ class _CholeskyInverses(Preconditioner[Inverses]):
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
         how: Any = {"damping": damping, "damping_mode": self._mode}
-        return _stored_like(like, identity_inverses(like, **how, **clipping))
+        return identity_inverses(like, **how, **clipping).packed_like(like)
 
     def fresh(
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
     ) -> Inverses:
         how: Any = {"damping": damping, "damping_mode": self._mode, "distribute": axis}
-        return _stored_like(average, invert(average, **how, **clipping))
+        return invert(average, **how, **clipping).packed_like(average)
 
     def in_place(
         self, current: Inverses, first: Bool[Array, ""], average: Factors, damping: Damping
@@ -235,10 +235,6 @@ class _CholeskyInverses(Preconditioner[Inverses]):
 
     def apply(self, grads: ArrayTree, inverses: Inverses, damping: Damping) -> ArrayTree:
         return precondition(grads, inverses)
-
-
-def _stored_like(factors: Factors, inverses: Inverses) -> Inverses:
-    return inverses.packed() if factors.is_packed else inverses
 
 
 METHODS: dict[str, type[Preconditioner]] = {
@@ -279,16 +275,7 @@ def preconditioner_of(
 
 def of_layers_in(group: Bases, bases: Bases) -> Bases:
     """Select the layers of ``group`` from ``bases``."""
-    tables = {
-        table: {k: getattr(bases, table)[k] for k in getattr(group, table)}
-        for table in tables_of(group)
-    }
-    return dataclasses.replace(group, **tables)
-
-
-def tables_of(bases: Eigenbases | Inverses) -> list[str]:
-    """Names of the fields of bases or inverses that are tables."""
-    return [f.name for f in dataclasses.fields(bases) if isinstance(getattr(bases, f.name), dict)]
+    return group.with_sides({place: bases.side(place) for place in group.sides})
 
 
 def keep_where_not_finite(new: Bases, old: Bases) -> tuple[Bases, Int[Array, ""]]:
@@ -298,32 +285,18 @@ def keep_where_not_finite(new: Bases, old: Bases) -> tuple[Bases, Int[Array, ""]
     """
     failed: list[Array] = []
 
-    def pick(fresh: Spectrum | Array, stale: Any) -> Any:
-        if isinstance(fresh, Spectrum):
-            ok = _counted(jnp.isfinite(fresh.values).all(-1), failed)
-            values = jnp.where(ok[..., None], fresh.values, stale.values)
-            if fresh.vectors is None:
-                return Spectrum(values, None)
-            return Spectrum(values, jnp.where(ok[..., None, None], fresh.vectors, stale.vectors))
-        return jnp.where(_counted(jnp.isfinite(fresh).all(), failed), fresh, stale)  # a diagonal
+    def pick(fresh: Side, stale: Side) -> Side:
+        if isinstance(fresh.data, Spectrum):
+            ok = _counted(jnp.isfinite(fresh.data.values).all(-1), failed)
+        elif fresh.is_matrix:
+            # If an inverse failed, all its entries are NaN, so one entry is enough to check.
+            ok = _counted(jnp.isfinite(fresh.data[..., 0, 0]), failed)
+        else:
+            ok = _counted(jnp.isfinite(fresh.data).all(), failed)
+        kept = lambda x, y: jnp.where(over_stack(ok, x), x, y)
+        return fresh.with_data(jax.tree.map(kept, fresh.data, stale.data))
 
-    def pick_matrix(fresh: Array, stale: Array) -> Array:
-        # If an inverse failed, all its entries are NaN, so one entry is enough to check.
-        return jnp.where(_counted(jnp.isfinite(fresh[..., :1, :1]), failed), fresh, stale)
-
-    if isinstance(new, Inverses):
-        a, g = ({x.name for x in new.layers if getattr(x, f"{s}_dense")} for s in "ag")
-        tables = {
-            table: {
-                name: (pick_matrix if name in dense else pick)(x, getattr(old, table)[name])
-                for name, x in getattr(new, table).items()
-            }
-            for table, dense in (("a", a), ("g", g), ("biases", g), ("diagonals", ()))
-        }
-        picked: Any = dataclasses.replace(new, **tables)
-    else:
-        picked = jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, Spectrum))
-    return picked, sum(failed, jnp.zeros((), jnp.int32))
+    return new.map_sides(pick, old), sum(failed, jnp.zeros((), jnp.int32))
 
 
 def _counted(ok: Bool[Array, "..."], failed: list[Array]) -> Bool[Array, "..."]:

@@ -11,17 +11,14 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis
 from jaxkfac.factors import balanced_groups
 from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Damping
-from jaxkfac.optim._preconditioner import Bases, Preconditioner, tables_of
+from jaxkfac.optim._preconditioner import Bases, Preconditioner
 from jaxkfac.optim._schedules import Clipping
 from jaxkfac.optim._trees import once_where
-
-_FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
 @runtime_checkable
@@ -162,16 +159,14 @@ def _part_of(factors: Factors, group: RefreshGroup) -> Factors:
     if group.layers == factors.layers and group.iterations is None:
         return factors
     names = {layer.name for layer in group.layers}
-    rows = slice(*group.iterations) if group.iterations else slice(None)
-    tables = {
-        table: {k: x[rows] if group.iterations else x for k, x in sums.items() if k in names}
-        for table, sums in ((table, getattr(factors, table)) for table in _FACTORS)
-    }
+    sides = {place: x for place, x in factors.sides.items() if place.key in names}
     layers = group.layers
     if group.iterations is not None:
-        length = rows.stop - rows.start
-        layers = tuple(dataclasses.replace(x, stack=(length, *x.stack[1:])) for x in layers)
-    return dataclasses.replace(factors, layers=layers, turn=None, **tables)
+        rows = slice(*group.iterations)
+        sides = {place: side.map(lambda x: x[rows]) for place, side in sides.items()}
+        stack = (rows.stop - rows.start,)
+        layers = tuple(dataclasses.replace(x, stack=(*stack, *x.stack[1:])) for x in layers)
+    return factors.with_sides(sides, layers=layers, turn=None)
 
 
 def _rows_of(bases: Bases, group: RefreshGroup) -> Bases:
@@ -180,30 +175,20 @@ def _rows_of(bases: Bases, group: RefreshGroup) -> Bases:
         return bases
     rows = slice(*group.iterations)
     names = {name for layer in group.layers for name in (layer.name, layer.input)}
-    tables = {
-        table: {
-            name: jax.tree.map(lambda x: x[rows], value)
-            for name, value in getattr(bases, table).items()
-            if name in names
-        }
-        for table in tables_of(bases)
-    }
-    return dataclasses.replace(bases, **tables)
+    sides = bases.sides.items()
+    return bases.with_sides(
+        {place: side.map(lambda x: x[rows]) for place, side in sides if place.key in names}
+    )
 
 
 def _written(bases: Bases, new: Bases, group: RefreshGroup) -> Bases:
     """``bases`` with those of ``group`` replaced."""
+    old, sides = bases.sides, new.sides
+    if group.iterations is not None:
+        start, _ = group.iterations
 
-    def rows(old: ArrayTree, new: ArrayTree) -> Any:
-        start, _ = group.iterations or (0, 0)
-        return jax.tree.map(
-            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), old, new
-        )
+        def write(x: Array, rows: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
-    tables = {}
-    for table in tables_of(new):
-        old, values = getattr(bases, table), getattr(new, table)
-        if group.iterations is not None:
-            values = {name: rows(old[name], value) for name, value in values.items()}
-        tables[table] = old | values
-    return dataclasses.replace(bases, **tables)
+        sides = {place: old[place].map(write, side) for place, side in sides.items()}
+    return bases.with_sides({**old, **sides})

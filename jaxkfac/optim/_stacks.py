@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,16 @@ from jaxtyping import Array
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors.sums import Corrections, Factors
+from jaxkfac.factors.sums import Corrections, Factors, Place, Side, Sides
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg.spectral import Spectrum
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
 # it are few, or so large that a big model cannot afford to copy all of them at once.
 LARGEST_SIDE = 512
+
+
+Matrix = TypeVar("Matrix", Factors, Eigenbases)
 
 
 class SameShape(NamedTuple):
@@ -36,6 +39,26 @@ class SameShape(NamedTuple):
     layer: Layer
     members: tuple[Layer, ...]
     diagonal_axes: int
+
+    def split(self, table: str, side: Side) -> list[Side]:
+        """The sides of the members, from that of the stacked layer."""
+        if len(self.members) == 1:
+            return [side]
+        stack = len(self.layer.stack)
+        if isinstance(side.data, Spectrum):
+            values, vectors = side.data
+            parts: list[Any] = [Spectrum(x, None) for x in _unstacked(values, stack + 1)]
+            if vectors is not None:
+                columns = _unstacked(vectors, stack + 2)
+                parts = [Spectrum(x.values, y) for x, y in zip(parts, columns, strict=True)]
+        elif table == "diagonals":
+            parts = _unstacked(side.data, 1 + self.diagonal_axes)
+        else:
+            parts = _unstacked(side.data, stack + 1 + side.is_matrix)
+        counts = [side.count] * len(parts)
+        if table == "a" and side.count is not None:
+            counts = _unstacked(side.count, stack)
+        return [Side(*of, side.is_matrix) for of in zip(parts, counts, strict=True)]
 
     def matrices(self) -> Iterator[tuple[ParameterMatrix, list[ParameterMatrix]]]:
         """The stacked weight and bias, each with those of the members."""
@@ -136,18 +159,19 @@ class Stacks:
 
     def factors(self, factors: Factors) -> Factors:
         """Factors of the stacked model."""
-        stacked, more = self._stacked_table, factors.corrections
+        old, more = factors.sides, factors.corrections
         if more is not None:
+            stacked = self._stacked_table
             more = more._replace(sums=stacked(more.sums), bias_sums=stacked(more.bias_sums))
-        return dataclasses.replace(
-            factors,
-            a_sums=stacked(factors.a_sums),
-            a_counts=stacked(factors.a_counts),
-            g_sums=stacked(factors.g_sums),
-            diagonals=stacked(factors.diagonals),
-            layers=tuple(group.layer for group in self.groups),
-            corrections=more,
-        )
+        sides: Sides = {}
+        for layer, members, _ in self.groups:
+            for table in ("a", "g", "diagonals"):
+                if (table, members[0].name) in old:
+                    first, *others = (old[Place(table, member.name)] for member in members)
+                    own_counts = table == "a"  # G and diagonals have one count for all layers
+                    sides[Place(table, layer.name)] = _stacked(first, others, own_counts)
+        layers = tuple(group.layer for group in self.groups)
+        return factors.with_sides(sides, layers=layers, corrections=more)
 
     def _stacked_table(self, table: dict[str, Any]) -> dict[str, Any]:
         out = {}
@@ -157,36 +181,15 @@ class Stacks:
                 out[layer.name] = jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
         return out
 
-    def unstacked_factors(self, stacked: Factors) -> Factors:
-        """The inverse of :meth:`factors`."""
-        return dataclasses.replace(
-            stacked,
-            a_sums=self._unstack_table(stacked.a_sums, lambda layer: 1 + layer.a_dense),
-            a_counts=self._unstack_table(stacked.a_counts, lambda layer: 0),
-            g_sums=self._unstack_table(stacked.g_sums, lambda layer: 1 + layer.g_dense),
-            diagonals=self._each_diagonal(stacked.diagonals),
-            layers=self.layers,
-            corrections=self._unstacked_corrections(stacked.corrections),
-        )
-
-    def unstacked_bases(self, stacked: Eigenbases) -> Eigenbases:
-        """Bases of the model's layers, from those of the stacked model."""
-
-        def sides(table: dict[str, Spectrum]) -> dict[str, Spectrum]:
-            values = self._unstack_table({k: x.values for k, x in table.items()}, lambda layer: 1)
-            vectors = {k: x.vectors for k, x in table.items() if x.vectors is not None}
-            vectors = self._unstack_table(vectors, lambda layer: 2)
-            return {k: Spectrum(x, vectors.get(k)) for k, x in values.items()}
-
-        return dataclasses.replace(
-            stacked,
-            a=sides(stacked.a),
-            a_without_ones=sides(stacked.a_without_ones),
-            g=sides(stacked.g),
-            diagonals=self._each_diagonal(stacked.diagonals),
-            layers=self.layers,
-            corrections=self._unstacked_corrections(stacked.corrections),
-        )
+    def unstacked(self, stacked: Matrix) -> Matrix:
+        """Factors or bases of the model's layers, from those of the stacked model."""
+        groups, sides = {group.layer.name: group for group in self.groups}, {}
+        for (table, name), side in stacked.sides.items():
+            members = groups[name].members
+            for member, one in zip(members, groups[name].split(table, side), strict=True):
+                sides[Place(table, member.name)] = one
+        more = self._unstacked_corrections(stacked.corrections)
+        return stacked.with_sides(sides, layers=self.layers, corrections=more)
 
     def _unstacked_corrections(self, more: Corrections | None) -> Corrections | None:
         if more is None:
@@ -275,6 +278,17 @@ def _joined(members: Sequence[Layer] | Sequence[ParameterMatrix], field: str) ->
     """One name for several layers."""
     first, *more = (getattr(member, field) for member in members)
     return f"{first} and {len(more)} more" if more else first
+
+
+def _stacked(first: Side, others: Sequence[Side], own_counts: bool) -> Side:
+    """One side of several."""
+    if not others:
+        return first
+    data = jnp.stack([first.data, *(side.data for side in others)])
+    if not own_counts:
+        return first.with_data(data)
+    count = jnp.stack([first.count, *(side.count for side in others)])
+    return Side(data, count, first.is_matrix)
 
 
 def _unstacked(x: Array | np.ndarray, axes: int) -> list[Any]:

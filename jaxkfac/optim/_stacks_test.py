@@ -63,7 +63,7 @@ def test_layers_are_stacked_that_differ_in_names_alone(factors):
 def test_what_is_stacked_reads_as_it_was(factors):
     stacks = Stacks.of(factors)
     stacked = stacks.factors(factors)
-    same(stacks.unstacked_factors(stacked), factors)
+    same(stacks.unstacked(stacked), factors)
     assert len(jax.tree.leaves(stacked)) < len(jax.tree.leaves(factors))
     for dtype in (None, jnp.bfloat16):
         leaves = tree(jax.random.key(1), dtype)
@@ -79,7 +79,7 @@ def test_the_stacked_model_is_preconditioned_as_the_model(factors):
     expected = natural_gradient(grads, eigendecompose(factors), **options)
     for path, x in expected.items():
         assert jnp.allclose(found[path], x, rtol=1e-12, atol=1e-12), path
-    own = natural_gradient(grads, stacks.unstacked_bases(bases), **options)
+    own = natural_gradient(grads, stacks.unstacked(bases), **options)
     for path, x in expected.items():
         assert jnp.allclose(own[path], x, rtol=1e-12, atol=1e-12), path
 

@@ -16,11 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.factors.sums import (
     Factors,
+    Side,
+    Sides,
     arrays_of_turn,
+    over_stack,
     with_arrays_of_turn,
     without_turn,
 )
-from jaxkfac.linalg import diagonal
 from jaxkfac.optim._mapped_update import has_device_axis, on_first_device, parted_leaves
 from jaxkfac.optim._trees import is_concrete, sum_dtype
 
@@ -98,46 +100,30 @@ def begun_anew(average: Factors, new: Factors) -> tuple[Factors, Int[Array, ""]]
         arrays, number = begun_anew(arrays, without_turn(new))
         arrays = dataclasses.replace(arrays, turn=average.turn.of_layers(()))
         return with_arrays_of_turn(average, arrays, new.turn), number
-    dense_a, dense_g = average.dense_inputs, average.dense_outputs
     restarted, has_terms = [jnp.zeros((), jnp.int32)], new.terms > 0
     weight = average.terms / jnp.where(has_terms, new.terms.astype(average.terms.dtype), 1)
-
-    def is_lost(x: Array, *, dense: bool, comes: Array) -> Array:
-        x = jax.lax.stop_gradient(diagonal(x) if dense else x)
-        bad = ~jnp.isfinite(x).all(-1) & comes
-        restarted.append(bad.sum(dtype=jnp.int32))
-        return bad
-
-    a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
-    for name, x in average.a_sums.items():
-        bad = is_lost(x, dense=name in dense_a, comes=new.a_counts[name] > 0)
-        over = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
-        a_sums[name] = jnp.where(over, new.a_sums[name].astype(x.dtype), x)
-        count = average.a_counts[name]
-        a_counts[name] = jnp.where(bad, new.a_counts[name].astype(count.dtype), count)
-    for name, x in average.g_sums.items():
-        bad = is_lost(x, dense=name in dense_g, comes=has_terms)
-        over = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
-        fresh = new.g_sums[name].astype(x.dtype) * weight.astype(x.dtype)
-        g_sums[name] = jnp.where(over, fresh, x)
-    for name, x in average.diagonals.items():
-        bad = ~jnp.isfinite(jax.lax.stop_gradient(x)) & has_terms
-        restarted.append(bad.any().astype(jnp.int32))
-        fresh = new.diagonals[name].astype(x.dtype) * weight.astype(x.dtype)
-        diagonals[name] = jnp.where(bad, fresh, x)
-    begun = dataclasses.replace(
-        average, a_sums=a_sums, a_counts=a_counts, g_sums=g_sums, diagonals=diagonals
-    )
-    return begun, sum(restarted[1:], restarted[0])
+    sides: Sides = {}
+    for place, old in average.sides.items():
+        fresh, is_finite = new.side(place), jnp.isfinite(jax.lax.stop_gradient(old.diagonal))
+        if place.table == "diagonals":  # entry by entry
+            bad = ~is_finite & has_terms
+            restarted.append(bad.any().astype(jnp.int32))
+        else:
+            bad = ~is_finite.all(-1) & (fresh.count > 0)
+            restarted.append(bad.sum(dtype=jnp.int32))
+        data, count = fresh.data.astype(old.data.dtype), old.count
+        if place.table == "a":
+            count = jnp.where(bad, fresh.count.astype(count.dtype), count)
+        else:
+            data = data * weight.astype(data.dtype)
+        data = jnp.where(over_stack(bad, old.data), data, old.data)
+        sides[place] = Side(data, count, old.is_matrix)
+    return average.with_sides(sides), sum(restarted[1:], restarted[0])
 
 
 def _diagonals(factors: Factors) -> Iterator[Array]:
     """The diagonals of dense factors, and all other sums unchanged."""
-    for name, x in factors.a_sums.items():
-        yield diagonal(x) if name in factors.dense_inputs else x
-    for name, x in factors.g_sums.items():
-        yield diagonal(x) if name in factors.dense_outputs else x
-    yield from factors.diagonals.values()
+    yield from (side.diagonal for side in factors.sides.values())
     if factors.corrections is not None:
         yield from factors.corrections.sums.values()
         yield from factors.corrections.bias_sums.values()

@@ -75,7 +75,7 @@ def load_kronfluence(
             )
     # Each kronfluence module has its own eigenvectors, even if layers share an input here.
     layers = tuple(dataclasses.replace(like.layer(name), input=name) for name in names)
-    dtype = next(iter(like.g_sums.values())).dtype
+    dtype = next(iter(like.sides.values())).data.dtype
     folder = Path(folder)
     a, g = {}, {}
     for side, table in zip(_SIDES, (a, g), strict=True):

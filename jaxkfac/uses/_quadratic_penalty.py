@@ -18,7 +18,7 @@ from jaxkfac._errors import (
     one_of,
 )
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.factors.sums import DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.factors.sums import DiagonalFactor, Factors, KroneckerFactor, places_of
 from jaxkfac.interception import Layer
 from jaxkfac.uses._posterior_precision import check_positive
 
@@ -161,9 +161,8 @@ def _check_values(factors: Factors) -> None:
         return
     is_zero = True
     for name in factors:
-        sums = [factors.g_sums.get(name), factors.diagonals.get(name)]
-        sums.append(factors.a_sums.get(factors.layer(name).input))
-        arrays = [np.asarray(x) for x in sums if x is not None]
+        places = places_of(factors.layer(name))
+        arrays = [np.asarray(factors.side(place).data) for place in places]
         if not all(np.isfinite(x).all() for x in arrays):
             raise NonFiniteFactorError(f"the factors of layer {name!r} are not finite")
         is_zero = is_zero and not all(x.any() for x in arrays)

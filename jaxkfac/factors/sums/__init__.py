@@ -19,13 +19,11 @@ from jaxkfac.factors.sums._corrections import (
     MeasuredValues,
 )
 from jaxkfac.factors.sums._factors import (
-    BiasMode,
     DiagonalFactor,
     Factors,
     KroneckerFactor,
-    mean_of,
     of_parameters,
-    packed_matrix,
+    places_of,
     stored_like,
     with_origin,
     without_corrections,
@@ -34,15 +32,27 @@ from jaxkfac.factors.sums._factors import (
 )
 from jaxkfac.factors.sums._origin import (
     Origin,
+    Turn,
     check_all_layers,
     check_same_origin,
     check_turn,
     number_of_turns,
 )
+from jaxkfac.factors.sums._sides import (
+    PACKED_FROM,
+    BiasMode,
+    BlockKronecker,
+    Place,
+    Side,
+    Sides,
+    over_stack,
+)
 
 __all__ = [
+    "PACKED_FROM",
     "PLAIN_TERMS",
     "BiasMode",
+    "BlockKronecker",
     "Corrections",
     "DiagonalFactor",
     "Factors",
@@ -50,6 +60,10 @@ __all__ = [
     "LongSum",
     "MeasuredValues",
     "Origin",
+    "Place",
+    "Side",
+    "Sides",
+    "Turn",
     "arrays_of_turn",
     "check_all_layers",
     "check_decay",
@@ -59,10 +73,10 @@ __all__ = [
     "check_same_origin",
     "check_turn",
     "layer_difference",
-    "mean_of",
     "number_of_turns",
     "of_parameters",
-    "packed_matrix",
+    "over_stack",
+    "places_of",
     "shapes_of_turn",
     "stored_like",
     "update_average",

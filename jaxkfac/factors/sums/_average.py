@@ -1,7 +1,7 @@
 """Sums and averages of factors over steps, batches and devices."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from jaxkfac._errors import instance_of, named, nearest
-from jaxkfac.factors.sums._factors import BiasMode, Factors, alike, stored_like, with_origin
+from jaxkfac.factors.sums._factors import Factors, alike, stored_like, with_origin
 from jaxkfac.factors.sums._origin import (
     Turn,
     check_all_layers,
@@ -20,6 +19,7 @@ from jaxkfac.factors.sums._origin import (
     check_turn,
     number_of_turns,
 )
+from jaxkfac.factors.sums._sides import BiasMode, Side, Sides, decayed
 from jaxkfac.interception import Layer
 
 # ---------------- running averages of factors
@@ -46,7 +46,6 @@ class Measured(Protocol):
 
 
 Average = TypeVar("Average", bound=Factors | Measured)
-ARRAYS = ("a_sums", "a_counts", "g_sums", "diagonals")  # fields of factors with arrays by layer
 
 
 def zeros_like(shapes: Factors) -> Factors:
@@ -120,25 +119,18 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     if average.turn is not None or new.turn is not None:
         return _average_of_turns(average, new, decay)
     average, new = alike(average, new)
-    rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
-    sums = {name: _over(beta, new.a_sums[name]) for name, beta in rows.items()}
-    terms = _decay_of(new.terms, decay)
-    decays = dataclasses.replace(
-        new,
-        a_sums=sums,
-        a_counts=rows,
-        g_sums=dict.fromkeys(new.g_sums, terms),
-        diagonals=dict.fromkeys(new.diagonals, terms),
-        terms=terms,
-        loss_terms=None if new.loss_terms is None else _decay_of(new.loss_terms, decay),
-        corrections=jax.tree.map(lambda _: terms, new.corrections),
+    decays = {field: _decay_of(getattr(new, field), decay) for field in ("terms", "loss_terms")}
+    counts = {
+        field: None if beta is None else decayed(getattr(average, field), beta, getattr(new, field))
+        for field, beta in decays.items()
+    }
+    corrections = jax.tree.map(
+        lambda x, y: decayed(x, decays["terms"], y), average.corrections, new.corrections
     )
-    return jax.tree.map(
-        lambda x, beta, y: jnp.asarray(beta, x.dtype) * x + y.astype(x.dtype),
-        average,
-        decays,
-        new,
+    advanced = average.map_sides(
+        lambda old, new: old.decayed(_decay_of(new.count, decay), new), new
     )
+    return dataclasses.replace(advanced, corrections=corrections, **counts)
 
 
 def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Factors:
@@ -149,34 +141,28 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
     new_turn = new.turn
     new, valid = stored_like(with_origin(new, average.origin), average), new_turn.is_valid
     arrays, terms = arrays_of_turn(average, new), jnp.where(valid, new.terms, 0)
-    came = terms > 0
-
-    def advanced(table: str, name: str, old_weight: Array, new_weight: Array) -> Array:
-        old, sums = getattr(arrays, table)[name], getattr(new, table)[name]
-        old_weight, new_weight = (
-            _over(weight, old).astype(old.dtype) for weight in (old_weight, new_weight)
-        )
-        return old_weight * old + new_weight * sums.astype(old.dtype)
-
-    tables: dict[str, dict[str, Any]] = {table: {} for table in ARRAYS}
+    came, new_sides = terms > 0, new.sides
+    sides: Sides = {}
     counts = {}
-    for name, count in new.a_counts.items():
-        count = jnp.where(valid, count, 0)
-        weights = _decay_of(count, decay), jnp.broadcast_to(valid, count.shape)
-        for table in ("a_sums", "a_counts"):
-            tables[table][name] = advanced(table, name, *weights)
-    # These are means: the old one is weighted by its share of all terms, the new sum by 1 / all.
-    for table in ("g_sums", "diagonals"):
-        for name in getattr(new, table):
-            count = _turn_of(arrays).counts[name]
+    for place, old in arrays.sides.items():
+        side = new_sides[place]
+        if place.table == "a":
+            count = jnp.where(valid, side.count, 0)
+            beta, weight = _decay_of(count, decay), jnp.broadcast_to(valid, count.shape)
+            total = decayed(old.count, beta, side.count, weight)
+        else:
+            # These are means: the old one is weighted by its share of all terms, the new sum by
+            # 1 / all.
+            count = total = _turn_of(arrays).counts[place.key]
             before = jnp.asarray(decay, count.dtype) * count
-            counts[name] = jnp.where(came, before + terms.astype(count.dtype), count)
-            total = jnp.where(came, counts[name], 1)
-            weights = jnp.where(came, before / total, 1), jnp.where(came, 1 / total, 0)
-            tables[table][name] = advanced(table, name, *weights)
+            counts[place.key] = jnp.where(came, before + terms.astype(count.dtype), count)
+            share = jnp.where(came, counts[place.key], 1)
+            beta, weight = jnp.where(came, before / share, 1), jnp.where(came, 1 / share, 0)
+        data = decayed(old.data, beta, side.data, weight)
+        sides[place] = Side(data, total, old.is_matrix)
     number = average.turn.number
     number = jnp.where(valid & (number < jnp.iinfo(jnp.int32).max), number + 1, number)
-    arrays = dataclasses.replace(arrays, turn=Turn(number, counts, new_turn.of), **tables)
+    arrays = arrays.with_sides(sides, turn=Turn(number, counts, new_turn.of))
     average = with_arrays_of_turn(average, arrays, new_turn)
     every = [(count > 0).all() for count in _turn_of(average).counts.values()]
     terms = jnp.stack(every).all().astype(average.terms.dtype)
@@ -192,17 +178,15 @@ def arrays_of_turn(average: Factors, new: Factors) -> Factors:
     """
     scans, turn, new_turn = _scans(average), _turn_of(average), _turn_of(new)
 
-    def selected(table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        return {name: rows(table[name], scans[name]) for name in names}
+    def rows_of(key: str) -> Callable[[Any], Any]:
+        if not (scan := scans[key]):
+            return lambda x: x
+        start, size = new_turn.start_of(*scan), new_turn.rows_of(*scan)
+        return lambda x: jax.lax.dynamic_slice_in_dim(x, start, size)
 
-    def rows(x: Any, scan: tuple[int, ...]) -> Any:
-        if not scan:
-            return x
-        return jax.lax.dynamic_slice_in_dim(x, new_turn.start_of(*scan), new_turn.rows_of(*scan))
-
-    tables = {table: selected(getattr(average, table), getattr(new, table)) for table in ARRAYS}
-    counts = selected(turn.counts, (*new.g_sums, *new.diagonals))
-    return dataclasses.replace(average, turn=dataclasses.replace(turn, counts=counts), **tables)
+    sides = {place: average.side(place).map(rows_of(place.key)) for place in new.sides}
+    counts = {key: rows_of(key)(turn.counts[key]) for table, key in sides if table != "a"}
+    return average.with_sides(sides, turn=dataclasses.replace(turn, counts=counts))
 
 
 def shapes_of_turn(average: Factors) -> Factors:
@@ -227,18 +211,19 @@ def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factor
     """
     scans = _scans(average)
 
-    def updated(table: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-        return {**table, **{name: written(table[name], x, scans[name]) for name, x in new.items()}}
+    def write_to(key: str) -> Callable[[Any, Any], Any]:
+        if not (scan := scans[key]):
+            return lambda x, rows: rows
+        start = turn.start_of(*scan)
+        return lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
-    def written(x: Any, rows: Any, scan: tuple[int, ...]) -> Any:
-        if not scan:
-            return rows
-        return jax.lax.dynamic_update_slice_in_dim(x, rows, turn.start_of(*scan), 0)
-
-    tables = {table: updated(getattr(average, table), getattr(arrays, table)) for table in ARRAYS}
-    counts = updated(_turn_of(average).counts, _turn_of(arrays).counts)
-    return dataclasses.replace(
-        average, turn=dataclasses.replace(_turn_of(arrays), counts=counts), **tables
+    old, own, before = average.sides, _turn_of(arrays), _turn_of(average).counts
+    sides = {
+        place: old[place].map(write_to(place.key), side) for place, side in arrays.sides.items()
+    }
+    counts = {key: write_to(key)(before[key], x) for key, x in own.counts.items()}
+    return average.with_sides(
+        {**old, **sides}, turn=dataclasses.replace(own, counts={**before, **counts})
     )
 
 
@@ -255,14 +240,9 @@ def _turn_of(factors: Factors) -> Turn:
     return factors.turn
 
 
-def _decay_of(count: Any, decay: ArrayLike) -> Array:
+def _decay_of(count: Any, decay: ArrayLike) -> Any:
     """The factor for an average beside a contribution; 1 if the contribution is empty."""
-    return jnp.where(count > 0, decay, 1.0)
-
-
-def _over(beta: Array, total: Any) -> Array:
-    """Reshape one value for each entry of a stack to broadcast over the stack's matrices."""
-    return beta.reshape(beta.shape + (1,) * (total.ndim - beta.ndim))
+    return None if count is None else jnp.where(count > 0, decay, 1.0)
 
 
 def check_decay(decay: Any) -> None:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import UnknownLayerError
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, short_repr, table_html
 from jaxkfac.factors.sums._corrections import Corrections
 from jaxkfac.factors.sums._origin import Origin, Turn, check_same_origin, sum_of_turns
+from jaxkfac.factors.sums._sides import BiasMode, BlockKronecker, Place, Side, Sides
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
-
-PACKED_FROM = 64  # a smaller triangle saves too little to pay for folding it
 
 # ---------------- factors by layer
-
-
-BiasMode = Literal["joint", "separate"]
 
 
 class KroneckerFactor(NamedTuple):
@@ -87,7 +82,7 @@ else:
 @serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Factors(_Named):
+class Factors(BlockKronecker, _Named):
     r"""Every factor of a model, stored as sums and counts so that they combine by adding.
 
     ``factors[name].a`` and ``.g`` are means. Add micro-batches, passes, devices and steps with
@@ -136,11 +131,7 @@ class Factors(_Named):
     origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
     turn: Turn | None = None
 
-    def __iter__(self) -> Iterator[str]:
-        return (layer.name for layer in self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
+    _TABLES: ClassVar[Mapping[str, str]] = {"a": "a_sums", "g": "g_sums", "diagonals": "diagonals"}
 
     def __repr__(self) -> str:
         """One line, because the arrays would fill the screen."""
@@ -159,24 +150,6 @@ class Factors(_Named):
         head = ("layer", "kind", "A, or the diagonal", "G", "A is stored with")
         return table_html(repr(self), head, rows, words=(0, 1, 4))
 
-    def layer(self, name: str) -> Layer:
-        """The layer called ``name``.
-
-        Raises:
-            UnknownLayerError: no layer has this name; the nearest names are given.
-        """
-        if name in self._by_name:
-            return self._by_name[name]
-        raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    # Cached for the life of one instance, so that looking up all layers stays linear.
-    @functools.cached_property
-    def _by_name(self) -> dict[str, Layer]:
-        return {layer.name: layer for layer in self.layers}
-
     @functools.cached_property
     def _inputs_with_ones(self) -> frozenset[str]:
         return frozenset(layer.input for layer in self.layers if self.wants_ones(layer))
@@ -189,89 +162,47 @@ class Factors(_Named):
                 f"{name!r}: read it in an average, as jk.update_average makes it"
             )
         if layer.is_diagonal:
-            diagonal = mean_of(self.diagonals[name], self.terms, 0)
+            diagonal = self.side(Place("diagonals", name)).mean
             if more is None:
                 return DiagonalFactor(diagonal)
             return CorrectedDiagonal(diagonal, more.mean(more.sums[name]))
-        a, n = self.a_sums[layer.input], self.a_counts[layer.input]
-        a, g = unfolded(a) if layer.a_dense else a, self.g_sums[name]
-        g = unfolded(g) if layer.g_dense else g
-        if self.has_ones(layer.input) and not self.wants_ones(layer):
-            a = a[..., :-1, :-1] if layer.a_dense else a[..., :-1]
-        a, g = mean_of(a, n, 1 + layer.a_dense), mean_of(g, self.terms, 0)
+        a, g = self.side(Place("a", layer.input)), self.side(Place("g", name)).mean
+        a = a.without_last() if self.has_ones(layer.input) and not self.wants_ones(layer) else a
         if more is None:
-            return KroneckerFactor(a, g)
+            return KroneckerFactor(a.mean, g)
         bias = more.mean(more.bias_sums[name]) if name in more.bias_sums else None
-        return CorrectedFactor(a, g, more.mean(more.sums[name]), bias)
+        return CorrectedFactor(a.mean, g, more.mean(more.sums[name]), bias)
 
     def has_arrays_of(self, layer: Layer) -> bool:
         """Whether the sums of a layer are there, which may have another turn."""
         return layer.name in self.diagonals or layer.name in self.g_sums
 
-    def wants_ones(self, layer: Layer) -> bool:
-        """Whether the input factor of ``layer`` includes the ones column."""
-        return self.bias == "joint" and layer.bias is not None
-
     def has_ones(self, input_name: str) -> bool:
         """Whether the stored input factor carries a ones column."""
         return input_name in self._inputs_with_ones
 
-    def map_matrices(self, function: Callable[..., Any], *others: "Factors") -> "Factors":
-        """Apply a function to the sums of every dense side, and leave everything else.
+    def _count_of(self, place: Place) -> Any:
+        return self.a_counts[place.key] if place.table == "a" else self.terms
+
+    def with_sides(self, sides: Mapping[Place, Side], **changes: Any) -> "Factors":
+        """Factors with other sums, and with their counts of A.
 
         Args:
-            function: Called with a matrix of these factors, and the ones of ``others``.
-            others: Factors of the same layers.
+            sides: All sides. G and diagonals share one count, ``terms``, which is a field.
+            **changes: Further fields to replace.
         """
+        counts = {key: side.count for (table, key), side in sides.items() if table == "a"}
+        return super().with_sides(sides, a_counts=counts, **changes)
 
-        def mapped(table: str, dense: Collection[str]) -> dict[str, Any]:
-            sums, *more = (getattr(x, table) for x in (self, *others))
-            return {
-                name: function(x, *(other[name] for other in more)) if name in dense else x
-                for name, x in sums.items()
-            }
-
-        return dataclasses.replace(
-            self,
-            a_sums=mapped("a_sums", self.dense_inputs),
-            g_sums=mapped("g_sums", self.dense_outputs),
-        )
-
-    @functools.cached_property
-    def dense_inputs(self) -> frozenset[str]:
-        """Keys of the ``a_sums`` that are matrices."""
-        return frozenset(layer.input for layer in self.layers if layer.a_dense)
-
-    @functools.cached_property
-    def dense_outputs(self) -> frozenset[str]:
-        """Keys of the ``g_sums`` that are matrices."""
-        return frozenset(layer.name for layer in self.layers if layer.g_dense)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether any matrix is stored as one triangle."""
-        matrices = [self.a_sums[k] for k in self.dense_inputs if k in self.a_sums]
-        matrices += [self.g_sums[k] for k in self.dense_outputs if k in self.g_sums]
-        return any(map(is_folded, matrices))
-
-    def packed(self) -> "Factors":
-        """The same factors, with one triangle of every matrix of size 64 or more.
-
-        A triangle takes ``n (n + 1) / 2`` elements (LAPACK's rectangular full packed format). Sums,
-        averages and readings work as before and give the same bits. Where a matrix that you made
-        yourself is not symmetric, its lower triangle counts.
-        """
-        return self.map_matrices(packed_matrix)
-
-    def unpacked(self) -> "Factors":
-        """The same factors, with every matrix in full."""
-        return self.map_matrices(lambda x: on_shapes(unfolded, x))
+    @classmethod
+    def of_sides(cls, sides: Mapping[Place, Side], **fields: Any) -> "Factors":
+        """Factors made of sides; ``fields`` are the others, at least terms, layers and bias."""
+        return cls({}, {}, {}, {}, **fields).with_sides(sides)
 
     def __add__(self, other: "Factors") -> "Factors":
         check_same_origin("factors", self.origin, other.origin)
         turn = sum_of_turns(self.turn, other.turn)
-        tables = "a_sums", "g_sums", "diagonals"
-        if turn and any(getattr(self, x).keys() != getattr(other, x).keys() for x in tables):
+        if turn and self.sides.keys() != other.sides.keys():
             raise ValueError(
                 f"factors of two groups of {turn.of} (collect=) cannot be added: micro-batches of "
                 "one step take the same step="
@@ -280,37 +211,33 @@ class Factors(_Named):
         return dataclasses.replace(jax.tree.map(jnp.add, one, other), turn=turn)
 
     def __rmul__(self, weight: Any) -> "Factors":
-        scaled, turn = lambda tree: jax.tree.map(lambda x: weight * x, tree), self.turn
+        turn, by_weight = self.turn, lambda x: weight * x
         if turn is None or turn.is_step:
-            return dataclasses.replace(scaled(without_turn(self)), turn=turn)
-        return dataclasses.replace(  # means stay, and count for more or less
-            self,
-            a_sums=scaled(self.a_sums),
-            a_counts=scaled(self.a_counts),
-            turn=dataclasses.replace(turn, counts=scaled(turn.counts)),
-        )
+            return dataclasses.replace(jax.tree.map(by_weight, without_turn(self)), turn=turn)
+        # G and diagonals are means: they stay, and count for more or less.
+        sides: Sides = {
+            place: Side(weight * x.data, weight * x.count, x.is_matrix) if place.table == "a" else x
+            for place, x in self.sides.items()
+        }
+        counts = jax.tree.map(by_weight, turn.counts)
+        return self.with_sides(sides, turn=dataclasses.replace(turn, counts=counts))
 
     def is_finite(self) -> dict[str, Array]:
         """``{name: scalar bool}``; usable inside jit."""
-        return {
-            layer.name: jnp.isfinite(self.diagonals[layer.name]).all()
-            if layer.is_diagonal
-            else jnp.isfinite(self.a_sums[layer.input]).all()
-            & jnp.isfinite(self.g_sums[layer.name]).all()
+        sides = self.sides
+        finite = {
+            layer.name: [jnp.isfinite(sides[place].data).all() for place in places_of(layer)]
             for layer in self.layers
             if self.turn is None or self.has_arrays_of(layer)
         }
+        return {name: functools.reduce(jnp.logical_and, flags) for name, flags in finite.items()}
 
 
-def packed_matrix(x: Any) -> Any:
-    """A stack of matrices, folded if they have the size for it and are not folded yet."""
-    is_small = unfolded_size(x) < PACKED_FROM
-    return x if is_small or is_folded(x) else on_shapes(fold_triangle, x)
-
-
-def on_shapes(function: Callable[[Any], Any], x: Any) -> Any:
-    """``function(x)``; of a shape, the shape of the result."""
-    return jax.eval_shape(function, x) if isinstance(x, jax.ShapeDtypeStruct) else function(x)
+def places_of(layer: Layer) -> tuple[Place, ...]:
+    """The sides of a layer's block in factors."""
+    if layer.is_diagonal:
+        return (Place("diagonals", layer.name),)
+    return Place("a", layer.input), Place("g", layer.name)
 
 
 def without_loss_terms(factors: Factors) -> Factors:
@@ -328,25 +255,21 @@ def of_parameters(factors: Factors) -> Factors:
     layers = tuple(layer for layer in factors.layers if not layer.computed_from)
     if len(layers) == len(factors.layers):
         return factors
-    inputs, names = {layer.input for layer in layers}, {layer.name for layer in layers}
-
-    def select(sums: dict[str, Any], chosen: set[str]) -> dict[str, Any]:
-        return {name: x for name, x in sums.items() if name in chosen}
-
+    places = {place for layer in layers for place in places_of(layer)}
+    names = {layer.name for layer in layers}
     measured = factors.corrections
     if measured is not None:
         measured = measured._replace(
-            sums=select(measured.sums, names | set(factors.diagonals)),
-            bias_sums=select(measured.bias_sums, names),
+            **{
+                field: {name: x for name, x in getattr(measured, field).items() if name in names}
+                for field in ("sums", "bias_sums")
+            }
         )
-    return dataclasses.replace(
-        factors,
-        a_sums=select(factors.a_sums, inputs),
-        a_counts=select(factors.a_counts, inputs),
-        g_sums=select(factors.g_sums, names),
+    return factors.with_sides(
+        {place: side for place, side in factors.sides.items() if place in places},
         corrections=measured,
         layers=layers,
-        turn=factors.turn and factors.turn.of_layers(names | set(factors.diagonals)),
+        turn=factors.turn and factors.turn.of_layers(names),
     )
 
 
@@ -375,20 +298,4 @@ def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
 
 def stored_like(factors: Factors, like: Factors) -> Factors:
     """The factors with those matrices packed that are packed in ``like``."""
-
-    def follow(x: Any, other: Any) -> Any:
-        if is_folded(x) == is_folded(other):
-            return x
-        return on_shapes(fold_triangle if is_folded(other) else unfolded, x)
-
-    return factors.map_matrices(follow, like) if factors.layers == like.layers else factors
-
-
-def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:
-    """``total / count``, and 0 where the count is 0; ``count`` has the axes of the stack.
-
-    NumPy arrays stay in host memory: NumPy in, NumPy out.
-    """
-    numpy = np if isinstance(total, np.ndarray) else jnp
-    count = numpy.where(count > 0, count, 1).astype(total.dtype)
-    return total / count.reshape((*count.shape, *[1] * matrix_axes))
+    return factors.map_sides(Side.stored_like, like) if factors.layers == like.layers else factors

@@ -156,9 +156,9 @@ def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenba
     first = next(scoring.batches(scoring.chosen(), fill=False))
 
     def make() -> jk.Eigenbases:
-        factors = stages.tree("factors", config, like, lambda: _collected(scoring))
+        factors = [stages.tree("factors", config, like, lambda: _collected(scoring))]
         with phase("decomposing the factors"):
-            bases = _decomposed_in_turn(factors)
+            bases = _decomposed_in_turn(factors.pop())  # no name here keeps them alive
         return _measured(scoring, bases) if scoring.arguments.ekfac else bases
 
     def shaped(factors: jk.Factors) -> jk.Eigenbases:
@@ -179,25 +179,18 @@ def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
     groups: dict[str, list[Any]] = {}
     for layer in factors.layers:
         groups.setdefault(layer.name if layer.is_diagonal else layer.input, []).append(layer)
-    tables = ("a_sums", "a_counts", "g_sums", "diagonals")
-    parts = []
+    all_layers, sides, spectra = factors.layers, factors.sides, {}
+    empty = factors.with_sides({})
+    del factors
     for layers in groups.values():
         keys = {key for layer in layers for key in (layer.input, layer.name)}
-        some = {
-            table: {key: full_table.pop(key) for key in keys & full_table.keys()}
-            for table in tables
-            for full_table in [getattr(factors, table)]
-        }
-        part = dataclasses.replace(factors, layers=tuple(layers), **some)
+        some = {place: sides.pop(place) for place in list(sides) if place.key in keys}
+        part = empty.with_sides(some, layers=tuple(layers))
         del some
-        parts.append(jk.eigendecompose(part, placement="host"))
+        bases = jk.eigendecompose(part, placement="host")
+        spectra |= bases.sides
         del part
-    tables = ("a", "a_without_ones", "g", "diagonals")
-    joined = {
-        table: {key: value for part in parts for key, value in getattr(part, table).items()}
-        for table in tables
-    }
-    return dataclasses.replace(parts[0], layers=factors.layers, **joined)
+    return bases.with_sides(spectra, layers=all_layers)
 
 
 def _collected(scoring: Scoring) -> jk.Factors:
