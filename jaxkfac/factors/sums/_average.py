@@ -211,17 +211,17 @@ def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factor
     """
     scans = _scans(average)
 
-    def write_to(key: str) -> Callable[[Any, Any], Any]:
+    def written(old: Side, new: Side, key: str) -> Side:
         if not (scan := scans[key]):
-            return lambda x, rows: rows
+            return new
         start = turn.start_of(*scan)
-        return lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
+        return old.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), new)
 
     old, own, before = average.sides, _turn_of(arrays), _turn_of(average).counts
-    sides = {
-        place: old[place].map(write_to(place.key), side) for place, side in arrays.sides.items()
+    sides = {place: written(old[place], x, place.key) for place, x in arrays.sides.items()}
+    counts = {
+        key: written(Side(before[key]), Side(x), key).data for key, x in own.counts.items()
     }
-    counts = {key: write_to(key)(before[key], x) for key, x in own.counts.items()}
     return average.with_sides(
         {**old, **sides}, turn=dataclasses.replace(own, counts={**before, **counts})
     )
