@@ -195,8 +195,8 @@ def _written(slot: Mapping[str, Any], *, dense: bool) -> int:
     """
     total = 2 * _bytes(slot)
     for leaf in (slot[key] for key in ("a", "g") if dense and key in slot):
-        if (matrix := Side(leaf, is_matrix=True)).is_packed:
-            total += max(leaf.dtype.itemsize * matrix.size**2 - _bytes(leaf), 0)
+        full = leaf.dtype.itemsize * Side(leaf, is_matrix=True).size ** 2
+        total += max(full - _bytes(leaf), 0)
     return total
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.curvature._layout import Entry, Layout, Place
+from jaxkfac.curvature._layout import Entry, Layout
 from jaxkfac.curvature.host._store import Storage, Store
-from jaxkfac.factors.sums import PLAIN_TERMS, Factors
+from jaxkfac.factors.sums import PLAIN_TERMS, Factors, Place, Side, Sides
 from jaxkfac.linalg import is_folded, pack, packed_shape, unpack
 
 _PIECE = 1 << 18  # elements checked at once
@@ -117,15 +117,15 @@ class Averages:
         self.layout, self._decay, self._storage, self._store = layout, decay, storage, store
         self.running: dict[Place, Running] = {}
         self.left_out: dict[str, int] = {}
-        self._folded = np.empty(0, np.uint8)
+        self._triangle = np.empty(0, np.uint8)
 
     def hold(self, place: Place, running: Running) -> None:
         """Continue an average; the buffer for folding has the size of the largest slice."""
         self.running[place] = running
         if (entry := self.layout.entries[place]).dense:
             nbytes = running.dtype.itemsize * math.prod(packed_shape(entry.size))
-            if nbytes > self._folded.size:
-                self._folded = np.empty(nbytes, np.uint8)
+            if nbytes > self._triangle.size:
+                self._triangle = np.empty(nbytes, np.uint8)
 
     def add(self, entry: Entry, value: np.ndarray, count: np.ndarray, first: int, age: int) -> None:
         """Add one contribution, or count it as left out if it is not finite.
@@ -174,14 +174,14 @@ class Averages:
         sums = sums.reshape(-1, *sums.shape[axes:])  # a view, since it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
         if entry.dense:
-            folded = self._folded[: running.dtype.itemsize * math.prod(sums.shape[1:])]
-            folded = folded.view(running.dtype).reshape(sums.shape[1:])
+            triangle = self._triangle[: running.dtype.itemsize * math.prod(sums.shape[1:])]
+            triangle = triangle.view(running.dtype).reshape(sums.shape[1:])
         overflows: list[str] = []  # the processor's flag reports them, so sums are not read again
         with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
             for i in range(len(slices)):
                 new = slices[i, ...]
                 if entry.dense and not is_folded(new):  # a folded one has the average's layout
-                    new = pack(new, folded)
+                    new = pack(new, triangle)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
         rounded = sums.itemsize < running.dtype.itemsize  # no flag reports overflow in rounding
         if overflows or (rounded and not _is_finite(sums)):
@@ -277,9 +277,7 @@ class Averages:
         Raises:
             ValueError: an array has never been pushed, or all its contributions were left out.
         """
-        tables: dict[str, dict[str, np.ndarray]] = {"a": {}, "g": {}, "diagonals": {}}
-        a_counts: dict[str, np.ndarray] = {}
-        counts: dict[Place, np.ndarray] = {}
+        sides: Sides = {}
         for place, entry in self.layout.entries.items():
             if place not in self.running:
                 raise ValueError(f"average: {entry.name} has never been pushed")
@@ -290,18 +288,18 @@ class Averages:
                     f"average: {entry.name} has no contribution; {left_out} were left out, "
                     f"because they were not finite or made it overflow"
                 )
-            tables[place.table][place.key] = current.full_array()
+            count = current.count
             if place.table == "a":
-                a_counts[place.key] = np.broadcast_to(current.count, entry.stack).copy()
-            else:
-                counts[place] = current.count
+                count = np.broadcast_to(count, entry.stack).copy()
+            sides[place] = Side(current.full_array(), count)
         # `Factors` has one number of loss terms for all layers, while each entry of an average has
         # its own.
-        terms = max(count.max() for count in counts.values())
-        for place, count in counts.items():
-            _scale(tables[place.table][place.key], count, terms)
+        outputs = [side for place, side in sides.items() if place.table != "a"]
+        terms = max(side.count.max() for side in outputs)
+        for side in outputs:
+            _scale(side.data, side.count, terms)
         layers, bias = self.layout.layers, self.layout.bias
-        return Factors(tables["a"], a_counts, tables["g"], tables["diagonals"], terms, layers, bias)
+        return Factors.of_sides(sides, terms=terms, layers=layers, bias=bias)
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -327,8 +327,8 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
     entries, itemsize = layout.entries.values(), 8 if double else 4
     # Both triangles with their diagonals are n (n + 1) elements: the vectors and values of a basis.
     full_sizes = {entry: itemsize * (1 + entry.dense) * entry.elements for entry in entries}
-    folded = sum(entry.elements for entry in entries)
-    folded *= 2 if options.storage == "bfloat16" else itemsize
+    triangles = sum(entry.elements for entry in entries)
+    triangles *= 2 if options.storage == "bfloat16" else itemsize
     largest = max((entry.size for entry in entries if entry.dense), default=0)
     of_worker = 4 * itemsize  # the mean, the copy that is overwritten, and two scratch matrices
     if options.dtype == "float64" and not double:
@@ -342,8 +342,8 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
     )
     share = itemsize // 2 if options.vectors_dtype == "bfloat16" else 1
     return HostBytes(
-        averages=folded,
-        snapshots=folded,
+        averages=triangles,
+        snapshots=triangles,
         bases_in_work=bases,
         workspace=(options.workers * of_worker + itemsize) * largest**2,
         in_flight=min(in_flight, sum(full_sizes.values())),

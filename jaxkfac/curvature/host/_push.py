@@ -12,14 +12,13 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxkfac._errors import nearest
-from jaxkfac.curvature._layout import Entry, Layout, Place
+from jaxkfac.curvature._layout import Entry, Layout
 from jaxkfac.curvature._placement import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._options import Schedule, is_double
 from jaxkfac.curvature.host._state import State
 from jaxkfac.curvature.host._threads import Job, Workers
-from jaxkfac.factors.sums import Factors, Origin
-from jaxkfac.linalg import is_folded, unfolded_size
+from jaxkfac.factors.sums import Factors, Origin, Place, Side
 from jaxkfac.memory import whole_here
 
 # ---------------- the arrays of a push
@@ -37,21 +36,16 @@ def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry,
         ValueError: naming the array that is unknown, traced, deleted or of another shape.
     """
     arrays_by_entry = []
-    tables = {"a": factors.a_sums, "g": factors.g_sums, "diagonals": factors.diagonals}
-    for table, arrays in tables.items():
-        for key, value in arrays.items():
-            entry = layout.entries.get(Place(table, key))
-            if entry is None:
-                closest = nearest(
-                    key, [place.key for place in layout.entries if place.table == table]
-                )
-                raise ValueError(
-                    f"push: {table} of {key!r} belongs to no layer; the nearest are {closest}"
-                )
-            _check(entry, value, first)
-            arrays_by_entry.append(
-                (entry, value, factors.a_counts[key] if table == "a" else factors.terms)
+    for place, side in factors.sides.items():
+        entry = layout.entries.get(place)
+        if entry is None:
+            keys = [other.key for other in layout.entries if other.table == place.table]
+            raise ValueError(
+                f"push: {place.table} of {place.key!r} belongs to no layer; the nearest are "
+                f"{nearest(place.key, keys)}"
             )
+        _check(entry, side.data, first)
+        arrays_by_entry.append((entry, side.data, side.count))
     return arrays_by_entry
 
 
@@ -71,8 +65,8 @@ def _check(entry: Entry, value: object, first: int) -> None:
             "donated to another function"
         )
     shape, expected = value.shape, entry.shape
-    if entry.dense and value.ndim >= 2:  # packed factors hold one triangle, folded
-        shape = (*shape[:-2], *[unfolded_size(value)] * 2) if is_folded(value) else shape
+    if entry.dense and value.ndim >= 2:  # packed factors hold one triangle
+        shape = Side(jax.ShapeDtypeStruct(shape, value.dtype), is_matrix=True).in_full().data.shape
     if expected is None:
         if value.size != entry.size:
             raise ValueError(f"push: {entry.name} has {value.size} elements, not {entry.size}")
@@ -356,6 +350,5 @@ def _average(
         averaging.give_back(key)
 
 
-def _sums(factors: Factors) -> dict[tuple[str, str], Any]:
-    tables = {"a": factors.a_sums, "g": factors.g_sums, "diagonals": factors.diagonals}
-    return {(name, key): x for name, table in tables.items() for key, x in table.items()}
+def _sums(factors: Factors) -> dict[Place, Any]:
+    return {place: side.data for place, side in factors.sides.items()}

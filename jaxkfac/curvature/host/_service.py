@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
-import jax
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
@@ -270,7 +269,7 @@ class HostCurvature:
 
         Several pushes of one step are added up by count: micro-batches, or parts of one batch.
         A part is ``Factors`` of some of the layers, or ``Factors`` whose dictionaries hold some of
-        the arrays, each with its own count (``a_counts``, ``terms``); a stacked array may hold
+        the arrays, each with its own count; a stacked array may hold
         only the iterations from ``first_iteration`` on. Until the first refresh, and without
         ``like``, a part may bring layers that no earlier push had.
 
@@ -343,10 +342,9 @@ class HostCurvature:
             factors: Factors, their shapes, or a number of bytes.
         """
         if isinstance(factors, Factors):
-            tables = (factors.a_sums, factors.g_sums, factors.diagonals)
             # Counts are left out: they are scalars, or one for each entry of a stack.
-            leaves = jax.tree.leaves(tables)
-            factors = sum(x.size * x.dtype.itemsize for x in leaves)
+            arrays = [side.data for side in factors.sides.values()]
+            factors = sum(x.size * x.dtype.itemsize for x in arrays)
         # A forked process has no threads that could free bytes, and would wait to the end of the
         # time limit.
         self._monitor.check_process("room")

@@ -219,9 +219,7 @@ def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factor
 
     old, own, before = average.sides, _turn_of(arrays), _turn_of(average).counts
     sides = {place: written(old[place], x, place.key) for place, x in arrays.sides.items()}
-    counts = {
-        key: written(Side(before[key]), Side(x), key).data for key, x in own.counts.items()
-    }
+    counts = {key: written(Side(before[key]), Side(x), key).data for key, x in own.counts.items()}
     return average.with_sides(
         {**old, **sides}, turn=dataclasses.replace(own, counts={**before, **counts})
     )

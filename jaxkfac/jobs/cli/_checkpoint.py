@@ -21,7 +21,7 @@ from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._paths import check_folder, find_checkpoint, no_checkpoint, numbered_files
 from jaxkfac.jobs.cli._progress import phase
-from jaxkfac.linalg import is_folded, packed_shape
+from jaxkfac.linalg import packed_shape
 from jaxkfac.memory import whole_here
 
 # ---------------- checkpoint files
@@ -336,9 +336,9 @@ def _is_triangle_of_other(one: Any, other: Any) -> bool:
     """Whether one array holds matrices in full, and the other one triangle of each of them."""
     if min(one.ndim, other.ndim) < 2 or one.shape[:-2] != other.shape[:-2]:
         return False
-    full, folded = (other, one) if is_folded(one) else (one, other)
-    n = full.shape[-1]
-    return full.shape[-2] == n and folded.shape[-2:] == packed_shape(n) and n > 1
+    full, triangle = sorted((one, other), key=lambda x: x.size, reverse=True)
+    n, rows = full.shape[-1], full.shape[-2]
+    return n == rows > 1 and triangle.shape[-2:] == packed_shape(n)
 
 
 def as_config(experiment: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, nearest
-from jaxkfac.factors.sums import Factors
+from jaxkfac.factors.sums import Factors, Place, Side, Sides
 from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import Folder, Group
 from jaxkfac.linalg.spectral import Spectrum
@@ -217,19 +217,16 @@ def _values(group: Group, block: int | None, folder: Folder, dtype: str) -> dict
 
 
 def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder: Folder) -> Factors:
-    tables: dict[str, Any] = {"a_sums": {}, "g_sums": {}, "diagonals": {}}
-    counts: dict[str, np.ndarray] = {}
+    sides: Sides = {}
     terms = 0.0
     suffix = "" if block is None else f"[{block}]"
     for part in group.parts(block):
         stored = folder.load_part(part)
         terms = stored.terms
-        tables[part.table][part.key + suffix] = stored.unfolded(part)
-        if part in stored.counts:
-            counts[part.key + suffix] = stored.counts[part]
-    return Factors(
-        a_counts=counts, terms=np.asarray(terms, np.float32), layers=layers, bias="joint", **tables
-    )
+        place = Place(part.table, part.key + suffix)
+        sides[place] = Side(stored.in_full(part), stored.counts.get(part))
+    terms = np.asarray(terms, np.float32)
+    return Factors.of_sides(sides, terms=terms, layers=layers, bias="joint")
 
 
 def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Eigenbases:

@@ -17,14 +17,14 @@ from jaxkfac.linalg import packed_shape, unpack
 # ---------------- units of storage: parts of the factors, and groups of layers
 
 
-TABLES = ("a_sums", "g_sums", "diagonals")  # attributes of Factors
+_WRITTEN = {"a": "a_sums", "g": "g_sums", "diagonals": "diagonals"}  # names in files
 
 
 class Part(NamedTuple):
-    """An array of :class:`~jaxkfac.Factors`, or one block of a stacked one.
+    """A side of :class:`~jaxkfac.Factors`, or one block of a stacked one.
 
     Attributes:
-        table: Attribute of ``Factors``.
+        table: The table of its place.
         key: Key in it.
         block: Index along the leading stacked axis; ``None`` without such an axis.
     """
@@ -34,8 +34,18 @@ class Part(NamedTuple):
     block: int | None
 
     def __str__(self) -> str:
-        side = {"a_sums": "A", "g_sums": "G", "diagonals": "the diagonal"}[self.table]
+        side = {"a": "A", "g": "G", "diagonals": "the diagonal"}[self.table]
         return f"{side} of {self.key}" + ("" if self.block is None else f"[{self.block}]")
+
+    @property
+    def written(self) -> list[Any]:
+        """As files name it."""
+        return [_WRITTEN[self.table], self.key, self.block]
+
+    @classmethod
+    def read(cls, table: str, key: str, block: int | None) -> "Part":
+        """The inverse of :attr:`written`."""
+        return cls(next(name for name, file in _WRITTEN.items() if file == table), key, block)
 
 
 class Group(NamedTuple):
@@ -65,8 +75,8 @@ class Group(NamedTuple):
             if layer.is_diagonal:
                 unique_parts[Part("diagonals", layer.name, None)] = None
                 continue
-            unique_parts[Part("a_sums", layer.input, block)] = None
-            unique_parts[Part("g_sums", layer.name, block)] = None
+            unique_parts[Part("a", layer.input, block)] = None
+            unique_parts[Part("g", layer.name, block)] = None
         yield from unique_parts
 
     def of_block(self, block: int | None) -> tuple[Layer, ...]:
@@ -162,7 +172,7 @@ class StoredSums:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
-    def unfolded(self, part: Part) -> np.ndarray:
+    def in_full(self, part: Part) -> np.ndarray:
         """A sum in the form that :class:`~jaxkfac.Factors` has."""
         array = self.arrays[part]
         if part not in self.sizes:
@@ -250,9 +260,9 @@ class Folder:
     def save_sums(self, name: str, sums: StoredSums) -> None:
         """Write the sums of an unfinished pass."""
         about = {
-            "parts": [list(part) for part in sums.arrays],
-            "counted": [list(part) for part in sums.counts],
-            "sizes": [[list(part), size] for part, size in sums.sizes.items()],
+            "parts": [part.written for part in sums.arrays],
+            "counted": [part.written for part in sums.counts],
+            "sizes": [[part.written, size] for part, size in sums.sizes.items()],
             **{name: getattr(sums, name) for name in ("terms", "loss", "batches")},
         }
         tables = {"sum": sums.arrays, "count": sums.counts}
@@ -271,10 +281,10 @@ class Folder:
         with Archive(path, _FORM, "sums of a pass") as stored:
             about = stored.about
             for i, part in enumerate(about["parts"]):
-                sums.arrays[Part(*part)] = stored.read(f"sum/{i}")
+                sums.arrays[Part.read(*part)] = stored.read(f"sum/{i}")
             for i, part in enumerate(about["counted"]):
-                sums.counts[Part(*part)] = stored.read(f"count/{i}")
-            sums.sizes = {Part(*part): size for part, size in about["sizes"]}
+                sums.counts[Part.read(*part)] = stored.read(f"count/{i}")
+            sums.sizes = {Part.read(*part): size for part, size in about["sizes"]}
             sums.terms, sums.loss = about["terms"], about["loss"]
             sums.batches = about["batches"]
         return sums
@@ -324,7 +334,8 @@ class Folder:
         write_archive(path, _FORM, about, arrays, what=what, nbytes=nbytes, remains=remains)
 
     def _of_part(self, part: Part) -> Path:
-        name = f"{part.table}-{part.key}" + ("" if part.block is None else f"-{part.block}")
+        table, key, block = part.written
+        name = f"{table}-{key}" + ("" if block is None else f"-{block}")
         return self.path / "factors" / _file_name(name)
 
     def results(self) -> Iterator[Path]:

@@ -12,9 +12,9 @@ import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.factors import Pass
-from jaxkfac.factors.sums import Factors
+from jaxkfac.factors.sums import Factors, Place
 from jaxkfac.interception import Layer
-from jaxkfac.jobs.cli.analysis._files import TABLES, Folder, Part, StoredSums
+from jaxkfac.jobs.cli.analysis._files import Folder, Part, StoredSums
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
 from jaxkfac.jobs.cli.analysis._texts import Texts, on_device
 from jaxkfac.linalg import pack, packed_shape
@@ -69,7 +69,7 @@ def _first_inputs(
     for number, layer in enumerate(squares.layers):
         if layer.is_diagonal:
             continue
-        finite = np.isfinite(np.asarray(squares.a_sums[layer.input]))
+        finite = np.isfinite(np.asarray(squares.side(Place("a", layer.input)).data))
         bad = np.flatnonzero(~finite.reshape(*layer.stack[:1], -1).all(-1))
         if bad.size:
             block = int(bad[0]) if layer.stack else None
@@ -172,48 +172,41 @@ def _add(
     sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int], dtype: np.dtype
 ) -> Part | None:
     """Add a batch's factors, one block at a time; return the first part that is not finite."""
-    dense = {("a_sums", x.input) for x in factors.layers if x.a_dense and not x.is_diagonal}
-    dense |= {("g_sums", x.name) for x in factors.layers if x.g_dense}
     bad: Part | None = None
-    for table in TABLES:
-        for name, array in getattr(factors, table).items():
-            for part, block in _blocks(table, name, array, one, stacks):
-                host = np.asarray(block)
-                if (table, name) in dense and table != "diagonals":
-                    sums.sizes[part] = host.shape[-1]
-                    host = _folded(host)
-                if not np.isfinite(host).all():
-                    bad = bad or part
-                    continue
-                total_so_far = sums.arrays.get(part)
-                sums.arrays[part] = (
-                    host.astype(dtype)
-                    if total_so_far is None
-                    else np.add(total_so_far, host, out=total_so_far)
-                )
-            array.delete()
-        if table == "a_sums":
-            for name, counts in factors.a_counts.items():
-                for part, count in _blocks(table, name, counts, one, stacks):
-                    total = sums.counts.get(part, 0) + np.asarray(count, np.float64)
-                    sums.counts[part] = np.asarray(total)
+    for place, side in factors.sides.items():
+        for part, block in _blocks(place, side.data, one, stacks):
+            host = np.asarray(block)
+            if side.is_matrix:
+                sums.sizes[part] = host.shape[-1]
+                host = _triangle(host)
+            if not np.isfinite(host).all():
+                bad = bad or part
+                continue
+            total_so_far = sums.arrays.get(part)
+            sums.arrays[part] = (
+                host.astype(dtype)
+                if total_so_far is None
+                else np.add(total_so_far, host, out=total_so_far)
+            )
+        side.data.delete()
+        if place.table == "a":
+            for part, count in _blocks(place, side.count, one, stacks):
+                total = sums.counts.get(part, 0) + np.asarray(count, np.float64)
+                sums.counts[part] = np.asarray(total)
     return bad
 
 
-def _blocks(
-    table: str, name: str, array: Any, one: Pass, stacks: dict[str, int]
-) -> list[tuple[Part, Any]]:
+def _blocks(place: Place, array: Any, one: Pass, stacks: dict[str, int]) -> list[tuple[Part, Any]]:
     """The blocks of an array; for a window, only those that exist in the model."""
-    if table == "diagonals" or name not in stacks:
-        return [(Part(table, name, None), array)]
-    windowed = name in one.parts and one.parts[name].rows is not None
-    start = one.start if windowed else 0
-    stop = min(start + array.shape[0], stacks[name])
+    if place.table == "diagonals" or place.key not in stacks:
+        return [(Part(*place, None), array)]
+    start = one.start if one.has_window_of(place.key) else 0
+    stop = min(start + array.shape[0], stacks[place.key])
     host = np.asarray(array)  # a view on the CPU
-    return [(Part(table, name, i), host[i - start]) for i in range(start, stop)]
+    return [(Part(*place, i), host[i - start]) for i in range(start, stop)]
 
 
-def _folded(matrix: np.ndarray) -> np.ndarray:
+def _triangle(matrix: np.ndarray) -> np.ndarray:
     stack, size = matrix.shape[:-2], matrix.shape[-1]
     flat = matrix.reshape(math.prod(stack), size, size)
     out = np.empty((len(flat), *packed_shape(size)), matrix.dtype)

@@ -135,8 +135,7 @@ def disk_bytes(analysis: AnalyzedModel, shapes: Factors) -> int:
 
     At the end of a pass its folded factors exist twice, once in the dtype of the sums.
     """
-    tables = (shapes.a_sums, shapes.g_sums)
-    elements = sum(x.size for table in tables for x in table.values())
+    elements = sum(x.data.size for place, x in shapes.sides.items() if place.table != "diagonals")
     sums = elements // 2 * (4 + sums_dtype(analysis.batches).itemsize)
     vectors = 0
     if analysis.options.lanczos:
