@@ -15,9 +15,7 @@ from jaxtyping import Array, Bool
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, number, short_repr, table_html
-from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.factors import Estimator, ModelCall, Program
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     BiasMode,
     Corrections,
     Factors,
@@ -26,6 +24,8 @@ from jaxkfac.factors.sums import (
     check_same_layers,
     check_same_origin,
 )
+from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.factors import Estimator, ModelCall, Program
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 
@@ -256,7 +256,7 @@ class Eigenbases(_Named):
         call: ModelCall,
         positions: Bool[Array, "..."] | None,
     ) -> Corrections:
-        """See :class:`jaxkfac.factors.sums._corrections.Measurable`."""
+        """See :class:`jaxkfac.blocks._corrections.Measurable`."""
         from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
         return corrections_of(program, self, estimator, call, positions)

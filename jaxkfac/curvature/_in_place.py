@@ -17,12 +17,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
 from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature._placement import solver_scratch
-from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
 from jaxkfac.linalg.spectral import (
     Damping,

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import BiasMode, Factors, Origin
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._passes import (
     Pass,
@@ -23,8 +24,6 @@ from jaxkfac.factors._passes import (
 )
 from jaxkfac.factors._scalar_loss import AdaptationOfBatch
 from jaxkfac.factors._statistics import PassPart
-from jaxkfac.factors.sums._factors import BiasMode, Factors
-from jaxkfac.factors.sums._origin import Origin
 from jaxkfac.interception import Layer
 from jaxkfac.interception.values import Window
 from jaxkfac.memory import whole_here

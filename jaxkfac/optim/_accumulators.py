@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
-from jaxkfac.factors.sums import Corrections, Factors
+from jaxkfac.blocks import Corrections, Factors
 from jaxkfac.linalg import fold_triangle, unfold_triangle
 
 Sums = dict[str, Any]

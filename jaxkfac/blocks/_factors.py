@@ -14,8 +14,8 @@ from jaxtyping import Array
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, short_repr, table_html
-from jaxkfac.factors.sums._corrections import Corrections
-from jaxkfac.factors.sums._origin import Origin, Turn, check_same_origin, sum_of_turns
+from jaxkfac.blocks._corrections import Corrections
+from jaxkfac.blocks._origin import Origin, Turn, check_same_origin, sum_of_turns
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import fold_triangle, is_folded, unfolded, unfolded_size
 

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._errors import instance_of, named, nearest
-from jaxkfac.factors.sums._factors import BiasMode, Factors, alike, stored_like, with_origin
-from jaxkfac.factors.sums._origin import (
+from jaxkfac.blocks._factors import BiasMode, Factors, alike, stored_like, with_origin
+from jaxkfac.blocks._origin import (
     Turn,
     check_all_layers,
     check_same_origin,

@@ -1,6 +1,9 @@
-"""Factors as a value: sums and counts, their origin and turns, their averages."""
+"""Factors as a value: sums and counts, their origin and turns, their averages.
 
-from jaxkfac.factors.sums._average import (
+Nothing here knows how they are collected.
+"""
+
+from jaxkfac.blocks._average import (
     PLAIN_TERMS,
     LongSum,
     arrays_of_turn,
@@ -14,11 +17,12 @@ from jaxkfac.factors.sums._average import (
     with_arrays_of_turn,
     zeros_like,
 )
-from jaxkfac.factors.sums._corrections import (
+from jaxkfac.blocks._corrections import (
     Corrections,
     MeasuredValues,
 )
-from jaxkfac.factors.sums._factors import (
+from jaxkfac.blocks._factors import (
+    PACKED_FROM,
     BiasMode,
     DiagonalFactor,
     Factors,
@@ -32,8 +36,9 @@ from jaxkfac.factors.sums._factors import (
     without_loss_terms,
     without_turn,
 )
-from jaxkfac.factors.sums._origin import (
+from jaxkfac.blocks._origin import (
     Origin,
+    Turn,
     check_all_layers,
     check_same_origin,
     check_turn,
@@ -41,6 +46,7 @@ from jaxkfac.factors.sums._origin import (
 )
 
 __all__ = [
+    "PACKED_FROM",
     "PLAIN_TERMS",
     "BiasMode",
     "Corrections",
@@ -50,6 +56,7 @@ __all__ = [
     "LongSum",
     "MeasuredValues",
     "Origin",
+    "Turn",
     "arrays_of_turn",
     "check_all_layers",
     "check_decay",
