@@ -3,7 +3,7 @@
 
 _KEYS_BY_REASON = {
     "It chooses the words of an error message or of a printed plan.": (
-        "jaxkfac/factors/sums/_average.py:_cut: len(text) <= _MAX_SHOWN",
+        "jaxkfac/blocks/_average.py:_cut: len(text) <= _MAX_SHOWN",
         "jaxkfac/factors/_passes.py:PassPlan.__str__: count > 1",
         "jaxkfac/curvature/host/_push.py:Push._load: len(names) == 1",
         "jaxkfac/curvature/host/_store.py:Store.require: self.disk or fixed > self._limit",

@@ -17,7 +17,7 @@ from benchmarks.mutants import drawn, run
 RECORD = Path(__file__).parent / "results" / "faults.json"
 SEED, DRAWN = 40, 20
 FACTORS = (
-    "jaxkfac/factors/_patches_test.py jaxkfac/factors/sums/_average_test.py jaxkfac/kinds "
+    "jaxkfac/factors/_patches_test.py jaxkfac/blocks/_average_test.py jaxkfac/kinds "
     "parity_tests/factors_test.py parity_tests/averages_test.py tests/factors_oracle_test.py"
 )
 ROOMS = {  # sources of the draw; tests, those that are quick first

@@ -42,8 +42,8 @@ import numpy as np
 
 import jaxkfac as jk
 from benchmarks.factors import cases, seconds
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature.host import HostCurvature, _decompose
-from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer, ParameterMatrix
 
 SIZE, LAYERS = 1024, 6

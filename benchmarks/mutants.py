@@ -34,7 +34,7 @@ ROOMS = {  # sources; folders whose tests run before the oracles
         "*/_row_masks */_propagate */_axes */_examples */values/_axes",
         "interception factors",
     ),
-    "factors": ("factors/* factors/sums/*", "factors"),
+    "factors": ("factors/* blocks/*", "blocks factors"),
     "curvature": ("curvature/* uses/_damped_gradients uses/_rotated_blocks", "curvature optim"),
     "EKFAC": ("curvature/ekfac/*", "curvature/ekfac"),
     "host": ("curvature/host/*", "curvature/host"),

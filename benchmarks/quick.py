@@ -12,12 +12,13 @@ Run: python -m benchmarks.quick [--rounds 9] [--write]
 - ``adapters``: value and gradient of LS-LoRA adapters, over those of plain LoRA.
 - ``adapters, gradient``: the same, over those of the net's own parameters.
 
-The contestants take turns, and a ratio is that of their least CPU times over the rounds (all threads,
-which other work on the machine blurs less than wall time; what it blurs is only ever added). Both
-sides of a ratio call the same routines, because processors differ in what a solver costs beside a
-product: 0.9 to 1.7 gradients for one set of inverses. A ratio is compared with that in
-``benchmarks/results/quick-cpu.json``. Above ``BOUND`` times it, it is measured again, twice at most;
-where it stays above, it is named, and the command fails. ``--write`` makes the record anew.
+The contestants take turns, and a ratio is that of their least CPU times over the rounds: CPU times
+of all threads, because other work on the machine blurs them less than wall times, and the least,
+because it only ever adds. Both sides of a ratio call the same routines, because processors differ
+in what a solver costs beside a product: 0.9 to 1.7 gradients for one set of inverses. A ratio is
+compared with that in ``benchmarks/results/quick-cpu.json``. Above ``BOUND`` times it, it is
+measured again, twice at most; where it stays above, it is named, and the command fails. ``--write``
+makes the record anew.
 """
 
 import argparse

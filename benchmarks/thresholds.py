@@ -54,7 +54,7 @@ BESIDE = tuple(
         "kinds": "squares",
         "factors": "budgeted convolution_programs example_sums explicit_net features fisher "
         "likelihoods packed_factors patches subsample turns wide_sides",
-        "factors/sums": "average long_sum",
+        "blocks": "average long_sum",
         "curvature": "apply by_slice divided eigenbases eigendecompose in_place inverses "
         "orientations",
         "curvature/capacity": "metrics order",

@@ -13,6 +13,13 @@ from jaxkfac._errors import (
     UncoveredParameterError,
     UnknownLayerError,
 )
+from jaxkfac.blocks import (
+    DiagonalFactor,
+    Factors,
+    KroneckerFactor,
+    LongSum,
+    update_average,
+)
 from jaxkfac.curvature import (
     Eigenbases,
     HostCurvature,
@@ -37,13 +44,6 @@ from jaxkfac.factors import (
     Gaussian,
     Objective,
     value_grad_and_factors,
-)
-from jaxkfac.factors.sums import (
-    DiagonalFactor,
-    Factors,
-    KroneckerFactor,
-    LongSum,
-    update_average,
 )
 from jaxkfac.interception import (
     Layer,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.factors.sums import with_origin
+from jaxkfac.blocks import with_origin
 from tests._cases import case
 from tests._checks import (
     LIKELIHOODS,

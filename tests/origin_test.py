@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
+from jaxkfac.blocks import Origin
 from jaxkfac.curvature.host._state import FORM
-from jaxkfac.factors.sums import Origin
 from jaxkfac.files import Archive, write_archive
 
 PARAMS = {"up": jnp.full((3, 4), 0.1), "down": jnp.linspace(-1, 1, 8).reshape(4, 2)}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import (
     apply_power,
     eigendecompose,
@@ -17,7 +18,6 @@ from jaxkfac.curvature import (
     identity_bases,
     natural_gradient,
 )
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg.spectral import check_damping
 
 DENSE = (layer("w", (3, 4), bias="b"), layer("u", (4, 2)))

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import _apply as module
 from jaxkfac.curvature import apply_power, eigendecompose, natural_gradient, reconstruct
 from jaxkfac.curvature._apply import map_in_batches
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -14,9 +14,7 @@ from jaxtyping import Array, Bool
 from jaxkfac._errors import instance_of
 from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, number, short_repr, table_html
-from jaxkfac.curvature._layout import Layout, layout_of
-from jaxkfac.factors import Estimator, ModelCall, Program
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     BiasMode,
     BlockKronecker,
     Corrections,
@@ -28,6 +26,8 @@ from jaxkfac.factors.sums import (
     check_same_layers,
     check_same_origin,
 )
+from jaxkfac.curvature._layout import Layout, layout_of
+from jaxkfac.factors import Estimator, ModelCall, Program
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 
@@ -144,8 +144,8 @@ class Eigenbases(BlockKronecker, _Named):
     ) -> "Eigenbases":
         """Build bases from the spectra of all blocks of ``layout``; a diagonal's is its mean."""
         origin = None if origin is None else origin.of_average()
-        clipping = {"max_condition": max_condition, "floor": floor}
-        empty = cls({}, {}, {}, {}, layout.layers, layout.bias, **clipping, origin=origin)
+        form = layout.layers, layout.bias, max_condition, floor
+        empty = cls({}, {}, {}, {}, *form, origin=origin)
         return empty.with_sides({place: Side(spectra[place]) for place in layout.blocks})
 
     def has_matrix_at(self, place: Place) -> bool:
@@ -241,7 +241,7 @@ class Eigenbases(BlockKronecker, _Named):
         call: ModelCall,
         positions: Bool[Array, "..."] | None,
     ) -> Corrections:
-        """See :class:`jaxkfac.factors.sums._corrections.Measurable`."""
+        """See :class:`jaxkfac.blocks._corrections.Measurable`."""
         from jaxkfac.curvature.ekfac import corrections_of  # imports this module
 
         return corrections_of(program, self, estimator, call, positions)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.blocks import Corrections, update_average
+from jaxkfac.blocks._random_factors_test import random_factors
 from jaxkfac.curvature import apply_power, eigendecompose, identity_bases
-from jaxkfac.factors._explicit_net_test import NET, random_factors
-from jaxkfac.factors.sums import Corrections, update_average
+from jaxkfac.factors._explicit_net_test import NET
 
 FACTORS = random_factors(NET, jax.random.key(0))
 IDENTITY = identity_bases(FACTORS)

@@ -12,6 +12,15 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike
 
 from jaxkfac._errors import one_of
+from jaxkfac.blocks import (
+    DiagonalFactor,
+    Factors,
+    KroneckerFactor,
+    Place,
+    Side,
+    check_all_layers,
+    over_stack,
+)
 from jaxkfac.curvature._apply import is_small, map_in_batches
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, check_bases
 from jaxkfac.curvature._layout import EigenBlock, layout_of
@@ -24,15 +33,6 @@ from jaxkfac.curvature._placement import (
     matrices_that_fit,
     solve_divided,
     solve_on_host,
-)
-from jaxkfac.factors.sums import (
-    DiagonalFactor,
-    Factors,
-    KroneckerFactor,
-    Place,
-    Side,
-    check_all_layers,
-    over_stack,
 )
 from jaxkfac.linalg.spectral import (
     Spectrum,

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
+from jaxkfac.blocks import zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import _eigendecompose as module
 from jaxkfac.curvature import _placement as host_module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import matrices_that_fit
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import zeros_like
 from jaxkfac.linalg.spectral import Spectrum
 
 LAYERS = (

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks import _factors
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import (
     eigendecompose,
     identity_bases,
@@ -15,8 +17,6 @@ from jaxkfac.curvature import (
     refresh_bases,
     refresh_inverses,
 )
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import _factors
 
 pytestmark = pytest.mark.usefixtures("x64")
 

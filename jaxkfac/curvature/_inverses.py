@@ -13,12 +13,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, is_differentiable, leaves_by_path
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._eigenbases import map_slices
-from jaxkfac.curvature._eigendecompose import block_sums, over
-from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
-from jaxkfac.curvature._layout import Layout, layout_of
-from jaxkfac.curvature._placement import MeshAxis, solve_divided
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     BiasMode,
     BlockKronecker,
     Factors,
@@ -27,6 +22,11 @@ from jaxkfac.factors.sums import (
     Sides,
     check_all_layers,
 )
+from jaxkfac.curvature._eigenbases import map_slices
+from jaxkfac.curvature._eigendecompose import block_sums, over
+from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
+from jaxkfac.curvature._layout import Layout, layout_of
+from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import alike
 from jaxkfac.linalg.spectral import (

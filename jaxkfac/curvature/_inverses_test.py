@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import (
     eigendecompose,
     identity_bases,
@@ -13,7 +14,6 @@ from jaxkfac.curvature import (
     natural_gradient,
     precondition,
 )
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import nearest
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     BiasMode,
     Factors,
     Place,

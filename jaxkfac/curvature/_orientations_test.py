@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks import Side
 from jaxkfac.curvature._layout import nearest_product
-from jaxkfac.factors.sums import Side
 
 RNG = np.random.default_rng(0)
 

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Factors, Side, Sides
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._passes import (
     Pass,
@@ -23,7 +24,6 @@ from jaxkfac.factors._passes import (
 )
 from jaxkfac.factors._scalar_loss import AdaptationOfBatch
 from jaxkfac.factors._statistics import PassPart
-from jaxkfac.factors.sums import Factors, Side, Sides
 from jaxkfac.interception import Layer
 from jaxkfac.interception.values import Window
 from jaxkfac.memory import whole_here
@@ -294,15 +294,16 @@ class _Assembly:
             if not one.has_window_of(place.key):
                 self._sides[place] = side
                 continue
-            arrays = [x for x in (side.data, side.count) if x.ndim]
             if place not in self._sides:
                 length = self._layers[place.key].stack[0]
-                self._sides[place] = Side(
-                    *(np.zeros((length, *x.shape[1:]), x.dtype) for x in arrays)
+                self._sides[place] = side.map(
+                    lambda x, n=length: np.zeros((n, *x.shape[1:]), x.dtype)
                 )
-            stored = self._sides[place]
-            for whole, part in zip((stored.data, stored.count), arrays, strict=False):
+
+            def write(whole: np.ndarray, part: np.ndarray) -> None:
                 whole[one.start : one.start + len(part)] = part
+
+            self._sides[place].map(write, side)
 
     def factors(self) -> Factors:
         """The assembled factors, with layers in the program's order."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, overload
 from jaxkfac._arguments import check_function
 from jaxkfac._errors import at_least_one, one_of
 from jaxkfac._mapped_axes import AxisName, axis_names
+from jaxkfac.blocks import BiasMode
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector, Uncovered
 from jaxkfac.factors._fisher import Estimator, Fisher, estimator_of
@@ -14,7 +15,6 @@ from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.factors.sums._factors import BiasMode
 from jaxkfac.interception.coupling import Word
 from jaxkfac.kinds import Precision
 from jaxkfac.memory import ByteSize, parse_bytes

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxkfac._arguments import (
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac._mapped_axes import axes_apart, check_mapped, is_mapped, sum_over_devices
+from jaxkfac.blocks import BiasMode, Corrections, Factors, Origin, Turn, with_origin, zeros_like
 from jaxkfac.factors._diagonal_pass import (
     check_alone,
     diagonal_layers,
@@ -43,10 +44,6 @@ from jaxkfac.factors._scalar_loss import (
     warn_of_sum,
 )
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.factors.sums._average import zeros_like
-from jaxkfac.factors.sums._corrections import Corrections, Measurable
-from jaxkfac.factors.sums._factors import BiasMode, Factors, with_origin
-from jaxkfac.factors.sums._origin import Origin, Turn
 from jaxkfac.interception import (
     Layer,
     Staged,
@@ -112,6 +109,27 @@ class TrainingStep(NamedTuple):
     value: Any
     grads: ArrayTree
     extra: dict[str, Any]
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """Eigenbases, in which gradients are squared."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+    def measured(
+        self, program: Any, estimator: Any, call: ModelCall, positions: Bool[Array, "..."] | None
+    ) -> Corrections:
+        """Measure the sums of one batch in a separate pass.
+
+        Args:
+            program: The ``Program`` of the objective.
+            estimator: The Fisher type, with the call's labels.
+            call: The parameters and the batch.
+            positions: Which positions exist.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer
 from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
-from jaxkfac.factors._explicit_net_test import layer
 from jaxkfac.factors._taps import gradient_block, gradient_rows, outer_products
 from jaxkfac.kinds import Products
 from jaxkfac.linalg import PANELS_FROM

@@ -1,4 +1,4 @@
-"""A small net whose factors are written out by hand, and factors of any layers at random.
+"""A small net whose factors are written out by hand.
 
 Other tests import from here; the test below holds the hand-written statistics to the gradient.
 """
@@ -7,64 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.factors.sums._factors import Factors
-from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.blocks import Factors
+from jaxkfac.blocks._random_factors_test import layer
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-
-def matrix(path, shape, *, stack=0, index=(), inputs=None):
-    """A parameter whose leading ``stack`` axes are stacked and whose last is the output."""
-    axes = tuple(range(len(shape)))
-    outputs = axes[-1:] if inputs is None else tuple(a for a in axes[stack:] if a not in inputs)
-    inputs = axes[stack:-1] if inputs is None else inputs
-    return ParameterMatrix(path, index, tuple(shape), axes[:stack], inputs, outputs)
-
-
-def layer(
-    path, shape, *, name=None, kind="dense", bias=None, stack=0, input=None, **kwargs
-) -> Layer:
-    index = kwargs.pop("index", ())
-    weight = matrix(path, shape, stack=stack, index=index, inputs=kwargs.pop("inputs", None))
-    out = weight.out_features
-    if kind in ("scale", "bias"):  # a diagonal, unless a block is asked for
-        kwargs = {"a_dense": False, "g_dense": False, **kwargs}
-    bias_shape = (*shape[:stack], out)
-    return Layer(
-        name=name or path,
-        kind=kind,
-        weight=weight,
-        bias=None if bias is None else matrix(bias, bias_shape, stack=stack, index=index),
-        in_features=weight.in_features,
-        out_features=out,
-        stack=tuple(shape[:stack]),
-        uses=1,
-        input=input or name or path,
-        **kwargs,
-    )
-
-
-def random_factors(layers, key, *, bias="joint", rows=50, dtype=None) -> Factors:
-    """Factors of the given layers from random rows; counts differ from 1 and each other."""
-    a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
-    ones = {x.input for x in layers if bias == "joint" and x.bias is not None}
-
-    def outer(key, stack, n, dense):
-        x = jax.random.normal(key, (*stack, rows, n), dtype)
-        return x.mT @ x if dense else jnp.square(x).sum(-2)
-
-    for i, each in enumerate(layers):
-        k_a, k_g = jax.random.split(jax.random.fold_in(key, i))
-        if each.is_diagonal:
-            diagonals[each.name] = jnp.square(jax.random.normal(k_g, each.weight.atoms, dtype)) + 1
-            continue
-        if each.input not in a_sums:
-            n = each.in_features + (each.input in ones)
-            a_sums[each.input] = outer(k_a, each.stack, n, each.a_dense)
-            a_counts[each.input] = jnp.full(each.stack, rows, dtype or float)
-        g_sums[each.name] = outer(k_g, each.stack, each.out_features, each.g_dense)
-    terms = jnp.asarray(rows // 2, dtype or float)
-    return Factors(a_sums, a_counts, g_sums, diagonals, terms, tuple(layers), bias)
 
 
 # --- the net: two projections of the same input, one with a bias, a scale, a head

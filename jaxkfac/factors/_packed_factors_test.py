@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkfac.blocks import update_average, zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.factors import value_grad_and_factors
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import update_average, zeros_like
 from jaxkfac.linalg import diagonal, fold_triangle, is_folded, unfolded, unfolded_size
 
 LAYERS = (

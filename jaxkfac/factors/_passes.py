@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Place, Side, Turn, places_of
 from jaxkfac.factors._marks import weighed
 from jaxkfac.factors._statistics import PassPart, Statistics
-from jaxkfac.factors.sums import Place, Side, Turn, places_of
 from jaxkfac.interception import Layer, scanned_by
 from jaxkfac.interception.values import Window
 from jaxkfac.linalg import has_panels, panel_shapes

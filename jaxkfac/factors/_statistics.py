@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._jaxpr_compat import call_kind, cast_varying, equation_signature
 from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
+from jaxkfac.blocks import PACKED_FROM, BiasMode, Factors, Place, Side, Sides
 from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
@@ -22,7 +23,6 @@ from jaxkfac.factors._taps import (
     input_means,
     outer_products,
 )
-from jaxkfac.factors.sums import PACKED_FROM, BiasMode, Factors, Place, Side, Sides
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
 from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs

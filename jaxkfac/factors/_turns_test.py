@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import UnknownLayerError
+from jaxkfac.blocks import LongSum, of_parameters, update_average, zeros_like
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.factors._build import check_collect
-from jaxkfac.factors.sums import LongSum, of_parameters, update_average, zeros_like
 from jaxkfac.interception import mark_outputs
 
 KEYS = jax.random.split(jax.random.key(0), 8)

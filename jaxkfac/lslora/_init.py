@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
-from jaxkfac.factors.sums import Factors, Place
+from jaxkfac.blocks import Factors, Place
 from jaxkfac.interception import Layer, LayerTable, Site, selector
 from jaxkfac.interception.values import decoded_shapes, encoded_paths
 from jaxkfac.linalg import statistics_dtype

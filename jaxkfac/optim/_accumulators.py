@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
-from jaxkfac.factors.sums import Corrections, Factors, Side
+from jaxkfac.blocks import Corrections, Factors, Side
 
 Sums = dict[str, Any]
 MemoryKind = Literal["device", "pinned_host"]

@@ -8,14 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxkfac.factors._explicit_net_test import (
-    layer,
-    net_batch,
-    net_like,
-    net_params,
-    net_statistics,
-    random_factors,
-)
+from jaxkfac.blocks._random_factors_test import layer, random_factors
+from jaxkfac.factors._explicit_net_test import net_batch, net_like, net_params, net_statistics
 from jaxkfac.optim import has_updated, kfac, multi_steps
 from jaxkfac.optim._accumulators import check_memory_kind
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxkfac.blocks import Factors, Place, Side, Sides, stored_like
 from jaxkfac.curvature import Eigenbases, owners
-from jaxkfac.factors.sums import Factors, Place, Side, Sides, stored_like
 from jaxkfac.interception import Layer
 
 Covariance = Literal["factors", "gradient"]

@@ -15,8 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     Factors,
     check_decay,
     check_factors,
@@ -31,6 +30,7 @@ from jaxkfac.factors.sums import (
     without_loss_terms,
     zeros_like,
 )
+from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
 from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph

@@ -8,8 +8,8 @@ from jax.typing import ArrayLike
 
 from jaxkfac._errors import one_of
 from jaxkfac._mapped_axes import AxisName
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import MeshAxis
-from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation
 from jaxkfac.optim._curvature import Curvature, FactorTransformation, Others, as_optax
@@ -118,7 +118,7 @@ def kfac(
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
             ``"quadratic"`` rate, else ``"exact"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
-            :func:`jaxkfac.factors.sums.update_average`.
+            :func:`jaxkfac.blocks.update_average`.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
             always decomposes.
         momentum: $\mu \in [0, 1)$, or ``"quadratic"``. ``"auto"`` is ``"quadratic"`` with a

@@ -9,8 +9,8 @@ import jax
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, Inverses
-from jaxkfac.factors.sums import Factors
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import sharded_like

@@ -6,16 +6,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxkfac.blocks import update_average, zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose, identity_bases, natural_gradient
-from jaxkfac.factors._explicit_net_test import (
-    layer,
-    net_batch,
-    net_like,
-    net_params,
-    net_statistics,
-    random_factors,
-)
-from jaxkfac.factors.sums import update_average, zeros_like
+from jaxkfac.factors._explicit_net_test import net_batch, net_like, net_params, net_statistics
 from jaxkfac.linalg.spectral import check_damping
 from jaxkfac.optim import _preconditioner as module
 from jaxkfac.optim import kfac

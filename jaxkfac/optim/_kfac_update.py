@@ -13,10 +13,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature
-from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._mapped_axes import AxisName
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, parameters_outside
-from jaxkfac.factors.sums import Factors
 from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
 from jaxkfac.optim._curvature import (

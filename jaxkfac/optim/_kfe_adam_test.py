@@ -7,18 +7,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxkfac.blocks import update_average, zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.factors import value_grad_and_factors as collector
-from jaxkfac.factors._explicit_net_test import (
-    layer,
-    net_batch,
-    net_like,
-    net_params,
-    net_statistics,
-    random_factors,
-)
-from jaxkfac.factors.sums import update_average, zeros_like
+from jaxkfac.factors._explicit_net_test import net_batch, net_like, net_params, net_statistics
 from jaxkfac.optim import check_state, kfac, kfe_adam, multi_steps
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -21,9 +21,9 @@ from jaxkfac._mapped_axes import (
     sum_over_devices,
     untracked_axes,
 )
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature
-from jaxkfac.factors.sums import Factors
 
 
 class Arguments(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import named, scalar
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     Factors,
     check_like,
     of_parameters,

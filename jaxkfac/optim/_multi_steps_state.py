@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import scalar
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     Factors,
     check_factors,
     check_same_layers,

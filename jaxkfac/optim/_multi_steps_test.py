@@ -6,17 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxkfac.blocks import zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._explicit_net_test import (
-    layer,
-    net_batch,
-    net_like,
-    net_params,
-    net_statistics,
-    random_factors,
-)
-from jaxkfac.factors.sums import zeros_like
+from jaxkfac.factors._explicit_net_test import net_batch, net_like, net_params, net_statistics
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -19,6 +19,7 @@ from jaxkfac._arguments import (
 from jaxkfac._errors import check_key, instance_of, named
 from jaxkfac._mapped_axes import mean_over_devices, sum_over_devices
 from jaxkfac._serialization import serializable
+from jaxkfac.blocks import Factors
 from jaxkfac.factors import (
     FactorCollector,
     Objective,
@@ -26,7 +27,6 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.factors.sums import Factors
 from jaxkfac.optim._curvature import factors_at_init
 from jaxkfac.optim._kfac import kfac
 from jaxkfac.optim._kfac_state import KfacState

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.optim import kfac, kfe_adam, multi_steps
 from jaxkfac.optim._watch import is_in_range
 

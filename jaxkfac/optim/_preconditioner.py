@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import one_of
+from jaxkfac.blocks import Corrections, Factors, Side, over_stack
 from jaxkfac.curvature import (
     Eigenbases,
     Inverses,
@@ -26,7 +27,6 @@ from jaxkfac.curvature import (
     refresh_bases,
     refresh_inverses,
 )
-from jaxkfac.factors.sums import Corrections, Factors, Side, over_stack
 from jaxkfac.linalg.spectral import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._schedules import Clipping
 

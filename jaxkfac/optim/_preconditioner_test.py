@@ -4,9 +4,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxkfac.blocks import update_average, zeros_like
 from jaxkfac.curvature import eigendecompose, natural_gradient
 from jaxkfac.factors._explicit_net_test import net_batch, net_like, net_params, net_statistics
-from jaxkfac.factors.sums import update_average, zeros_like
 from jaxkfac.optim import kfac, multi_steps
 from jaxkfac.optim._kfac_test import assert_close, jitted, run
 

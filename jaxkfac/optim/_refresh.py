@@ -11,9 +11,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis
 from jaxkfac.factors import balanced_groups
-from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Bases, Preconditioner

@@ -7,8 +7,8 @@ import optax
 import pytest
 from flax import serialization
 
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import zeros_like
+from jaxkfac.blocks import zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.optim import kfac
 from jaxkfac.optim._kfac_test import assert_close, jitted
 

@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
+from jaxkfac.blocks import Corrections, Factors, Place, Side, Sides
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors.sums import Corrections, Factors, Place, Side, Sides
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg.spectral import Spectrum
 

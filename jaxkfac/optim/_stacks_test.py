@@ -3,8 +3,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose, natural_gradient
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.optim import kfac
 from jaxkfac.optim._stacks import LARGEST_SIDE, Stacks

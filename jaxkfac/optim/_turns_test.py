@@ -7,9 +7,9 @@ import optax
 import pytest
 from flax import serialization
 
+from jaxkfac.blocks import Factors, update_average, zeros_like
 from jaxkfac.curvature import HostCurvature, eigendecompose, invert, natural_gradient
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors.sums import Factors, update_average, zeros_like
 from jaxkfac.optim import check_state, kfac, kfe_adam, multi_steps
 
 N, WIDTH, ITERATIONS = 8, 5, 3

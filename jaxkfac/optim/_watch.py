@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.factors.sums import (
+from jaxkfac.blocks import (
     Factors,
     Side,
     Sides,

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree, check_arrays, check_function
 from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
+from jaxkfac.blocks import check_decay
 from jaxkfac.curvature.host import HostOptions
-from jaxkfac.factors.sums import check_decay
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName

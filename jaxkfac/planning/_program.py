@@ -16,6 +16,7 @@ from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
 from jaxkfac._jaxpr_compat import body_of, call_kind
+from jaxkfac.blocks import Factors
 from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
@@ -24,7 +25,6 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer, LayerTable
 from jaxkfac.interception.values import Window
 from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError

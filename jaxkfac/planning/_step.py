@@ -10,9 +10,9 @@ import optax
 from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import CompilerError, JaxkfacError
 from jaxkfac._jaxpr_compat import body_of, call_kind, open_jaxpr
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, Inverses, natural_gradient
 from jaxkfac.factors import exchanged_bytes
-from jaxkfac.factors.sums import Factors
 from jaxkfac.optim import AdaptationState, KfacState, KfeAdamState, ScaleByBasesState
 from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nbytes, nodes_of

@@ -21,6 +21,7 @@ from jaxkfac._arguments import (
     with_leaves,
 )
 from jaxkfac._errors import at_least_one
+from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
@@ -33,7 +34,6 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.factors.sums import Factors
 from jaxkfac.interception import Layer, Traced
 from jaxkfac.interception.coupling import Answer
 

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
+from jaxkfac.blocks import Origin
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import gradient_rows
-from jaxkfac.factors.sums import Origin
 from jaxkfac.interception import (
     Layer,
     LayerVjp,

@@ -22,6 +22,7 @@ from jaxkfac._errors import (
     instance_of,
     nearest,
 )
+from jaxkfac.blocks import Origin
 from jaxkfac.curvature import (
     Eigenbases,
     check_bases,
@@ -40,7 +41,6 @@ from jaxkfac.factors import (
     apart_remedy,
     check_word,
 )
-from jaxkfac.factors.sums import Origin
 from jaxkfac.interception import Layer, Traced
 from jaxkfac.interception.coupling import Word
 from jaxkfac.interception.values import Atoms

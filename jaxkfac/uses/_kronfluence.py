@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkfac._errors import UnknownLayerError, at_least_one, nearest
+from jaxkfac.blocks import Corrections, Factors, Origin
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors.sums import Corrections, Factors, Origin
 from jaxkfac.linalg.spectral import Spectrum, eigh_checked
 from jaxkfac.memory import load_safetensors
 

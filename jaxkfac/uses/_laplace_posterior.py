@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Key
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, check_key
 from jaxkfac._jaxpr_compat import replicated
+from jaxkfac.blocks import LongSum
 from jaxkfac.factors import Batch, Gaussian, ModelCall
-from jaxkfac.factors.sums import LongSum
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._laplace_programs import (

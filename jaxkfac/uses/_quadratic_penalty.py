@@ -17,8 +17,8 @@ from jaxkfac._errors import (
     nearest,
     one_of,
 )
+from jaxkfac.blocks import DiagonalFactor, Factors, KroneckerFactor, places_of
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.factors.sums import DiagonalFactor, Factors, KroneckerFactor, places_of
 from jaxkfac.interception import Layer
 from jaxkfac.uses._posterior_precision import check_positive
 

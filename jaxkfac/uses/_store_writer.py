@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.blocks import Corrections, Origin
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import ModelCall
-from jaxkfac.factors.sums import Corrections, Origin
 from jaxkfac.memory import aligned_empty, bytes_text
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of

@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
+from jaxkfac.blocks import Corrections
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import Eigenbases, eigendecompose
 from jaxkfac.curvature.capacity import (
     METRICS,
@@ -25,8 +27,6 @@ from jaxkfac.curvature.capacity import (
     compare_capacity,
 )
 from jaxkfac.curvature.capacity._metrics import scales
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import Corrections
 from jaxkfac.linalg.spectral import Spectrum
 
 pytestmark = pytest.mark.usefixtures("x64")

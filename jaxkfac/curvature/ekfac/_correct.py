@@ -20,6 +20,7 @@ from jaxkfac._errors import (
     one_of,
 )
 from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped, sum_over_devices
+from jaxkfac.blocks import Corrections, Origin
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
@@ -34,7 +35,6 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.factors.sums import Corrections, Origin
 from jaxkfac.interception import Layer, LayerTable, Traced, fast_convolutions
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import sum_over_chunks

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import UnknownLayerError
+from jaxkfac.blocks import update_average
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
 from jaxkfac.curvature._eigendecompose import eigendecompose, reconstruct
@@ -22,7 +23,6 @@ from jaxkfac.factors import (
     Objective,
     value_grad_and_factors,
 )
-from jaxkfac.factors.sums import update_average
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("x64")]
 

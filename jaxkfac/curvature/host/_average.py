@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.blocks import PLAIN_TERMS, Factors, Place, Side, Sides
 from jaxkfac.curvature._layout import Entry, Layout
 from jaxkfac.curvature.host._store import Storage, Store
-from jaxkfac.factors.sums import PLAIN_TERMS, Factors, Place, Side, Sides
 from jaxkfac.linalg import is_folded, pack, packed_shape, unpack
 
 _PIECE = 1 << 18  # elements checked at once

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.curvature.host._push import as_step
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, threads
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 
 @pytest.fixture(scope="module")

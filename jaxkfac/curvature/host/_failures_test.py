@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.blocks._random_factors_test import random_factors
 from jaxkfac.curvature import reconstruct
 from jaxkfac.curvature.host import _average, _decompose
 from jaxkfac.curvature.host._service_test import (
@@ -19,7 +20,6 @@ from jaxkfac.curvature.host._service_test import (
     until,
     with_nan,
 )
-from jaxkfac.factors._explicit_net_test import random_factors
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkfac.blocks._random_factors_test import random_factors
 from jaxkfac.curvature.host._service_test import LAYERS, service
-from jaxkfac.factors._explicit_net_test import random_factors
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here"),

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkfac.blocks._random_factors_test import random_factors
 from jaxkfac.curvature.host import _average, _push
 from jaxkfac.curvature.host._service_test import LAYERS, same, service, threads, until
-from jaxkfac.factors._explicit_net_test import random_factors
 
 TOGETHER, ONE_BY_ONE = (
     1 << 20,

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jaxkfac._errors import one_of
+from jaxkfac.blocks import Factors, check_decay
 from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._average import outgrows_single
 from jaxkfac.curvature.host._store import Storage
-from jaxkfac.factors.sums import Factors, check_decay
 from jaxkfac.linalg.spectral import HostDType, check_clipping
 
 # ---------------- the schedule of refreshes, in step numbers only

@@ -12,13 +12,13 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxkfac._errors import nearest
+from jaxkfac.blocks import Factors, Origin, Place, Side
 from jaxkfac.curvature._layout import Entry, Layout
 from jaxkfac.curvature._placement import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._options import Schedule, is_double
 from jaxkfac.curvature.host._state import State
 from jaxkfac.curvature.host._threads import Job, Workers
-from jaxkfac.factors.sums import Factors, Origin, Place, Side
 from jaxkfac.memory import whole_here
 
 # ---------------- the arrays of a push

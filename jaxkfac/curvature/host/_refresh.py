@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.blocks import Factors, Origin
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
 from jaxkfac.curvature._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding, put_result
@@ -22,7 +23,6 @@ from jaxkfac.curvature.host._decompose import Decomposer, Shares, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Job, Monitor, Workers
-from jaxkfac.factors.sums import Factors, Origin
 from jaxkfac.linalg.spectral import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
 

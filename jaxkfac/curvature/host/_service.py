@@ -12,6 +12,7 @@ from typing import Any, NoReturn, SupportsIndex
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.blocks import Factors, check_same_layers, with_origin
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
@@ -31,7 +32,6 @@ from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers, call_in_time
-from jaxkfac.factors.sums import Factors, check_same_layers, with_origin
 from jaxkfac.files import Archive
 from jaxkfac.linalg.spectral import host_dtype
 from jaxkfac.memory import ByteSize, parse_bytes

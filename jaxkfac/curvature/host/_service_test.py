@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.blocks import update_average
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose, natural_gradient, reconstruct
 from jaxkfac.curvature.host import (
     HostCurvature,
@@ -18,8 +20,6 @@ from jaxkfac.curvature.host import (
     _refresh,
     service_bytes,
 )
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums import update_average
 from jaxkfac.linalg.spectral import Spectrum
 
 LAYERS = (

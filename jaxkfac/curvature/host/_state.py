@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.blocks import Factors, Origin
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding
 from jaxkfac.curvature.host._average import Averages, Running
@@ -17,7 +18,6 @@ from jaxkfac.curvature.host._options import HostOptions, Refresh, Schedule, layo
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
-from jaxkfac.factors.sums import Factors, Origin
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.interception.values import Range

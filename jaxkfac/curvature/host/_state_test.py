@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, steps_of, with_nan
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.files import write_archive
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature.host import _average, _decompose
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, threads, until
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 SMALL = (layer("a", (2, 3), bias="b"), layer("c", (2, 3, 2), stack=1))
 
@@ -175,7 +175,7 @@ def test_an_interpreter_ends_without_close(how):
         import threading, time
         import jax
         from jaxkfac.curvature.host import HostCurvature, _decompose
-        from jaxkfac.factors._explicit_net_test import layer, random_factors
+        from jaxkfac.blocks._random_factors_test import layer, random_factors
         how, begun, solve = {how!r}, threading.Event(), _decompose.eigh_on_host
         def eigh(matrix, *, name, dtype):
             begun.set()

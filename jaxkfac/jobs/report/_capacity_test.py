@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.capacity import (
     capacity_interval,
     capacity_metrics,
     compare_capacity,
 )
-from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.jobs.report import (
     CapacityReport,
     _factor_figures,

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, nearest
-from jaxkfac.factors.sums import Factors, Place, Side, Sides
+from jaxkfac.blocks import Factors, Place, Side, Sides
 from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import Folder, Group
 from jaxkfac.linalg.spectral import Spectrum

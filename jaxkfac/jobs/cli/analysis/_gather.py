@@ -11,8 +11,8 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.blocks import Factors, Place
 from jaxkfac.factors import Pass
-from jaxkfac.factors.sums import Factors, Place
 from jaxkfac.interception import Layer
 from jaxkfac.jobs.cli.analysis._files import Folder, Part, StoredSums
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype

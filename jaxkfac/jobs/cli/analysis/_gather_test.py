@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
+from jaxkfac.blocks import Place
 from jaxkfac.factors import Pass
-from jaxkfac.factors.sums import Place
 from jaxkfac.jobs.cli.analysis._files import Folder, Part
 from jaxkfac.jobs.cli.analysis._gather import gather
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_bytes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxkfac.factors.sums import Factors
+from jaxkfac.blocks import Factors
 from jaxkfac.jobs.cli._out_of_memory import free_room
 from jaxkfac.jobs.cli.analysis._decompose import Chosen
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, PassBytes, enough_text, sums_dtype

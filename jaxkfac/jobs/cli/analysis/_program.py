@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac.blocks import PLAIN_TERMS
 from jaxkfac.factors import BudgetedCollector, Pass
-from jaxkfac.factors.sums import PLAIN_TERMS
 from jaxkfac.interception import LayerTable
 from jaxkfac.jobs.cli._options import ModelAnalysis
 from jaxkfac.memory import bytes_text, resident_bytes

@@ -13,7 +13,7 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UnknownLayerError
-from jaxkfac.factors.sums import PLAIN_TERMS, Factors, LongSum
+from jaxkfac.blocks import PLAIN_TERMS, Factors, LongSum
 from jaxkfac.jobs.cli._progress import phase, progress
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.cli.influence._stages import Stages

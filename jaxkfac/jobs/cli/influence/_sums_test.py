@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.factors.sums import LongSum
+from jaxkfac.blocks import LongSum
 from jaxkfac.jobs.cli.influence._score import summed_from, total_of
 
 BATCHES = 2000

@@ -1,6 +1,9 @@
-"""Factors as a value: sums and counts, their origin and turns, their averages."""
+"""A block-diagonal Kronecker matrix as a value: sides, sums and counts, origins, averages.
 
-from jaxkfac.factors.sums._average import (
+Nothing here knows how they are collected.
+"""
+
+from jaxkfac.blocks._average import (
     PLAIN_TERMS,
     LongSum,
     arrays_of_turn,
@@ -14,11 +17,11 @@ from jaxkfac.factors.sums._average import (
     with_arrays_of_turn,
     zeros_like,
 )
-from jaxkfac.factors.sums._corrections import (
+from jaxkfac.blocks._corrections import (
     Corrections,
     MeasuredValues,
 )
-from jaxkfac.factors.sums._factors import (
+from jaxkfac.blocks._factors import (
     DiagonalFactor,
     Factors,
     KroneckerFactor,
@@ -30,7 +33,7 @@ from jaxkfac.factors.sums._factors import (
     without_loss_terms,
     without_turn,
 )
-from jaxkfac.factors.sums._origin import (
+from jaxkfac.blocks._origin import (
     Origin,
     Turn,
     check_all_layers,
@@ -38,7 +41,7 @@ from jaxkfac.factors.sums._origin import (
     check_turn,
     number_of_turns,
 )
-from jaxkfac.factors.sums._sides import (
+from jaxkfac.blocks._sides import (
     PACKED_FROM,
     BiasMode,
     BlockKronecker,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxkfac.blocks import LongSum, Origin, update_average, zeros_like
 from jaxkfac.factors import (
     Bernoulli,
     Categorical,
@@ -12,7 +13,6 @@ from jaxkfac.factors import (
     Objective,
     value_grad_and_factors,
 )
-from jaxkfac.factors.sums import LongSum, Origin, update_average, zeros_like
 from jaxkfac.interception import mark_outputs
 
 PARAMS = {"up": jnp.full((3, 4), 0.1), "down": jax.random.normal(jax.random.key(0), (4, 2))}

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors.sums._average import update_average, zeros_like
+from jaxkfac.blocks._average import update_average, zeros_like
+from jaxkfac.blocks._random_factors_test import layer, random_factors
 
 LAYERS = (layer("w", (3, 2), bias="b"), layer("scale", (2,), kind="scale", inputs=()))
 

@@ -1,16 +1,14 @@
 """Measured eigenvalues (EKFAC) as sums and counts, in eigenvectors that stay fixed."""
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._text import short_repr
-from jaxkfac.factors._model_call import ModelCall
-from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import clip_eigenvalues
 
 
@@ -81,24 +79,3 @@ class Corrections(NamedTuple):
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
-
-
-@runtime_checkable
-class Measurable(Protocol):
-    """Eigenbases, in which gradients are squared."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def measured(
-        self, program: Any, estimator: Any, call: ModelCall, positions: Bool[Array, "..."] | None
-    ) -> Corrections:
-        """Measure the sums of one batch in a separate pass.
-
-        Args:
-            program: The ``Program`` of the objective.
-            estimator: The Fisher type, with the call's labels.
-            call: The parameters and the batch.
-            positions: Which positions exist.
-        """
-        ...

@@ -11,15 +11,15 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import instance_of, named, nearest
-from jaxkfac.factors.sums._factors import Factors, alike, stored_like, with_origin
-from jaxkfac.factors.sums._origin import (
+from jaxkfac.blocks._factors import Factors, alike, stored_like, with_origin
+from jaxkfac.blocks._origin import (
     Turn,
     check_all_layers,
     check_same_origin,
     check_turn,
     number_of_turns,
 )
-from jaxkfac.factors.sums._sides import BiasMode, Side, Sides, decayed
+from jaxkfac.blocks._sides import BiasMode, Side, Sides, decayed
 from jaxkfac.interception import Layer
 
 # ---------------- running averages of factors
