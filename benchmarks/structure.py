@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -173,32 +173,63 @@ def _crowded(trees: dict[Path, ast.Module]) -> dict[str, dict[str, int]]:
 
 
 def _circles(trees: dict[Path, ast.Module]) -> list[set[str]]:
-    """Files that import each other when a module is loaded or type-checked."""
+    """Files that import each other when a module is loaded or one of its functions runs."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees}
-    reached: dict[str, set[str]] = {name: set() for name in modules}
+    return circles({name: _edges(name, trees[path], modules) for name, path in modules.items()})
+
+
+def _circles_of_rooms(trees: dict[Path, ast.Module]) -> list[set[str]]:
+    """Rooms of ``jaxkfac`` that import each other; the index, which has all of them, is none."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees}
+    room = lambda name: name.split(".")[1]
+    reached: dict[str, set[str]] = collections.defaultdict(set)
     for name, path in modules.items():
-        for node in _loaded(trees[path].body):
-            for alias in node.names:
-                names = (f"{node.module}.{alias.name}", node.module or "")
-                reached[name] |= {next((x for x in names if x in modules and x != name), name)}
-    for middle in modules:  # transitive closure
-        for name in modules:
-            if middle in reached[name]:
-                reached[name] |= reached[middle]
-    circles = {
-        frozenset(x for x in reached[name] if name in reached[x]) | {name}
-        for name in modules
-        if any(x != name and name in reached[x] for x in reached[name])
+        if path.parent != LIBRARY:
+            targets = _edges(name, trees[path], modules)
+            reached[room(name)] |= {room(x) for x in targets if modules[x].parent != LIBRARY}
+    return circles({name: targets - {name} for name, targets in reached.items()})
+
+
+def circles(imported: Mapping[str, set[str]]) -> list[set[str]]:
+    """Names of which each reaches all others, by what each imports."""
+    reached = {name: set(targets) for name, targets in imported.items()}
+    for middle in reached:  # transitive closure
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    found = {
+        frozenset(x for x in reached[name] if name in reached.get(x, ())) | {name}
+        for name in reached
+        if any(x != name and name in reached.get(x, ()) for x in reached[name])
     }
-    return [set(circle) for circle in circles]
+    return [set(circle) for circle in found]
 
 
-def _loaded(body: list[ast.stmt]) -> Iterator[ast.ImportFrom]:
-    for node in body:
+def _edges(name: str, tree: ast.Module, modules: Mapping[str, Path]) -> set[str]:
+    """Modules that a module imports; a name from a package's door is the package's ``__init__``."""
+    edges = set()
+    for module, alias in imports(tree):
+        candidates = (f"{module}.{alias}", f"{module}.{alias}.__init__", module)
+        candidates += (f"{module}.__init__",)
+        edges |= {next((x for x in candidates if x in modules), name)}
+    return edges - {name}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """``(module, name)`` of each import, those inside functions included.
+
+    Imports under ``if TYPE_CHECKING`` are left out: no run makes them.
+    """
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If):
-            yield from _loaded([*node.body, *node.orelse])
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []))
+        else:
+            yield from imports(node)
 
 
 def _most_complex() -> str:

@@ -20,6 +20,7 @@ from jaxkfac.blocks._average import (
 from jaxkfac.blocks._corrections import (
     Corrections,
     MeasuredValues,
+    corrections_of,
 )
 from jaxkfac.blocks._factors import (
     PACKED_FROM,
@@ -65,6 +66,7 @@ __all__ = [
     "check_same_layers",
     "check_same_origin",
     "check_turn",
+    "corrections_of",
     "layer_difference",
     "mean_of",
     "number_of_turns",
