@@ -6,6 +6,14 @@ Test files are left out. Code lines are lines without comments, docstrings and b
 is a package of the first level; an import between rooms is private if a component of the module's
 name begins with an underscore. Complexity is ruff's (McCabe). Functions and files are those of
 jaxkfac that a call enters whose traces are cached, outside ``jit``.
+
+Circles are of files, and of rooms. Imports inside functions count. Those under ``if TYPE_CHECKING``
+do not, nor that each module of a package loads the package's ``__init__`` first, nor modules named
+by strings: the index of jaxkfac and the table of commands, both above all that they name.
+
+A file names sums, counts, folding, packing or turns if a name in its code (a variable, attribute,
+argument, function or import) contains ``a_sums``, ``g_sums``, ``a_counts``, ``folded`` or
+``is_packed``. Comments, docstrings and strings do not count.
 """
 
 import argparse
@@ -14,11 +22,12 @@ import collections
 import functools
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -76,7 +85,10 @@ def house() -> dict[str, Any]:
         "below 40 code lines, __init__ left out": f"{_share(n < 40 for n in chapters)}",
         "library, code lines / files": _sizes(set(texts) - application, lines),
         "application, code lines / files": _sizes(application, lines),
-        "circles of files": [len(circle) for circle in _circles(trees)],
+        "code lines by room": _by_room(lines),
+        "files that name sums, counts, folding, packing or turns": _naming(trees, application),
+        "circles of files": [len(circle) for circle in circles_of_files(trees)],
+        "circles of rooms": [sorted(circle) for circle in circles_of_rooms(trees)],
         "vague names": _share(name.strip("_") in VAGUE for name in names),
         f"comments per 100 code lines, {', '.join(REASONED)}": round(
             100 * comments / sum(lines[path] for path in reasoned), 1
@@ -96,6 +108,32 @@ def _share(values: Iterable[bool]) -> str:
 
 def _sizes(paths: set[Path], lines: dict[Path, int]) -> str:
     return f"{sum(lines[path] for path in paths)} / {len(paths)}"
+
+
+def _by_room(lines: dict[Path, int]) -> dict[str, int]:
+    """Code lines of each room; modules of jaxkfac itself are one, ``""``."""
+    rooms: dict[str, int] = collections.defaultdict(int)
+    for path, number in lines.items():
+        rooms["" if path.parent == LIBRARY else _room(path)] += number
+    return dict(sorted(rooms.items()))
+
+
+LAYOUT = re.compile("a_sums|g_sums|a_counts|folded|is_packed")
+"""Names that say how a factor's sums are kept."""
+
+
+def _naming(trees: dict[Path, ast.Module], application: set[Path]) -> str:
+    files = {path for path, tree in trees.items() if names_layout(tree)}
+    return (
+        f"{len(files - application)} of the library, {len(files & application)} of the application"
+    )
+
+
+def names_layout(tree: ast.Module) -> bool:
+    """Whether a name in the code says how a factor's sums are kept."""
+    fields = ("id", "attr", "arg", "name", "asname")
+    names = (getattr(node, field, None) for node in _walked(tree) for field in fields)
+    return any(isinstance(name, str) and LAYOUT.search(name) for name in names)
 
 
 def _code(text: str, tree: ast.Module) -> set[int]:
@@ -172,40 +210,80 @@ def _crowded(trees: dict[Path, ast.Module]) -> dict[str, dict[str, int]]:
     return crowded
 
 
-def _circles(trees: dict[Path, ast.Module]) -> list[set[str]]:
-    """Files that import each other when a module is loaded or type-checked."""
+def circles_of_files(trees: dict[Path, ast.Module]) -> list[set[str]]:
+    """Files that import each other when a module is loaded or one of its functions runs."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees}
-    reached: dict[str, set[str]] = {name: set() for name in modules}
+    return circles({name: _edges(name, trees[path], modules) for name, path in modules.items()})
+
+
+def circles_of_rooms(trees: dict[Path, ast.Module]) -> list[set[str]]:
+    """Rooms of ``jaxkfac`` that import each other; the index, which has all of them, is none."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees}
+    room = lambda name: name.split(".")[1]
+    reached: dict[str, set[str]] = collections.defaultdict(set)
     for name, path in modules.items():
-        for node in _loaded(trees[path].body):
-            for alias in node.names:
-                names = (f"{node.module}.{alias.name}", node.module or "")
-                reached[name] |= {next((x for x in names if x in modules and x != name), name)}
-    for middle in modules:  # transitive closure
-        for name in modules:
-            if middle in reached[name]:
-                reached[name] |= reached[middle]
-    circles = {
-        frozenset(x for x in reached[name] if name in reached[x]) | {name}
-        for name in modules
-        if any(x != name and name in reached[x] for x in reached[name])
+        if path.parent != LIBRARY:
+            targets = _edges(name, trees[path], modules)
+            reached[room(name)] |= {room(x) for x in targets if modules[x].parent != LIBRARY}
+    return circles({name: targets - {name} for name, targets in reached.items()})
+
+
+def circles(imported: Mapping[str, set[str]]) -> list[set[str]]:
+    """Names of which each reaches all others, by what each imports."""
+    reached = {name: set(targets) for name, targets in imported.items()}
+    for middle in reached:  # transitive closure
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    found = {
+        frozenset(x for x in reached[name] if name in reached.get(x, ())) | {name}
+        for name in reached
+        if any(x != name and name in reached.get(x, ()) for x in reached[name])
     }
-    return [set(circle) for circle in circles]
+    return [set(circle) for circle in found]
 
 
-def _loaded(body: list[ast.stmt]) -> Iterator[ast.ImportFrom]:
-    for node in body:
+def _edges(name: str, tree: ast.Module, modules: Mapping[str, Path]) -> set[str]:
+    """Modules that a module imports; a name from a package's door is the package's ``__init__``."""
+    edges = set()
+    for module, alias in imports(tree):
+        candidates = (f"{module}.{alias}", f"{module}.{alias}.__init__", module)
+        candidates += (f"{module}.__init__",)
+        edges |= {next((x for x in candidates if x in modules), name)}
+    return edges - {name}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """``(module, name)`` of each import, those inside functions included.
+
+    Imports under ``if TYPE_CHECKING`` are left out: no run makes them.
+    """
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If):
-            yield from _loaded([*node.body, *node.orelse])
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []))
+        else:
+            yield from imports(node)
+
+
+def _ruff() -> str:
+    beside = Path(sys.executable).with_name("ruff")
+    found = str(beside) if beside.exists() else shutil.which("ruff")
+    if found is None:
+        raise SystemExit(
+            f"ruff counts the complexity, and is neither {beside} nor on PATH: pip install ruff"
+        )
+    return found
 
 
 def _most_complex() -> str:
-    ruff = Path(sys.executable).with_name("ruff")
     options = ["--config", "lint.mccabe.max-complexity=1", "--output-format", "json", "--exit-zero"]
     listed = subprocess.run(
-        [ruff, "check", "--select", "C901", "--no-cache", *options, *map(str, _files())],
+        [_ruff(), "check", "--select", "C901", "--no-cache", *options, *map(str, _files())],
         capture_output=True,
         check=True,
     )

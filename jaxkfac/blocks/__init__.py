@@ -20,6 +20,7 @@ from jaxkfac.blocks._average import (
 from jaxkfac.blocks._corrections import (
     Corrections,
     MeasuredValues,
+    corrections_of,
 )
 from jaxkfac.blocks._factors import (
     DiagonalFactor,
@@ -75,6 +76,7 @@ __all__ = [
     "check_same_layers",
     "check_same_origin",
     "check_turn",
+    "corrections_of",
     "layer_difference",
     "number_of_turns",
     "of_parameters",

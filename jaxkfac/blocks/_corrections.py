@@ -1,5 +1,6 @@
 """Measured eigenvalues (EKFAC) as sums and counts, in eigenvectors that stay fixed."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -79,3 +80,22 @@ class Corrections(NamedTuple):
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
+
+
+@functools.singledispatch
+def corrections_of(
+    bases: Any, program: Any, estimator: Any, call: Any, positions: Any
+) -> Corrections:
+    """Measure the sums of one batch in eigenbases, in a separate pass.
+
+    The collector calls this and knows no eigenbases; EKFAC, which stands above both, registers how
+    its own are measured.
+
+    Args:
+        bases: The eigenbases, whose type decides.
+        program: The ``Program`` of the objective.
+        estimator: The Fisher type, with the call's labels.
+        call: The parameters and the batch.
+        positions: Which positions exist.
+    """
+    raise TypeError(f"bases: nothing is registered that measures in {type(bases).__name__}")

@@ -27,7 +27,6 @@ from jaxkfac.blocks import (
     check_same_origin,
 )
 from jaxkfac.curvature._layout import Layout, layout_of
-from jaxkfac.factors import Estimator, ModelCall, Program
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 
@@ -233,18 +232,6 @@ class Eigenbases(BlockKronecker, _Named):
             raw = self.corrections.where_any(measured, raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
-
-    def measured(
-        self,
-        program: Program,
-        estimator: Estimator,
-        call: ModelCall,
-        positions: Bool[Array, "..."] | None,
-    ) -> Corrections:
-        """See :class:`jaxkfac.blocks._corrections.Measurable`."""
-        from jaxkfac.curvature.ekfac import corrections_of  # imports this module
-
-        return corrections_of(program, self, estimator, call, positions)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""

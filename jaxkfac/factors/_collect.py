@@ -23,7 +23,16 @@ from jaxkfac._arguments import (
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac._mapped_axes import axes_apart, check_mapped, is_mapped, sum_over_devices
-from jaxkfac.blocks import BiasMode, Corrections, Factors, Origin, Turn, with_origin, zeros_like
+from jaxkfac.blocks import (
+    BiasMode,
+    Corrections,
+    Factors,
+    Origin,
+    Turn,
+    corrections_of,
+    with_origin,
+    zeros_like,
+)
 from jaxkfac.factors._diagonal_pass import (
     check_alone,
     diagonal_layers,
@@ -55,6 +64,7 @@ from jaxkfac.interception import (
 from jaxkfac.interception.values import Window
 from jaxkfac.kinds import Precision, Products
 from jaxkfac.linalg import statistics_dtype
+from jaxkfac.linalg.spectral import Spectrum
 
 ROWS_FOLD = 0x726F  # folded into the caller's key for the rows of ``subsample=``
 
@@ -118,18 +128,7 @@ class Measurable(Protocol):
     @property
     def layers(self) -> tuple[Layer, ...]: ...
 
-    def measured(
-        self, program: Any, estimator: Any, call: ModelCall, positions: Bool[Array, "..."] | None
-    ) -> Corrections:
-        """Measure the sums of one batch in a separate pass.
-
-        Args:
-            program: The ``Program`` of the objective.
-            estimator: The Fisher type, with the call's labels.
-            call: The parameters and the batch.
-            positions: Which positions exist.
-        """
-        ...
+    def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,7 +445,7 @@ class FactorCollector:
 
     def _corrections(self, params: ArrayTree, call: Call) -> Corrections:
         at = call.of_model(params)
-        return call.bases.measured(self._program, call.estimator, at, call.positions)
+        return corrections_of(call.bases, self._program, call.estimator, at, call.positions)
 
     def without_factors(
         self, params: ArrayTree, call: Call, like: Factors | None = None

@@ -4,7 +4,6 @@ from jaxkfac.curvature.ekfac._correct import (
     EigenvalueCorrector,
     check_program_layers,
     correct_eigenvalues,
-    corrections_of,
 )
 
-__all__ = ["EigenvalueCorrector", "check_program_layers", "correct_eigenvalues", "corrections_of"]
+__all__ = ["EigenvalueCorrector", "check_program_layers", "correct_eigenvalues"]

@@ -20,7 +20,7 @@ from jaxkfac._errors import (
     one_of,
 )
 from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped, sum_over_devices
-from jaxkfac.blocks import Corrections, Origin
+from jaxkfac.blocks import Corrections, Origin, corrections_of
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
@@ -274,9 +274,10 @@ def correct_eigenvalues(
     return EigenvalueCorrector(program, bases, estimator, per)
 
 
-def corrections_of(
-    program: Program,
+@corrections_of.register
+def _corrections_of_bases(
     bases: Eigenbases,
+    program: Program,
     estimator: Estimator,
     call: ModelCall,
     positions: Bool[Array, "..."] | Float[Array, "..."] | None,

@@ -25,6 +25,8 @@ class Command(NamedTuple):
         default: ``"module:function"`` from the words of the command line to the default arguments;
             ``None`` takes the defaults of the class.
         compiles: Whether to keep its compiled programs for the next time.
+        shapes: ``"module:function"`` from the arguments to what plans a run's memory; ``None`` if
+            there is no such plan.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Command(NamedTuple):
     run: str
     default: str | None = None
     compiles: bool = False
+    shapes: str | None = None
 
 
 COMMANDS = (
@@ -42,6 +45,7 @@ COMMANDS = (
         "jaxkfac.jobs.cli._options:TrainArguments",
         "jaxkfac.jobs.cli._train:run_train",
         compiles=True,
+        shapes="jaxkfac.jobs.cli._out_of_memory:train_shapes",
     ),
     Command(
         "finetune",
@@ -50,6 +54,7 @@ COMMANDS = (
         "jaxkfac.jobs.cli.finetune._run:run_finetune",
         "jaxkfac.jobs.cli.finetune._options:default_arguments",
         compiles=True,
+        shapes="jaxkfac.jobs.cli.finetune._plan:finetune_shapes",
     ),
     Command(
         "influence",
@@ -208,7 +213,10 @@ def _dispatch(command: Command, argv_words: list[str]) -> int:
         if is_out_of_memory(error) and not is_plan_result:
             from jaxkfac.jobs.cli._out_of_memory import answer
 
-            return answer(error, arguments)
+            where = command.shapes
+            # Called after the error was told: the import of a plan may fail for want of memory.
+            shapes_of = None if where is None else lambda given: imported(where)(given)
+            return answer(error, arguments, shapes_of)
         if isinstance(error, JaxkfacError | ValueError | OSError):
             return _fail(_message_of(error))
         raise

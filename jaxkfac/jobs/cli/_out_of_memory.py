@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkfac.jobs.cli._devices import axis_sizes
 from jaxkfac.jobs.cli._loop import make_evaluation, total_updates
-from jaxkfac.jobs.cli._options import Optimizer, TrainArguments
+from jaxkfac.jobs.cli._options import AnalyzeArguments, Optimizer, TrainArguments
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.jobs.cli._progress import phases_of
 from jaxkfac.jobs.cli.finetune._options import PRESETS
@@ -223,7 +223,11 @@ GENERAL = (
 )
 
 
-def answer(error: BaseException, arguments: Any) -> int:
+def answer(
+    error: BaseException,
+    arguments: Any,
+    shapes_of: Callable[[Arguments], RunShapes] | None = None,
+) -> int:
     """Explain the error on standard error; return the exit code.
 
     It first prints what happened. Only then it frees the run's arrays and plans from shapes, so
@@ -232,6 +236,7 @@ def answer(error: BaseException, arguments: Any) -> int:
     Args:
         error: An error for which ``jk.memory.is_out_of_memory`` is true.
         arguments: Arguments of the command; ``None`` before they were parsed.
+        shapes_of: What plans a run of these arguments, for a command that has such a plan.
     """
     from jaxkfac.memory import TROUBLESHOOTING_PAGE, what_was_short
 
@@ -241,23 +246,16 @@ def answer(error: BaseException, arguments: Any) -> int:
     _let_go(error)
     del error
     try:
-        advice = _advice(arguments)
+        advice = _advice(arguments, shapes_of)
     except Exception as reason:  # better no plan than a second error
         advice = f"It could not be planned ({type(reason).__name__}). {GENERAL}"
     _say(f"{advice}\nMore: {TROUBLESHOOTING_PAGE}; --debug shows where it happened.")
     return EXIT_CODE
 
 
-def _advice(arguments: Any) -> str:
-    from jaxkfac.jobs.cli._options import AnalyzeArguments, TrainArguments
-    from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
-
-    if isinstance(arguments, TrainArguments):
-        return remedy(arguments, train_shapes(arguments), free_room())
-    if isinstance(arguments, FinetuneArguments):
-        from jaxkfac.jobs.cli.finetune._plan import finetune_shapes
-
-        return remedy(arguments, finetune_shapes(arguments), free_room())
+def _advice(arguments: Any, shapes_of: Callable[[Arguments], RunShapes] | None) -> str:
+    if arguments is not None and shapes_of is not None:
+        return remedy(arguments, shapes_of(arguments), free_room())
     if isinstance(arguments, AnalyzeArguments) and arguments.is_pretrained:
         return (
             "A smaller --device-bytes asks for more passes; --batch-size, --max-length and "

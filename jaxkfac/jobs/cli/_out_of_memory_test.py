@@ -50,11 +50,12 @@ def test_every_command_is_behind_the_answer(command, monkeypatch, capsys):
 
     where, name = command.run.split(":")
     assert callable(getattr(importlib.import_module(where), name))
+    assert command.shapes is None or callable(imported(command.shapes))
     monkeypatch.setattr(f"{where}.{name}", runs_out)
     given = object.__new__(imported(command.arguments))  # what is required need not be given
     monkeypatch.setattr(tyro, "cli", lambda *_, **__: given)
     monkeypatch.setattr(_main, "_check", lambda arguments: None)  # there are no values to check
-    monkeypatch.setattr(module, "_advice", lambda arguments: f"advice for {type(arguments)}")
+    monkeypatch.setattr(module, "_advice", lambda arguments, _: f"advice for {type(arguments)}")
     assert main([command.name]) == module.EXIT_CODE == 3
     shown = capsys.readouterr().err
     assert "jaxkfac: while at work: out of memory; " in shown and "Traceback" not in shown
@@ -66,7 +67,7 @@ def test_every_command_is_behind_the_answer(command, monkeypatch, capsys):
 
 
 def test_an_answer_without_a_plan_is_general(monkeypatch, capsys):
-    def fails(arguments):
+    def fails(arguments, shapes_of):
         raise FileNotFoundError
 
     monkeypatch.setattr(module, "_advice", fails)
@@ -88,7 +89,7 @@ def test_arrays_of_the_failed_run_are_gone_before_the_plan(monkeypatch):
         array = Array()
         raise MemoryError(str(id(array)))
 
-    def advice(arguments):
+    def advice(arguments, shapes_of):
         assert Array.alive == 0
         return "planned"
 
