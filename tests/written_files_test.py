@@ -55,7 +55,7 @@ def test_a_file_holds_the_numbers_that_it_was_written_from(name, opened):
     assert_read(KINDS[name].readings(opened(name)), expected_of(name)[0], 1e-6)
 
 
-# Another compiler rounds elsewhere, and a decomposition, an inverse and a damping of 1e-3 follow.
+# Another processor or compiler rounds otherwise, and small eigenvalues make more of the difference.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_file_holds_can_be_used_further(name, opened):
