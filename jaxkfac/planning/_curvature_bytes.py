@@ -195,5 +195,5 @@ class CurvatureBytes:
 
     @property
     def _spectra(self) -> list[Spectrum]:
-        tables = (self._bases.a, self._bases.a_without_ones, self._bases.g)
-        return [spectrum for table in tables for spectrum in table.values()]
+        data = [side.data for side in self._bases.sides.values()]
+        return [x for x in data if isinstance(x, Spectrum)]

@@ -126,7 +126,7 @@ def _of_inverses(inverses: Inverses) -> Readings:
         if layer.is_diagonal:
             found[f"{layer.name}.diagonal"] = np.asarray(inverses.diagonals[layer.name])
             continue
-        a, g = inverses.sides(layer)
+        a, g = inverses.of(layer)
         found |= {f"{layer.name}.a": np.asarray(a), f"{layer.name}.g": np.asarray(g)}
     return found
 

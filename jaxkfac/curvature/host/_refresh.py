@@ -26,8 +26,6 @@ from jaxkfac.curvature.host._threads import Job, Monitor, Workers
 from jaxkfac.linalg.spectral import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
 
-_TABLES = ("a", "a_without_ones", "g")
-
 
 @dataclasses.dataclass(eq=False)
 class Decompositions:
@@ -293,11 +291,7 @@ class ActiveBases:
         clipping = {"max_condition": self._max_condition, "floor": self._floor}
         self._bases = None
         bases = identity_bases(like, eye=eye, **clipping)
-        for table in _TABLES:
-            for key, spectrum in getattr(bases, table).items():
-                self.tables[Place(table, key)] = spectrum
-        for key, diagonal in bases.diagonals.items():
-            self.tables[Place("diagonals", key)] = diagonal
+        self.tables |= {place: side.data for place, side in bases.sides.items()}
 
     def stored(
         self, vectors: np.ndarray, where: ResultSharding, name: str, *, counted: bool = True

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -135,9 +135,6 @@ def _dot(first: np.ndarray, second: np.ndarray) -> float:
 # ---------------- eigenvalues of factors on disk, one block of one group at a time
 
 
-_TABLES = ("a", "a_without_ones", "g")
-
-
 class Chosen:
     """The blocks to decompose.
 
@@ -208,12 +205,11 @@ def _values(group: Group, block: int | None, folder: Folder, dtype: str) -> dict
     bases = jk.eigendecompose(
         _factors(group, block, layers, folder), vectors=False, placement="host", dtype=dtype
     )
-    eigenvalues = {
-        f"{table}|{key}": np.asarray(spectrum.values)
-        for table in _TABLES
-        for key, spectrum in getattr(bases, table).items()
+    values = {place: side.data for place, side in bases.sides.items()}
+    return {
+        f"{table}|{key}": np.asarray(x.values if isinstance(x, Spectrum) else x)
+        for (table, key), x in values.items()
     }
-    return eigenvalues | {f"diagonals|{k}": np.asarray(x) for k, x in bases.diagonals.items()}
 
 
 def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder: Folder) -> Factors:
@@ -234,8 +230,7 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
 
     A stacked layer with all blocks decomposed stays one layer; otherwise each block is a layer.
     """
-    tables: dict[str, Any] = {table: {} for table in _TABLES}
-    diagonals: dict[str, object] = {}
+    sides: Sides = {}
     layers: list[Layer] = []
     for group in chosen.groups:
         if not (blocks := chosen.of(group)):
@@ -247,27 +242,21 @@ def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Ei
         for block, values in block_values:
             if not stacked:
                 layers += group.of_block(block)
-            for table, key, array in _entries(values):
-                if table == "diagonals":
-                    diagonals[key] = jnp.asarray(array)
+            for place, array in _entries(values):
+                if place.table == "diagonals":
+                    sides[place] = Side(jnp.asarray(array))
                 elif not stacked:
-                    tables[table][key] = Spectrum(jnp.asarray(array), None)
+                    sides[place] = Side(Spectrum(jnp.asarray(array), None))
         if stacked:
-            for table, key, _ in _entries(block_values[0][1]):
+            for (table, key), _ in _entries(block_values[0][1]):
                 base = key.removesuffix(f"[{blocks[0]}]")
                 rows = [values[f"{table}|{base}[{block}]"] for block, values in block_values]
-                tables[table][base] = Spectrum(jnp.asarray(np.stack(rows)), None)
-    return jk.Eigenbases(
-        **tables,
-        diagonals=diagonals,
-        layers=tuple(layers),
-        bias="joint",
-        max_condition=max_condition,
-        floor=0.0,
-    )
+                sides[Place(table, base)] = Side(Spectrum(jnp.asarray(np.stack(rows)), None))
+    form = tuple(layers), "joint", max_condition, 0.0
+    return jk.Eigenbases({}, {}, {}, {}, *form).with_sides(sides)
 
 
-def _entries(values: dict[str, np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
+def _entries(values: dict[str, np.ndarray]) -> Iterator[tuple[Place, np.ndarray]]:
     for name, array in values.items():
         table, _, key = name.partition("|")
-        yield table, key, array
+        yield Place(table, key), array
