@@ -15,11 +15,16 @@ from tests.written.__main__ import main
 
 # Kinds that are read without tracing or running a model; reading the others compiles.
 QUICK = {"service", "service-packed", "adapter", "adapter-of-bank", "adapter-for-peft"}
-SLOW = pytest.mark.slow
+# Further use of these runs a command once more, as the tests of resumed runs do.
+COMMANDS = {"train", "finetune", "analysis", "influence"}
+# Written anew in the slow suite: one kind of each form.
+ANEW = {"factors-packed", "kfac-packed", "kfe-adam", "service", "store", "adapter"}
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 
-def kinds(quick=()):
-    return [pytest.param(name, marks=() if name in quick else SLOW) for name in KINDS]
+def kinds(mark, others, names):
+    """Every kind, those in ``names`` with ``mark`` and all others with ``others``."""
+    return [pytest.param(name, marks=mark if name in names else others) for name in KINDS]
 
 
 def assert_read(found, expected, tolerance):
@@ -50,20 +55,18 @@ def opened():
         close(value)
 
 
-@pytest.mark.parametrize("name", kinds(QUICK))
+@pytest.mark.parametrize("name", kinds((), SLOW, QUICK))
 def test_a_file_holds_the_numbers_that_it_was_written_from(name, opened):
     assert_read(KINDS[name].readings(opened(name)), expected_of(name)[0], 1e-6)
 
 
 # Another processor or compiler rounds otherwise, and small eigenvalues make more of the difference.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", kinds(EXHAUSTIVE, SLOW, COMMANDS))
 def test_what_a_file_holds_can_be_used_further(name, opened):
     assert_read(KINDS[name].go_on(opened(name)), expected_of(name)[1], 1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, ANEW))
 def test_a_file_written_today_has_the_structure_of_the_committed_one(name, tmp_path):
     KINDS[name].write(tmp_path)
     assert structure_of(tmp_path) == structure_of(COMMITTED / name)
