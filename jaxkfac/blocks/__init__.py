@@ -11,7 +11,6 @@ from jaxkfac.blocks._average import (
     check_factors,
     check_like,
     check_same_layers,
-    layer_difference,
     shapes_of_turn,
     update_average,
     with_arrays_of_turn,
@@ -34,6 +33,7 @@ from jaxkfac.blocks._factors import (
     without_loss_terms,
     without_turn,
 )
+from jaxkfac.blocks._layout import EigenBlock, Entry, Layout, layout_of
 from jaxkfac.blocks._origin import (
     Origin,
     Turn,
@@ -43,7 +43,6 @@ from jaxkfac.blocks._origin import (
     number_of_turns,
 )
 from jaxkfac.blocks._sides import (
-    PACKED_FROM,
     BiasMode,
     BlockKronecker,
     Place,
@@ -53,14 +52,16 @@ from jaxkfac.blocks._sides import (
 )
 
 __all__ = [
-    "PACKED_FROM",
     "PLAIN_TERMS",
     "BiasMode",
     "BlockKronecker",
     "Corrections",
     "DiagonalFactor",
+    "EigenBlock",
+    "Entry",
     "Factors",
     "KroneckerFactor",
+    "Layout",
     "LongSum",
     "MeasuredValues",
     "Origin",
@@ -77,7 +78,7 @@ __all__ = [
     "check_same_origin",
     "check_turn",
     "corrections_of",
-    "layer_difference",
+    "layout_of",
     "number_of_turns",
     "of_parameters",
     "over_stack",

@@ -73,8 +73,9 @@ class Side:
         """Whether one triangle stands for a matrix."""
         return self.is_matrix and is_folded(self.data)
 
-    def packed(self, least: int = PACKED_FROM) -> "Side":
-        """The side with one triangle of a matrix of size ``least`` or more."""
+    def packed(self, least: int | None = None) -> "Side":
+        """The side with one triangle of a matrix of size ``least`` or more, by default 64."""
+        least = PACKED_FROM if least is None else least
         if not self.is_matrix or self.is_packed or self.size < least:
             return self
         return self.with_data(on_shapes(fold_triangle, self.data))

@@ -19,14 +19,15 @@ from jaxkfac.blocks import (
     BlockKronecker,
     Corrections,
     Factors,
+    Layout,
     MeasuredValues,
     Origin,
     Place,
     Side,
     check_same_layers,
     check_same_origin,
+    layout_of,
 )
-from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 

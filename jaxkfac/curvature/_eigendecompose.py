@@ -14,16 +14,17 @@ from jaxtyping import Array, DTypeLike
 from jaxkfac._errors import one_of
 from jaxkfac.blocks import (
     DiagonalFactor,
+    EigenBlock,
     Factors,
     KroneckerFactor,
     Place,
     Side,
     check_all_layers,
+    layout_of,
     over_stack,
 )
 from jaxkfac.curvature._apply import is_small, map_in_batches
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, check_bases
-from jaxkfac.curvature._layout import EigenBlock, layout_of
 from jaxkfac.curvature._placement import (
     DenseMean,
     MeshAxis,

@@ -16,11 +16,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.blocks import Factors, Place, Side, Sides
+from jaxkfac.blocks import Factors, Place, Side, Sides, layout_of
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._inverses import Inverses, inversion
-from jaxkfac.curvature._layout import layout_of
 from jaxkfac.curvature._placement import solver_scratch
 from jaxkfac.linalg.spectral import (
     Damping,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.blocks import _factors
+from jaxkfac.blocks import _sides
 from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.curvature import (
     eigendecompose,
@@ -38,7 +38,7 @@ def assert_close(one, other):
 
 @pytest.fixture(params=["dense", "packed"])
 def stored(request, monkeypatch):
-    monkeypatch.setattr(_factors, "PACKED_FROM", 2)
+    monkeypatch.setattr(_sides, "PACKED_FROM", 2)
     return (lambda x: x.packed()) if request.param == "packed" else (lambda x: x)
 
 

@@ -17,15 +17,16 @@ from jaxkfac.blocks import (
     BiasMode,
     BlockKronecker,
     Factors,
+    Layout,
     Place,
     Side,
     Sides,
     check_all_layers,
+    layout_of,
 )
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
-from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import alike

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.blocks import Side
-from jaxkfac.curvature._layout import nearest_product
+from jaxkfac.blocks._layout import nearest_product
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import NonFiniteFactorError, nearest
-from jaxkfac.curvature._layout import EigenBlock
+from jaxkfac.blocks import EigenBlock
 from jaxkfac.linalg.spectral import (
     HostDType,
     HostSpectrum,

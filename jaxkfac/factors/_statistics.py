@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._jaxpr_compat import call_kind, cast_varying, equation_signature
 from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
-from jaxkfac.blocks import PACKED_FROM, BiasMode, Factors, Place, Side, Sides
+from jaxkfac.blocks import BiasMode, Factors, Place, Side, Sides
 from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
@@ -28,7 +28,6 @@ from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import (
     PANELS_FROM,
-    packed_shape,
     panel_shapes,
     statistics_dtype,
     unpack_panels,
@@ -530,10 +529,11 @@ def _moment(
 ) -> Array | tuple[Array, ...]:
     if not dense:
         return zeros((*stack, size), dtype)
-    if folds and stack and size >= PACKED_FROM:
+    if folds and stack:
         # Each iteration folds its own matrix: stacked in full, the matrices of a scan would take
         # twice the bytes of the result, beside the backward pass.
-        return zeros((*stack, *packed_shape(size)), dtype)
+        matrix = Side(jax.ShapeDtypeStruct((*stack, size, size), dtype), is_matrix=True)
+        return zeros(matrix.packed().data.shape, dtype)
     if packed and not stack and size >= PANELS_FROM:
         return tuple(zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
     return zeros((*stack, size, size), dtype)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.blocks import PLAIN_TERMS, Factors, Place, Side, Sides
-from jaxkfac.curvature._layout import Entry, Layout
+from jaxkfac.blocks import PLAIN_TERMS, Entry, Factors, Layout, Place, Side, Sides
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.linalg import is_folded, pack, packed_shape, unpack
 

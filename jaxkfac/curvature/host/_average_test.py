@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkfac.blocks import update_average
+from jaxkfac.blocks import Place, layout_of, update_average
 from jaxkfac.blocks._random_factors_test import layer, random_factors
-from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature.host import _store
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._store import Store

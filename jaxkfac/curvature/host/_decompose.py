@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.curvature._layout import EigenBlock, Place
+from jaxkfac.blocks import EigenBlock, Place
 from jaxkfac.curvature._placement import UNCOMMITTED, Placement, ResultSharding, matrices_that_fit
 from jaxkfac.linalg.spectral import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 from jaxkfac.memory import ProcessGroup, in_equal_shares

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from jaxkfac._errors import one_of
-from jaxkfac.blocks import Factors, check_decay
-from jaxkfac.curvature._layout import Layout, layout_of
+from jaxkfac.blocks import Factors, Layout, check_decay, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._average import outgrows_single
 from jaxkfac.curvature.host._store import Storage

@@ -12,8 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxkfac._errors import nearest
-from jaxkfac.blocks import Factors, Origin, Place, Side
-from jaxkfac.curvature._layout import Entry, Layout
+from jaxkfac.blocks import Entry, Factors, Layout, Origin, Place, Side
 from jaxkfac.curvature._placement import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._options import Schedule, is_double

@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.blocks import Factors, Origin
+from jaxkfac.blocks import EigenBlock, Factors, Layout, Origin, Place
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
-from jaxkfac.curvature._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, Shares, failure

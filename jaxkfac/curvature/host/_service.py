@@ -12,9 +12,13 @@ from typing import Any, NoReturn, SupportsIndex
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.blocks import Factors, check_same_layers, with_origin
+from jaxkfac.blocks import (
+    Factors,
+    check_same_layers,
+    layout_of,
+    with_origin,
+)
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._decompose import Decomposer
@@ -520,7 +524,7 @@ class HostCurvature:
         layout = self._state.layout
         if like is not None and layout is not None:
             try:
-                check_same_layers(like, factors_without_arrays(layout.layers, layout.bias))
+                check_same_layers(like, layout.like)
             except ValueError as error:
                 raise CheckpointMismatchError(
                     f"{path} belongs to another model: {error}"

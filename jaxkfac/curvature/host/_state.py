@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.blocks import Factors, Origin
-from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.blocks import Factors, Layout, Origin, Place, layout_of
 from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer

@@ -10,14 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import nearest
-from jaxkfac.blocks import (
-    BiasMode,
-    Factors,
-    Place,
-    Side,
-    layer_difference,
-    over_stack,
-)
+from jaxkfac.blocks._average import layer_difference
+from jaxkfac.blocks._factors import Factors
+from jaxkfac.blocks._sides import BiasMode, Place, Side, over_stack
 from jaxkfac.interception import Layer
 
 # ---------------- kernels that are read in both orientations
@@ -272,6 +267,11 @@ class Layout:
     entries: dict[Place, Entry]
     blocks: dict[Place, EigenBlock]
 
+    @property
+    def like(self) -> Factors:
+        """Factors of these layers, without arrays."""
+        return Factors.of_sides({}, terms=None, layers=self.layers, bias=self.bias)
+
     def merged(self, factors: Factors, *, complete: bool) -> "Layout":
         """This layout, with the layers of ``factors`` that it lacks appended.
 
@@ -329,7 +329,7 @@ class Layout:
 @functools.lru_cache(maxsize=64)  # called at every call outside jit
 def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
     """The entries and blocks of ``layers``."""
-    like = factors_without_arrays(layers, bias)
+    like = Factors.of_sides({}, terms=None, layers=layers, bias=bias)
     entries: dict[Place, Entry] = {}
     blocks: dict[Place, EigenBlock] = {}
     for layer in layers:
@@ -349,11 +349,6 @@ def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
             for place in places[:2]:
                 blocks[place] = dataclasses.replace(blocks[place], both=both)
     return Layout(layers, bias, entries, blocks)
-
-
-def factors_without_arrays(layers: tuple[Layer, ...], bias: BiasMode) -> Factors:
-    """Factors without arrays, which still know which inputs have ones."""
-    return Factors({}, {}, {}, {}, None, layers, bias)
 
 
 def _entries_of(layer: Layer, *, ones: bool) -> Iterator[Entry]:
