@@ -165,3 +165,12 @@ def test_bad_input_is_refused_by_name():
         penalty(params | {"down": jnp.ones((4, 7))})
     with pytest.raises(ValueError, match="'more'"):
         penalty(params | {"more": jnp.ones(3)})
+
+
+def test_the_factors_of_one_step_in_turns_are_refused_by_the_absent_layer():
+    params = {"a": jnp.ones((3, 3)), "b": jnp.ones((3, 2))}
+    objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"], jk.Gaussian())
+    stats = jk.value_grad_and_factors(objective, collect=2)
+    factors = stats(params, (jnp.eye(3), jnp.zeros((3, 2))), step=0).factors
+    with pytest.raises(jk.UnknownLayerError, match="which has nothing of layer"):
+        jk.quadratic_penalty(factors, params)

@@ -119,6 +119,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     if average.turn is not None or new.turn is not None:
         return _average_of_turns(average, new, decay)
     average, new = alike(average, new)
+    if other := average.sides.keys() ^ new.sides.keys():
+        raise ValueError(f"update_average: only one of the two has {min(other)}")
     decays = {field: _decay_of(getattr(new, field), decay) for field in ("terms", "loss_terms")}
     counts = {
         field: None if beta is None else decayed(getattr(average, field), beta, getattr(new, field))
@@ -127,10 +129,13 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     corrections = jax.tree.map(
         lambda x, y: decayed(x, decays["terms"], y), average.corrections, new.corrections
     )
-    advanced = average.map_sides(
-        lambda old, new: old.decayed(_decay_of(new.count, decay), new), new
-    )
-    return dataclasses.replace(advanced, corrections=corrections, **counts)
+    new_sides, sides = new.sides, {}
+    for place, old in average.sides.items():
+        side = new_sides[place]
+        beta = _decay_of(side.count, decay) if place.table == "a" else decays["terms"]
+        count = decayed(old.count, beta, side.count) if place.table == "a" else None
+        sides[place] = Side(decayed(old.data, beta, side.data), count)
+    return cast(Any, average).with_sides(sides, corrections=corrections, **counts)
 
 
 def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Factors:
@@ -145,7 +150,7 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
     sides: Sides = {}
     counts = {}
     for place, old in arrays.sides.items():
-        side = new_sides[place]
+        side, total = new_sides[place], None
         if place.table == "a":
             count = jnp.where(valid, side.count, 0)
             beta, weight = _decay_of(count, decay), jnp.broadcast_to(valid, count.shape)
@@ -153,13 +158,12 @@ def _average_of_turns(average: Factors, new: Factors, decay: ArrayLike) -> Facto
         else:
             # These are means: the old one is weighted by its share of all terms, the new sum by
             # 1 / all.
-            count = total = _turn_of(arrays).counts[place.key]
+            count = _turn_of(arrays).counts[place.key]
             before = jnp.asarray(decay, count.dtype) * count
             counts[place.key] = jnp.where(came, before + terms.astype(count.dtype), count)
             share = jnp.where(came, counts[place.key], 1)
             beta, weight = jnp.where(came, before / share, 1), jnp.where(came, 1 / share, 0)
-        data = decayed(old.data, beta, side.data, weight)
-        sides[place] = Side(data, total, old.is_matrix)
+        sides[place] = Side(decayed(old.data, beta, side.data, weight), total)
     number = average.turn.number
     number = jnp.where(valid & (number < jnp.iinfo(jnp.int32).max), number + 1, number)
     arrays = arrays.with_sides(sides, turn=Turn(number, counts, new_turn.of))
@@ -184,7 +188,7 @@ def arrays_of_turn(average: Factors, new: Factors) -> Factors:
         start, size = new_turn.start_of(*scan), new_turn.rows_of(*scan)
         return lambda x: jax.lax.dynamic_slice_in_dim(x, start, size)
 
-    sides = {place: average.side(place).map(rows_of(place.key)) for place in new.sides}
+    sides = {place: average.side(place).map_stack(rows_of(place.key)) for place in new.sides}
     counts = {key: rows_of(key)(turn.counts[key]) for table, key in sides if table != "a"}
     return average.with_sides(sides, turn=dataclasses.replace(turn, counts=counts))
 
@@ -215,7 +219,7 @@ def with_arrays_of_turn(average: Factors, arrays: Factors, turn: Turn) -> Factor
         if not (scan := scans[key]):
             return new
         start = turn.start_of(*scan)
-        return old.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), new)
+        return old.map_stack(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), new)
 
     old, own, before = average.sides, _turn_of(arrays), _turn_of(average).counts
     sides = {place: written(old[place], x, place.key) for place, x in arrays.sides.items()}

@@ -188,7 +188,8 @@ class Factors(BlockKronecker, _Named):
         """Factors with other sums, and with their counts of A.
 
         Args:
-            sides: All sides. G and diagonals share one count, ``terms``, which is a field.
+            sides: All sides. Their data is read, and the counts of A. G and diagonals share one
+                count, ``terms``, which is a field.
             **changes: Further fields to replace.
         """
         counts = {key: side.count for (table, key), side in sides.items() if table == "a"}

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Side:
     """One factor of a block.
 
@@ -59,8 +59,11 @@ class Side:
         """The size ``n`` of the matrix or of the diagonal."""
         return unfolded_size(self.data) if self.is_matrix else self.data.shape[-1]
 
-    def map(self, function: Callable[..., Any], *others: "Side") -> "Side":
-        """A function of every array whose leading axes are those of the stack."""
+    def map_stack(self, function: Callable[..., Any], *others: "Side") -> "Side":
+        """A function of the arrays that run along the stack: data, and counts that have axes.
+
+        A scalar count stays, because it counts for every entry.
+        """
         data = jax.tree.map(function, self.data, *(x.data for x in others))
         if self.count is None or not self.count.ndim:
             return self.with_data(data)
@@ -105,13 +108,6 @@ class Side:
         data = self.in_full().data
         return self.with_data(data[..., :-1, :-1] if self.is_matrix else data[..., :-1])
 
-    # -- arithmetic -------------------------------------------------------------------------
-
-    def decayed(self, decay: Any, new: "Side") -> "Side":
-        """``decay * self + new``, data and count; ``decay`` has an entry for each of a stack's."""
-        data, count = decayed(self.data, decay, new.data), decayed(self.count, decay, new.count)
-        return Side(data, count, self.is_matrix)
-
 
 def decayed(old: Any, decay: Any, new: Any, weight: Any = None) -> Any:
     """``decay * old + weight * new`` in the dtype of ``old``; factors are given by the stack."""
@@ -123,7 +119,7 @@ def decayed(old: Any, decay: Any, new: Any, weight: Any = None) -> Any:
 
 def over_stack(x: Any, like: Any) -> Any:
     """One value for each entry of a stack, with the axes to multiply the stack's arrays."""
-    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+    return x.reshape((*x.shape, *[1] * (like.ndim - x.ndim)))  # NumPy takes no empty call
 
 
 def mean_of(total: Any, count: Any) -> Any:
@@ -218,7 +214,8 @@ class BlockKronecker:
         """The same form of other sides.
 
         Args:
-            sides: The sides, all of them.
+            sides: The sides, all of them. Their data is read; whether it is a matrix follows from
+                the layers.
             **changes: Further fields to replace.
         """
         tables: dict[str, dict[str, Any]] = {field: {} for field in self._TABLES.values()}

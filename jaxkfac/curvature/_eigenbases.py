@@ -292,11 +292,13 @@ def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
         {place: jax.tree.map(np.shape, side.data) for place, side in x.sides.items()}
         for x in (new, expected)
     )
-    if shapes != expected_shapes:
-        raise ValueError(
-            "measured eigenvalues add up in the same eigenvectors, and these bases have the shapes "
-            f"{shapes}, expected {expected_shapes}"
-        )
+    for place in shapes | expected_shapes:
+        found, wanted = shapes.get(place), expected_shapes.get(place)
+        if found != wanted:
+            raise ValueError(
+                f"measured eigenvalues add up in the same eigenvectors, and these bases' "
+                f"{place.table} of {place.key!r} have the shapes {found}, expected {wanted}"
+            )
 
 
 def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:

@@ -271,7 +271,10 @@ def _factor_dampings(
 
 
 def _solved(problems: list[tuple[Side, Array]], axis: MeshAxis | None) -> list[Array]:
-    means = [(sums.mean, shift) for sums, shift in problems]
+    means = [
+        (sums.with_data(over(sums.data, sums.count)).in_full().data, shift)
+        for sums, shift in problems
+    ]
     if axis is not None:
         return solve_divided(means, damped_inverse, axis)
     out: list[Array] = []

@@ -296,14 +296,14 @@ class _Assembly:
                 continue
             if place not in self._sides:
                 length = self._layers[place.key].stack[0]
-                self._sides[place] = side.map(
+                self._sides[place] = side.map_stack(
                     lambda x, n=length: np.zeros((n, *x.shape[1:]), x.dtype)
                 )
 
             def write(whole: np.ndarray, part: np.ndarray) -> None:
                 whole[one.start : one.start + len(part)] = part
 
-            self._sides[place].map(write, side)
+            self._sides[place].map_stack(write, side)
 
     def factors(self) -> Factors:
         """The assembled factors, with layers in the program's order."""

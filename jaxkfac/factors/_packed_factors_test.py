@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkfac.blocks import update_average, zeros_like
 from jaxkfac.blocks._random_factors_test import layer, random_factors
 from jaxkfac.factors import value_grad_and_factors
-from jaxkfac.linalg import diagonal, fold_triangle, is_folded, unfolded, unfolded_size
+from jaxkfac.linalg import diagonal, fold_triangle, unfolded, unfolded_size
 
 LAYERS = (
     layer("a", (63, 64)),
@@ -40,9 +40,8 @@ def shapes_of(factors):
 @pytest.mark.slow
 def test_sides_from_64_on_are_packed_and_every_reading_is_dense(factors):
     packed = jax.jit(lambda x: x.packed())(factors)
-    folded_inputs = {k for k in packed.dense_inputs if is_folded(packed.a_sums[k])}
-    folded_outputs = {k for k in packed.dense_outputs if is_folded(packed.g_sums[k])}
-    assert folded_inputs == {"b", "stack"} and folded_outputs == {"a", "b", "table"}
+    folded = {(*place,) for place, side in packed.sides.items() if side.is_packed}
+    assert folded == {("a", "b"), ("a", "stack"), ("g", "a"), ("g", "b"), ("g", "table")}
     assert_equal(packed, factors)
     assert_equal(packed.unpacked(), factors)
     assert packed.is_packed and not factors.is_packed and not packed.unpacked().is_packed

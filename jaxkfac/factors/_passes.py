@@ -351,11 +351,12 @@ def _groups(
 def _nbytes_of(statistics: Statistics) -> Callable[[list[Layer]], float]:
     """A function that returns the bytes of the factors of some layers."""
     shapes = statistics.shapes(jax.ShapeDtypeStruct((), jnp.float32))
-    arrays = {place: side.data for place, side in shapes.sides.items()}
+    sizes: dict[str, int] = defaultdict(int)
+    for place, side in shapes.sides.items():
+        sizes[place.key] += _bytes(side.data)
 
     def nbytes(group: list[Layer]) -> float:
-        names = {layer.name for layer in group}
-        return float(_bytes([x for place, x in arrays.items() if place.key in names]))
+        return float(sum(sizes[layer.name] for layer in group))
 
     return nbytes
 

@@ -154,7 +154,8 @@ class Covariances:
                 sides[Place("g", name)] = Side(terms * product, terms, True)
         for place, shapes in like.sides.items():
             if place not in sides:
-                sides[place] = shapes.map(lambda x: jnp.zeros(x.shape, x.dtype))
+                data, count = (jnp.zeros(x.shape, x.dtype) for x in (shapes.data, shapes.count))
+                sides[place] = Side(data, count)
         merged = {place: sides[place] for place in like.sides}
         return stored_like(like.with_sides(merged, terms=terms), like)
 

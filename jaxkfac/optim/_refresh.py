@@ -163,7 +163,7 @@ def _part_of(factors: Factors, group: RefreshGroup) -> Factors:
     layers = group.layers
     if group.iterations is not None:
         rows = slice(*group.iterations)
-        sides = {place: side.map(lambda x: x[rows]) for place, side in sides.items()}
+        sides = {place: side.map_stack(lambda x: x[rows]) for place, side in sides.items()}
         stack = (rows.stop - rows.start,)
         layers = tuple(dataclasses.replace(x, stack=(*stack, *x.stack[1:])) for x in layers)
     return factors.with_sides(sides, layers=layers, turn=None)
@@ -177,7 +177,7 @@ def _rows_of(bases: Bases, group: RefreshGroup) -> Bases:
     names = {name for layer in group.layers for name in (layer.name, layer.input)}
     sides = bases.sides.items()
     return bases.with_sides(
-        {place: side.map(lambda x: x[rows]) for place, side in sides if place.key in names}
+        {place: side.map_stack(lambda x: x[rows]) for place, side in sides if place.key in names}
     )
 
 
@@ -190,5 +190,5 @@ def _written(bases: Bases, new: Bases, group: RefreshGroup) -> Bases:
         def write(x: Array, rows: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
-        sides = {place: old[place].map(write, side) for place, side in sides.items()}
+        sides = {place: old[place].map_stack(write, side) for place, side in sides.items()}
     return bases.with_sides({**old, **sides})

@@ -75,7 +75,7 @@ def load_kronfluence(
             )
     # Each kronfluence module has its own eigenvectors, even if layers share an input here.
     layers = tuple(dataclasses.replace(like.layer(name), input=name) for name in names)
-    dtype = next(iter(like.sides.values())).data.dtype
+    dtype = next(side.data.dtype for place, side in like.sides.items() if place.table == "g")
     folder = Path(folder)
     a, g = {}, {}
     for side, table in zip(_SIDES, (a, g), strict=True):

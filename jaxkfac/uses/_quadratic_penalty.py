@@ -159,10 +159,10 @@ def _check_values(factors: Factors) -> None:
     """Refuse factors that are not finite, or all zero, if their values are concrete."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(factors)):
         return
-    is_zero = True
+    is_zero, sides = True, factors.sides
     for name in factors:
-        places = places_of(factors.layer(name))
-        arrays = [np.asarray(factors.side(place).data) for place in places]
+        places = [place for place in places_of(factors.layer(name)) if place in sides]
+        arrays = [np.asarray(sides[place].data) for place in places]
         if not all(np.isfinite(x).all() for x in arrays):
             raise NonFiniteFactorError(f"the factors of layer {name!r} are not finite")
         is_zero = is_zero and not all(x.any() for x in arrays)

@@ -77,6 +77,7 @@ def test_several_workers_need_single_threaded_blas(monkeypatch):
 def test_bad_pushes_are_named_and_leave_nothing_behind(factors):
     other = random_factors((layer("w", (3, 2)),), jax.random.key(0))
     wide = dataclasses.replace(factors[0], g_sums={"q": jnp.zeros((5, 5))})
+    flat = dataclasses.replace(factors[0], g_sums={"q": jnp.zeros((3, 7))})
     late = dataclasses.replace(factors[0], g_sums={"stacked": factors[0].g_sums["stacked"][:2]})
     strange = dataclasses.replace(factors[0], g_sums={"kk": jnp.zeros((4, 4))})
     part = dataclasses.replace(factors[0], g_sums={})
@@ -88,6 +89,7 @@ def test_bad_pushes_are_named_and_leave_nothing_behind(factors):
         for bad, message in (
             (other, "factors have the layer 'w', which was not expected"),
             (wide, r"G of layer 'q' has shape \(5, 5\), expected \(4, 4\)"),
+            (flat, r"G of layer 'q' has shape \(3, 3\), expected \(4, 4\)"),
             (strange, "g of 'kk' belongs to no layer; the nearest are 'k'"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -64,8 +64,9 @@ def _check(entry: Entry, value: object, first: int) -> None:
             "donated to another function"
         )
     shape, expected = value.shape, entry.shape
-    if entry.dense and value.ndim >= 2:  # packed factors hold one triangle
-        shape = Side(jax.ShapeDtypeStruct(shape, value.dtype), is_matrix=True).in_full().data.shape
+    if entry.dense and value.ndim >= 2:
+        side = Side(value, is_matrix=True)
+        shape = (*shape[:-2], side.size, side.size) if side.is_packed else shape
     if expected is None:
         if value.size != entry.size:
             raise ValueError(f"push: {entry.name} has {value.size} elements, not {entry.size}")

@@ -158,7 +158,7 @@ def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenba
     def make() -> jk.Eigenbases:
         factors = [stages.tree("factors", config, like, lambda: _collected(scoring))]
         with phase("decomposing the factors"):
-            bases = _decomposed_in_turn(factors.pop())  # no name here keeps them alive
+            bases = _decomposed_in_turn(factors)
         return _measured(scoring, bases) if scoring.arguments.ekfac else bases
 
     def shaped(factors: jk.Factors) -> jk.Eigenbases:
@@ -171,11 +171,13 @@ def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenba
     return stages.tree("bases", config, jax.eval_shape(shaped, like), make)
 
 
-def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
+def _decomposed_in_turn(only: list[jk.Factors]) -> jk.Eigenbases:
     """Decompose the layers of one input after the other, freeing their factors.
 
-    Otherwise the sums, means and bases of the whole model would be in memory together.
+    Otherwise the sums, means and bases of the whole model would be in memory together. The factors
+    come in a list, which is emptied, so that no caller keeps them.
     """
+    factors = only.pop()
     groups: dict[str, list[Any]] = {}
     for layer in factors.layers:
         groups.setdefault(layer.name if layer.is_diagonal else layer.input, []).append(layer)
