@@ -30,7 +30,7 @@ from benchmarks._thresholds_reasons import REASONS
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "thresholds.json"
-ROOMS = ("factors", "kinds", "linalg", "curvature", "lslora", "optim")
+ROOMS = ("blocks", "factors", "kinds", "linalg", "curvature", "lslora", "optim")
 BLOCKS = ("uses/_damped_gradients.py", "uses/_rotated_blocks.py")  # arithmetic of one block
 # What compares numbers with another computation of them, the best first: PyTorch; the same
 # mathematics written out densely in float64, across rooms; and beside the code.
