@@ -83,6 +83,12 @@ class Side:
             return self
         return self.with_data(on_shapes(fold_triangle, self.data))
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the data with both triangles of a matrix."""
+        shape = self.data.shape
+        return (*shape[:-2], self.size, self.size) if self.is_packed else shape
+
     def in_full(self) -> "Side":
         """The side with both triangles of a matrix."""
         return self.with_data(on_shapes(unfolded, self.data)) if self.is_packed else self

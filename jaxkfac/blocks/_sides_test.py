@@ -24,6 +24,7 @@ def test_a_packed_side_reads_as_the_full_one(n, stack):
     full = Side(square(n, stack), np.full(stack, 4.0, np.float32), is_matrix=True)
     packed = full.packed(0)
     assert packed.size == full.size == n and packed.is_packed == (n > 1)
+    assert packed.full_shape == full.full_shape == full.data.shape
     for one, other in ((packed.mean, full.mean), (packed.diagonal, full.diagonal)):
         assert isinstance(one, np.ndarray)
         np.testing.assert_array_equal(one, other)

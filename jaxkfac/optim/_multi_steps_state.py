@@ -83,7 +83,8 @@ def check_not_nested(state: ArrayTree) -> None:
 
 def check_structure_of_turn(factors: Factors, stored: Factors) -> None:
     """Refuse factors that come in turns and lack layers, because sums have one structure."""
-    absent = [name for name in stored if not factors.has_arrays_of(stored.layer(name))]
+    layers = filter(stored.has_arrays_of, stored.layers)
+    absent = [layer.name for layer in layers if not factors.has_arrays_of(layer)]
     if absent:
         raise ValueError(
             f"multi_steps: the factors of this step lack layer {absent[0]!r}, which comes in "

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac.blocks import PLAIN_TERMS, Entry, Factors, Layout, Place, Side, Sides
 from jaxkfac.curvature.host._store import Storage, Store
-from jaxkfac.linalg import is_folded, pack, packed_shape, unpack
+from jaxkfac.linalg import pack, packed_shape, unpack
 
 _PIECE = 1 << 18  # elements checked at once
 
@@ -179,7 +179,7 @@ class Averages:
         with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
             for i in range(len(slices)):
                 new = slices[i, ...]
-                if entry.dense and not is_folded(new):  # a folded one has the average's layout
+                if entry.dense and new.shape != triangle.shape:  # else it has the average's layout
                     new = pack(new, triangle)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
         rounded = sums.itemsize < running.dtype.itemsize  # no flag reports overflow in rounding

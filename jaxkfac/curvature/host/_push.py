@@ -63,10 +63,8 @@ def _check(entry: Entry, value: object, first: int) -> None:
             f"push: {entry.name} has been deleted or donated; push factors before they are "
             "donated to another function"
         )
-    shape, expected = value.shape, entry.shape
-    if entry.dense and value.ndim >= 2:
-        side = Side(value, is_matrix=True)
-        shape = (*shape[:-2], side.size, side.size) if side.is_packed else shape
+    is_matrix, expected = entry.dense and value.ndim >= 2, entry.shape
+    shape = Side(value, is_matrix=is_matrix).full_shape
     if expected is None:
         if value.size != entry.size:
             raise ValueError(f"push: {entry.name} has {value.size} elements, not {entry.size}")
