@@ -3,10 +3,10 @@
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._curvature import Curvature, shapes_of
+from jaxkfac.optim._damping_rules import DampingRule, LevenbergMarquardt, Trial, Upcoming
 from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
-from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import has_updated, multi_steps
 from jaxkfac.optim._multi_steps_state import MultiStepsState
 from jaxkfac.optim._optimizer import Optimizer, OptimizerState, TrainState
@@ -21,6 +21,7 @@ __all__ = [
     "SAFE_NORM",
     "AdaptationState",
     "Curvature",
+    "DampingRule",
     "KfacState",
     "KfeAdamState",
     "LevenbergMarquardt",
@@ -33,6 +34,8 @@ __all__ = [
     "Stacks",
     "StateWatch",
     "TrainState",
+    "Trial",
+    "Upcoming",
     "advance_momentum",
     "check_memory_kind",
     "check_state",

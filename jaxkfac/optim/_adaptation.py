@@ -1,4 +1,4 @@
-"""Learning rate, momentum and damping that the quadratic model of the loss chooses."""
+"""Learning rate, momentum and damping that the quadratic model of the loss or a rule chooses."""
 
 import dataclasses
 import math
@@ -10,40 +10,39 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path, with_leaves
-from jaxkfac._errors import instance_of, scalar
-from jaxkfac.curvature.operators import Operator, ggn
-from jaxkfac.factors import BatchCurvature
+from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
+from jaxkfac._errors import scalar
+from jaxkfac._serialization import serializable
+from jaxkfac.blocks import Factors
 from jaxkfac.interception import fast_convolutions
-from jaxkfac.linalg.spectral import Damping
-from jaxkfac.optim._levenberg_marquardt import (
+from jaxkfac.optim._damping_rules import DampingRule, GivenDamping, Trial, Upcoming
+from jaxkfac.optim._quadratic_model import (
+    BatchLoss,
     Leaves,
-    LevenbergMarquardt,
     Minimum,
     QuadraticModel,
+    check_batch,
     dot,
     minimum,
 )
 from jaxkfac.optim._schedules import may_be_positive
 from jaxkfac.optim._trees import (
-    GatheredOperator,
     advance_momentum,
     all_finite,
-    checked_value,
     descend,
-    gathered,
     is_concrete,
     scaled,
-    sharded_like,
     sum_dtype,
     where,
 )
 
 Scalar = Float[Array, ""]
-_EVERY = 5  # updates between two trials if the damping is given
 
 
-class AdaptationState(NamedTuple):
+@serializable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptationState:
     r"""The numbers that :func:`jaxkfac.kfac` adapts, and the result of the last trial.
 
     Numbers are in float32, or in float64 if any parameter is.
@@ -70,6 +69,7 @@ class AdaptationState(NamedTuple):
             unnoticed.
         position: Inner product of the stored momentum with the parameters after the last update.
         travelled: Inner product of the stored momentum with that update.
+        rule: The damping rule's own state; ``None`` if it has none.
     """
 
     damping: Scalar
@@ -84,6 +84,19 @@ class AdaptationState(NamedTuple):
     displaced: Int[Array, ""]
     position: Scalar
     travelled: Scalar
+    rule: Any = None
+
+    def _replace(self, **changes: Any) -> "AdaptationState":
+        """As of the NamedTuple that it was before there were rules with a state."""
+        return dataclasses.replace(self, **changes)
+
+    def _asdict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def of_rule(self) -> tuple[Any, ...]:
+        """What a rule decides, which an update that is not made leaves as it was."""
+        return self.damping, self.first_damping, self.factor_damping, self.rule
 
 
 @runtime_checkable
@@ -94,22 +107,6 @@ class AdaptedState(Protocol):
     def momentum(self) -> ArrayTree: ...
     @property
     def adaptation(self) -> Any: ...
-
-
-class BatchLoss(NamedTuple):
-    """The loss of an update's batch: its value, the loss as a function, and its curvature."""
-
-    value: Any
-    value_fn: Callable[[ArrayTree], Any]
-    curvature: Operator
-
-    def of_whole(self, params: ArrayTree) -> "BatchLoss":
-        """The same loss for parameters gathered on every device, if ``params`` are sharded."""
-        return BatchLoss(
-            gathered(self.value),
-            lambda moved: gathered(self.value_fn(sharded_like(moved, params))),
-            GatheredOperator(self.curvature, params),
-        )
 
 
 class Numbers(NamedTuple):
@@ -127,12 +124,12 @@ class Adaptation:
     Attributes:
         rate: Whether the model chooses the learning rate.
         momentum: Whether the model chooses the momentum.
-        rule: The rule of the damping, or ``None`` if the damping is given.
+        rule: The rule of the damping.
     """
 
     rate: bool
     momentum: bool
-    rule: LevenbergMarquardt | None
+    rule: DampingRule
 
     @staticmethod
     def of(
@@ -153,7 +150,7 @@ class Adaptation:
                 f'damping={damping!r}: expected "auto", a number, a schedule, a pair of them, or '
                 "jk.LevenbergMarquardt() to adapt it"
             )
-        rule = damping if isinstance(damping, LevenbergMarquardt) else None
+        rule = damping if isinstance(damping, DampingRule) else GivenDamping(damping)
         out = Adaptation(isinstance(learning_rate, str), isinstance(momentum, str), rule)
         if out.by_model and isinstance(damping, tuple):
             raise ValueError(
@@ -165,7 +162,7 @@ class Adaptation:
                 'norm_constraint bounds a learning rate that is given, and "quadratic" chooses '
                 "one: leave it out"
             )
-        return out if out.by_model or rule else None
+        return out if out.by_model or not isinstance(rule, GivenDamping) else None
 
     @property
     def by_model(self) -> bool:
@@ -173,23 +170,18 @@ class Adaptation:
         return self.rate or self.momentum
 
     @property
-    def burn_in(self) -> int:
-        """Number of updates that only average the factors."""
-        return 0 if self.rule is None else self.rule.burn_in
+    def reads_curvature(self) -> bool:
+        """Whether an update needs the curvature of its batch."""
+        return self.by_model or self.rule.reads_loss
 
     @property
     def two_dampings(self) -> bool:
         """Whether the factors have a damping of their own."""
-        return self.by_model and self.rule is not None and self.rule.factor_every > 0
+        return self.by_model and self.rule.factor_every > 0
 
-    @property
-    def guarded(self) -> bool:
-        """Whether a step that raises the loss of its batch is rejected."""
-        return self.rule is not None and self.rule.safeguard
-
-    def initial(self, params: ArrayTree, damping: ArrayLike, decay: ArrayLike) -> AdaptationState:
+    def initial(self, params: ArrayTree, decay: ArrayLike) -> AdaptationState:
         """The state before the first update; ``decay`` is the weight decay."""
-        dtype = sum_dtype(params)
+        dtype, (damping, of_rule) = sum_dtype(params), self.rule.begin(params)
 
         def number(value: ArrayLike) -> Scalar:  # a buffer for each number: a state may be donated
             return jnp.array(value, dtype)
@@ -210,35 +202,8 @@ class Adaptation:
             displaced=count(),
             position=number(0),
             travelled=number(0),
+            rule=jax.tree.map(jnp.array, of_rule),
         )
-
-    def loss(
-        self, params: ArrayTree, value: ArrayLike | None, value_fn: Any, curvature: Any
-    ) -> BatchLoss:
-        """Check the arguments that describe the loss of a batch, and collect them.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: an argument is missing.
-        """
-        arguments = {"params": params, "value": value, "value_fn": value_fn, "curvature": curvature}
-        absent = [name for name, x in arguments.items() if x is None]
-        if absent:
-            raise ValueError(
-                f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
-                "params, factors=factors, **stats.adaptation(params, batch, key)); or take an "
-                "optimizer that needs none of them, jk.kfe_adam(0.01) or jk.kfac(0.1), as for a "
-                "loss with loss_terms=, whose outputs are not known"
-            )
-        checked_value(value)
-        if isinstance(curvature, BatchCurvature):
-            curvature.check_params(params)
-            curvature = as_operator(curvature)
-        check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
-        instance_of(
-            "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"
-        )
-        return BatchLoss(value, value_fn, curvature)
 
     def check(
         self, state: AdaptedState, params: ArrayTree, terms: ArrayLike | None, loss: BatchLoss
@@ -269,56 +234,55 @@ class Adaptation:
         self,
         state: Any,
         gradient: ArrayTree,
-        loss: BatchLoss,
-        step: Int[Array, ""],
+        factors: Factors | None,
+        value: Any,
+        loss: BatchLoss | None,
         decay: ArrayLike,
-    ) -> Any:
-        """The state of ``kfac``, at the first update with the damping that the curvature gives.
+    ) -> tuple[Any, Any, Any]:
+        r"""The state of ``kfac`` after :meth:`DampingRule.before`, and the dampings of an update.
 
         Args:
             state: State of ``kfac``.
             gradient: From :meth:`gradient_of`.
-            loss: Loss of the batch.
-            step: Updates so far.
+            factors: Factors of the update.
+            value: Loss of the batch, or ``None``.
+            loss: Loss of the batch, if it is read.
             decay: The weight decay.
+
+        Returns:
+            The state; the damping of the model, which is $\lambda$, plus $w$ if the model includes
+            the weight decay; and the damping of the factors before any trial.
         """
-        if self.rule is None or self.rule.initial != "auto" or (is_concrete(step) and step > 0):
-            return state
-        rule, adapted, is_first = self.rule, state.adaptation, step == 0
+        adapted: AdaptationState = state.adaptation
         dtype, slope = adapted.damping.dtype, _at(gradient, leaves_by_path(state.momentum))
 
-        def first_damping() -> Scalar:
+        def curvature() -> Scalar:
+            assert loss is not None
             model = QuadraticModel(slope, loss.curvature, jnp.zeros((), dtype))
             second, first = model.along(slope)
-            return rule.initial_at(second[0, 0] / first[0]).astype(dtype)
+            return second[0, 0] / first[0]
 
-        damping = jax.lax.cond(
-            is_first, fast_convolutions(first_damping), lambda: adapted.first_damping
-        )
-        factor_damping = damping + (decay if self.by_model else 0.0)
+        known = None if loss is None else curvature
+        upcoming = Upcoming(state.step, slope, factors, value, known)
+        damping, of_rule = self.rule.before(adapted.damping, adapted.rule, upcoming)
+        # Added before the sum is rounded to the state's dtype, because a given damping is a number.
+        of_model, is_first = damping + decay if self.by_model else damping, state.step == 0
+        damping = jnp.asarray(damping, dtype)
         adapted = adapted._replace(
-            first_damping=damping,
-            damping=jnp.where(is_first, damping, adapted.damping),
-            factor_damping=jnp.where(is_first, factor_damping, adapted.factor_damping),
+            damping=damping,
+            first_damping=jnp.where(is_first, damping, adapted.first_damping),
+            factor_damping=jnp.where(is_first, of_model, adapted.factor_damping).astype(dtype),
+            rule=of_rule,
         )
-        return state._replace(adaptation=adapted)
+        of_factors = adapted.factor_damping if self.two_dampings else of_model
+        return state._replace(adaptation=adapted), of_model, of_factors
 
     def numbers_of(self, rate: ArrayLike, momentum: ArrayLike, decay: ArrayLike) -> Numbers:
         """The numbers of an update, except those that the model chooses."""
         return Numbers(None if self.rate else rate, None if self.momentum else momentum, decay)
 
-    def damping_of(self, state: AdaptedState, numbers_of: Damping, decay: ArrayLike) -> Any:
-        r"""$\lambda$ of an update, plus $w$ if the model includes the weight decay."""
-        damping = numbers_of if self.rule is None else state.adaptation.damping
-        return damping + decay if self.by_model else damping
-
-    def factor_damping_of(self, state: AdaptedState, damping: Damping) -> Any:
-        """The damping of the factors before any trial; the model's ``damping`` without its own."""
-        return state.adaptation.factor_damping if self.two_dampings else damping
-
     def is_trial_due(self, step: ArrayLike, refresh_every: ArrayLike) -> Any:
         """Whether the factors' damping is tried at an update, provided that it refreshes."""
-        assert self.rule is not None
         periods = jnp.maximum(1, jnp.round(self.rule.factor_every / jnp.asarray(refresh_every)))
         return (step % (refresh_every * periods.astype(jnp.int32)) == 0) & (step > 0)
 
@@ -344,7 +308,6 @@ class Adaptation:
             numbers: The numbers that the model does not choose.
             due: Whether there is a trial.
         """
-        assert self.rule is not None
         adapted: AdaptationState = state.adaptation
         dampings = self.rule.factor_dampings(adapted.factor_damping)
         dtype, last = adapted.damping.dtype, leaves_by_path(state.momentum)
@@ -395,75 +358,80 @@ class Adaptation:
     def advance(
         self,
         state: AdaptedState,
-        params: ArrayTree,
+        params: ArrayTree | None,
         gradient: ArrayTree,
         steps: ArrayTree,
         numbers: Numbers,
         damping: ArrayLike,
-        loss: BatchLoss,
+        loss: BatchLoss | None,
         *,
         factor_damping: ArrayLike,
-        upcoming: ArrayLike | None,
         num_updates: Int[Array, ""],
         is_made: Bool[Array, ""],
     ) -> tuple[ArrayTree, ArrayTree, AdaptationState]:
         """Compute the update, the new momentum, and the adapted numbers.
 
         Args:
-            state: State of ``kfac``, before the update.
+            state: State of ``kfac``, from :meth:`begun`.
             params: The parameters before the update.
             gradient: From :meth:`gradient_of`.
             steps: The preconditioned gradient.
             numbers: The numbers that the model does not choose.
-            damping: From :meth:`damping_of`.
-            loss: Loss of the batch.
+            damping: The damping of the model, from :meth:`begun`.
+            loss: Loss of the batch, if it is read.
             factor_damping: Damping of the factors at this update.
-            upcoming: Damping of the next update, if it is given.
             num_updates: Updates so far, including this one.
             is_made: Whether there is an update to make.
         """
         before: AdaptationState = state.adaptation
         dtype, last = before.damping.dtype, leaves_by_path(state.momentum)
-        moving = _at(params, last)
+        moving = {} if params is None else _at(params, last)
         ours, down = _at(gradient, last), _at(steps, last)
-        model = QuadraticModel(ours, loss.curvature, jnp.asarray(damping, dtype))
-        if self.by_model:
-            update, least = self._least(model, down, last, numbers)
-            velocity, decay, used = update, numbers.decay, least
-
-            def change() -> Scalar:
-                return least.change
-
-        else:
-            velocity, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
+        factor_damping = jnp.asarray(factor_damping, dtype)
+        if loss is None:
+            velocity = advance_momentum(numbers.momentum, last, down)
             update = descend(velocity, ours, moving, numbers.rate, numbers.decay)
+            trial = _untried(before, num_updates)
+            stands, new, used = is_made, self._after(before, trial), numbers
+        else:
+            model = QuadraticModel(ours, loss.curvature, jnp.asarray(damping, dtype))
+            if self.by_model:
+                update, least = self._least(model, down, last, numbers)
+                velocity, decay, used = update, numbers.decay, least
 
-            def change() -> Scalar:
-                second, first = model.along(update)
-                return first[0] + second[0, 0] / 2
+                def change() -> Scalar:
+                    return least.change
 
-        displaced = self._displaced(state, params)
-        after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
-        position, travelled = dot(after, velocity, dtype), dot(update, velocity, dtype)
-        stands, new = self._tried(before, params, update, change, loss, decay, num_updates, is_made)
-        # XLA updates parameters and momentum in place only after everything that reads them. So
-        # the remaining reads are forced to come first, through a test that is never true.
-        read = position + travelled + displaced.astype(dtype)
-        stands &= ~(jnp.isnan(read) & (read > 0))
-        if self.rule is None:  # a copy, because the state may be donated
-            new = new._replace(damping=jnp.array(upcoming, dtype))
+            else:
+                velocity, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
+                update = descend(velocity, ours, moving, numbers.rate, numbers.decay)
+
+                def change() -> Scalar:
+                    second, first = model.along(update)
+                    return first[0] + second[0, 0] / 2
+
+            displaced = self._displaced(state, params)
+            after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
+            position, travelled = dot(after, velocity, dtype), dot(update, velocity, dtype)
+            stands, new = self._tried(
+                before, params, update, change, loss, decay, num_updates, is_made
+            )
+            # XLA updates parameters and momentum in place only after everything that reads them. So
+            # the remaining reads are forced to come first, through a test that is never true.
+            read = position + travelled + displaced.astype(dtype)
+            stands &= ~(jnp.isnan(read) & (read > 0))
+            new = new._replace(
+                position=jnp.where(stands, position, new.position),
+                travelled=jnp.where(stands, travelled, new.travelled),
+                displaced=new.displaced + displaced.astype(jnp.int32),
+            )
         new = new._replace(
             learning_rate=jnp.where(stands, jnp.asarray(used.rate, dtype), new.learning_rate),
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
-            position=jnp.where(stands, position, new.position),
-            travelled=jnp.where(stands, travelled, new.travelled),
-            factor_damping=self._following(
-                jnp.asarray(factor_damping, dtype), before, new, numbers.decay
-            ),
-            displaced=new.displaced + displaced.astype(jnp.int32),
+            factor_damping=self._following(factor_damping, before, new, numbers.decay),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
-        if self.guarded:  # the next step begins without the momentum that led uphill
+        if self.rule.safeguard:  # the next step begins without the momentum that led uphill
             dropped = new.rejected > before.rejected
             last = where(dropped, jax.tree.map(jnp.zeros_like, last), last)
             new = new._replace(
@@ -475,6 +443,26 @@ class Adaptation:
             with_leaves(state.momentum, where(stands, velocity, last)),
             new,
         )
+
+    def kept(
+        self,
+        new: AdaptationState,
+        old: AdaptationState,
+        *,
+        is_made: Bool[Array, ""],
+        burned: Bool[Array, ""],
+    ) -> AdaptationState:
+        """The state after an update; what the rule decided is dropped if the update is not made."""
+        damping, first, of_factors, rule = where(is_made, new.of_rule, old.of_rule)
+        new = new._replace(
+            damping=damping, first_damping=first, factor_damping=of_factors, rule=rule
+        )
+        return _counting(new, burned_in=burned)
+
+    def _after(self, state: AdaptationState, trial: Trial) -> AdaptationState:
+        """The state after :meth:`DampingRule.after`."""
+        damping, of_rule = self.rule.after(state.damping, state.rule, trial)
+        return state._replace(damping=jnp.asarray(damping, state.damping.dtype), rule=of_rule)
 
     def _following(
         self,
@@ -490,7 +478,6 @@ class Adaptation:
         """
         if not self.two_dampings:
             return factor_damping
-        assert self.rule is not None
         old = before.damping + decay
         # With a minimum of 0 the damping may become 0, which has no ratio.
         ratio = jnp.where(old > 0, (new.damping + decay) / jnp.where(old > 0, old, 1), 1)
@@ -521,7 +508,7 @@ class Adaptation:
         second, first = model.along(*((steps,) if alone else (steps, last)))
         # The step goes downhill: its sign is applied to coefficients, not to a tree.
         signs = jnp.asarray([-1, 1][: len(first)], dtype)
-        bound = 1.0 if self.guarded else math.inf
+        bound = 1.0 if self.rule.safeguard else math.inf
         curved = signs[:, None] * second * signs
         return minimum(curved, signs * first, rate, momentum, bound=bound)
 
@@ -540,14 +527,15 @@ class Adaptation:
 
         ``change()`` is the model's change, and ``decay`` the weight decay in the model.
         """
-        dtype, at = state.damping.dtype, _at(params, update)
-        if self.rule is None:
-            due = is_made & (num_updates % _EVERY == 0)
-        else:
-            due = is_made & self.rule.is_due(state.damping, state.first_damping, num_updates)
+        dtype, at, value_fn = state.damping.dtype, _at(params, update), loss.value_fn
+        trial, fine = _untried(state, num_updates), all_finite(update)
+        if loss.value is None or value_fn is None:
+            new = self._after(state, trial._replace(rejected=is_made & ~fine))
+            return is_made & fine, _counting(new, rejected=is_made & ~fine)
+        due = is_made & self.rule.is_due(state.damping, state.first_damping, num_updates)
 
-        def trial() -> tuple[Scalar, Scalar]:
-            moved_value = loss.value_fn(with_leaves(params, _moved(at, update)))
+        def tried() -> tuple[Scalar, Scalar]:
+            moved_value = value_fn(with_leaves(params, _moved(at, update)))
             scalar("value_fn", moved_value, "a function that returns the loss alone, one number")
             actual = jnp.asarray(moved_value, dtype) - jnp.asarray(loss.value, dtype)
             if may_be_positive(decay):
@@ -555,37 +543,41 @@ class Adaptation:
                 actual += jnp.asarray(decay, dtype) * decayed
             return actual, change()
 
-        def no_trial() -> tuple[Scalar, Scalar]:
+        def untried() -> tuple[Scalar, Scalar]:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
 
-        tried = is_made if self.guarded else due
-        actual, predicted = jax.lax.cond(tried, fast_convolutions(trial), no_trial)
-        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
+        evaluated = is_made if self.rule.safeguard else due
+        actual, predicted = jax.lax.cond(evaluated, fast_convolutions(tried), untried)
+        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & fine
         rounding = _rounding(loss.value, at, dtype)
         negligible, rises = jnp.abs(predicted) <= rounding, actual > rounding
-        if self.guarded:
+        if self.rule.safeguard:
             fine &= ~rises
         flat = predicted == 0
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
-        damping = state.damping
-        if self.rule is not None:
-            rejected = is_made & ~fine
-            damping = self.rule.adapted(
-                damping,
-                ratio,
-                predicted,
-                due=due,
-                rejected=rejected,
-                negligible=negligible,
-                first=state.first_damping,
-            )
-        disagrees = is_made & negligible & rises & jnp.isfinite(actual)
-        return is_made & fine, state._replace(
-            damping=damping,
-            ratio=jnp.where(due & fine, ratio, state.ratio),
-            rejected=state.rejected + (is_made & ~fine).astype(jnp.int32),
-            disagreed=state.disagreed + (disagrees & ~fine).astype(jnp.int32),
+        rejected = is_made & ~fine
+        new = self._after(
+            state,
+            trial._replace(
+                due=due, ratio=ratio, change=predicted, rejected=rejected, negligible=negligible
+            ),
         )
+        disagrees = is_made & negligible & rises & jnp.isfinite(actual)
+        new = new._replace(ratio=jnp.where(due & fine, ratio, state.ratio))
+        return is_made & fine, _counting(new, rejected=rejected, disagreed=disagrees & ~fine)
+
+
+def _untried(state: AdaptationState, num_updates: Int[Array, ""]) -> Trial:
+    """What a rule sees of an update whose loss is not evaluated."""
+    no, numbers = jnp.zeros((), bool), (jnp.ones_like(state.ratio), jnp.zeros_like(state.ratio))
+    return Trial(num_updates, state.first_damping, no, *numbers, rejected=no, negligible=no)
+
+
+def _counting(state: AdaptationState, **events: Bool[Array, ""]) -> AdaptationState:
+    """The state with each counter raised by one where its event has occurred."""
+    return state._replace(
+        **{name: getattr(state, name) + x.astype(jnp.int32) for name, x in events.items()}
+    )
 
 
 def _rounding(value: ArrayLike, params: Leaves, dtype: DTypeLike) -> Scalar:
@@ -593,44 +585,6 @@ def _rounding(value: ArrayLike, params: Leaves, dtype: DTypeLike) -> Scalar:
     kinds = [x.dtype for x in params.values()] + [jnp.asarray(value).dtype]
     eps = max(float(jnp.finfo(x).eps) for x in kinds if jnp.issubdtype(x, jnp.floating))
     return 8 * eps * jnp.abs(jnp.asarray(value, dtype))
-
-
-def as_operator(curvature: object) -> Any:
-    """Build the operator of a ``BatchCurvature``; return any other operator unchanged."""
-    if not isinstance(curvature, BatchCurvature):
-        return curvature
-    problem = curvature.loss, curvature.params, curvature.batch
-    return ggn(*problem, key=curvature.key, state=curvature.state, axis_name=curvature.axes)
-
-
-def check_batch(curvature: object, terms: Any, left_out: ArrayLike = 0) -> None:
-    """Refuse curvature of another batch than the gradient's, if both counts are concrete.
-
-    Args:
-        curvature: An operator.
-        terms: Loss terms of the gradient's batch, or ``None``.
-        left_out: Micro-batches left out so far; the operator may include their terms.
-
-    Raises:
-        ValueError: the operator's batch has a different number of terms.
-    """
-    theirs: Any = getattr(curvature, "loss_terms", None) if is_concrete(terms) else None
-    if not is_concrete(theirs):
-        return
-    # Python numbers, because lax.cond would trace the comparison of concrete arrays.
-    theirs, terms = float(theirs), float(terms)
-    # Sums of weights are no whole numbers, and round otherwise for micro-batches than for a batch.
-    if not (theirs.is_integer() and terms.is_integer()) and math.isclose(
-        theirs, terms, rel_tol=1e-5
-    ):
-        return
-    if terms > 0 and (theirs < terms or (theirs > terms and not left_out)):
-        raise ValueError(
-            f"curvature: the operator comes from a batch of {theirs:g} loss terms, and the "
-            f"gradient from {terms:g}: build it from the same batch; under jk.multi_steps from "
-            f"the whole "
-            f"group, like value= and value_fn="
-        )
 
 
 def _at(tree: ArrayTree, paths: Leaves) -> Leaves:

@@ -12,9 +12,9 @@ import pytest
 from jaxkfac.curvature import operators
 from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import mark_outputs
-from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
-from jaxkfac.optim._adaptation import Adaptation, BatchLoss, check_batch
-from jaxkfac.optim._levenberg_marquardt import minimum
+from jaxkfac.optim import LevenbergMarquardt, Trial, kfac, multi_steps
+from jaxkfac.optim._adaptation import Adaptation
+from jaxkfac.optim._quadratic_model import BatchLoss, check_batch, minimum
 
 N, SIZES = 24, (4, 5, 3)
 
@@ -631,7 +631,7 @@ class TestRefused:
     @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
     def test_without_the_loss(self, absent):
         _, _, _, params, batch = problem()
-        tx, state, _ = training(params, batch, damping=0.1)
+        tx, state, _ = training(params, batch, damping=LevenbergMarquardt(initial=0.1))
         value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
         given = {
             "params": params,
@@ -798,7 +798,7 @@ def test_a_parameter_whose_square_is_out_of_range_stops_no_update(large):
 def test_a_damping_of_0_leaves_the_factors_damping_as_it_is():
     """A rule with a minimum of 0 may reach it by underflow; 0 over 0 would reject every update."""
     adaptation = Adaptation.of("quadratic", "quadratic", LevenbergMarquardt(minimum=0.0), None)
-    state = adaptation.initial({"w": jnp.ones(2)}, 0.0, 0.0)
+    state = adaptation.initial({"w": jnp.ones(2)}, 0.0)._replace(damping=jnp.zeros(()))
     assert adaptation._following(jnp.asarray(0.5), state, state, 0.0) == 0.5
 
 
@@ -828,9 +828,9 @@ SAFE, PAPER = LevenbergMarquardt(), LevenbergMarquardt(safeguard=False)
 
 def adapted_by(rule, ratio, change, *, rejected=False, negligible=False, damping=1.0, first=1.0):
     flags = {"due": True, "rejected": rejected, "negligible": negligible}
-    numbers = (jnp.asarray(x) for x in (damping, ratio, change))
-    flags = {name: jnp.asarray(x) for name, x in flags.items()}
-    return float(rule.adapted(*numbers, first=jnp.asarray(first), **flags))
+    numbers = {"ratio": ratio, "change": change, "first_damping": first, "num_updates": 30}
+    trial = Trial(**{name: jnp.asarray(x) for name, x in (flags | numbers).items()})
+    return float(rule.after(jnp.asarray(damping), None, trial)[0])
 
 
 def test_a_rejected_step_multiplies_the_damping_by_four():
@@ -891,7 +891,9 @@ def tried(rule, *, rise, change=-1.0, value=1.0, dtype=jnp.float64, rate="quadra
     params = {"w": jnp.ones(2, dtype)}
     loss = BatchLoss(jnp.asarray(value, wide), lambda _: jnp.asarray(value + rise, wide), None)
     return adaptation._tried(
-        adaptation.initial(params, 1.0, 0.0),
+        adaptation.initial(params, 0.0)._replace(
+            damping=jnp.ones((), wide), first_damping=jnp.ones((), wide)
+        ),
         params,
         {"w": jnp.ones(2, dtype)},
         lambda: jnp.asarray(change, wide),

@@ -13,9 +13,9 @@ from jaxkfac.curvature import MeshAxis
 from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation
 from jaxkfac.optim._curvature import Curvature, FactorTransformation, Others, as_optax
+from jaxkfac.optim._damping_rules import DampingRule, LevenbergMarquardt
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfac_update import KfacTransformation
-from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
 from jaxkfac.optim._mapped_update import MappedAxes
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._schedules import (
@@ -39,7 +39,7 @@ def kfac(
     learning_rate: ArrayLike | Schedule | Literal["quadratic"] = "quadratic",
     *,
     like: Factors | None = None,
-    damping: Damping | Schedule | tuple[Any, Any] | LevenbergMarquardt | Literal["auto"] = "auto",
+    damping: Damping | Schedule | tuple[Any, Any] | DampingRule | Literal["auto"] = "auto",
     damping_mode: DampingMode | Literal["auto"] = "auto",
     decay: ArrayLike = 0.95,
     refresh_every: ArrayLike = 10,
@@ -113,8 +113,8 @@ def kfac(
             does that itself.
         damping: $\delta \ge 0$, added to the curvature of the mean loss, in units of its squared
             gradient, or a pair ``(damping_a, damping_g)`` in the units of each factor; numbers or
-            schedules. Or a :class:`jaxkfac.LevenbergMarquardt` rule that adapts it. ``"auto"`` is
-            that rule with a ``"quadratic"`` rate, else 0.1.
+            schedules. Or a :class:`jaxkfac.DampingRule`, as :class:`jaxkfac.LevenbergMarquardt`,
+            which ``"auto"`` is with a ``"quadratic"`` rate; else ``"auto"`` is 0.1.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
             ``"quadratic"`` rate, else ``"exact"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
@@ -236,7 +236,8 @@ def kfac(
     # Numbers that the model chooses are not checked.
     rate = 0.0 if isinstance(learning_rate, str) else learning_rate
     first_momentum = 0.0 if isinstance(momentum, str) else momentum
-    first_damping = initial_damping(damping)
+    # A rule has one damping; which it is makes no difference before the first update.
+    first_damping = 0.0 if isinstance(damping, DampingRule) else damping
     check_learning_rate(rate)
     check_scheduled_damping(first_damping, mode)
     clipping = known_clipping(max_condition, floor)
@@ -272,7 +273,7 @@ def kfac(
             others=Others.of(others, curvature.covered),
             adaptation=adaptation,
             rate=rate,
-            damping=first_damping,
+            damping=damping,
             momentum=first_momentum,
             norm_constraint=constraint,
             weight_decay=weight_decay,

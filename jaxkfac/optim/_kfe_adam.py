@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._mapped_axes import AxisName
 from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, parameters_outside
-from jaxkfac.linalg.spectral import into_eigenbasis, out_of_eigenbasis
+from jaxkfac.linalg.spectral import Damping, into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._covariances import Covariance, Covariances
 from jaxkfac.optim._curvature import (
     Curvature,
@@ -25,37 +26,14 @@ from jaxkfac.optim._curvature import (
     as_optax,
 )
 from jaxkfac.optim._kfac_state import check_storage
-from jaxkfac.optim._mapped_update import Arguments, MappedAxes
+from jaxkfac.optim._mapped_update import MappedAxes
 from jaxkfac.optim._preconditioner import preconditioner_of
-from jaxkfac.optim._schedules import (
-    Schedule,
-    at_step,
-    check_learning_rate,
-    check_weight_decay,
-    may_be_positive,
-)
+from jaxkfac.optim._quadratic_model import BatchLoss
+from jaxkfac.optim._schedules import Schedule, check_learning_rate, check_weight_decay
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._trees import (
-    all_finite,
-    cast_like,
-    check_like_momentum,
-    check_some_covered,
-    check_state,
-    checked_value,
-    descend,
-    gathered,
-    gradients_only,
-    is_sharded,
-    on_mesh_of,
-    once_where,
-    required_factors,
-    scaled,
-    sharded_like,
-    where,
-    with_constants,
-    zero_momentum,
-)
-from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
+from jaxkfac.optim._trees import descend, gradients_only, scaled, zero_momentum
+from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Update
+from jaxkfac.optim._watch import StateWatch
 
 
 class KfeAdamState(NamedTuple):
@@ -240,82 +218,63 @@ def kfe_adam(
     return as_optax("kfe_adam", like, build, KfeAdamState)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _KfeAdam:
-    """The parts of an update.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _KfeAdam(FactorOptimizer):
+    """Adam's moments in the eigenvectors, and descent.
 
     Attributes:
         collected: The factors that come: their layers, and which of these are stacked.
         sides: What is averaged of the factors and of the gradient.
-        curvature: The average and the refresh of these.
-        others: Transforms the parameters that no factor covers.
-        rate: Number or schedule.
         b1: Decay of the first moments.
         b2: Decay of the second moments.
         eps: Added to the square root of the second moments.
-        weight_decay: Number.
-        mapped: Mapped axes over which an update reduces what it gets.
     """
+
+    name = "kfe_adam"
+    state_type = KfeAdamState
 
     collected: Curvature
     sides: Covariances
-    curvature: Curvature
-    others: Others
-    rate: Any
     b1: float
     b2: float
     eps: float
-    weight_decay: ArrayLike
-    mapped: MappedAxes
 
-    def init(self, params: ArrayTree) -> KfeAdamState:
-        """The state before the first update."""
-        check_some_covered("params", params, self.collected.covered, "like=")
-        average, bases = self.curvature.initial(0.0)
-        first = zero_momentum(params, self.collected.covered, everywhere=self.others.tx is None)
-        leaves, dtype = self.collected.stacks.tree(first), average.terms.dtype
+    @property
+    def incoming(self) -> Curvature:
+        return self.collected
+
+    @property
+    def averages_last(self) -> bool:
+        """SOAP's order: the first gradient only fills the covariances, and later ones are added
+        after the refresh.
+        """
+        return self.sides.alone
+
+    # ---------------- the state
+
+    def initial(self, params: ArrayTree) -> tuple[Damping, dict[str, Any]]:
+        covered, everywhere = self.collected.covered, self.others.tx is None
+        first = zero_momentum(params, covered, everywhere=everywhere)
+        leaves, dtype = self.collected.stacks.tree(first), self.curvature.like.terms.dtype
         second = {}
         for block in self.sides.blocks:
             second |= block.read(leaves, dtype)
         second |= {path: leaves[path].astype(dtype) for path in self._plain(leaves)}
-        state = KfeAdamState(
-            step=jnp.zeros((), jnp.int32),
-            stacked_average=average,
-            stacked_bases=bases,
-            first=first,
-            second={name: jnp.zeros_like(x) for name, x in second.items()},
-            others=self.others.init(params),
-            skipped=jnp.zeros((), jnp.int32),
-            kept=jnp.zeros((), jnp.int32),
-            missed=jnp.zeros((), jnp.int32),
-            stacks=self.collected.stacks,
-            shapes=FactorShapes.of(self.collected.like),
-            watch=StateWatch.initial(params),
-        )
-        return on_mesh_of(params, state)
+        return 0.0, {
+            "first": first,
+            "second": {name: jnp.zeros_like(x) for name, x in second.items()},
+            "shapes": FactorShapes.of(self.collected.like),
+        }
 
     def _plain(self, leaves: dict[str, Any]) -> tuple[str, ...]:
         """Paths of the leaves that blocks do not cover completely."""
         layers = [block.layer for block in self.sides.blocks]
         return parameters_outside(layers, {path: x.shape for path, x in leaves.items()})
 
-    def update(
-        self,
-        updates: ArrayTree,
-        state: Any,
-        params: ArrayTree | None = None,
-        *,
-        value: ArrayLike | None = None,
-        value_fn: object = None,
-        curvature: object = None,
-        **extra: Any,
-    ) -> tuple[ArrayTree, KfeAdamState]:
-        """Check the arguments, then advance; ``value_fn`` and ``curvature`` are not read."""
-        given = Arguments(updates, params, required_factors("kfe_adam", extra), value)
-        grads, _, factors, value, *_ = self.mapped.reduced(given)
-        if params is None and may_be_positive(self.weight_decay):
-            raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        check_state("kfe_adam", state, KfeAdamState)
+    def momentum_of(self, state: KfeAdamState) -> ArrayTree:
+        return state.first
+
+    def check_model(self, state: KfeAdamState) -> None:
         if state.stacks != self.collected.stacks:
             raise ValueError(
                 "kfe_adam: the state belongs to another model than like=: make one "
@@ -328,107 +287,64 @@ class _KfeAdam:
             )
         remedy = "take like= of value_grad_and_factors with"
         check_storage("kfe_adam", state.stacked_average, self.sides.like, remedy=remedy)
-        if factors is not None:
-            factors = self.collected.checked(factors)
-        check_like_momentum(grads, state.first)
-        if params is not None:
-            check_some_covered("params", params, self.collected.covered, "like=")
-        extra |= self.others.extra(value=value, value_fn=value_fn)
-        if value is not None:
-            value = jnp.asarray(checked_value(value))
-        rate = at_step(self.rate, state.step)
-        collected: tuple[Any, ...] = (grads, state, params, factors, rate, value, extra)
-        if is_sharded(collected):
-            out, new = self.advance(*cast(Any, gathered(collected)))
-            out, new = sharded_like(out, grads), sharded_like(new, state)
-        else:
-            out, new = self.advance(*collected)
-        warn_if_diverged(new, stacklevel=3)
-        return out, new
 
-    def advance(
+    # ---------------- the update
+
+    def begun(
+        self, call: Call, numbers: tuple[Any, ...], loss: BatchLoss | None
+    ) -> tuple[ArrayTree, KfeAdamState, Any]:
+        (rate,) = numbers
+        return gradients_only(call.grads), call.state, rate
+
+    def statistics(self, stacked: dict[str, Array], factors: Factors | None) -> Factors | None:
+        return self.sides.of_gradient(stacked, factors)
+
+    def waits_for(self, average: Factors) -> Any:
+        return average.terms == 0 if self.averages_last else None
+
+    def unmoved(self, update: Update) -> tuple[dict[str, Array], None, Any]:
+        state = update.state
+        moving = self.collected.stacks.tree(state.first)
+        return {path: update.stacked[path] for path in moving}, None, (state.first, state.second)
+
+    def direction(
         self,
-        grads: ArrayTree,
-        state: KfeAdamState,
-        params: ArrayTree | None,
-        factors: Factors | None,
-        rate: ArrayLike,
-        value: ArrayLike | None,
-        extra: dict[str, Any],
-    ) -> tuple[ArrayTree, KfeAdamState]:
-        """One update: average, refresh, moments, rotated step; skipped if not finite."""
-        curvature, others, gradient = self.curvature, self.others, gradients_only(grads)
-        stacks = self.collected.stacks
-        stacked = stacks.tree(gradient)
-        new = self.sides.of_gradient(stacked, self.collected.stacked(factors))
-        finite = all_finite(stacked, new)
-        sound = finite & is_in_range(new)
-
-        def averaged(carry: tuple[Any, ...]) -> Any:
-            return *curvature.averaged(carry[0], new), state.skipped
-
-        def step(carry: tuple[Any, ...]) -> Any:
-            steps, old_bases, old_first, old_second, (_, others_state), *_ = carry
-            before = state._replace(stacked_bases=old_bases)
-            bases, num_failed = curvature.refreshed(before, decomposed, new, 0.0)
-            num_updates = jnp.asarray(optax.safe_increment(state.step))
-            first = jax.tree.map(
-                lambda m, g: (
-                    m
-                    if isinstance(m, optax.MaskedNode)
-                    else scaled(self.b1, m) + scaled(1 - self.b1, g.astype(m.dtype))
-                ),
-                old_first,
-                gradient,
-                is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-            )
-            steps, second = self._moved(stacked, stacks.tree(first), old_second, bases, num_updates)
-            out = ((), others_state)
-            if others.tx is not None:
-                out = others.tx.update(grads, others_state, params, **extra)
-                out = cast_like(grads, out[0]), out[1]
-            return steps, bases, first, second, out, num_updates, state.kept + num_failed
-
-        # SOAP's order: the first gradient only fills the covariances, and later ones are added
-        # after the refresh.
-        alone, decomposed = self.sides.alone, state.stacked_average
-        skipped = jnp.asarray(optax.safe_increment(state.skipped))
-        unchanged = state.stacked_average, jnp.zeros((), jnp.int32), skipped
-        if not alone:
-            decomposed, restarted, skipped = once_where(sound, averaged, unchanged)
-        moves = sound & (decomposed.terms > 0) if alone else sound
-        placeholders = {path: stacked[path] for path in stacks.tree(state.first)}
-        out = () if others.tx is None else jax.tree.map(jnp.zeros_like, gradient)
-        bases = curvature.unchanged(state, new)
-        unmoved = placeholders, bases, state.first, state.second, (out, state.others)
-        results = once_where(moves, step, (*unmoved, state.step, state.kept))
-        steps, bases, first, second, (rest_out, rest_state), num_updates, num_failed = results
-        average = decomposed
-        if alone:
-            average, restarted, skipped = once_where(sound, averaged, unchanged)
-        done, down = num_updates != state.step, stacks.unstacked_tree(steps, gradient)
-        came = jnp.asarray(False) if new is None else sound & (new.terms > 0)
-        due = done & curvature.refresh.is_due(state)
-        missed = done & curvature.refresh.is_missed(state, average)
-        watch = state.watch.after(value, came=came, due=due, begun=average.terms > 0)
-        watch = watch.counting(outsized=finite & ~sound, restarted=restarted)
-        out = descend(down, gradient, params, rate, self.weight_decay)
-        out = others.joined(out, rest_out)
-        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
-        return with_constants(grads, out), KfeAdamState(
-            step=num_updates,
-            stacked_average=average,
-            stacked_bases=bases,
-            first=first,
-            second=second,
-            others=rest_state,
-            skipped=skipped,
-            kept=num_failed,
-            missed=state.missed + missed.astype(jnp.int32),
-            stacks=stacks,
-            shapes=state.shapes,
-            watch=watch,
+        update: Update,
+        unmoved: Direction,
+        average: Factors,
+        num_updates: Array,
+        refreshed: Callable[[Damping], Any],
+    ) -> tuple[dict[str, Array], None, Any, Any]:
+        """Adam's steps in the new eigenvectors; the memory is both moments."""
+        old_first, old_second = unmoved.memory
+        refresh = refreshed(0.0)
+        first = jax.tree.map(
+            lambda m, g: (
+                m
+                if isinstance(m, optax.MaskedNode)
+                else scaled(self.b1, m) + scaled(1 - self.b1, g.astype(m.dtype))
+            ),
+            old_first,
+            update.gradient,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
+        stacked = self.collected.stacks.tree(first)
+        moments = update.stacked, stacked, old_second
+        steps, second = self._moved(*moments, refresh[0], num_updates)
+        return steps, None, (first, second), refresh
+
+    def descended(
+        self,
+        update: Update,
+        direction: Direction,
+        steps: ArrayTree,
+        others: tuple[ArrayTree, Any],
+        num_updates: Array,
+        is_made: Array,
+    ) -> Descent:
+        rate, (first, second) = update.numbers, direction.memory
+        out = descend(steps, update.gradient, update.call.params, rate, self.weight_decay)
+        return Descent(out, *others, {"first": first, "second": second})
 
     def _moved(
         self,

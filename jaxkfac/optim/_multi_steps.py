@@ -32,7 +32,6 @@ from jaxkfac.optim._accumulators import (
     check_memory_kind,
     checked_accumulator_dtype,
 )
-from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._mapped_update import check_reduced
 from jaxkfac.optim._multi_steps_state import (
     MultiStepsState,
@@ -44,6 +43,7 @@ from jaxkfac.optim._multi_steps_state import (
     single_steps,
     without_empty,
 )
+from jaxkfac.optim._quadratic_model import as_operator, check_batch
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,

@@ -25,10 +25,10 @@ from jaxkfac.blocks import (
 )
 from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._accumulators import MemoryKind, check_memory
-from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
 from jaxkfac.optim._mapped_update import check_reduced
+from jaxkfac.optim._quadratic_model import as_operator, check_batch
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
