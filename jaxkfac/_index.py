@@ -64,6 +64,7 @@ from jaxkfac.memory import (
     place_once,
 )
 from jaxkfac.optim import (
+    DampingRule,
     LevenbergMarquardt,
     Optimizer,
     TrainState,
@@ -100,6 +101,7 @@ __all__ = [
     "CoupledExamplesError",
     "CoverageCheck",
     "DamagedFileError",
+    "DampingRule",
     "DiagonalFactor",
     "Eigenbases",
     "Factors",

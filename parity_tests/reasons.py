@@ -235,6 +235,9 @@ NAMES = {
     "exchanged_bytes": "predicts bytes, of which torch_ref has no table",
     # optim
     "AdaptationState": "a state; what is adapted is checked against a restatement in NumPy",
+    "DampingRule": "a class to derive from; rules are checked against restatements in NumPy",
+    "Upcoming": _TYPE,
+    "Trial": _TYPE,
     "LevenbergMarquardt": _NO_TWIN_BESIDE,
     "MemoryKind": _TYPE,
     "check_memory_kind": _CHECK,

@@ -72,18 +72,18 @@ class AdaptationState:
         rule: The damping rule's own state; ``None`` if it has none.
     """
 
-    damping: Scalar
-    ratio: Scalar
-    factor_damping: Scalar
-    learning_rate: Scalar
-    momentum: Scalar
-    first_damping: Scalar
-    rejected: Int[Array, ""]
-    disagreed: Int[Array, ""]
-    burned_in: Int[Array, ""]
-    displaced: Int[Array, ""]
-    position: Scalar
-    travelled: Scalar
+    damping: Any
+    ratio: Any
+    factor_damping: Any
+    learning_rate: Any
+    momentum: Any
+    first_damping: Any
+    rejected: Any
+    disagreed: Any
+    burned_in: Any
+    displaced: Any
+    position: Any
+    travelled: Any
     rule: Any = None
 
     def _replace(self, **changes: Any) -> "AdaptationState":
@@ -145,7 +145,7 @@ class Adaptation:
         for name, choice in (("learning_rate", learning_rate), ("momentum", momentum)):
             if isinstance(choice, str) and choice != "quadratic":
                 raise ValueError(f'{name}={choice!r}: expected a number or "quadratic"')
-        if isinstance(damping, str):
+        if isinstance(damping, str | type):
             raise TypeError(
                 f'damping={damping!r}: expected "auto", a number, a schedule, a pair of them, or '
                 "jk.LevenbergMarquardt() to adapt it"

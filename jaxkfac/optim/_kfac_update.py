@@ -33,7 +33,7 @@ from jaxkfac.optim._trees import (
     where,
     zero_momentum,
 )
-from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Update
+from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Moved, Update
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
 
@@ -131,7 +131,7 @@ class KfacTransformation(FactorOptimizer):
                 "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"
             )
         # None if the step is going to be skipped.
-        if self.waits(state) or not is_in_range(factors):
+        if self._is_burning(state) or not is_in_range(factors):
             return None
         if factors is not None and factors.turn is not None and not factors.turn.is_valid:
             return None
@@ -159,27 +159,27 @@ class KfacTransformation(FactorOptimizer):
         fixed = adaptation.numbers_of(rate, self.momentum, decay)
         return gradient, state, KfacNumbers(rate, damping, gamma, fixed)
 
-    def waits(self, state: KfacState) -> Any:
-        """Whether the update belongs to the burn-in; ``None`` if there is none."""
+    def _is_burning(self, state: KfacState) -> Any:
+        """Whether an update belongs to the burn-in; ``None`` if there is none."""
         if self.adaptation is None or not self.adaptation.rule.burn_in:
             return None
         adapted: Any = state.adaptation
         return adapted.burned_in < self.adaptation.rule.burn_in
 
-    def unmoved(self, update: Update) -> tuple[dict[str, Array], Array | None, Any]:
+    def waits(self, update: Update) -> Any:
+        burns = self._is_burning(update.state)
+        fills = self.curvature.is_filling(update.average)
+        return fills if burns is None else burns if fills is None else burns | fills
+
+    def unmoved(self, update: Update) -> Direction:
         scale = None
         if self.norm_constraint is not None:
             scale = update.sound.astype(sum_dtype(update.stacked))
-        return update.stacked, scale, update.numbers.factor_damping
+        return Direction(update.stacked, scale, update.numbers.factor_damping)
 
     def direction(
-        self,
-        update: Update,
-        unmoved: Direction,
-        average: Factors,
-        num_updates: Array,
-        refreshed: Callable[[Damping], Any],
-    ) -> tuple[dict[str, Array], Array | None, Any, Any]:
+        self, update: Update, unmoved: Direction, refreshed: Callable[[Damping], Any]
+    ) -> tuple[Direction, Any]:
         """Precondition and constrain; the memory is the damping that was used."""
         curvature, adaptation = self.curvature, self.adaptation
         gradient, damping = unmoved.steps, update.numbers.factor_damping
@@ -188,19 +188,20 @@ class KfacTransformation(FactorOptimizer):
         if adaptation is not None and adaptation.two_dampings and update.loss is not None:
             early_bases = None if early_refresh is None else early_refresh[0]
             update = update._replace(stacked=gradient)
-            damping = self._tried_factor_damping(adaptation, update, average, early_bases)
+            damping = self._tried_factor_damping(adaptation, update, early_bases)
         refresh = refreshed(damping) if early_refresh is None else early_refresh
         steps, scale = curvature.method.apply(gradient, refresh[0], damping), None
         if self.norm_constraint is not None:
             paths, rate = curvature.stacked_paths, update.numbers.rate
             scale = norm_scale(steps, gradient, paths, rate, self.norm_constraint)
-        return steps, scale, damping, refresh
+        return Direction(steps, scale, damping), refresh
 
     def _tried_factor_damping(
-        self, adaptation: Adaptation, update: Update, average: Factors, early_bases: Any | None
+        self, adaptation: Adaptation, update: Update, early_bases: Any | None
     ) -> Any:
         """The factors' damping, chosen by the model among its neighbors when a trial is due."""
         curvature, state, numbers = self.curvature, update.state, update.numbers
+        average = update.average
         assert update.loss is not None
 
         def direction(damping: Damping) -> ArrayTree:
@@ -216,13 +217,7 @@ class KfacTransformation(FactorOptimizer):
         )
 
     def descended(
-        self,
-        update: Update,
-        direction: Direction,
-        steps: ArrayTree,
-        others: tuple[ArrayTree, Any],
-        num_updates: Array,
-        is_made: Array,
+        self, update: Update, moved: Moved, steps: ArrayTree, *, waits: Any, is_made: Array
     ) -> Descent:
         """Momentum, rate and weight decay; or those that the model chooses, with its adaptation."""
         state, params, adaptation = update.state, update.call.params, self.adaptation
@@ -231,7 +226,7 @@ class KfacTransformation(FactorOptimizer):
             velocity = where(is_made, velocity, state.momentum)
             rate = update.numbers.rate
             out = descend(velocity, update.gradient, params, rate, self.weight_decay)
-            return Descent(out, *others, {"momentum": velocity})
+            return Descent(out, moved.others, {"momentum": velocity})
         out, velocity, adapted = adaptation.advance(
             state,
             params,
@@ -240,18 +235,16 @@ class KfacTransformation(FactorOptimizer):
             update.numbers.fixed,
             update.numbers.damping,
             update.loss,
-            factor_damping=direction.memory,
-            num_updates=num_updates,
+            factor_damping=moved.direction.memory,
+            num_updates=update.num_updates,
             is_made=is_made,
         )
         # A step that the model rejects is not made for the other parameters either.
         stands = adapted.rejected == state.adaptation.rejected
-        none = jax.tree.map(jnp.zeros_like, others[0]), state.others
-        others_update, others_state = where(stands, others, none)
-        burned = jnp.zeros_like(is_made) if update.waits is None else update.sound & update.waits
+        none = jax.tree.map(jnp.zeros_like, moved.others[0]), state.others
+        burned = jnp.zeros_like(is_made) if waits is None else update.sound & waits
         adapted = adaptation.kept(
             adapted, update.call.state.adaptation, is_made=is_made, burned=burned
         )
-        return Descent(
-            out, others_update, others_state, {"momentum": velocity, "adaptation": adapted}
-        )
+        fields = {"momentum": velocity, "adaptation": adapted}
+        return Descent(out, where(stands, moved.others, none), fields)

@@ -32,7 +32,7 @@ from jaxkfac.optim._quadratic_model import BatchLoss
 from jaxkfac.optim._schedules import Schedule, check_learning_rate, check_weight_decay
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import descend, gradients_only, scaled, zero_momentum
-from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Update
+from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Moved, Update
 from jaxkfac.optim._watch import StateWatch
 
 
@@ -299,22 +299,18 @@ class _KfeAdam(FactorOptimizer):
     def statistics(self, stacked: dict[str, Array], factors: Factors | None) -> Factors | None:
         return self.sides.of_gradient(stacked, factors)
 
-    def waits_for(self, average: Factors) -> Any:
-        return average.terms == 0 if self.averages_last else None
+    def waits(self, update: Update) -> Any:
+        return update.average.terms == 0 if self.averages_last else None
 
-    def unmoved(self, update: Update) -> tuple[dict[str, Array], None, Any]:
+    def unmoved(self, update: Update) -> Direction:
         state = update.state
         moving = self.collected.stacks.tree(state.first)
-        return {path: update.stacked[path] for path in moving}, None, (state.first, state.second)
+        steps = {path: update.stacked[path] for path in moving}
+        return Direction(steps, None, (state.first, state.second))
 
     def direction(
-        self,
-        update: Update,
-        unmoved: Direction,
-        average: Factors,
-        num_updates: Array,
-        refreshed: Callable[[Damping], Any],
-    ) -> tuple[dict[str, Array], None, Any, Any]:
+        self, update: Update, unmoved: Direction, refreshed: Callable[[Damping], Any]
+    ) -> tuple[Direction, Any]:
         """Adam's steps in the new eigenvectors; the memory is both moments."""
         old_first, old_second = unmoved.memory
         refresh = refreshed(0.0)
@@ -328,25 +324,19 @@ class _KfeAdam(FactorOptimizer):
             update.gradient,
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
-        stacked = self.collected.stacks.tree(first)
-        moments = update.stacked, stacked, old_second
-        steps, second = self._moved(*moments, refresh[0], num_updates)
-        return steps, None, (first, second), refresh
+        moments = update.stacked, self.collected.stacks.tree(first), old_second
+        steps, second = self._steps(*moments, refresh[0], update.num_updates)
+        return Direction(steps, None, (first, second)), refresh
 
     def descended(
-        self,
-        update: Update,
-        direction: Direction,
-        steps: ArrayTree,
-        others: tuple[ArrayTree, Any],
-        num_updates: Array,
-        is_made: Array,
+        self, update: Update, moved: Moved, steps: ArrayTree, *, waits: Any, is_made: Array
     ) -> Descent:
-        rate, (first, second) = update.numbers, direction.memory
-        out = descend(steps, update.gradient, update.call.params, rate, self.weight_decay)
-        return Descent(out, *others, {"first": first, "second": second})
+        first, second = moved.direction.memory
+        gradient, params = update.gradient, update.call.params
+        out = descend(steps, gradient, params, update.numbers, self.weight_decay)
+        return Descent(out, moved.others, {"first": first, "second": second})
 
-    def _moved(
+    def _steps(
         self,
         grads: dict[str, Array],
         first: dict[str, Array],

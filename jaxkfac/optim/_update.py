@@ -79,7 +79,8 @@ class Update(NamedTuple):
         factors: What is averaged, of the stacked model, if anything came.
         numbers: What the optimizer alone knows of the update.
         loss: The batch's loss as a function and its curvature, where the optimizer reads them.
-        waits: Whether the update only averages factors; ``None`` if that cannot be.
+        num_updates: Updates so far, including this one.
+        average: The average that the update decomposes.
         sound: Whether gradient and factors are finite, in range and of one group.
         outsized: Whether they are finite, and factors are out of range.
     """
@@ -91,27 +92,42 @@ class Update(NamedTuple):
     factors: Factors | None
     numbers: Any
     loss: BatchLoss | None
-    waits: Any
+    num_updates: Array
+    average: Factors
     sound: Array
     outsized: Array
 
 
 class Direction(NamedTuple):
-    """What an update changes before it descends, in one structure whether it is made or not.
+    """Where an update goes, in one structure whether it is made or not.
 
     Attributes:
         steps: Preconditioned gradients of the stacked model; the gradients, over which these are
             written, if the update is not made.
         scale: A factor of the steps of covered parameters, or ``None`` without one.
-        bases: Bases or inverses.
-        memory: What the optimizer alone changes.
-        num_failed: Decompositions that failed so far.
+        memory: What the optimizer alone changes with it.
     """
 
     steps: dict[str, Array]
     scale: Array | None
-    bases: Any
     memory: Any
+
+
+class Moved(NamedTuple):
+    """What an update changes before it descends.
+
+    Attributes:
+        direction: Where it goes.
+        bases: Bases or inverses.
+        others: The update of ``others`` and their state; ``()`` in place of an update without them.
+        num_updates: Updates so far.
+        num_failed: Decompositions that failed so far.
+    """
+
+    direction: Direction
+    bases: Any
+    others: tuple[ArrayTree, Any]
+    num_updates: Array
     num_failed: Array
 
 
@@ -120,14 +136,12 @@ class Descent(NamedTuple):
 
     Attributes:
         updates: The update of the covered parameters, and of the rest without ``others``.
-        others: The update of ``others``, or ``()``.
-        others_state: The state of ``others`` after it.
+        others: The update of ``others`` and their state.
         fields: The fields of the state that the optimizer alone has.
     """
 
     updates: ArrayTree
-    others: ArrayTree
-    others_state: Any
+    others: tuple[ArrayTree, Any]
     fields: dict[str, Any]
 
 
@@ -199,38 +213,26 @@ class FactorOptimizer(abc.ABC):
         """What is averaged, from the gradient and the factors of the stacked model."""
         return factors
 
-    def waits(self, state: Any) -> Any:
-        """Whether updates only average factors so far; ``None`` if that cannot be."""
-        return None
-
-    def waits_for(self, average: Factors) -> Any:
-        """Whether no update can be made with such an average; ``None`` if that cannot be."""
-        return self.curvature.is_filling(average)
+    @abc.abstractmethod
+    def waits(self, update: Update) -> Any:
+        """Whether an update only averages factors; ``None`` if none does."""
 
     @abc.abstractmethod
-    def unmoved(self, update: Update) -> tuple[dict[str, Array], Array | None, Any]:
-        """Steps, scale and memory of an update that is not made."""
+    def unmoved(self, update: Update) -> Direction:
+        """The direction of an update that is not made."""
 
     @abc.abstractmethod
     def direction(
-        self,
-        update: Update,
-        unmoved: Direction,
-        average: Factors,
-        num_updates: Array,
-        refreshed: Callable[[Damping], Any],
-    ) -> tuple[dict[str, Array], Array | None, Any, Any]:
-        """Steps, scale and memory of an update, and what ``refreshed(damping)`` returned."""
+        self, update: Update, unmoved: Direction, refreshed: Callable[[Damping], Any]
+    ) -> tuple[Direction, Any]:
+        """The direction of an update, and what ``refreshed(damping)`` returned.
+
+        What changes in place is read from ``unmoved``: a second reader would need a copy.
+        """
 
     @abc.abstractmethod
     def descended(
-        self,
-        update: Update,
-        direction: Direction,
-        steps: ArrayTree,
-        others: tuple[ArrayTree, Any],
-        num_updates: Array,
-        is_made: Array,
+        self, update: Update, moved: Moved, steps: ArrayTree, *, waits: Any, is_made: Array
     ) -> Descent:
         """The updates, from steps of the model that is not stacked."""
 
@@ -346,30 +348,31 @@ class FactorOptimizer(abc.ABC):
         update = self._prepared(call, loss)
         state, stacks = update.state, self.incoming.stacks
         if self.averages_last:
-            average, done = state.stacked_average, update.sound
+            done = update.sound
         else:
             average, restarted, skipped = self._averaged(update)
             # Selects may read it: its inputs are in a loop, so that XLA cannot copy them into each.
-            done = skipped == state.skipped
-        waits = _either(update.waits, self.waits_for(average))
-        update, moves = update._replace(waits=waits), done if waits is None else done & ~waits
-        step = functools.partial(self._step, update, average, axis)
-        direction, others, num_updates = once_where(moves, step, self._unmoved(update))
+            update, done = update._replace(average=average), skipped == state.skipped
+        waits = self.waits(update)
+        moves = done if waits is None else done & ~waits
+        step = functools.partial(self._moved, update, axis)
+        moved = once_where(moves, step, self._unmoved(update))
         if self.averages_last:
             average, restarted, skipped = self._averaged(update)
-        steps = stacks.unstacked_tree(direction.steps, update.gradient)
-        if direction.scale is not None:
-            steps = scale_covered(direction.scale, steps, self.incoming.covered)
-        descent = self.descended(update, direction, steps, others, num_updates, moves)
-        watch, missed = self._watch(update, average, restarted, num_updates, done)
-        out = zero_unless(moves, self.others.joined(descent.updates, descent.others))
+        steps = stacks.unstacked_tree(moved.direction.steps, update.gradient)
+        if moved.direction.scale is not None:
+            steps = scale_covered(moved.direction.scale, steps, self.incoming.covered)
+        watch, missed = self._watch(update, average, restarted, moved.num_updates, done)
+        descent = self.descended(update, moved, steps, waits=waits, is_made=moves)
+        others_update, others_state = descent.others
+        out = zero_unless(moves, self.others.joined(descent.updates, others_update))
         return with_constants(call.grads, out), state._replace(
-            step=num_updates,
+            step=moved.num_updates,
             stacked_average=average,
-            stacked_bases=direction.bases,
-            others=descent.others_state,
+            stacked_bases=moved.bases,
+            others=others_state,
             skipped=skipped,
-            kept=direction.num_failed,
+            kept=moved.num_failed,
             missed=state.missed + missed.astype(jnp.int32),
             stacks=stacks,
             watch=watch,
@@ -397,7 +400,8 @@ class FactorOptimizer(abc.ABC):
             factors=new,
             numbers=numbers,
             loss=loss,
-            waits=self.waits(state),
+            num_updates=jnp.asarray(optax.safe_increment(state.step)),
+            average=state.stacked_average,
             sound=sound,
             outsized=finite & ~in_range,
         )
@@ -413,47 +417,33 @@ class FactorOptimizer(abc.ABC):
         unchanged = state.stacked_average, jnp.zeros((), jnp.int32), skipped
         return once_where(update.sound, averaged, unchanged)
 
-    def _step(
-        self,
-        update: Update,
-        average: Factors,
-        axis: MeshAxis | None,
-        carry: tuple[Direction, tuple[ArrayTree, Any], Array],
-    ) -> tuple[Direction, tuple[ArrayTree, Any], Array]:
-        """The direction, and the step of ``others``."""
-        # What changes in place is read from the argument: a second reader would need a copy.
-        unmoved, (others_update, others_state), _ = carry
+    def _moved(self, update: Update, axis: MeshAxis | None, unmoved: Moved) -> Moved:
+        """Refresh, the direction, and the step of ``others``."""
         state, call = update.state._replace(stacked_bases=unmoved.bases), update.call
         refreshed = functools.partial(
             self.curvature.refreshed,
             state,
-            average,
+            update.average,
             update.factors,
             axis=axis,
             from_host=call.from_host,
         )
-        num_updates = jnp.asarray(optax.safe_increment(state.step))
-        update = update._replace(state=state)
-        steps, scale, memory, (bases, num_failed) = self.direction(
-            update, unmoved, average, num_updates, refreshed
-        )
+        update, others = update._replace(state=state), unmoved.others
+        direction, (bases, num_failed) = self.direction(update, unmoved.direction, refreshed)
         if self.others.tx is not None:
-            others_update, others_state = self.others.tx.update(
-                call.grads, others_state, call.params, **call.extra
+            out, others_state = self.others.tx.update(
+                call.grads, others[1], call.params, **call.extra
             )
-            others_update = cast_like(call.grads, others_update)
-        direction = Direction(steps, scale, bases, memory, state.kept + num_failed)
-        return direction, (others_update, others_state), num_updates
+            others = cast_like(call.grads, out), others_state
+        return Moved(direction, bases, others, update.num_updates, state.kept + num_failed)
 
-    def _unmoved(self, update: Update) -> tuple[Direction, tuple[ArrayTree, Any], Array]:
+    def _unmoved(self, update: Update) -> Moved:
         """The results of an update that is skipped, or only averages factors."""
-        state, (steps, scale, memory) = update.state, self.unmoved(update)
+        state, out = update.state, ()
+        if self.others.tx is not None:
+            out = jax.tree.map(jnp.zeros_like, update.gradient)
         bases = self.curvature.unchanged(state, update.factors)
-        others_update = (
-            () if self.others.tx is None else jax.tree.map(jnp.zeros_like, update.gradient)
-        )
-        direction = Direction(steps, scale, bases, memory, state.kept)
-        return direction, (others_update, state.others), state.step
+        return Moved(self.unmoved(update), bases, (out, state.others), state.step, state.kept)
 
     def _watch(
         self, update: Update, average: Factors, restarted: Array, num_updates: Array, done: Array
@@ -466,8 +456,3 @@ class FactorOptimizer(abc.ABC):
         watch = state.watch.after(update.call.value, came=came, due=due, begun=average.terms > 0)
         watch = watch.counting(outsized=update.outsized, restarted=restarted)
         return watch, is_made & refresh.is_missed(state, average)
-
-
-def _either(one: ArrayLike | None, other: ArrayLike | None) -> ArrayLike | None:
-    """Whether one of two holds, either of which may be ``None``."""
-    return other if one is None else one if other is None else one | other
