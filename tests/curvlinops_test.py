@@ -202,6 +202,7 @@ def _compare(name, likelihood, fisher, sharing, bias, ours=None):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @every(["conv", "pooled attention"], list(TYPES))
 def test_factors_agree_where_each_example_has_one_term(x64, name, sharing, fisher):
     _compare(name, "categorical", fisher, sharing, "joint")

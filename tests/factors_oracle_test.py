@@ -200,6 +200,7 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
 def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
     """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""

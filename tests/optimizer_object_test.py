@@ -219,6 +219,7 @@ def test_the_state_of_an_nnx_model_is_taken_from_it_and_copied():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "build",

@@ -114,6 +114,7 @@ TWICE = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):

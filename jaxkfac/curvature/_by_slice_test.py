@@ -124,6 +124,7 @@ def test_identities_are_kept_likewise(problem):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}, {"bases_in": "device", "rank": 9}]
 )

@@ -35,6 +35,7 @@ def test_an_empty_array_is_finite_and_nothing_has_a_derivative():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_of_several_arrays_one_entry_is_found(bad, dtype):

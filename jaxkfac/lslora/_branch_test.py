@@ -86,6 +86,7 @@ LOOKUPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookups_branch_is_that_of_the_table_with_the_product_added(name):
     shape, apply_fn = LOOKUPS[name]

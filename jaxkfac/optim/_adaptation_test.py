@@ -643,6 +643,7 @@ class TestRefused:
             tx.update(grads, state, factors=factors, **given)
 
     @pytest.mark.slow
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("objective", [OBJECTIVE, marked], ids=["objective", "marked"])
     @pytest.mark.parametrize(
         "changed",

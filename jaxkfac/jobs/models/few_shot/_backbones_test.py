@@ -22,6 +22,7 @@ def test_the_depth_counts_convolutions_and_the_classifier_that_is_left_out(depth
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "images", "features"),
     [
