@@ -25,10 +25,11 @@ COMPILING = ("poisson", "finetune_decoder")
 
 def _by_place(path: Path) -> Any:
     """`make run` runs Poisson's equation at every stop, so the slow suite leaves it out."""
-    mark = pytest.mark.exhaustive if path.stem == "poisson" else pytest.mark.slow
-    return pytest.param(path, id=path.stem, marks=mark)
+    marks = [pytest.mark.exhaustive] if path.stem == "poisson" else []
+    return pytest.param(path, id=path.stem, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [_by_place(path) for path in EXAMPLES])
 def test_example_runs_and_learns(path: Path, tmp_path: Path, request: pytest.FixtureRequest):
     if path.stem not in COMPILING:

@@ -8,7 +8,6 @@ import pytest
 from tests.scripts import SCRIPTS, end
 from tests.scripts.__main__ import PAGE
 
-
 # One script of each library that models are written with, and one of none.
 IN_SLOW = {
     "characters: Haiku, a transformer, clipped",
@@ -36,10 +35,6 @@ def test_a_script_ends_below_its_start_at_the_defaults(name):
     assert end(losses) < start - 0.25 * abs(start)
 
 
-def test_every_script_that_is_slow_exists():
-    assert set(SCRIPTS) > IN_SLOW
-
-
 def test_the_table_has_every_script_and_none_above_its_start():
     rows = re.findall(
         r"^\| ([^|]+: [^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE
@@ -48,3 +43,7 @@ def test_the_table_has_every_script_and_none_above_its_start():
     for _, first, last in rows:
         starts, ends = ([float(x) for x in numbers.split(",")] for numbers in (first, last))
         assert all(y < x for x, y in zip(starts, ends, strict=True))
+
+
+def test_every_script_that_is_slow_exists():
+    assert set(SCRIPTS) > IN_SLOW
