@@ -335,7 +335,7 @@ CASES = list(itertools.product(FORMS, OPTIMIZERS, ("empirical", "exact", "mc"), 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_three_steps_on_two_devices_are_those_of_one(case):
     (difference,) = differences(2, 3, [case]).values()
