@@ -72,7 +72,7 @@ def test_categorical_is_stable_for_large_logits(x64):
     np.testing.assert_allclose(value, 1e4)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_objective_is_the_mean_over_kept_terms(x64, likelihood):
     p, x = mlp_params(), normal(1, 4, 5, 4)
@@ -573,7 +573,7 @@ def _layer_by_wrapping(wrap):
     return model
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap",

@@ -453,7 +453,7 @@ def test_what_decides_from_local_numbers_is_refused(form, optimizer):
         traced(form, step_of(optimizer))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "inside",
     [jax.jit, lambda fn: lambda p: jax.lax.scan(lambda c, _: (fn(c), None), p, length=2)[0]],
@@ -495,7 +495,7 @@ def adapted_by_hand(what, params, batch):
     return tx.update(grads, tx.init(params), params, factors=factors, **given)[0]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("what", ["curvature", "value_fn"])
 def test_on_a_tracked_axis_no_part_of_the_adaptation_may_be_local(what):
     with pytest.raises(ValueError, match="of one device's batch|of value_fn is that of one device"):
@@ -507,7 +507,7 @@ def test_on_a_tracked_axis_what_is_averaged_by_hand_needs_no_name():
     traced("tracked", functools.partial(adapted_by_hand, None))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     ("form", "axes"),
     # vmap(axis_name=) does not show: nothing can be refused there.
@@ -524,7 +524,7 @@ def test_one_device_has_no_other():
     jax.eval_shape(mapped, PARAMS, rows)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("axes", [{"stats_axis": "others"}, {"tx_axis": "others"}])
 def test_a_name_that_no_map_has_is_refused(axes):
     with pytest.raises(ValueError, match=r"axis_name='others' is no axis.*the axes here are 'row"):
@@ -577,7 +577,7 @@ def copies(x, y, *, device_axis):
     return jax.make_array_from_single_device_arrays(shape, place, placed)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("device_axis", [False, True])
 def test_copies_of_a_state_that_differ_are_named(device_axis):
     like = jk.value_grad_and_factors(LINEAR).factor_shapes(PARAMS, (X, Y))

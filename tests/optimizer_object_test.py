@@ -55,7 +55,7 @@ def written_out(tx, params, batch, steps):
     return params, state, loss
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("build", [lambda: jk.kfe_adam(0.01), jk.kfac])
 def test_a_step_is_that_of_the_loop_written_out(build):
     opt, params = jk.Optimizer(OBJECTIVE, build()), PARAMS

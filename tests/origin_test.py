@@ -75,7 +75,7 @@ def test_measured_eigenvalues_are_of_what_was_measured():
     assert jk.update_average(found, other, 0.9).origin == MC
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("options", [{}, {"rank": 2}, {"vectors_dtype": "bfloat16"}])
 def test_a_service_hands_it_on_and_saves_it(tmp_path, options):
     factors = collected("mc").factors

@@ -627,7 +627,7 @@ class TestRefused:
                 curvature=operators.ggn(OBJECTIVE, params, batch),
             )
 
-    @pytest.mark.default(2)
+    @pytest.mark.default(2, slow=0)
     @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
     def test_without_the_loss(self, absent):
         _, _, _, params, batch = problem()

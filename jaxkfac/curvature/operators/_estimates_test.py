@@ -59,7 +59,7 @@ def keys(n):
     return jax.random.split(KEY, n)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
 def test_the_trace_is_exact_where_products_make_up_the_matrix(x64, method):
     operator = ggn(*mlp_problem())
