@@ -246,7 +246,7 @@ def _leave_to(later: pytest.MarkDecorator, mark: str, items: list[pytest.Item]) 
             test = item.nodeid.partition("[")[0]
             cases.setdefault((test, "slow" in names), []).append(item)
     for members in cases.values():
-        marker = members[0].get_closest_marker(mark)
+        marker = next(members[0].iter_markers(mark))  # the closest
         taken = _spread(len(members), *marker.args)
         others = [item for i, item in enumerate(members) if i not in taken]
         kept = _spread(len(others), marker.kwargs.get("slow", len(others)))
