@@ -251,8 +251,7 @@ class Eigenbases(BlockKronecker, _Named):
                 else [spectrum.values for spectrum in self.spectra(layer)]
             )
             if self.corrections is not None:
-                sums = (self.corrections.sums, self.corrections.bias_sums)
-                stored += [table[layer.name] for table in sums if layer.name in table]
+                stored += self.corrections.of_layer(layer.name)
             finite[layer.name] = jnp.stack([jnp.isfinite(x).all() for x in stored]).all()
         return finite
 

@@ -430,10 +430,7 @@ def check_values(bases: Eigenbases) -> None:
             sides = [bases.diagonals[layer.name]]
         else:
             sides = [spectrum.values for spectrum in bases.spectra(layer)]
-        measured = []
-        if corrections is not None:
-            tables = corrections.sums, corrections.bias_sums
-            measured = [table[layer.name] for table in tables if layer.name in table]
+        measured = [] if corrections is None else corrections.of_layer(layer.name)
         arrays = [*sides, *measured]
         if any(isinstance(x, Tracer) or not _is_local(x) for x in arrays):
             return
