@@ -300,6 +300,15 @@ def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
             )
 
 
+def check_vectors(bases: Eigenbases, layer: Layer) -> None:
+    """Refuse bases without the eigenvectors of a layer with two factors (``vectors=False``)."""
+    sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
+    if any(dense and spectrum.vectors is None for spectrum, dense in sides):
+        raise ValueError(
+            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
+        )
+
+
 def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:
     """Refuse bases with only some eigenvectors of a layer (``rank=``), if all are needed."""
     for spectrum in bases.spectra(layer):
