@@ -203,6 +203,7 @@ NAMES = {
     "plan_passes": _PART,
     "smallest_budget": _PART,
     "check_bases": _CHECK,
+    "check_vectors": _CHECK,
     "check_separable": _CHECK,
     "check_factors": _CHECK,
     "check_like": _CHECK,

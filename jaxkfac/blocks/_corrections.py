@@ -1,6 +1,7 @@
 """Measured eigenvalues (EKFAC) as sums and counts, in eigenvectors that stay fixed."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._text import short_repr
+from jaxkfac.blocks._sides import Place, Side, Sides
 from jaxkfac.linalg.spectral import clip_eigenvalues
 
 
@@ -51,6 +53,24 @@ class Corrections(NamedTuple):
     sums: dict[str, Any]
     bias_sums: dict[str, Any]
     terms: Any
+
+    @property
+    def sides(self) -> Sides:
+        """The sums as sides: tables ``squares`` and ``bias_squares``, keyed by the layer."""
+        squares = {Place("squares", name): Side(x) for name, x in self.sums.items()}
+        return squares | {Place("bias_squares", k): Side(x) for k, x in self.bias_sums.items()}
+
+    def with_sides(self, sides: Mapping[Place, Side]) -> "Corrections":
+        """The same number of terms with other sums; sides of other tables are passed over."""
+        tables: dict[str, dict[str, Any]] = {"squares": {}, "bias_squares": {}}
+        for (table, name), side in sides.items():
+            if table in tables:
+                tables[table][name] = side.data
+        return Corrections(tables["squares"], tables["bias_squares"], self.terms)
+
+    def of_layer(self, name: str) -> list[Any]:
+        """The sums of one layer."""
+        return [table[name] for table in (self.sums, self.bias_sums) if name in table]
 
     def mean(self, total: Array) -> Array:
         """The eigenvalues whose sum is ``total``; 0 if there were no terms."""

@@ -260,12 +260,7 @@ def of_parameters(factors: Factors) -> Factors:
     names = {layer.name for layer in layers}
     measured = factors.corrections
     if measured is not None:
-        measured = measured._replace(
-            **{
-                field: {name: x for name, x in getattr(measured, field).items() if name in names}
-                for field in ("sums", "bias_sums")
-            }
-        )
+        measured = measured.with_sides({p: x for p, x in measured.sides.items() if p.key in names})
     return factors.with_sides(
         {place: side for place, side in factors.sides.items() if place in places},
         corrections=measured,

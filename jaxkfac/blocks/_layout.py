@@ -235,10 +235,8 @@ class EigenBlock:
         """The matrix or diagonal that is decomposed, from the means of entries."""
         if self.both is not None:
             return self.both.product(mean)[self.place.table == "g"]
-        matrix = mean(self.source)
-        if not self.without_ones:
-            return matrix
-        return matrix[..., :-1, :-1] if self.source.dense else matrix[..., :-1]
+        side = Side(mean(self.source), is_matrix=self.source.dense)
+        return side.without_last().data if self.without_ones else side.data
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from jaxkfac.curvature._eigenbases import (
     KroneckerEigenbasis,
     check_all_vectors,
     check_bases,
+    check_vectors,
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose, reconstruct
@@ -60,6 +61,7 @@ __all__ = [
     "check_bases",
     "check_program_layers",
     "check_separable",
+    "check_vectors",
     "correct_eigenvalues",
     "covered_indices",
     "eigendecompose",

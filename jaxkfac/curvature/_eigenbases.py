@@ -251,8 +251,7 @@ class Eigenbases(BlockKronecker, _Named):
                 else [spectrum.values for spectrum in self.spectra(layer)]
             )
             if self.corrections is not None:
-                sums = (self.corrections.sums, self.corrections.bias_sums)
-                stored += [table[layer.name] for table in sums if layer.name in table]
+                stored += self.corrections.of_layer(layer.name)
             finite[layer.name] = jnp.stack([jnp.isfinite(x).all() for x in stored]).all()
         return finite
 
@@ -299,6 +298,15 @@ def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
                 f"measured eigenvalues add up in the same eigenvectors, and these bases' "
                 f"{place.table} of {place.key!r} have the shapes {found}, expected {wanted}"
             )
+
+
+def check_vectors(bases: Eigenbases, layer: Layer) -> None:
+    """Refuse bases without the eigenvectors of a layer with two factors (``vectors=False``)."""
+    sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
+    if any(dense and spectrum.vectors is None for spectrum, dense in sides):
+        raise ValueError(
+            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
+        )
 
 
 def check_all_vectors(bases: Eigenbases, layer: Layer, purpose: str) -> None:

@@ -14,6 +14,7 @@ from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
     KroneckerEigenbasis,
+    check_vectors,
     map_slices,
 )
 from jaxkfac.interception import Layer, ParameterMatrix, kind_named
@@ -169,11 +170,7 @@ def load_block(
     layer, joint = owner.layer, bases.wants_ones(owner.layer)
     basis = bases.basis(layer)
     assert isinstance(basis, KroneckerEigenbasis)
-    sides = ((layer.a_dense, basis.a_vectors), (layer.g_dense, basis.g_vectors))
-    if any(dense and vectors is None for dense, vectors in sides):
-        raise ValueError(
-            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
-        )
+    check_vectors(bases, layer)
     loaded = load_parts(leaves, owner, joint=joint, dtype=basis.a_values.dtype)
     if loaded is None:
         return None

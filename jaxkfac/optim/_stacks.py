@@ -13,10 +13,9 @@ from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._serialization import serializable
-from jaxkfac.blocks import Corrections, Factors, Place, Side, Sides
+from jaxkfac.blocks import Factors, Place, Side, Sides
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.interception import Layer, ParameterMatrix
-from jaxkfac.linalg.spectral import Spectrum
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above
 # it are few, or so large that a big model cannot afford to copy all of them at once.
@@ -40,25 +39,27 @@ class SameShape(NamedTuple):
     members: tuple[Layer, ...]
     diagonal_axes: int
 
+    def join(self, table: str, sides: Sequence[Side]) -> Side:
+        """The side of the stacked layer, from those of the members."""
+        first, *others = sides
+        if not others:
+            return first
+        data = jnp.stack([side.data for side in sides])
+        if table != "a":  # other tables have one count for all layers
+            return first.with_data(data)
+        return Side(data, jnp.stack([side.count for side in sides]), first.is_matrix)
+
     def split(self, table: str, side: Side) -> list[Side]:
         """The sides of the members, from that of the stacked layer."""
         if len(self.members) == 1:
             return [side]
-        stack = len(self.layer.stack)
-        if isinstance(side.data, Spectrum):
-            values, vectors = side.data
-            parts: list[Any] = [Spectrum(x, None) for x in _unstacked(values, stack + 1)]
-            if vectors is not None:
-                columns = _unstacked(vectors, stack + 2)
-                parts = [Spectrum(x.values, y) for x, y in zip(parts, columns, strict=True)]
-        elif table == "diagonals":
-            parts = _unstacked(side.data, 1 + self.diagonal_axes)
-        else:
-            parts = _unstacked(side.data, stack + 1 + side.is_matrix)
-        counts = [side.count] * len(parts)
-        if table == "a" and side.count is not None:
-            counts = _unstacked(side.count, stack)
-        return [Side(*of, side.is_matrix) for of in zip(parts, counts, strict=True)]
+        side = side if table == "a" else Side(side.data, None, side.is_matrix)
+        axes = len(self.layer.stack) + (2 if table == "squares" else 1 + side.is_matrix)
+        if table in ("squares", "diagonals") and self.layer.is_diagonal:
+            axes = 1 + self.diagonal_axes
+        first = jax.tree.leaves(side.data)[0]  # of a spectrum the values
+        members = range(len(self.members))
+        return [side.map_stack(lambda x, i=i: _member(x, i, first.ndim - axes)) for i in members]
 
     def matrices(self) -> Iterator[tuple[ParameterMatrix, list[ParameterMatrix]]]:
         """The stacked weight and bias, each with those of the members."""
@@ -149,73 +150,49 @@ class Stacks:
             for matrix, members in group.matrices():
                 if matrix.path not in leaves:
                     continue
-                member_leaves = _unstacked(leaves.pop(matrix.path), len(matrix.atoms))
-                for member, member_leaf in zip(members, member_leaves, strict=True):
+                stack = leaves.pop(matrix.path)
+                for i, member in enumerate(members):
                     if (leaf := shapes.get(member.path)) is not None:
-                        leaves[member.path] = member_leaf.reshape(leaf.shape).astype(leaf.dtype)
+                        x = _member(stack, i, stack.ndim - len(matrix.atoms))
+                        leaves[member.path] = x.reshape(leaf.shape).astype(leaf.dtype)
         return with_leaves(like, leaves)
 
     # -- factors and bases ------------------------------------------------------------------
 
     def factors(self, factors: Factors) -> Factors:
         """Factors of the stacked model."""
-        old, more = factors.sides, factors.corrections
-        if more is not None:
-            stacked = self._stacked_table
-            more = more._replace(sums=stacked(more.sums), bias_sums=stacked(more.bias_sums))
+        old, layers = _all_sides(factors), tuple(group.layer for group in self.groups)
         sides: Sides = {}
-        for layer, members, _ in self.groups:
-            for table in ("a", "g", "diagonals"):
-                if (table, members[0].name) in old:
-                    first, *others = (old[Place(table, member.name)] for member in members)
-                    own_counts = table == "a"  # G and diagonals have one count for all layers
-                    sides[Place(table, layer.name)] = _stacked(first, others, own_counts)
-        layers = tuple(group.layer for group in self.groups)
-        return factors.with_sides(sides, layers=layers, corrections=more)
-
-    def _stacked_table(self, table: dict[str, Any]) -> dict[str, Any]:
-        out = {}
-        for layer, members, _ in self.groups:
-            if members[0].name in table:
-                arrays = [table[member.name] for member in members]
-                out[layer.name] = jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
-        return out
+        for group in self.groups:
+            for table in ("a", "g", "diagonals", *_MEASURED):
+                if (table, group.members[0].name) in old:
+                    members = [old[Place(table, member.name)] for member in group.members]
+                    sides[Place(table, group.layer.name)] = group.join(table, members)
+        return _with_all_sides(factors, sides, layers)
 
     def unstacked(self, stacked: Matrix) -> Matrix:
         """Factors or bases of the model's layers, from those of the stacked model."""
         groups, sides = {group.layer.name: group for group in self.groups}, {}
-        for (table, name), side in stacked.sides.items():
+        for (table, name), side in _all_sides(stacked).items():
             members = groups[name].members
             for member, one in zip(members, groups[name].split(table, side), strict=True):
                 sides[Place(table, member.name)] = one
-        more = self._unstacked_corrections(stacked.corrections)
-        return stacked.with_sides(sides, layers=self.layers, corrections=more)
+        return _with_all_sides(stacked, sides, self.layers)
 
-    def _unstacked_corrections(self, more: Corrections | None) -> Corrections | None:
-        if more is None:
-            return None
-        flat = {layer.name for layer, *_ in self.groups if layer.is_diagonal}
-        diagonals = {k: x for k, x in more.sums.items() if k in flat}
-        blocks = {k: x for k, x in more.sums.items() if k not in flat}
-        return more._replace(
-            sums=self._each_diagonal(diagonals) | self._unstack_table(blocks, lambda layer: 2),
-            bias_sums=self._unstack_table(more.bias_sums, lambda layer: 1),
-        )
 
-    def _unstack_table(self, table: dict[str, Any], axes: Callable[[Layer], int]) -> dict[str, Any]:
-        """``{layer: array}``; ``axes`` is the number of axes after those of a stack."""
-        out = {}
-        for layer, members, _ in self.groups:
-            if layer.name in table:
-                arrays = [table[layer.name]]
-                if len(members) > 1:
-                    arrays = _unstacked(arrays[0], len(layer.stack) + axes(layer))
-                out |= zip((member.name for member in members), arrays, strict=True)
-        return out
+_MEASURED = "squares", "bias_squares"  # the tables of measured eigenvalues
 
-    def _each_diagonal(self, table: dict[str, Any]) -> dict[str, Any]:
-        axes = {group.layer.name: group.diagonal_axes for group in self.groups}
-        return self._unstack_table(table, lambda layer: 1 + axes[layer.name] - len(layer.stack))
+
+def _all_sides(matrix: Factors | Eigenbases) -> Sides:
+    more = matrix.corrections
+    return matrix.sides if more is None else matrix.sides | more.sides
+
+
+def _with_all_sides(matrix: Matrix, sides: Sides, layers: tuple[Layer, ...]) -> Matrix:
+    more = matrix.corrections
+    own = {place: side for place, side in sides.items() if place.table not in _MEASURED}
+    more = None if more is None else more.with_sides(sides)
+    return matrix.with_sides(own, layers=layers, corrections=more)
 
 
 def _readers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
@@ -280,18 +257,6 @@ def _joined(members: Sequence[Layer] | Sequence[ParameterMatrix], field: str) ->
     return f"{first} and {len(more)} more" if more else first
 
 
-def _stacked(first: Side, others: Sequence[Side], own_counts: bool) -> Side:
-    """One side of several."""
-    if not others:
-        return first
-    data = jnp.stack([first.data, *(side.data for side in others)])
-    if not own_counts:
-        return first.with_data(data)
-    count = jnp.stack([first.count, *(side.count for side in others)])
-    return Side(data, count, first.is_matrix)
-
-
-def _unstacked(x: Array | np.ndarray, axes: int) -> list[Any]:
-    """The members of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
-    axis = x.ndim - axes
-    return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+def _member(x: Array | np.ndarray, i: int, axis: int) -> Any:
+    """One member of a stack. Its axis is counted from the end, as ``vmap`` adds leading axes."""
+    return jax.lax.index_in_dim(x, i, axis, keepdims=False)

@@ -27,6 +27,7 @@ from jaxkfac.curvature import (
     Eigenbases,
     check_bases,
     check_program_layers,
+    check_vectors,
     covered_indices,
     uncovered_mask,
 )
@@ -407,14 +408,8 @@ def _check_blocks(bases: Eigenbases) -> None:
                 + ("a weight that is computed from others" if layer.computed_from else layer.kind)
                 + ", which no backward pass sees example by example: leave it out with layers="
             )
-        if layer.is_diagonal:
-            continue
-        sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
-        if any(dense and spectrum.vectors is None for spectrum, dense in sides):
-            raise ValueError(
-                f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
-                "vectors=True"
-            )
+        if not layer.is_diagonal:
+            check_vectors(bases, layer)
 
 
 def check_values(bases: Eigenbases) -> None:
@@ -430,10 +425,7 @@ def check_values(bases: Eigenbases) -> None:
             sides = [bases.diagonals[layer.name]]
         else:
             sides = [spectrum.values for spectrum in bases.spectra(layer)]
-        measured = []
-        if corrections is not None:
-            tables = corrections.sums, corrections.bias_sums
-            measured = [table[layer.name] for table in tables if layer.name in table]
+        measured = [] if corrections is None else corrections.of_layer(layer.name)
         arrays = [*sides, *measured]
         if any(isinstance(x, Tracer) or not _is_local(x) for x in arrays):
             return

@@ -1,5 +1,6 @@
 """Gradients of examples, rotated into the eigenbasis during the backward pass."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -40,9 +41,7 @@ class OwnProducts(ExampleGradients):
     more_entries: ClassVar = _PRODUCT_ENTRIES
 
     def __init__(self, traced: Traced, bases: Eigenbases, damping: BlockDamping) -> None:
-        def dtype(layer: Layer) -> Any:
-            return block_dtype(bases, layer)
-
+        dtype = functools.partial(block_dtype, bases)
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._bases = bases
         self._damping: Any = damping
@@ -137,9 +136,7 @@ class RotatedGradients(ExampleGradients):
     more_entries: ClassVar = _ROTATED_ENTRIES
 
     def __init__(self, traced: Traced, bases: Eigenbases) -> None:
-        def dtype(layer: Layer) -> Any:
-            return block_dtype(bases, layer)
-
+        dtype = functools.partial(block_dtype, bases)
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._bases, self._alone = bases, whole_gradients(traced, bases)
 

@@ -21,7 +21,12 @@ from jaxkfac._errors import (
 )
 from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped, sum_over_devices
 from jaxkfac.blocks import Corrections, Origin, corrections_of
-from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
+from jaxkfac.curvature._eigenbases import (
+    Eigenbases,
+    check_all_vectors,
+    check_bases,
+    check_vectors,
+)
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
     Estimator,
@@ -306,12 +311,7 @@ def _check_vectors(bases: Eigenbases) -> None:
     for layer in bases.layers:
         if layer.is_diagonal:
             continue
-        sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
-        if any(dense and spectrum.vectors is None for spectrum, dense in sides):
-            raise ValueError(
-                f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
-                "vectors=True"
-            )
+        check_vectors(bases, layer)
         # With a truncated basis the squares outside it are lost, and their trace with them.
         check_all_vectors(bases, layer, "measured eigenvalues")
 

@@ -349,13 +349,11 @@ class Sum(Operator):
         return total
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scaled(Operator):
-    """An operator times a number."""
+class _Changed(Operator):
+    """An operator made from another one, for the same leaves and loss terms."""
 
     operator: Any
-    factor: Any
 
     @property
     def like(self) -> ArrayTree:
@@ -364,6 +362,14 @@ class Scaled(Operator):
     @property
     def loss_terms(self) -> Any:
         return self.operator.loss_terms
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scaled(_Changed):
+    """An operator times a number."""
+
+    factor: Any
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         out = self.operator.product(leaves)
@@ -372,19 +378,10 @@ class Scaled(Operator):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Damped(Operator):
+class Damped(_Changed):
     """An operator plus a multiple of the identity."""
 
-    operator: Any
     damping: Any
-
-    @property
-    def like(self) -> ArrayTree:
-        return self.operator.like
-
-    @property
-    def loss_terms(self) -> Any:
-        return self.operator.loss_terms
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         out = self.operator.product(leaves)
