@@ -148,7 +148,8 @@ def _of_state(state: Any) -> Readings:
     else:
         found |= under("bases", of_bases(state.bases))
     if state.adaptation:
-        numbers = {k: np.asarray(v) for k, v in state.adaptation._asdict().items()}
+        adapted = state.adaptation._asdict().items()
+        numbers = {k: np.asarray(v) for k, v in adapted if v is not None}
         found |= under("adaptation", numbers)
     return found
 
