@@ -237,6 +237,7 @@ def _leave_to(later: pytest.MarkDecorator, mark: str, items: list[pytest.Item]) 
     """Keep n cases of each test that has the mark, spread evenly; the others get ``later``.
 
     The n are chosen among cases that do not run later anyway. ``sampled`` keeps n slow cases too.
+    Of the others of ``default(n, slow=k)`` k are slow, spread evenly, and the rest exhaustive.
     """
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
@@ -245,12 +246,17 @@ def _leave_to(later: pytest.MarkDecorator, mark: str, items: list[pytest.Item]) 
             test = item.nodeid.partition("[")[0]
             cases.setdefault((test, "slow" in names), []).append(item)
     for members in cases.values():
-        (wanted,) = members[0].get_closest_marker(mark).args
-        last = len(members) - 1
-        taken = {round(i * last / max(1, wanted - 1)) for i in range(wanted)}
-        for i, item in enumerate(members):
-            if i not in taken:
-                item.add_marker(later)
+        marker = next(members[0].iter_markers(mark))  # the closest
+        taken = _spread(len(members), *marker.args)
+        others = [item for i, item in enumerate(members) if i not in taken]
+        kept = _spread(len(others), marker.kwargs.get("slow", len(others)))
+        for i, item in enumerate(others):
+            item.add_marker(later if i in kept else pytest.mark.exhaustive)
+
+
+def _spread(number: int, wanted: int) -> set[int]:
+    """Indices of so many of them, from the first to the last."""
+    return {round(i * (number - 1) / max(1, wanted - 1)) for i in range(wanted)}
 
 
 # ---------------------------------------------------------------- CI fails on an unknown skip

@@ -194,7 +194,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @over(CASES)
 def test_accumulation_agrees(case, check):
     check(case)

@@ -140,7 +140,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_made_adapters_agree(case, check):
     check(case)

@@ -272,7 +272,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_adapters_on_a_base_in_four_bits_agree(case, check):
     check(case)

@@ -153,7 +153,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_files_of_stock_peft_agree(case, check):
     check(case)

@@ -232,7 +232,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=6)
 @over(CASES)
 def test_adapters_agree(case, check):
     check(case)

@@ -71,7 +71,7 @@ CASES = [
 )
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_adapters_are_trained_alike(case, check):
     check(case)

@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_averages_agree(case, check):
     check(case)

@@ -37,7 +37,7 @@ CASES = cases(
 )
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_factors_of_passes_agree(case, check):
     check(case)

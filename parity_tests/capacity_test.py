@@ -204,7 +204,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_capacity_agrees(case, check):
     check(case)

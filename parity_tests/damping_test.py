@@ -138,7 +138,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_dampings_agree(case, check):
     check(case)

@@ -156,7 +156,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=3)
 @over(CASES)
 def test_decompositions_agree(case, check):
     check(case)

@@ -184,7 +184,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_measured_eigenvalues_agree(case, check):
     check(case)

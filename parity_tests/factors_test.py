@@ -213,7 +213,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=7)
 @over(CASES)
 def test_factors_agree(case, check):
     check(case)

@@ -151,7 +151,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_few_shot_models_agree(case, check):
     check(case)

@@ -101,7 +101,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @over(CASES)
 def test_fisher_types_agree(case, check):
     check(case)

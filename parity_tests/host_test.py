@@ -55,7 +55,7 @@ CASES = cases(
 )
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_host_curvature_agrees(case, check):
     check(case)

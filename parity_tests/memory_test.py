@@ -235,7 +235,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @over(CASES)
 def test_numbers_stay_as_they_are(case, check):
     check(case)

@@ -147,7 +147,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @over(CASES)
 def test_products_agree(case, check):
     check(case)

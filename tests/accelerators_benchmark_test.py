@@ -100,7 +100,7 @@ def every_step(dtype):
     return {**decoder_steps("small", dtype), **others(dtype)}
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", every_step(jnp.float32))
 def test_every_step_of_the_record_traces_in_bfloat16(name):

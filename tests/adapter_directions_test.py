@@ -53,7 +53,7 @@ def test_gradient_spans_the_input_side_of_the_gradient():
         np.testing.assert_allclose(projector(found[f"{name}/kernel"].a), left @ left.T, atol=1e-5)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     ("kind", "source"), [("eva", {"factors": FACTORS}), ("gradient", {"gradient": GRADS})]
 )

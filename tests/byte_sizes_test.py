@@ -57,7 +57,7 @@ CALLS = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_size_in_words_is_that_number_of_bytes(bases, name):

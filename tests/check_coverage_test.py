@@ -213,6 +213,7 @@ def sigmoid_model(p, x):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "likelihood", "link"),
     [
@@ -263,7 +264,7 @@ def agrees(report, digits=1e-10):
 
 
 @pytest.mark.slow
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc", "forward"])
 def test_dropout_draws_the_same_numbers_for_single_examples(fisher):
     def model(p, x, key):

@@ -166,7 +166,7 @@ SITUATIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
 def test_each_complaint_is_made_once_and_by_its_cause_alone(situation, kind):

@@ -295,7 +295,7 @@ def test_a_lookup_by_constants_is_an_embedding_where_they_hold_the_examples(
     check(model, p, batch, oracle_model=_bert, **options)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("index", [jnp.arange(S), jnp.arange(S)[None]], ids=["(S,)", "(1, S)"])
 def test_a_lookup_for_all_examples_at_once_is_a_bias(x64, index):
     def model(p, x, tap):

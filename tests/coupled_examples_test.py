@@ -228,7 +228,7 @@ COUPLED = {
 }
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(3, slow=1)
 @pytest.mark.parametrize("model", COUPLED.values(), ids=COUPLED.keys())
 def test_an_isolated_pass_is_refused_where_examples_meet(x64, model):
     def odd(p, x, tap):

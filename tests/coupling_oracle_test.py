@@ -37,7 +37,7 @@ def check(found, so):
         assert not (mixes and answer == "no"), (found, so)
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(5, slow=30)
 @every
 def test_an_answer_is_never_no_where_examples_meet(name):
     check(answers(PROGRAMS[name], _couplings.params(), _couplings.batch()), EXPECTED[name])
@@ -131,7 +131,7 @@ def _with_rule(f):
     return ruled
 
 
-@pytest.mark.default(5)
+@pytest.mark.default(5, slow=4)
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("name", INSIDE)
@@ -243,6 +243,7 @@ LEFT_UNNOTICED = [
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LEFT_UNNOTICED)
 def test_the_exact_fisher_is_that_of_explicit_jacobians(name):
     """G of the first layer from Jacobians of the outputs in its own rows, example by example."""

@@ -202,12 +202,13 @@ def _compare(name, likelihood, fisher, sharing, bias, ours=None):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @every(["conv", "pooled attention"], list(TYPES))
 def test_factors_agree_where_each_example_has_one_term(x64, name, sharing, fisher):
     _compare(name, "categorical", fisher, sharing, "joint")
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @every(["attention"], ["empirical", "mc", "forward"])
 def test_factors_agree_where_each_token_has_a_term(x64, name, sharing, fisher):
     """Not for type 2, which shares one backward pass between tokens."""

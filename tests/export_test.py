@@ -73,7 +73,7 @@ def entry_of(name):
     return fn, *args
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=2)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("dtype, precision", [(jnp.float32, "HIGHEST"), (jnp.bfloat16, "DEFAULT")])
 def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precision, platform):
@@ -85,7 +85,7 @@ def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precisio
     assert grams(text) == {(rows, n, "f32"): [precision] * count for n, count in sides.items()}
 
 
-@pytest.mark.default(4)
+@pytest.mark.default(4, slow=1)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("wide", [768, 1536])
 def test_a_wide_side_is_three_panels_of_its_upper_triangle(wide, platform):
@@ -110,7 +110,7 @@ def test_a_wide_output_side_is_whole_before_its_cotangent_is_propagated():
     assert f"tensor<{wide}x{wide}xf32>" in types and f"tensor<{ROWS}x{wide}xf32>" in types
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=3)
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
@@ -126,7 +126,7 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     assert {p for asked in found.values() for p in asked} <= {"HIGHEST"}
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=3)
 @pytest.mark.sampled(10)  # each of both
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.eigh])
@@ -136,7 +136,7 @@ def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):
     assert called == [EIGH[platform]] * ENTRY_POINTS[name].eigh
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.cholesky])
 def test_inverses_are_one_cholesky_decomposition_of_each_side_and_two_solves(name, platform):

@@ -72,7 +72,7 @@ def test_categorical_is_stable_for_large_logits(x64):
     np.testing.assert_allclose(value, 1e4)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_objective_is_the_mean_over_kept_terms(x64, likelihood):
     p, x = mlp_params(), normal(1, 4, 5, 4)
@@ -200,6 +200,7 @@ def test_embedding_keeps_counts_as_a_diagonal(x64):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("index", "entry"), [(1, 1), (-1, 3), (-6, 0), (9, 3)])
 def test_factors_are_those_of_the_entry_that_a_traced_index_reads(index, entry, x64):
     """Out of range it is moved to the nearest entry, as `dynamic_slice` does."""
@@ -572,7 +573,7 @@ def _layer_by_wrapping(wrap):
     return model
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap",

@@ -17,6 +17,7 @@ STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 10, "vit": 
 STEPS |= {"convolution": 30, "diffusion": 30}
 LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
+IN_SLOW = ("convolution", "poisson")  # other kinds of model are among tests/scripts
 NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
 
 
@@ -31,10 +32,11 @@ def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]
 
 
 def mark_of(name: str, method: str) -> pytest.MarkDecorator:
-    """The default optimizer on every problem is slow; a rate of one's own is exhaustive."""
+    """The default optimizer on some problems is slow; a rate of one's own is exhaustive."""
     if name in QUICK:
         return pytest.mark.sampled(2)
-    return pytest.mark.slow if method == "kfac" else pytest.mark.exhaustive
+    is_slow = method == "kfac" and name in IN_SLOW
+    return pytest.mark.slow if is_slow else pytest.mark.exhaustive
 
 
 @pytest.mark.slow

@@ -204,6 +204,7 @@ TABLES = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TABLES)
 def test_matrices_that_no_row_is_multiplied_by_are_rows_of_a_table(name):
     """One block of the table, as it is where a lookup of vectors is read."""

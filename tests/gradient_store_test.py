@@ -476,7 +476,7 @@ def rotated_bases(bases):
     return dataclasses.replace(bases, g=g)
 
 
-@pytest.mark.default(4)
+@pytest.mark.default(4, slow=1)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_folder_of_something_else_is_refused(trained, on_disk, what):
     objective, params, bases, _, batch = trained

@@ -57,7 +57,7 @@ def probe() -> dict:
     return found
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=5)
 @pytest.mark.parametrize(("module", "reason"), UNWANTED.items())
 def test_import_does_not_bring(probe: dict, module: str, reason: str):
     brought = {name.partition(".")[0] for name in probe["new"]}

@@ -157,7 +157,7 @@ def test_parameters_that_have_moved_on_are_refused_where_values_are_known():
         updated(jk.kfac(like=LIKE), **more)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("rows", [4, 16])
 def test_adaptation_of_another_batch_is_refused_by_its_number_of_loss_terms(rows):
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x])[:rows], BATCH)

@@ -88,6 +88,7 @@ def test_masks_that_differ_between_devices_are_pooled():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("terms", TERMS)
 def test_statistics_of_two_devices_are_those_of_all_rows(terms, form):
@@ -141,6 +142,7 @@ def test_rows_by_example_are_not_added_to_those_of_another_device():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_two_outputs_have_their_own_counts(fisher, form):
@@ -160,6 +162,7 @@ def marked(p, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_a_marked_loss_enters_with_its_share_of_all_terms(fisher, form):
@@ -169,6 +172,7 @@ def test_a_marked_loss_enters_with_its_share_of_all_terms(fisher, form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_fisher_of_several_marks_is_that_of_all_terms(form):
     """Their losses are means of each device's terms; their cotangents are rescaled."""
@@ -189,6 +193,7 @@ def test_the_fisher_of_several_marks_is_that_of_all_terms(form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_scalar_loss_enters_equally(form):
     loss = lambda p, batch: jnp.square(batch @ p["w"]).mean()
@@ -204,6 +209,7 @@ def test_a_scalar_loss_enters_equally(form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_loss_that_is_a_mean_over_devices_already_is_not_averaged_again(marks, form):
@@ -228,6 +234,7 @@ def test_a_loss_that_is_a_mean_over_devices_already_is_not_averaged_again(marks,
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_pass_and_measured_eigenvalues_are_those_of_all_rows(form, capsys):
     unit = jk.Objective(lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"])), jk.Categorical())
@@ -243,6 +250,7 @@ def test_a_second_pass_and_measured_eigenvalues_are_those_of_all_rows(form, caps
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_operators_and_measured_eigenvalues_take_the_axis_themselves(form):
     bases = jk.eigendecompose(jk.value_grad_and_factors(LINEAR)(PARAMS, (X, Y)).factors)
@@ -264,6 +272,7 @@ def test_operators_and_measured_eigenvalues_take_the_axis_themselves(form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_device_draws_labels_of_its_own(form):
     """With equal rows on both devices, G differs from that of one device: its labels do."""
@@ -304,6 +313,7 @@ def test_shapes_need_no_map_and_their_origin_names_the_axis():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["pmap", "tracked", "untracked"])
 def test_shapes_of_a_masked_loss_inside_of_a_map(form):
     stats = jk.value_grad_and_factors(marked, axis_name=AXIS)
@@ -325,7 +335,7 @@ CASES = list(itertools.product(FORMS, OPTIMIZERS, ("empirical", "exact", "mc"), 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_three_steps_on_two_devices_are_those_of_one(case):
     (difference,) = differences(2, 3, [case]).values()
@@ -365,6 +375,7 @@ def test_the_optimizer_reduces_what_comes(optimizer, form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mean_by_the_user_changes_nothing(form):
     def step(again, params, batch):
@@ -433,7 +444,7 @@ def step_of(optimizer, *, inside=lambda fn: fn, stats_axis=None, tx_axis=None, w
     return step
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("form", ["pmap", "untracked", "pmap, unnamed"])
 def test_what_decides_from_local_numbers_is_refused(form, optimizer):
@@ -442,7 +453,7 @@ def test_what_decides_from_local_numbers_is_refused(form, optimizer):
         traced(form, step_of(optimizer))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "inside",
     [jax.jit, lambda fn: lambda p: jax.lax.scan(lambda c, _: (fn(c), None), p, length=2)[0]],
@@ -484,7 +495,7 @@ def adapted_by_hand(what, params, batch):
     return tx.update(grads, tx.init(params), params, factors=factors, **given)[0]
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("what", ["curvature", "value_fn"])
 def test_on_a_tracked_axis_no_part_of_the_adaptation_may_be_local(what):
     with pytest.raises(ValueError, match="of one device's batch|of value_fn is that of one device"):
@@ -496,7 +507,7 @@ def test_on_a_tracked_axis_what_is_averaged_by_hand_needs_no_name():
     traced("tracked", functools.partial(adapted_by_hand, None))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     ("form", "axes"),
     # vmap(axis_name=) does not show: nothing can be refused there.
@@ -513,7 +524,7 @@ def test_one_device_has_no_other():
     jax.eval_shape(mapped, PARAMS, rows)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("axes", [{"stats_axis": "others"}, {"tx_axis": "others"}])
 def test_a_name_that_no_map_has_is_refused(axes):
     with pytest.raises(ValueError, match=r"axis_name='others' is no axis.*the axes here are 'row"):
@@ -566,7 +577,7 @@ def copies(x, y, *, device_axis):
     return jax.make_array_from_single_device_arrays(shape, place, placed)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("device_axis", [False, True])
 def test_copies_of_a_state_that_differ_are_named(device_axis):
     like = jk.value_grad_and_factors(LINEAR).factor_shapes(PARAMS, (X, Y))

@@ -165,7 +165,7 @@ def test_forward_needs_no_cotangents_of_marks():
         np.testing.assert_array_equal(forward["w"].g, jnp.eye(2))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("weights", [(2.0, 2.0), (1.0, 4.0)])
 def test_layers_whose_rows_lead_to_the_same_marks_still_share_one(weights):
     def loss(p, batch):
@@ -434,7 +434,7 @@ def test_marks_that_follow_each_other_need_equal_shares_for_given_targets():
         collect(loss)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_sum_over_rows_is_noticed(marks):
     def total(p, batch):

@@ -132,7 +132,7 @@ def test_code_books_are_those_of_bitsandbytes():
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-@pytest.mark.default(7)
+@pytest.mark.default(7, slow=4)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_checkpoint_is_decoded_to_the_last_bit(name, nested):
@@ -156,7 +156,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(nested):
         np.testing.assert_array_equal(again[key], value)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @pytest.mark.parametrize(
     ("dtype", "narrow"),
     [

@@ -55,7 +55,7 @@ def written_out(tx, params, batch, steps):
     return params, state, loss
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("build", [lambda: jk.kfe_adam(0.01), jk.kfac])
 def test_a_step_is_that_of_the_loop_written_out(build):
     opt, params = jk.Optimizer(OBJECTIVE, build()), PARAMS
@@ -219,6 +219,7 @@ def test_the_state_of_an_nnx_model_is_taken_from_it_and_copied():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "build",

@@ -80,7 +80,7 @@ def random_images():
     return dict(zip(names, (*of(module.TRAIN), *of(module.HELD_OUT)), strict=True))
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(3, slow=3)
 @pytest.mark.parametrize("name", list(PROBLEMS))
 def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     problem = PROBLEMS[name]

@@ -93,7 +93,7 @@ def _mixing(p, x, tap):
     return tap.dense("v", h, h @ p["v"])
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_example_sums_are_the_gradients_of_the_parameters(x64, fisher):
     """Rows summed over positions are what the Jacobian of the parameters gives."""

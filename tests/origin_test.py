@@ -75,7 +75,7 @@ def test_measured_eigenvalues_are_of_what_was_measured():
     assert jk.update_average(found, other, 0.9).origin == MC
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("options", [{}, {"rank": 2}, {"vectors_dtype": "bfloat16"}])
 def test_a_service_hands_it_on_and_saves_it(tmp_path, options):
     factors = collected("mc").factors
@@ -191,7 +191,7 @@ def run_unseen(call, bases):
 GAUSSIAN, NUMBERS = jk.Objective(net, jk.Gaussian()), (BATCH[0], jnp.ones((6, 2)))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @pytest.mark.parametrize("call", CALLS)
 def test_bases_of_another_likelihood_are_refused_with_both_names(call):
     bases = bases_of("exact", GAUSSIAN, NUMBERS)
@@ -234,7 +234,7 @@ UNFIT = {
 }
 
 
-@pytest.mark.default(3)
+@pytest.mark.default(3, slow=4)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_a_fisher_type_that_does_not_fit_is_warned_of_with_the_reason(call, fisher):

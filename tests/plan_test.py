@@ -94,7 +94,7 @@ def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_pla
 
 
 # What each training allocates is compiled above; what sharded ones gather is the compiler's choice.
-@pytest.mark.default(0)
+@pytest.mark.default(0, slow=2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [x for x in names(QUICK[:1]) if "fully sharded" not in x.values[0]]

@@ -600,7 +600,7 @@ def _first_scan_outputs(fn, *args):
     return [v.aval.shape for v in scan.outvars]
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -743,7 +743,7 @@ def test_precision_and_preferred_type_of_a_product_are_kept():
     assert kept
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", ["w[None]", "w.T", "reshape", "cast", "w * 1.0"])
 def test_views_of_a_parameter(x64, weight):
@@ -766,7 +766,7 @@ def test_views_of_a_parameter(x64, weight):
     check(model, tree(9, w=(4, 3)), BATCH(), oracle_model=plain, tolerance=tolerance)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("scale", ["w / sqrt(d)", "0.25 * w", "-w"])
 def test_constant_scale_of_a_parameter(x64, scale):
     """The block is the curvature of W, not of the view c W: A ⊗ G has the factor c²."""
@@ -791,7 +791,7 @@ def test_constant_scale_of_a_parameter(x64, scale):
     np.testing.assert_allclose(found, c * c * product, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("integer", [int, np.int64])  # named arrays of Penzai count in NumPy
 def test_a_lookup_may_keep_its_axis(x64, integer):
     numbers = lax.GatherDimensionNumbers((0, integer(3)), (), (integer(1),))
@@ -881,7 +881,7 @@ def test_stacked_projections(x64):
     _handled_or_reported(model, p, BATCH(), "q", "concatenate|stack", oracle_model=plain)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("op", ["reduce_precision", "optimization_barrier"])
 def test_precision_reduction_and_barriers_around_weights(x64, op):
     def model(p, x, tap):
@@ -1105,7 +1105,7 @@ REPORTED = {
 }
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("case", list(REPORTED))
 def test_program_is_reported_by_path_and_primitive(x64, case):
     apply_fn, shapes, path, primitive = REPORTED[case]
@@ -1113,7 +1113,7 @@ def test_program_is_reported_by_path_and_primitive(x64, case):
     assert_reported_and_raises(classifier(apply_fn), p, batch, path, primitive)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(REPORTED))
 def test_reported_programs_keep_their_gradient_when_ignored(x64, case):

@@ -62,7 +62,7 @@ def default_tests(file: Path) -> list[str]:
 def _leaves_out(mark: str) -> bool:
     """Whether a decorator takes all cases out of the default suite; a case's own mark does not."""
     before = mark.partition("parametrize")[0]
-    return any(f"mark.{name}" in before for name in ("slow", "exhaustive", "gpu", "default(0)"))
+    return any(f"mark.{name}" in before for name in ("slow", "exhaustive", "gpu", "default(0"))
 
 
 def room_of(file: Path) -> str:

@@ -117,7 +117,7 @@ def test_kernels_with_other_runs_of_the_same_rows_have_their_own_inputs(wall):
         np.testing.assert_allclose(factors[name].a[0], rows.T @ rows / first, rtol=1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 def test_rows_behind_the_last_run_reach_nobody(wall):
     """Padding: seven rows, of which the sizes name six; inside a scan of remat."""

@@ -308,7 +308,7 @@ def test_random_program_has_the_factors_of_the_brute_force(
     check(stack, masked, padded, joint, marked, seed)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, len(_KINDS), 3))
 def test_every_piece_of_a_random_program_is_in_one(x64, first):

@@ -18,7 +18,18 @@ READMES = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     and BLOCK.search(path.read_text())
 )
-CASES = [pytest.param(p, marks=[] if p.parent == ROOT else pytest.mark.slow) for p in READMES]
+# Pages of one family each: first steps, loops, adapters, influence, members from outside. The other pages run in the
+# exhaustive suite and by `make docs-check`; lint reads the types of all blocks.
+IN_SLOW = {"getting_started", "loops", "adapters", "influence", "extending"}
+
+
+def _mark(page: Path) -> list[pytest.MarkDecorator]:
+    if page.parent == ROOT:
+        return []
+    return [pytest.mark.slow if page.stem in IN_SLOW else pytest.mark.exhaustive]
+
+
+CASES = [pytest.param(page, marks=_mark(page)) for page in READMES]
 
 
 def blocks(text: str) -> list[str]:
@@ -78,6 +89,10 @@ def test_both_sides_of_the_difference_to_optax_train(tmp_path: Path):
     program.write_text("\n".join([script(text), *loops, "assert loss < 0.01"]))
     run = run_by_a_user(program)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_page_that_is_slow_has_blocks():
+    assert {page.stem for page in READMES} > IN_SLOW
 
 
 def test_the_readme_is_short():

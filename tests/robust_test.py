@@ -24,6 +24,7 @@ STEPS = 60
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("problem", SCRIPTS, ids=lambda problem: problem.name)
 def test_the_three_scripts_end_below_their_start(problem):
     """Seed 6 of the recurrent network leaves its plateau last; see the record."""

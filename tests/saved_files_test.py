@@ -147,7 +147,7 @@ def flip_some(written, count):
         file.write_bytes(data)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 def test_a_changed_byte_is_an_error_that_names_the_file(written):
     flip_some(written, 6)
 

@@ -95,6 +95,7 @@ def saved_arrays(path):
 COUNTS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_process, count):
@@ -131,6 +132,7 @@ def test_a_matrix_that_fails_in_one_process_is_named_in_all(tmp_path):
     assert "factor A of layer 'wide' holds 49 NaN" in first["error"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_base_that_lies_over_the_processes_can_be_closed_over(tmp_path):
     for found in run("closed_over", 2, tmp_path):

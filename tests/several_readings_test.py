@@ -114,6 +114,7 @@ TWICE = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):
@@ -168,7 +169,7 @@ OVERLAPPING = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_overlapping_ranges_of_a_matrix_are_reported(name):
     params, x = tree(0, w=(4, 4)), normal(1, *X)
@@ -226,7 +227,7 @@ def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
         np.testing.assert_allclose(factors[name].g, g.T @ g / taken.size, rtol=1e-9)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_cond_under_vmap_of_one_row_counts_the_branch_that_it_takes(sign):
     params, x = tree(0, a=(4, 4), b=(4, 4)), sign * jnp.abs(normal(1, 1, 4))

@@ -141,7 +141,7 @@ def test_beside_marks_the_second_pass_is_refused_inside():
         _on_two_devices(jk.value_grad_and_factors(loss), x, y)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_rematted_convolution_is_collected_at_times_inside(every):
     def images(p, x):

@@ -203,6 +203,7 @@ def evaluated():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 3])
 def test_operators_are_those_of_the_model_with_its_state_closed_over(evaluated, kind, chunk):

@@ -15,16 +15,19 @@ from tests.written.__main__ import main
 
 # Kinds that are read without tracing or running a model; reading the others compiles.
 QUICK = {"service", "service-packed", "adapter", "adapter-of-bank", "adapter-for-peft"}
-# Further use of these runs a command once more, as the tests of resumed runs do.
-COMMANDS = {"train", "finetune", "analysis", "influence"}
+# The slow suite uses plain forms further, which reads them too, and compares the others with their
+# numbers.
+FURTHER = {"factors", "bases", "inverses", "kfac", "store"}
 # Written anew in the slow suite: one kind of each form.
 ANEW = {"factors-packed", "kfac-packed", "kfe-adam", "service", "store", "adapter"}
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 
-def kinds(mark, others, names):
+def kinds(mark, others, names, exhaustive=()):
     """Every kind, those in ``names`` with ``mark`` and all others with ``others``."""
-    return [pytest.param(name, marks=mark if name in names else others) for name in KINDS]
+    marks = {name: EXHAUSTIVE if name in exhaustive else others for name in KINDS}
+    marks |= dict.fromkeys(names, mark)
+    return [pytest.param(name, marks=marks[name]) for name in KINDS]
 
 
 def assert_read(found, expected, tolerance):
@@ -55,13 +58,13 @@ def opened():
         close(value)
 
 
-@pytest.mark.parametrize("name", kinds((), SLOW, QUICK))
+@pytest.mark.parametrize("name", kinds((), SLOW, QUICK, FURTHER))
 def test_a_file_holds_the_numbers_that_it_was_written_from(name, opened):
     assert_read(KINDS[name].readings(opened(name)), expected_of(name)[0], 1e-6)
 
 
 # Another processor or compiler rounds otherwise, and small eigenvalues make more of the difference.
-@pytest.mark.parametrize("name", kinds(EXHAUSTIVE, SLOW, COMMANDS))
+@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, FURTHER))
 def test_what_a_file_holds_can_be_used_further(name, opened):
     assert_read(KINDS[name].go_on(opened(name)), expected_of(name)[1], 1e-3)
 

@@ -84,7 +84,7 @@ def test_joint_bias_is_the_last_row_of_the_dense_block(mode, damping, power):
     assert_trees_close(got, {"w": expected[:-1], "b": expected[-1], "u": u.reshape(4, 2)})
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("damping", [0.3, (0.2, 0.7)])
 def test_separate_bias_has_the_block_g(damping):
     tree, factors, bases = setup(DENSE, bias="separate")
@@ -322,7 +322,7 @@ def test_layers_absent_from_the_tree_are_named_or_passed_over():
     assert_trees_close(other, {"u": full["u"]})
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_tied_embedding_and_head_use_the_head(embedding_first):
     embedding = layer("e", (5, 3), name="e", kind="embedding", a_dense=False)

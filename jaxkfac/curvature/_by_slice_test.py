@@ -97,7 +97,7 @@ def test_bfloat16_eigenvectors_have_half_the_bytes_and_are_off_by_their_rounding
     assert 1e-4 < distance(found, expected) < 4e-2
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("bases_in", ["device", "host"])
 def test_a_saved_service_keeps_its_eigenvectors_where_and_as_they_were(problem, bases_in, tmp_path):
     _, grads, factors = problem
@@ -124,6 +124,7 @@ def test_identities_are_kept_likewise(problem):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}, {"bases_in": "device", "rank": 9}]
 )

@@ -56,7 +56,7 @@ def test_unclipped_bases_rebuild_the_factors(placement, bias):
     assert_rebuilds(eigendecompose(factors, max_condition=jnp.inf, placement=placement), factors)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("accelerator", [True, False])
 def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerator):
     calls = []
@@ -224,7 +224,7 @@ def test_half_of_the_free_memory_limits_the_batch():
     assert matrices_that_fit(100, np.float32, _Device(None)) is None
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_a_small_device_decomposes_every_factor_all_the_same(factors, monkeypatch, limit):
@@ -276,7 +276,7 @@ def test_the_square_of_a_diagonal_side_is_never_formed():
     assert bases["embedding"].a_values.shape == (vocabulary,)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_batch_for_an_accelerator_has_the_spectrum_of_each_matrix(limit):
     rows = jax.random.normal(jax.random.key(0), (6, 9, 4))

@@ -137,6 +137,7 @@ def test_exact_damping_has_no_inverses():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @damped
 def test_packed_factors_decompose_and_invert_like_dense_ones(damping, mode):
     layers = (

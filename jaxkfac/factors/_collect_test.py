@@ -50,7 +50,7 @@ def test_a_second_call_outside_jit_traces_nothing(counted):
     assert not read
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "setting", [lambda: jax.default_matmul_precision("float32"), lambda: jax.enable_x64(True)]
 )
@@ -63,7 +63,7 @@ def test_a_call_under_another_setting_is_traced_under_it(counted, setting):
     assert read
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_the_first_call_and_the_second_are_what_jit_computes(fisher):
     objective = Objective(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), Categorical())

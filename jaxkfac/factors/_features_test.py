@@ -52,7 +52,7 @@ def test_a_scalar_has_one_gradient_at_each_position(likelihood, place, params, b
         np.testing.assert_allclose(factors[name].diagonal.sum(), expected, rtol=1e-12)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
 def test_with_one_position_all_modes_agree(likelihood, params, batch):
     objective, batch = (

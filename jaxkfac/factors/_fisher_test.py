@@ -258,7 +258,7 @@ def test_a_scalar_loss_refuses_what_needs_outputs(options):
         value_grad_and_factors(lambda p, b: jnp.mean(b @ p), loss_terms=2, **options)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize(
     "arguments, words",
     [

@@ -78,7 +78,7 @@ def test_a_scalar_loss_without_marks_has_no_known_likelihood():
     assert factors(objective=loss, loss_terms=6).origin == Origin("empirical")
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "options",
     [{"max_factor_bytes": 200}, {"max_factor_bytes": "1GB"}, {"uncovered": "diagonal"}],

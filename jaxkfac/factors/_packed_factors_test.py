@@ -67,7 +67,7 @@ def test_numpy_stays_numpy(factors):
     assert_equal(packed, factors)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=1)
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
 def test_size_and_diagonal_of_folded_matrices(n):
     x = jax.random.normal(jax.random.key(n), (3, n, n))
@@ -85,6 +85,7 @@ def test_of_a_matrix_that_is_not_symmetric_the_lower_triangle_counts(factors):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 def test_the_collector_packs_what_it_would_return(fisher):
     from jaxkfac.factors import Categorical, Objective
@@ -153,7 +154,7 @@ READ = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @pytest.mark.parametrize("how", READ)
 def test_readings_of_packed_factors_are_dense_under(factors, how):
     expected, found = READ[how](factors), READ[how](factors.packed())

@@ -324,7 +324,7 @@ def test_sums_over_positions_equal_summed_windows(x64, case, masked):
 # ------------------------------------------------------------------ masks, dtypes, memory
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_rows_that_do_not_exist_are_left_out_even_if_they_hold_nan(x64, monkeypatch, sharing):
     """A causal convolution whose padding positions come last and hold NaN."""
@@ -351,7 +351,7 @@ def test_rows_that_do_not_exist_are_left_out_even_if_they_hold_nan(x64, monkeypa
     np.testing.assert_allclose(factors[""].g, g.T @ g / there.sum(), rtol=1e-10)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_half_precision_patches_accumulate_in_float32(sharing):
     case = Case((40, 40), (3, 3), 1, 1, examples=2)

@@ -190,6 +190,7 @@ def marks_of(case):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "decay"),
     [("windows that overlap", 0.0)] + [pytest.param(x, 0.9, marks=marks_of(x)) for x in CASES],

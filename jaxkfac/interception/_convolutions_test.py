@@ -56,7 +56,7 @@ def derivative(model):
     return jax.value_and_grad(lambda *args: (jnp.tanh(model(*args)) ** 2).sum(), argnums=(0, 1))
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_derivative_in_a_branch_has_the_numbers_and_the_order_of_one_outside(name):
     fn = derivative(MODELS[name])

@@ -88,7 +88,7 @@ PARAMS = {
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fn",

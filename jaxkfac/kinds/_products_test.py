@@ -17,6 +17,7 @@ def times_drawn(number, kept, there=None):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "kept"), [(12, 3), (13, 5), (7, 6), (5, 1)])
 def test_every_row_is_as_likely_as_any_other(number, kept):
     drawn, count = times_drawn(number, kept)

@@ -88,7 +88,7 @@ def test_gradients_rotate_like_their_rows():
     assert_close(rotate_gradients(plain, basis.a, basis.g), formed(x, g, basis))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("positions", [1, 7])
 def test_tokens_of_an_example_are_summed_before_they_are_squared(positions):
     """Tokens out of range belong to no row of the table."""

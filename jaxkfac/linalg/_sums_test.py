@@ -35,6 +35,7 @@ def test_an_empty_array_is_finite_and_nothing_has_a_derivative():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_of_several_arrays_one_entry_is_found(bad, dtype):
@@ -69,7 +70,7 @@ def test_an_inner_product_is_the_sum_of_all_products_and_has_derivatives(x64):
     assert inner_product([], [], jnp.float32).dtype == jnp.float32
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("number", [5, 500])
 def test_vectors_are_joined_whatever_their_number(number):
     """Each sum of its own is three kernels."""

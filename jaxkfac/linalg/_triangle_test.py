@@ -66,6 +66,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", TRANSFORMED)
 def test_folding_and_unfolding_are_exact_to_the_bit_under(how):
     transformed = TRANSFORMED[how]

@@ -23,7 +23,7 @@ def made(placement):
     return attach(linear, config), {"kernel": adapters["kernel"]._replace(b=b)}
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("placement", ["none", "bottleneck"])
 def test_nothing_but_the_sum_passes_over_the_outputs(placement):
     """Scaling and sigma multiply the rank's values."""
@@ -86,6 +86,7 @@ LOOKUPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookups_branch_is_that_of_the_table_with_the_product_added(name):
     shape, apply_fn = LOOKUPS[name]

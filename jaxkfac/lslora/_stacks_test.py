@@ -98,7 +98,7 @@ def test_ranks_and_scalings_by_slice_compute_what_the_slices_compute(placement, 
         load(tmp_path, like=like(4))
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("placement", ["none", "output", "bottleneck"])
 def test_slices_that_the_settings_leave_out_are_left_alone(placement, tmp_path):
     tensors = folder_with(tmp_path, placement, present=(1,), layers_to_transform=[1])

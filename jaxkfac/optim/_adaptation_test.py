@@ -627,7 +627,7 @@ class TestRefused:
                 curvature=operators.ggn(OBJECTIVE, params, batch),
             )
 
-    @pytest.mark.default(2)
+    @pytest.mark.default(2, slow=0)
     @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
     def test_without_the_loss(self, absent):
         _, _, _, params, batch = problem()
@@ -643,6 +643,7 @@ class TestRefused:
             tx.update(grads, state, factors=factors, **given)
 
     @pytest.mark.slow
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("objective", [OBJECTIVE, marked], ids=["objective", "marked"])
     @pytest.mark.parametrize(
         "changed",

@@ -178,7 +178,7 @@ def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
         assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_a_negative_count_leaves_its_micro_batch_out(params, every_k):
     tx = multi_steps(optax.sgd(1.0), every_k)

@@ -157,7 +157,7 @@ def test_a_micro_batch_of_outsized_factors_is_left_out_of_its_group():
         np.testing.assert_array_equal(updates[path], x, err_msg=path)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sums_of_every_table_are_in_range_up_to_the_root_of_the_largest_number(dtype):
     layers = (layer("w", (3, 4), bias="b"), layer("u", (4, 2), g_dense=False))

@@ -252,7 +252,7 @@ def test_a_state_of_the_other_storage_is_refused(problem):
         dense.update(grads, packed.init(params), params, factors=factors)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_bytes_of_the_other_storage_or_cut_short_are_refused(problem, mode):
     objective, params, batch = problem

@@ -386,7 +386,7 @@ def test_values_alone_take_the_place_of_bases_in_an_analysis(case):
     assert plan.now.device["bases"] == size(eigendecompose(case.out.factors, vectors=False))
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "tx",
     [

@@ -126,6 +126,7 @@ def test_the_page_tells_all_rules_apart():
 
 
 @pytest.mark.slow  # imports PyTorch
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
 def test_byte_level_bpe_splits_as_transformers_reads_the_file(pre, tmp_path):
     theirs = by_transformers(written(tmp_path / "x.gguf", fields(pre=pre)))
@@ -188,6 +189,7 @@ def test_the_files_own_words_on_start_and_end_tokens_are_followed(pre, bos, eos)
 
 
 @pytest.mark.slow  # imports PyTorch
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False, None])
 def test_start_and_end_tokens_are_those_that_transformers_adds(bos, eos, tmp_path):

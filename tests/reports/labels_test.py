@@ -46,7 +46,7 @@ def losses(rows):
     return jax.lax.map(of_row, rows)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_of_a_narrow_dtype_under_jit(name):
     dtype = jnp.dtype(name)
@@ -56,7 +56,7 @@ def test_labels_of_a_narrow_dtype_under_jit(name):
         np.testing.assert_allclose(losses(labels), expected, rtol=1e-5)
 
 
-@pytest.mark.default(7)
+@pytest.mark.default(7, slow=2)
 @pytest.mark.parametrize("name", [*NAMES, ">i2", ">u2"])
 def test_labels_of_a_narrow_dtype_outside_jit(name):
     dtype = jnp.dtype(name)

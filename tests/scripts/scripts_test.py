@@ -8,10 +8,25 @@ import pytest
 from tests.scripts import SCRIPTS, end
 from tests.scripts.__main__ import PAGE
 
+# One script of each library that models are written with, and one of none.
+IN_SLOW = {
+    "characters: Haiku, a transformer, clipped",
+    "images: NNX, batch norm, dropout, a dictionary",
+    "policy: PPO, updates in nested scans",
+    "sentences: Linen, two-way LSTM, TrainState",
+    "spirals: Equinox, a GRU",
+}
+
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_SLOW else pytest.mark.exhaustive)
+        for name in SCRIPTS
+    ],
+)
 def test_a_script_ends_below_its_start_at_the_defaults(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -28,3 +43,7 @@ def test_the_table_has_every_script_and_none_above_its_start():
     for _, first, last in rows:
         starts, ends = ([float(x) for x in numbers.split(",")] for numbers in (first, last))
         assert all(y < x for x, y in zip(starts, ends, strict=True))
+
+
+def test_every_script_that_is_slow_exists():
+    assert set(SCRIPTS) > IN_SLOW

@@ -40,7 +40,7 @@ def test_model_that_is_elsewhere_is_moved(check):
     assert model[0].weight.is_meta
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("check", [False, True])
 def test_cast_holds_one_bfloat16_copy_and_frees_float32_parameter_by_parameter(check):
     model = build()

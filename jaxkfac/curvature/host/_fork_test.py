@@ -74,7 +74,7 @@ def held_elsewhere(*locks):
         thread.join()
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forked_process_fails_at_once_with_the_reason(name, factors):

@@ -301,7 +301,7 @@ def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypat
     assert len(transferred) == 7 and transferred.count((3, 5, 5)) == 2
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("options", [{}, {"stagger": 2}, {"stagger": 2, "storage": "bfloat16"}])
 def test_the_least_host_bytes_that_are_accepted_suffice(factors, options):
     options = {"refresh_every": 2, "lag": 1, "in_flight_bytes": 300, **options}

@@ -97,7 +97,7 @@ def train(running, factors):
         running.bases(step)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_an_injected_failure_ends_in_an_error_and_never_in_a_hang(monkeypatch, seed):
     """Failures at a random point of either thread, under jitter; the caller always learns."""

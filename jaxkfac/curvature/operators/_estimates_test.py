@@ -59,7 +59,7 @@ def keys(n):
     return jax.random.split(KEY, n)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
 def test_the_trace_is_exact_where_products_make_up_the_matrix(x64, method):
     operator = ggn(*mlp_problem())
@@ -69,6 +69,7 @@ def test_the_trace_is_exact_where_products_make_up_the_matrix(x64, method):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1.0, 1e-10, 1e10])
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
 def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
@@ -88,7 +89,7 @@ def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
     assert found.standard_error > 0
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [1, 50])
 def test_the_trace_of_zero_is_zero(method, n):

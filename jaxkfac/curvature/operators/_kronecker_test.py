@@ -34,7 +34,7 @@ def test_the_blocks_are_the_kronecker_products_of_the_factors(x64):
     assert_close(dense[:16, 16:], 0)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("power, mode", [(-1.0, "exact"), (0.5, "pi"), (-0.5, "factored")])
 def test_powers_and_damping_are_those_of_apply_power(x64, power, mode):
     problem = mlp_problem()

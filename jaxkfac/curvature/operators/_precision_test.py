@@ -29,7 +29,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_only_the_operators_own_products_have_the_default_precision(name):

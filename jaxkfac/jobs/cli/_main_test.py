@@ -125,7 +125,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert 'pip install "jaxkfac[cli]"' in capsys.readouterr().err
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=4)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

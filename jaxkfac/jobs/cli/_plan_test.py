@@ -60,6 +60,7 @@ def test_sharded_parameters_are_planned_on_their_devices(capsys):
     assert half["fully_sharded"] and half["now"]["exchanged"]["all-gather"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_json_holds_bytes_and_the_optimizers_share(capsys):
     found = {}
@@ -179,6 +180,7 @@ def test_the_first_line_does_not_wait_for_the_next_set(capsys, monkeypatch):
     assert capsys.readouterr().err == "planning\nplanning: remat\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_7b_decoder_fits_80_gb_and_the_step_has_a_price(capsys):
     run_plan(PlanArguments(device_bytes="80GB", preset="llama-7b", dtype="bfloat16", json=True))

@@ -7,7 +7,7 @@ from jaxkfac.jobs.cli._processes import ALONE
 from jaxkfac.memory import note_on_cpus
 
 
-@pytest.mark.default(6)
+@pytest.mark.default(6, slow=2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

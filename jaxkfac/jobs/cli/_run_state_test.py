@@ -38,7 +38,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     assert "nu/kernel: not in the checkpoint, expected (2, 3)" in message
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_checkpoint_of_kfac_on_another_kind_of_device_says_why_it_does_not_fit(packed):
     """K-FAC packs its state except on CPUs."""

@@ -294,6 +294,7 @@ def test_a_process_with_another_program_ends_all_before_a_step(tmp_path):
     assert find_checkpoint(tmp_path / "run" / "adamw") is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_process_without_data_ends_all(tmp_path):
     """Process 1 runs in a folder that has no such file."""

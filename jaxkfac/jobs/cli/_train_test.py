@@ -108,6 +108,7 @@ def test_speed_and_memory_are_shown(finished):
     assert "Main memory: resident" in (finished / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monkeypatch, reads):
     programs, counts = [], []
@@ -246,6 +247,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert_same_end(finished, tmp_path, name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_several_seeds_are_so_many_runs_and_a_page_about_them(tmp_path, no_page, capsys):
@@ -293,6 +295,7 @@ def test_an_adapting_run_goes_on_with_its_damping(tmp_path, interrupted_after, n
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_epoch_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     tmp_path, interrupted_after, no_page, capsys
@@ -336,6 +339,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_paths_that_differ(fin
         run(finished, "--resume", "--model.width", "12", "--debug")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_words_about_a_damaged_checkpoint_lead_to_the_end_of_the_run(
     finished, tmp_path, no_page, capsys

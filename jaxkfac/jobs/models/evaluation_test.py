@@ -83,6 +83,7 @@ def test_likelihoods_of_continuations_are_those_of_the_whole_function(pretrained
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 47])
 def test_a_text_longer_than_the_context_is_scored_in_windows(pretrained, length):
     """Every token once, the last window with as many tokens before it as fit."""

@@ -94,7 +94,7 @@ def test_matrices_in_turn_depend_each_on_the_one_before():
     assert set(map(id, first.outvars)) & set(map(id, second.invars))
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=0)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("vectors", [True, False])
 def test_host_and_graph_agree(dtype, vectors):

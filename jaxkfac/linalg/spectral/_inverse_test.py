@@ -20,7 +20,7 @@ def test_damped_inverse_times_the_damped_matrix_is_the_identity():
     assert np.allclose(found @ (batch + shifts[:, None, None] * jnp.eye(5)), jnp.eye(5), atol=1e-12)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [(0, 0), (4, 4), (3, 1)])
 def test_all_of_an_inverse_is_nan_where_one_entry_of_the_matrix_is_not_finite(at, value):
@@ -32,7 +32,7 @@ def test_all_of_an_inverse_is_nan_where_one_entry_of_the_matrix_is_not_finite(at
     assert np.array_equal(found[1], damped_inverse(batch, jnp.ones(2))[1])
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_all_of_an_inverse_is_nan_where_the_matrix_is_not_positive(k):
     found = damped_inverse(matrices(1).at[0, k, k].set(-1.0), jnp.zeros(1))

@@ -51,7 +51,7 @@ def apply(a, g, w, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("mode", "damping"),
@@ -95,7 +95,7 @@ def test_a_quadratic_form_is_the_matrix_times_what_scaling_makes_of_it(kept):
         assert jnp.allclose(found, (w * scaled).sum((1, 2)), rtol=1e-12)
 
 
-@pytest.mark.default(6)
+@pytest.mark.default(6, slow=2)
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.0, 1.0])
 @pytest.mark.parametrize("mode", ["exact", "factored", "pi"])
 def test_zero_eigenvalue_without_damping_gives_zero(mode, power):

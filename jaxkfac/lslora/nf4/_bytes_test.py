@@ -49,7 +49,7 @@ def temporaries(remat, gradient, base="nf4"):
     return memory.temp_size_in_bytes / ONE_LAYER
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("remat", [False, True])
 def test_forward_holds_one_layer(remat):
     assert temporaries(remat, False) < FORWARD

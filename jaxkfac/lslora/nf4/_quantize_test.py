@@ -139,7 +139,7 @@ def test_a_jitted_decoding_is_the_decoding_to_the_last_bit():
     np.testing.assert_array_equal(jax.jit(nf4.dequantize)(kernel), kernel.decode())
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.float16)]
 )

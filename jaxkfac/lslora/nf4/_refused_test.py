@@ -61,7 +61,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_any_other_reading_is_refused_by_name(name):
     fn, reason = REFUSED[name]

@@ -118,7 +118,7 @@ def test_weights_that_are_not_finite_are_named(analyze, tmp_path, capsys):
     refused(capsys, code, said)
 
 
-@pytest.mark.default(2)
+@pytest.mark.default(2, slow=1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -40,6 +40,7 @@ def found(output):
     return {name: record[name] for name in kept if name in record}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     analyze, small_passes, model, texts, tmp_path, capsys

@@ -101,6 +101,7 @@ def test_an_adapter_of_a_folder_is_trained_and_saved_for_its_kind(run, folder, t
     assert "1 cut" in shown.out.replace("\n", " ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys)
     assert "By the plan it fits with" in shown and "--gradient-accumulation-steps" in shown
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.sampled(1)

@@ -244,6 +244,7 @@ def test_the_state_is_donated_to_the_step(run, plain, monkeypatch):
     assert len(found) == 2 and all(aliased >= state for aliased, state in found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_second_copy_of_the_model_is_an_error(run, plain, monkeypatch, capsys):
     few = functools.partial(duplicate_report, min_bytes=4096)
@@ -334,6 +335,7 @@ def test_the_loss_falls(words, run, plain, tmp_path):
     assert len(saved) == (7 if "--adapter.split" in words else 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_base_in_four_bits_is_trained_on(run, plain, decoder, tmp_path, monkeypatch):
     params = nf4.quantize(decoder.params, layers=".*_proj/kernel", stack=1, block=8)
@@ -369,6 +371,7 @@ def folder(tmp_path):
     return data
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     run, plain, folder, tmp_path, capsys
@@ -385,6 +388,7 @@ def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     assert found["comparison"] == {} and found["data"]["rows"] == 13
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path):
     """Three micro-batches of four records: an update of two, and one of the third."""
@@ -401,6 +405,7 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     assert steps == [2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_resumed_run_says_that_its_data_have_changed(run, plain, folder, capsys):
     words = ("--data", str(folder), "--questions", "0", "--samples", "0", "--max-length", "60")
@@ -467,6 +472,7 @@ def test_a_malformed_line_stops_a_strict_run(line, message, run, folder, capsys)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_malformed_lines_are_counted_with_their_numbers(run, plain, folder, tmp_path, capsys):
     for name in ("train", "validation"):

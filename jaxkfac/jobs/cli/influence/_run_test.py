@@ -266,7 +266,7 @@ def test_tokens_are_not_shaded_where_the_layers_are_of_an_encoder(folder, tmp_pa
     assert np.abs(scores).max() > 0 and [part for _, part in text["tokens"]] == [0.0] * 7
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -13,7 +13,7 @@ def rendered(template):
     return render(template, MESSAGES, add_generation_prompt=True, tokens={}).text
 
 
-@pytest.mark.default(15)
+@pytest.mark.default(15, slow=2)
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

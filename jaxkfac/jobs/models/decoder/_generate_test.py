@@ -102,6 +102,7 @@ def test_adapters_answer_through_the_same_program():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [

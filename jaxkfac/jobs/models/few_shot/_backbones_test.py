@@ -11,7 +11,7 @@ def shape_of(build, images):
     return jax.eval_shape(lambda x: build(nnx.Rngs(0))(x), jnp.zeros(images)).shape
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(1, slow=0)
 @pytest.mark.parametrize("depth", [10, 18, 34])
 def test_the_depth_counts_convolutions_and_the_classifier_that_is_left_out(depth):
     model = nnx.eval_shape(lambda: ResNet(depth, width=2, rngs=nnx.Rngs(0)))
@@ -22,6 +22,7 @@ def test_the_depth_counts_convolutions_and_the_classifier_that_is_left_out(depth
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "images", "features"),
     [
