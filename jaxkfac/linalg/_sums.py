@@ -134,8 +134,11 @@ def inner_product(
     left: Sequence[Inexact[Array, "..."]], right: Sequence[Inexact[Array, "..."]], dtype: DTypeLike
 ) -> Inexact[Array, ""]:
     """The sum of the products of all entries, in ``dtype``; arrays at one place have one shape."""
-    rows = [row for group in _joined(left, right) for row in group]
-    return sum(((x.astype(dtype) * y.astype(dtype)).sum() for x, y in rows), jnp.zeros((), dtype))
+    rows, joined = _joined(left, right)
+    parts = [(x.astype(dtype) * y.astype(dtype)).sum() for x, y in rows]
+    exact = jax.lax.Precision.HIGHEST
+    parts += [jnp.dot(x.astype(dtype), y.astype(dtype), precision=exact) for x, y in joined]
+    return sum(parts, jnp.zeros((), dtype))
 
 
 def is_all_finite(*arrays: Inexact[Array, "..."]) -> Bool[Array, ""]:
@@ -169,13 +172,15 @@ def _least_and_most(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Arra
 
 
 def _joined(*columns: Sequence[Array]) -> tuple[list[Row], list[Row]]:
-    """Rows of the columns: those that are not short vectors, and short vectors joined by type."""
+    """Rows of the columns that stay as they are, and short ones joined by type to vectors."""
     rows: list[Row] = list(zip(*columns, strict=True))
-    is_short = [row[0].ndim == 1 and row[0].size <= _LARGEST_JOINED for row in rows]
-    vectors = [row for row, short in zip(rows, is_short, strict=True) if short]
-    groups = alike(*zip(*vectors, strict=True)) if vectors else []
-    joined = [
-        tuple(map(jnp.concatenate, zip(*(vectors[i] for i in places), strict=True)))
-        for places in groups
-    ]
-    return [row for row, short in zip(rows, is_short, strict=True) if not short], joined
+    short = [row for row in rows if row[0].size <= _LARGEST_JOINED]
+    alone, joined = [row for row in rows if row[0].size > _LARGEST_JOINED], []
+    for places in alike(*zip(*short, strict=True)) if short else []:
+        group = [short[i] for i in places]
+        if len(group) == 1:
+            alone += group
+        else:
+            flat = ([x.reshape(-1) for x in column] for column in zip(*group, strict=True))
+            joined.append(tuple(map(jnp.concatenate, flat)))
+    return alone, joined

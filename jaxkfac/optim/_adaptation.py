@@ -31,6 +31,7 @@ from jaxkfac.optim._trees import (
     all_finite,
     descend,
     is_concrete,
+    once_where,
     scaled,
     sum_dtype,
     where,
@@ -286,43 +287,65 @@ class Adaptation:
         periods = jnp.maximum(1, jnp.round(self.rule.factor_every / jnp.asarray(refresh_every)))
         return (step % (refresh_every * periods.astype(jnp.int32)) == 0) & (step > 0)
 
-    def tried_factor_damping(
+    def best_direction(
         self,
         state: AdaptedState,
         gradient: ArrayTree,
-        direction: Callable[[Scalar], ArrayTree],
+        direction: Callable[[Scalar, ArrayTree], tuple[ArrayTree, ArrayTree]],
+        carry: ArrayTree,
         damping: ArrayLike,
         loss: BatchLoss,
         numbers: Numbers,
         *,
         due: Bool[Array, ""],
-    ) -> Scalar:
-        """The factors' damping after a trial, if one is due.
+    ) -> tuple[ArrayTree, Scalar, Minimum]:
+        """The direction with the factors' damping, which a trial chooses if one is due.
+
+        Every candidate takes one pass, the current damping the last; if another is better, its
+        pass is made once more, so that all passes write over the same arrays. Without a trial
+        there is one pass.
 
         Args:
             state: State of ``kfac``.
             gradient: From :meth:`gradient_of`.
-            direction: Maps a damping of the factors to the preconditioned gradient.
-            damping: From :meth:`damping_of`.
+            direction: Maps a damping of the factors, and the carry, to the new carry and the
+                preconditioned gradient.
+            carry: Bases and steps, over which those of each pass are written.
+            damping: The damping of the model, from :meth:`begun`.
             loss: Loss of the batch.
             numbers: The numbers that the model does not choose.
             due: Whether there is a trial.
+
+        Returns:
+            The carry after the last pass, its damping of the factors, and the minimum of the model.
         """
-        adapted: AdaptationState = state.adaptation
-        dampings = self.rule.factor_dampings(adapted.factor_damping)
-        dtype, last = adapted.damping.dtype, leaves_by_path(state.momentum)
+        current = state.adaptation.factor_damping
+        dtype, last = current.dtype, leaves_by_path(state.momentum)
+        candidates = jnp.roll(self.rule.factor_dampings(current), -1)  # the current one is the last
+        final = len(candidates)
 
-        def change(factor_damping: Scalar) -> Scalar:
-            steps = _at(direction(factor_damping), last)
+        def one_pass(passed: Any) -> Any:
+            carry, _, (best, least_change, best_at), i = passed
+            used = jnp.where(due & (i < final), candidates[i], jnp.where(due, best, current))
+            carry, steps = direction(used, carry)
             model = QuadraticModel(_at(gradient, last), loss.curvature, jnp.asarray(damping, dtype))
-            return self._minimum(model, steps, last, numbers).change
+            least = self._minimum(model, _at(steps, last), last, numbers)
+            change = jnp.where(jnp.isfinite(least.change), least.change, jnp.inf)
+            is_better = (change < least_change) | ((change == least_change) & (i == final - 1))
+            best = where(is_better, (used, change, i), (best, least_change, best_at))
+            return carry, (used, least), best, i
 
-        def trial() -> Scalar:
-            # One after the other in a loop, which compiles only one of them.
-            changes = jax.lax.map(change, dampings)
-            return dampings[jnp.argmin(jnp.where(jnp.isfinite(changes), changes, jnp.inf))]
+        def step(passed: Any, i: Array) -> tuple[Any, None]:
+            *others, _ = passed
+            _, _, best_at = passed[2]
+            active = (i == 0) | (due & ((i < final) | (best_at != final - 1)))
+            return once_where(active, fast_convolutions(one_pass), (*others, i)), None
 
-        return jax.lax.cond(due, fast_convolutions(trial), lambda: adapted.factor_damping)
+        zero, first = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
+        worst = current, jnp.full((), jnp.inf, dtype), first
+        passed = carry, (current, Minimum(zero, zero, zero)), worst, first
+        (carry, (used, least), *_), _ = jax.lax.scan(step, passed, jnp.arange(final + 1))
+        return carry, used, least
 
     def gradient_of(
         self, grads: ArrayTree, params: ArrayTree, moving: ArrayTree, decay: ArrayLike
@@ -366,6 +389,7 @@ class Adaptation:
         loss: BatchLoss | None,
         *,
         factor_damping: ArrayLike,
+        least: Minimum | None,
         num_updates: Int[Array, ""],
         is_made: Bool[Array, ""],
     ) -> tuple[ArrayTree, ArrayTree, AdaptationState]:
@@ -380,6 +404,7 @@ class Adaptation:
             damping: The damping of the model, from :meth:`begun`.
             loss: Loss of the batch, if it is read.
             factor_damping: Damping of the factors at this update.
+            least: From :meth:`best_direction`, if the factors have a damping of their own.
             num_updates: Updates so far, including this one.
             is_made: Whether there is an update to make.
         """
@@ -396,11 +421,18 @@ class Adaptation:
         else:
             model = QuadraticModel(ours, loss.curvature, jnp.asarray(damping, dtype))
             if self.by_model:
-                update, least = self._least(model, down, last, numbers)
+                if least is None:
+                    least = self._minimum(model, down, last, numbers)
+                update = {
+                    path: scaled(-least.rate, x.astype(old.dtype)) + scaled(least.momentum, old)
+                    for (path, x), old in zip(down.items(), last.values(), strict=True)
+                }
                 velocity, decay, used = update, numbers.decay, least
 
+                predicted = least.change
+
                 def change() -> Scalar:
-                    return least.change
+                    return predicted
 
             else:
                 velocity, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
@@ -482,17 +514,6 @@ class Adaptation:
         # With a minimum of 0 the damping may become 0, which has no ratio.
         ratio = jnp.where(old > 0, (new.damping + decay) / jnp.where(old > 0, old, 1), 1)
         return jnp.maximum(factor_damping * ratio, self.rule.minimum)
-
-    def _least(
-        self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
-    ) -> tuple[Leaves, Minimum]:
-        """The update that minimizes the model over the step and the last update."""
-        least = self._minimum(model, steps, last, numbers)
-        update = {
-            path: scaled(-least.rate, x.astype(old.dtype)) + scaled(least.momentum, old)
-            for (path, x), old in zip(steps.items(), last.values(), strict=True)
-        }
-        return update, least
 
     def _minimum(
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers

@@ -21,7 +21,7 @@ from jaxkfac.optim._kfac_state import (
     warn_of_growth,
 )
 from jaxkfac.optim._mapped_update import Arguments
-from jaxkfac.optim._quadratic_model import BatchLoss
+from jaxkfac.optim._quadratic_model import BatchLoss, Minimum
 from jaxkfac.optim._schedules import at_step
 from jaxkfac.optim._trees import (
     advance_momentum,
@@ -179,49 +179,67 @@ class KfacTransformation(FactorOptimizer):
         return fills if burns is None else burns if fills is None else burns | fills
 
     def unmoved(self, update: Update) -> Direction:
-        scale = None
+        scale, least = None, None
         if self.norm_constraint is not None:
             scale = update.sound.astype(sum_dtype(update.stacked))
-        return Direction(update.stacked, scale, update.numbers.factor_damping)
+        elif self._tries(update):
+            zero = jnp.zeros_like(update.state.adaptation.damping)
+            least = Minimum(zero, zero, zero)
+        return Direction(update.stacked, scale, (update.numbers.factor_damping, least))
+
+    def _tries(self, update: Update) -> bool:
+        """Whether the factors have a damping of their own, which the model chooses."""
+        return self.adaptation is not None and self.adaptation.two_dampings
 
     def direction(
-        self, update: Update, unmoved: Direction, refreshed: Callable[[Damping], Any]
+        self, update: Update, unmoved: Direction, refreshed: Callable[..., Any]
     ) -> tuple[Direction, Any]:
-        """Precondition and constrain; the memory is the damping that was used."""
-        curvature, adaptation = self.curvature, self.adaptation
-        gradient, damping = unmoved.steps, update.numbers.factor_damping
-        # Bases do not depend on the damping, so a trial of dampings can already use new ones.
-        early_refresh = None if curvature.method.damps_at_refresh else refreshed(damping)
-        if adaptation is not None and adaptation.two_dampings and update.loss is not None:
-            early_bases = None if early_refresh is None else early_refresh[0]
-            update = update._replace(stacked=gradient)
-            damping = self._tried_factor_damping(adaptation, update, early_bases)
-        refresh = refreshed(damping) if early_refresh is None else early_refresh
-        steps, scale = curvature.method.apply(gradient, refresh[0], damping), None
+        """Precondition and constrain; the memory is the damping that was used, and the minimum."""
+        damping, scale = update.numbers.factor_damping, None
+        if self._tries(update):
+            refresh, steps, damping, least = self._best_direction(update, unmoved, refreshed)
+        else:
+            refresh, least = refreshed(damping), None
+            steps = self.curvature.method.apply(unmoved.steps, refresh[0], damping)
         if self.norm_constraint is not None:
-            paths, rate = curvature.stacked_paths, update.numbers.rate
-            scale = norm_scale(steps, gradient, paths, rate, self.norm_constraint)
-        return Direction(steps, scale, damping), refresh
+            paths, rate = self.curvature.stacked_paths, update.numbers.rate
+            scale = norm_scale(steps, update.stacked, paths, rate, self.norm_constraint)
+            least = None  # it is the minimum along steps that are not constrained
+        return Direction(steps, scale, (damping, least)), refresh
 
-    def _tried_factor_damping(
-        self, adaptation: Adaptation, update: Update, early_bases: Any | None
-    ) -> Any:
-        """The factors' damping, chosen by the model among its neighbors when a trial is due."""
+    def _best_direction(
+        self, update: Update, unmoved: Direction, refreshed: Callable[..., Any]
+    ) -> tuple[Any, Any, Any, Minimum]:
+        """The direction whose factors' damping the model chooses when a trial is due."""
         curvature, state, numbers = self.curvature, update.state, update.numbers
-        average = update.average
-        assert update.loss is not None
+        adaptation, loss = self.adaptation, update.loss
+        assert adaptation is not None and loss is not None
+        # Bases do not depend on the damping, so all passes of a trial use the new ones.
+        renews = curvature.method.damps_at_refresh
+        bases = state.stacked_bases, jnp.zeros((), jnp.int32)
+        if not renews:
+            bases = refreshed(numbers.factor_damping)
 
-        def direction(damping: Damping) -> ArrayTree:
-            bases = curvature.fresh(state, average, damping) if early_bases is None else early_bases
-            steps = curvature.method.apply(update.stacked, bases, damping)
-            return curvature.stacks.unstacked_tree(steps, update.gradient)
+        def direction(damping: Damping, carry: Any) -> tuple[Any, ArrayTree]:
+            bases, _ = carry
+            if renews:
+                bases = refreshed(damping, bases=bases[0])
+            steps = curvature.method.apply(update.stacked, bases[0], damping)
+            return (bases, steps), curvature.stacks.unstacked_tree(steps, update.gradient)
 
         due = adaptation.is_trial_due(state.step, curvature.refresh_every)
-        due &= curvature.refresh.is_due(state) & (average.terms > 0)
-        configured = update.loss, numbers.fixed
-        return adaptation.tried_factor_damping(
-            state, update.gradient, direction, numbers.damping, *configured, due=due
+        due &= curvature.refresh.is_due(state) & (update.average.terms > 0)
+        (bases, steps), damping, least = adaptation.best_direction(
+            state,
+            update.gradient,
+            direction,
+            (bases, unmoved.steps),
+            numbers.damping,
+            loss,
+            numbers.fixed,
+            due=due,
         )
+        return bases, steps, damping, least
 
     def descended(
         self, update: Update, moved: Moved, steps: ArrayTree, *, waits: Any, is_made: Array
@@ -234,6 +252,7 @@ class KfacTransformation(FactorOptimizer):
             rate = update.numbers.rate
             out = descend(velocity, update.gradient, params, rate, self.weight_decay)
             return Descent(out, moved.others, {"momentum": velocity})
+        factor_damping, least = moved.direction.memory
         out, velocity, adapted = adaptation.advance(
             state,
             params,
@@ -242,7 +261,8 @@ class KfacTransformation(FactorOptimizer):
             update.numbers.fixed,
             update.numbers.damping,
             update.loss,
-            factor_damping=moved.direction.memory,
+            factor_damping=factor_damping,
+            least=least,
             num_updates=update.num_updates,
             is_made=is_made,
         )

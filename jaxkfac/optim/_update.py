@@ -223,9 +223,11 @@ class FactorOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def direction(
-        self, update: Update, unmoved: Direction, refreshed: Callable[[Damping], Any]
+        self, update: Update, unmoved: Direction, refreshed: Callable[..., Any]
     ) -> tuple[Direction, Any]:
-        """The direction of an update, and what ``refreshed(damping)`` returned.
+        """The direction of an update, and the bases and failures of ``refreshed(damping)``.
+
+        ``refreshed(damping, bases=...)`` refreshes other bases than those of the state.
 
         What changes in place is read from ``unmoved``: a second reader would need a copy.
         """
@@ -420,14 +422,12 @@ class FactorOptimizer(abc.ABC):
     def _moved(self, update: Update, axis: MeshAxis | None, unmoved: Moved) -> Moved:
         """Refresh, the direction, and the step of ``others``."""
         state, call = update.state._replace(stacked_bases=unmoved.bases), update.call
-        refreshed = functools.partial(
-            self.curvature.refreshed,
-            state,
-            update.average,
-            update.factors,
-            axis=axis,
-            from_host=call.from_host,
-        )
+
+        def refreshed(damping: Damping, bases: Any = state.stacked_bases) -> Any:
+            before, how = state._replace(stacked_bases=bases), {"from_host": call.from_host}
+            averages = update.average, update.factors
+            return self.curvature.refreshed(before, *averages, damping, axis=axis, **how)
+
         update, others = update._replace(state=state), unmoved.others
         direction, (bases, num_failed) = self.direction(update, unmoved.direction, refreshed)
         if self.others.tx is not None:
