@@ -132,7 +132,10 @@ class DampingRule(abc.ABC):
         return num_updates % self.every == 0
 
     def factor_dampings(self, damping: Scalar) -> Float[Array, " k"]:
-        """The factors' damping and others, which a trial compares, if ``factor_every`` is not 0."""
+        """The factors' damping, and after it others with which a trial compares it.
+
+        Read only if ``factor_every`` is not 0.
+        """
         return damping[None]
 
 

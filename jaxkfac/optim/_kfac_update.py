@@ -195,15 +195,16 @@ class KfacTransformation(FactorOptimizer):
         self, update: Update, unmoved: Direction, refreshed: Callable[..., Any]
     ) -> tuple[Direction, Any]:
         """Precondition and constrain; the memory is the damping that was used, and the minimum."""
-        damping, scale = update.numbers.factor_damping, None
+        gradient, damping, scale = unmoved.steps, update.numbers.factor_damping, None
         if self._tries(update):
+            gradient = update.stacked  # every pass of a trial reads it
             refresh, steps, damping, least = self._best_direction(update, unmoved, refreshed)
         else:
             refresh, least = refreshed(damping), None
-            steps = self.curvature.method.apply(unmoved.steps, refresh[0], damping)
+            steps = self.curvature.method.apply(gradient, refresh[0], damping)
         if self.norm_constraint is not None:
             paths, rate = self.curvature.stacked_paths, update.numbers.rate
-            scale = norm_scale(steps, update.stacked, paths, rate, self.norm_constraint)
+            scale = norm_scale(steps, gradient, paths, rate, self.norm_constraint)
             least = None  # it is the minimum along steps that are not constrained
         return Direction(steps, scale, (damping, least)), refresh
 

@@ -227,9 +227,8 @@ class FactorOptimizer(abc.ABC):
     ) -> tuple[Direction, Any]:
         """The direction of an update, and the bases and failures of ``refreshed(damping)``.
 
-        ``refreshed(damping, bases=...)`` refreshes other bases than those of the state.
-
-        What changes in place is read from ``unmoved``: a second reader would need a copy.
+        ``refreshed(damping, bases=...)`` refreshes other bases than those of the state. What
+        changes in place is read from ``unmoved``: a second reader would need a copy.
         """
 
     @abc.abstractmethod
