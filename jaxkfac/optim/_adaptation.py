@@ -344,7 +344,9 @@ class Adaptation:
         zero, first = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         worst = current, jnp.full((), jnp.inf, dtype), first
         passed = carry, (current, Minimum(zero, zero, zero)), worst, first
-        (carry, (used, least), *_), _ = jax.lax.scan(step, passed, jnp.arange(final + 1))
+        (carry, (used, least), *_), _ = jax.lax.scan(
+            step, passed, jnp.arange(final + 1, dtype=jnp.int32)
+        )
         return carry, used, least
 
     def gradient_of(
