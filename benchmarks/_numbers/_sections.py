@@ -319,8 +319,8 @@ SECTIONS = (
         _threads("compile_time --json benchmarks/results/compile_time-cpu.json"),
         "CPU seconds of the step of `jk.Optimizer`, each in a process of its own, on a machine "
         "that other work shared. The rows of an adaptive step with a part left out say what that "
-        "part adds. The goals are 2.6, 4.1 and 5.5 CPU s on a machine where AdamW's step took 0.43, "
-        "0.59 and 0.98.",
+        "part adds. The goals are 2.6, 4.1 and 5.5 CPU s on a machine where AdamW's step took "
+        "0.43, 0.59 and 0.98.",
         "AdamW's step",
         _compile_time,
     ),
