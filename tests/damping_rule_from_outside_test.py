@@ -169,3 +169,19 @@ def test_a_rule_of_ones_own_restarts_from_bytes_and_runs_in_groups():
 def test_a_damping_that_is_no_rule_is_refused_with_what_may_be():
     with pytest.raises(TypeError, match=r"damping=<class .*: expected .* a number"):
         jk.kfac(0.1, like=LIKE, damping=RootOfGradientNorm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded(RootOfGradientNorm):
+    """Has a safeguard, and reads no loss itself."""
+
+    safeguard: bool = True
+
+
+@pytest.mark.parametrize("rate", [0.1, "quadratic"])
+def test_a_safeguard_asks_for_the_loss(rate):
+    """Without the loss it would reject nothing, and not say so."""
+    tx = jk.kfac(rate, like=LIKE, damping=Guarded())
+    grads, factors = jax.tree.map(jnp.zeros_like, (PARAMS, LIKE))
+    with pytest.raises(ValueError, match="needs value and value_fn and curvature: tx.update"):
+        tx.update(grads, tx.init(PARAMS), PARAMS, factors=factors)

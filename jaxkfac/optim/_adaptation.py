@@ -173,7 +173,12 @@ class Adaptation:
     @property
     def reads_curvature(self) -> bool:
         """Whether an update needs the curvature of its batch."""
-        return self.by_model or self.rule.reads_loss
+        return self.by_model or self.reads_loss
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether an update needs the loss as a value and as a function."""
+        return self.rule.reads_loss or self.rule.safeguard
 
     @property
     def two_dampings(self) -> bool:

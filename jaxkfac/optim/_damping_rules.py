@@ -72,8 +72,8 @@ class DampingRule(abc.ABC):
     ``None``. It holds no arrays itself. :func:`jaxkfac.kfac` calls them inside ``jit``; what they
     return for an update that is skipped, or belongs to the burn-in, is dropped.
 
-    An update needs ``value=``, ``value_fn=`` and ``curvature=`` only if the rule ``reads_loss``, or
-    the model chooses rate or momentum.
+    An update needs ``value=``, ``value_fn=`` and ``curvature=`` if the rule ``reads_loss`` or has a
+    ``safeguard``, and ``curvature=`` alone if the model chooses rate or momentum.
 
     Attributes:
         reads_loss: Whether :meth:`after` needs the loss after the update.

@@ -119,7 +119,7 @@ class KfacTransformation(FactorOptimizer):
     def loss(self, state: KfacState, given: Arguments) -> BatchLoss | None:
         if self.adaptation is None or not self.adaptation.reads_curvature:
             return None
-        reads_loss = self.adaptation.rule.reads_loss
+        reads_loss = self.adaptation.reads_loss
         model = given.value, given.value_fn, given.curvature
         loss = BatchLoss.of(given.params, *model, reads_loss=reads_loss)
         terms = None if given.factors is None else given.factors.terms
