@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxkfac.memory._budget import ByteSize, bytes_text, parse_bytes
 from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
@@ -121,7 +122,7 @@ class _Candidate:
     """An array and a few of its entries, which quickly rule out most others of its shape."""
 
     def __init__(self, name: str, array: jax.Array) -> None:
-        self.name, self.array = name, array
+        self.name, self.array = name, _on_automatic_axes(array)
 
     @functools.cached_property
     def probe(self) -> np.ndarray:
@@ -170,11 +171,8 @@ def _are_equal(first: _Candidate, second: _Candidate) -> bool:
     dtype = min(*dtypes, key=lambda d: d.itemsize)
     if not _equal_entries(first.probe.astype(dtype), second.probe.astype(dtype)).all():
         return False
-    first_sharding, second_sharding = first.array.sharding, second.array.sharding
-    if (
-        first_sharding.device_set == second_sharding.device_set
-        and first_sharding.memory_kind == second_sharding.memory_kind
-    ):
+    shardings = first.array.sharding, second.array.sharding
+    if len({(_in_order(x), x.memory_kind) for x in shardings}) == 1:
         return bool(_equal(first.array, second.array, dtype))
     first_values, second_values = (
         np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array)
@@ -204,7 +202,26 @@ def _is_constant(array: jax.Array) -> jax.Array:
     return jnp.all(_equal_entries(array, array[(0,) * array.ndim]))
 
 
-def _alias(array: jax.Array) -> jax.Array:
+def _alias(array: jax.Array, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     """A temporary array on the same buffers; the original would keep NumPy's copy of its values."""
     shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding or array.sharding, shards)
+
+
+def _on_automatic_axes(array: jax.Array) -> jax.Array:
+    """The array, or its alias if mesh axes are explicit: a gather would need a sharding there."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not any(
+        kind == AxisType.Explicit for kind in sharding.mesh.axis_types
+    ):
+        return array
+    names, devices = sharding.mesh.axis_names, sharding.mesh.devices
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    kind = sharding.memory_kind
+    return _alias(array, NamedSharding(mesh, sharding.spec, memory_kind=kind))
+
+
+def _in_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
+    """The devices, in the order in which a program would run on them."""
+    is_named = isinstance(sharding, NamedSharding)
+    return tuple(sharding.mesh.devices.flat if is_named else sharding.device_set)

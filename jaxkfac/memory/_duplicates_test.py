@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkfac.memory import cast_once, duplicate_report
 
@@ -75,6 +78,20 @@ def test_a_copy_on_another_device_is_found():
     report = duplicate_report(min_bytes=4, x=x, y=jax.device_put(x, jax.devices()[1]))
     (found,) = names_with(report, "x")
     assert found.names == ("x", "y")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_arrays_on_meshes_of_any_kind_and_order_are_compared(kind):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    devices = np.array(jax.devices()[:2])
+    values = np.arange(12.0, dtype=np.float32).reshape(6, 2)
+    one, other = (
+        jax.device_put(values, NamedSharding(Mesh(order, "x", axis_types=(kind,)), P("x")))
+        for order in (devices, devices[::-1])
+    )
+    (found,) = names_with(duplicate_report(min_bytes=0, one=one, other=other), "one")
+    assert found.names == ("one", "other")
 
 
 def test_a_forgotten_copy_is_found_among_live_arrays_and_is_gone_after_a_cast_of_it():
