@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class Origin:
         axes: Mapped axes over which the factors, and the gradient that came with them, are reduced
             (``axis_name=``); ``()`` if the user reduces by hand, ``None`` if no axis was named. It
             describes a step, so averages, bases and files are without it.
+        every: Steps from one collection of factors to the next (``every=``), or ``"refresh"`` if
+            they are collected for the refreshes of an optimizer. Bases and files are without it.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -45,6 +47,7 @@ class Origin:
     likelihoods: tuple[str, ...] = ()
     examples: str | None = None
     axes: tuple[str, ...] | None = None
+    every: int | Literal["refresh"] = 1
 
     @classmethod
     def of(
@@ -53,17 +56,20 @@ class Origin:
         likelihoods: Iterable[Any],
         examples: str | None = None,
         axes: tuple[str, ...] | None = None,
+        every: int = 1,
     ) -> "Origin":
         """The origin for some likelihoods, of which only the classes matter."""
-        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples, axes)
+        names = tuple(sorted({type(x).__name__ for x in likelihoods}))
+        return cls(fisher, names, examples, axes, every)
 
     def of_average(self) -> "Origin":
         """The origin of what is computed from the factors of several steps."""
-        return self if self.axes is None else dataclasses.replace(self, axes=None)
+        return dataclasses.replace(self, axes=None, every=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that a file holds: all but ``axes``, which describe a step."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "axes"}
+        """The fields that a file holds: all but those that describe a training."""
+        fields = dataclasses.asdict(self).items()
+        return {k: v for k, v in fields if k not in ("axes", "every")}
 
     def __str__(self) -> str:
         named = f" of {' and '.join(self.likelihoods)}" if self.likelihoods else ""

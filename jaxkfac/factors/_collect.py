@@ -230,6 +230,12 @@ class FactorCollector:
         static = due if turn is None else int(turn.number)
         return self._staged.get((params, call), stage, static=static)(params, call)
 
+    def at_steps(self, every: int) -> "FactorCollector":
+        """The collector of the same statistics with another ``every=``."""
+        if every == self._every:
+            return self
+        return dataclasses.replace(self, _every=every, _staged=TraceCache())
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The mapped axes whose devices hold different examples."""
@@ -678,7 +684,7 @@ class FactorCollector:
         has_outputs = isinstance(objective, Objective)
         likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
         declared, axes = self._program.examples, self._axis_names
-        return Origin.of(self._estimator.name, likelihoods, declared, axes=axes)
+        return Origin.of(self._estimator.name, likelihoods, declared, axes, self._every)
 
     def _second_pass(self, traced: Traced, params: ArrayTree) -> list[Layer]:
         """The layers whose diagonals come from gradients of single examples."""

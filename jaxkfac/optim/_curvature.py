@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
@@ -33,7 +32,7 @@ from jaxkfac.blocks import (
 from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
 from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Preconditioner
-from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph
+from jaxkfac.optim._refresh import Periods, RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import check_state, covered_leaves
@@ -51,8 +50,8 @@ def shapes_of(like: Factors) -> Factors:
     """
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
-    if like.origin is not None:  # averages, and the state with them, are of no single step
-        like = with_origin(like, like.origin.of_average())
+    if like.origin is not None:  # a state says when factors come, and is of no single step
+        like = with_origin(like, dataclasses.replace(like.origin, axes=None))
     return of_parameters(like)
 
 
@@ -92,17 +91,24 @@ def shapes_in(state: Any) -> Factors:
 
 
 # `optax.chain` and the like pass parameters alone to the `init` of what they contain.
-_SHAPES: ContextVar[Callable[[], Factors] | None] = ContextVar("factor_shapes", default=None)
+_KNOWN: ContextVar[tuple[Callable[[], Factors], list[int]] | None] = ContextVar(
+    "factor_shapes", default=None
+)
 
 
 @contextlib.contextmanager
-def factors_at_init(shapes: Callable[[], Factors]) -> Iterator[None]:
-    """Within it, optimizers that were built without ``like=`` take these factors at ``init``."""
-    token = _SHAPES.set(shapes)
+def factors_at_init(shapes: Callable[[], Factors]) -> Iterator[list[int]]:
+    """Within it, optimizers that were built without ``like=`` take these factors at ``init``.
+
+    Yields:
+        The steps from one collection of factors to the next, of each of these optimizers.
+    """
+    periods: list[int] = []
+    token = _KNOWN.set((shapes, periods))
     try:
-        yield
+        yield periods
     finally:
-        _SHAPES.reset(token)
+        _KNOWN.reset(token)
 
 
 class InitOfFactors(Protocol):
@@ -149,15 +155,18 @@ def as_optax(
         return build(shapes.like)
 
     def init(params: ArrayTree, *, like: Factors | None = None) -> Any:
-        known = _SHAPES.get()
+        known = _KNOWN.get()
         if like is None and known is None:
             raise ValueError(
                 f"{name}: which factors it takes is not known: give tx.init(params, like=like) or "
                 f"jk.{name}(..., like=like), with like = stats.factor_shapes(params, batch), or "
                 "train with jk.Optimizer, which knows them"
             )
-        like = known() if like is None and known is not None else like
-        return built(FactorShapes.of(shapes_of(cast(Factors, like)))).init(params)
+        shapes, periods = known or (None, [])
+        like = shapes() if like is None and shapes is not None else like
+        tx = built(FactorShapes.of(shapes_of(cast(Factors, like))))
+        periods.append(tx.incoming.periods.every)
+        return tx.init(params)
 
     def update(updates: ArrayTree, state: Any, params: Any = None, **extra: Any) -> Any:
         check_state(name, state, state_type)
@@ -182,8 +191,7 @@ class Curvature:
         like: Shapes of the factors.
         stacks: Which layers form one stacked layer in the state.
         method: What is computed at a refresh and stored.
-        decay: Decay of the average.
-        refresh_every: Steps from one refresh to the next.
+        periods: How often factors come and are decomposed, and the decay of their average.
         stagger: Whether a refresh is spread over these steps.
         clipping: Settings of eigenvalue clipping; ``None`` if they are traced.
     """
@@ -191,16 +199,15 @@ class Curvature:
     like: Factors
     stacks: Stacks
     method: Preconditioner
-    decay: ArrayLike
-    refresh_every: ArrayLike
+    periods: Periods
     stagger: bool
     clipping: Clipping | None
 
     def __post_init__(self) -> None:
-        check_decay(self.decay)
+        check_decay(self.periods.decay)
         measures = self.like.corrections is not None
         self.method.check_stagger(stagger=self.stagger, measures=measures)
-        check_measured_between(self.refresh_every, measures=measures)
+        check_measured_between(self.periods.refresh_every, measures=measures)
 
     @functools.cached_property
     def covered(self) -> Collection[str]:
@@ -221,7 +228,8 @@ class Curvature:
     def refresh(self) -> RefreshInGraph:
         """The schedule of refreshes, and the layers of each."""
         like = without_corrections(self.stacked_like)
-        return RefreshInGraph(self.method, like, self.refresh_every, stagger=self.stagger)
+        every = self.periods.refresh_every
+        return RefreshInGraph(self.method, like, every, stagger=self.stagger)
 
     def initial(self, damping: Damping) -> tuple[Factors, Any]:
         """An empty average, and bases or inverses of identity factors."""
@@ -245,7 +253,7 @@ class Curvature:
         measures = factors.corrections is not None
         self.method.check_stagger(stagger=self.stagger, measures=measures)
         self.method.check_measured(factors)
-        check_measured_between(self.refresh_every, measures=measures)
+        check_measured_between(self.periods.refresh_every, measures=measures)
         return factors
 
     def stacked(self, factors: Factors | None) -> Factors | None:
@@ -270,7 +278,7 @@ class Curvature:
         if new is None:
             return average, jnp.zeros((), jnp.int32)
         new = without_corrections(new)
-        return begun_anew(update_average(average, new, self.decay), new)
+        return begun_anew(update_average(average, new, self.periods.decay), new)
 
     def refreshed(
         self,
@@ -283,7 +291,7 @@ class Curvature:
         from_host: Eigenbases | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """The bases or inverses for a step, and how many decompositions failed."""
-        bare_bases, measured = self.method.advanced(state.stacked_bases, new, self.decay)
+        bare_bases, measured = self.method.advanced(state.stacked_bases, new, self.periods.decay)
         if self.method.on_host:
             bases = bare_bases if from_host is None else from_host
             num_failed, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)

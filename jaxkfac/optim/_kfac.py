@@ -18,8 +18,10 @@ from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfac_update import KfacTransformation
 from jaxkfac.optim._mapped_update import MappedAxes
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
+from jaxkfac.optim._refresh import Periods
 from jaxkfac.optim._schedules import (
     Schedule,
+    check_auto,
     check_learning_rate,
     check_numbers,
     check_scheduled_damping,
@@ -33,6 +35,7 @@ PyTree = Any
 # first loss. With a damping of 1e-3 and no norm constraint, the perceptron does at a rate of 0.01
 # (tests/first_hour_test.py).
 SAFE_DAMPING, SAFE_NORM = 0.1, 1e-2
+PERIOD = 5  # steps between the refreshes for which factors are collected
 
 
 def kfac(
@@ -41,8 +44,8 @@ def kfac(
     like: Factors | None = None,
     damping: Damping | Schedule | tuple[Any, Any] | DampingRule | Literal["auto"] = "auto",
     damping_mode: DampingMode | Literal["auto"] = "auto",
-    decay: ArrayLike = 0.95,
-    refresh_every: ArrayLike = 10,
+    decay: ArrayLike | Literal["auto"] = "auto",
+    refresh_every: ArrayLike | Literal["auto"] = "auto",
     momentum: ArrayLike | Literal["quadratic", "auto"] = "auto",
     norm_constraint: ArrayLike | Literal["auto"] | None = "auto",
     weight_decay: ArrayLike = 0.0,
@@ -117,10 +120,13 @@ def kfac(
             which ``"auto"`` is with a ``"quadratic"`` rate; else ``"auto"`` is 0.1.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
             ``"quadratic"`` rate, else ``"exact"``.
-        decay: $\beta \in [0, 1)$ of the factor average; see
-            :func:`jaxkfac.blocks.update_average`.
+        decay: $\beta \in [0, 1)$ of the factor average, for each step that brings factors; see
+            :func:`jaxkfac.blocks.update_average`. ``"auto"``: 0.95 if every step does, and
+            $0.95^k$ if every $k$-th does.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
-            always decomposes.
+            always decomposes. ``"auto"``: where factors are collected at some steps (``every=``),
+            at these; otherwise 10. In :class:`jaxkfac.Optimizer`, which collects factors at the
+            steps that decompose them, 5.
         momentum: $\mu \in [0, 1)$, or ``"quadratic"``. ``"auto"`` is ``"quadratic"`` with a
             ``"quadratic"`` rate, else 0.9.
         norm_constraint: $c > 0$, or ``None`` for no constraint. It counts only the leaves that
@@ -242,11 +248,12 @@ def kfac(
     check_scheduled_damping(first_damping, mode)
     clipping = known_clipping(max_condition, floor)
     check_numbers(
-        refresh_every=refresh_every,
+        refresh_every=1 if isinstance(refresh_every, str) else refresh_every,
         momentum=first_momentum,
         norm_constraint=constraint,
         weight_decay=weight_decay,
     )
+    check_auto(decay=decay, refresh_every=refresh_every)
     one_of("packed", packed, (True, False, "auto"))
     MeshAxis.check(distribute)
     # What cannot go together is refused here, whichever factors there are.
@@ -267,7 +274,8 @@ def kfac(
             )
         # Stacked layers would need arrays of all layers at every step.
         stacks = Stacks.of(shapes) if shapes.turn is None else Stacks.of_one(shapes)
-        curvature = Curvature(shapes, stacks, method, decay, refresh_every, stagger, clipping)
+        periods = Periods.of(shapes, refresh_every, decay, default=PERIOD, stagger=stagger)
+        curvature = Curvature(shapes, stacks, method, periods, stagger, clipping)
         return KfacTransformation(
             curvature=curvature,
             others=Others.of(others, curvature.covered),

@@ -228,7 +228,7 @@ class KfacTransformation(FactorOptimizer):
             steps = curvature.method.apply(update.stacked, bases[0], damping)
             return (bases, steps), curvature.stacks.unstacked_tree(steps, update.gradient)
 
-        due = adaptation.is_trial_due(state.step, curvature.refresh_every)
+        due = adaptation.is_trial_due(state.step, curvature.periods.refresh_every)
         due &= curvature.refresh.is_due(state) & (update.average.terms > 0)
         (bases, steps), damping, least = adaptation.best_direction(
             state,

@@ -29,7 +29,13 @@ from jaxkfac.optim._kfac_state import check_storage
 from jaxkfac.optim._mapped_update import MappedAxes
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._quadratic_model import BatchLoss
-from jaxkfac.optim._schedules import Schedule, check_learning_rate, check_weight_decay
+from jaxkfac.optim._refresh import DECAY, Periods
+from jaxkfac.optim._schedules import (
+    Schedule,
+    check_auto,
+    check_learning_rate,
+    check_weight_decay,
+)
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import descend, gradients_only, scaled, zero_momentum
 from jaxkfac.optim._update import (
@@ -41,6 +47,8 @@ from jaxkfac.optim._update import (
     UpdateArguments,
 )
 from jaxkfac.optim._watch import StateWatch
+
+PERIOD = 10  # steps between the refreshes for which factors are collected
 
 
 class KfeAdamState(NamedTuple):
@@ -98,8 +106,8 @@ def kfe_adam(
     b2: float = 0.99,
     eps: float = 1e-8,
     weight_decay: ArrayLike = 0.0,
-    decay: ArrayLike = 0.95,
-    refresh_every: int = 10,
+    decay: ArrayLike | Literal["auto"] = "auto",
+    refresh_every: int | Literal["auto"] = "auto",
     refresh: Literal["qr", "eigh"] = "qr",
     max_side: int = 1024,
     covariance: Covariance = "factors",
@@ -136,9 +144,13 @@ def kfe_adam(
         b2: $\beta_2 \in [0, 1)$.
         eps: $\epsilon > 0$, in units of the gradient.
         weight_decay: $w \ge 0$, decoupled; with ``others`` only for the parameters covered.
-        decay: Decay of the average of the factors, in $[0, 1)$.
+        decay: Decay of the average of the factors, in $[0, 1)$, for each step that brings factors.
+            ``"auto"``: 0.95 if every step does (a covariance of the gradient alone always does),
+            and $0.95^k$ if every $k$-th does.
         refresh_every: Steps between refreshes, at least 1. The first step that has factors always
-            decomposes.
+            decomposes. ``"auto"``: where factors are collected at some steps (``every=``), at
+            these; otherwise 10. :class:`jaxkfac.Optimizer` collects factors at the steps that
+            decompose them.
         refresh: ``"eigh"``: eigendecompositions. ``"qr"``: after the first of these, one step of
             orthogonal iteration, which takes 0.6 of the time.
         max_side: Largest side of a gradient's covariance.
@@ -191,7 +203,9 @@ def kfe_adam(
     check_weight_decay(weight_decay)
     one_of("refresh", refresh, ("qr", "eigh"))
     one_of("covariance", covariance, ("factors", "gradient"))
-    at_least_one(refresh_every=refresh_every)
+    check_auto(decay=decay, refresh_every=refresh_every)
+    if not isinstance(refresh_every, str):
+        at_least_one(refresh_every=refresh_every)
     if max_side < 0:
         raise ValueError(
             f"max_side={max_side}: expected a size, or 0 to use no covariance of the gradient"
@@ -206,7 +220,10 @@ def kfe_adam(
             )
         stacks = Stacks.of(shapes)
         method = preconditioner_of(refresh, 0.0, "exact", measures=False)
-        options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
+        periods = Periods.of(shapes, refresh_every, decay, default=PERIOD)
+        if covariance == "gradient" and isinstance(decay, str):
+            periods = periods._replace(decay=DECAY)  # each step brings a gradient
+        options = (periods, False, {"max_condition": math.inf, "floor": 0.0})
         collected = Curvature(shapes, stacks, method, *options)
         sides = Covariances.of(collected.stacked_like, covariance, max_side)
         return _KfeAdam(

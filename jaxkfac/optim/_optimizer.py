@@ -1,6 +1,8 @@
 """Training through one object: statistics, optimizer, model state and keys in one step."""
 
 import dataclasses
+import functools
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from jaxkfac._arguments import (
 from jaxkfac._errors import check_key, instance_of, named
 from jaxkfac._mapped_axes import mean_over_devices, sum_over_devices
 from jaxkfac._serialization import serializable
-from jaxkfac.blocks import Factors
+from jaxkfac.blocks import Factors, with_origin
 from jaxkfac.factors import (
     FactorCollector,
     Objective,
@@ -47,11 +49,13 @@ class StepForm:
         batch: Structure of the inputs and targets, or of the batch of a scalar loss, static.
         draws: Whether the model draws random numbers, so that a step needs a key, static.
         key_impl: The generator of the key of ``init``; ``None`` for JAX's default, static.
+        every: Updates from one collection of factors to the next, static.
     """
 
     batch: Any = dataclasses.field(metadata={"static": True})
     draws: bool = dataclasses.field(metadata={"static": True})
     key_impl: Any = dataclasses.field(default=None, metadata={"static": True})
+    every: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 class OptimizerState(NamedTuple):
@@ -97,7 +101,8 @@ class Optimizer:
             ``axis_name=`` or ``has_aux=``. ``fisher`` is ``"mc"`` by default, and ``"empirical"``
             for a loss with ``loss_terms=``. Without ``uncovered=``, parameters that no layer covers
             follow Adam (in ``kfe_adam``), gradient descent or ``others=`` (in ``kfac``), and
-            ``init`` warns of them.
+            ``init`` warns of them. Without ``every=``, factors are collected at the updates whose
+            refresh reads them; ``every=1`` collects at every step.
 
     Raises:
         TypeError: ``optimizer`` is no optax transformation, or there is no such option.
@@ -121,6 +126,8 @@ class Optimizer:
     statistics: Any = None
     warns: bool = True
     is_local: bool = True
+    every: int | None = None
+    _at_steps: Any = None  # collectors by ``every``: outside of jit each caches its traces
 
     def __init__(
         self,
@@ -151,6 +158,8 @@ class Optimizer:
             ("statistics", collector),
             ("warns", "uncovered" not in statistics),
             ("is_local", statistics.get("axis_name") is None),
+            ("every", statistics.get("every")),
+            ("_at_steps", {}),
         ):
             object.__setattr__(self, name, value)
 
@@ -188,14 +197,21 @@ class Optimizer:
         # Copies, because a step may donate its state; Python's numbers become arrays.
         state = jax.tree.map(jnp.array, state)
         any_key = jax.random.key(0) if key is None else key
-        shapes = lambda: self.statistics.factor_shapes(params, batch, any_key, state=state)
-        with factors_at_init(shapes):
+
+        def shapes() -> Factors:
+            like = self.statistics.factor_shapes(params, batch, any_key, state=state)
+            if self.every is not None or like.origin is None:
+                return like
+            return with_origin(like, dataclasses.replace(like.origin, every="refresh"))
+
+        with factors_at_init(shapes) as periods:
             inner = self.optimizer.init(params)
+        every = self.every or math.gcd(*periods) or 1
         if self.warns and _takes_factors(inner):
             _warn_of_uncovered(self.statistics.uncovered(params, batch, any_key, state=state))
         _refuse_groups(inner)
         draws = key is None and self._draws(params, batch, state)
-        form = StepForm(self._form(batch), draws, None if key is None else _generator(key))
+        form = StepForm(self._form(batch), draws, None if key is None else _generator(key), every)
         data = None if key is None else jnp.array(jax.random.key_data(key))
         none = (jnp.zeros((), jnp.int32) for _ in range(2))  # a buffer each: it may be donated
         return OptimizerState(next(none), inner, state, data, next(none), form)
@@ -237,7 +253,8 @@ class Optimizer:
         if state.model_state is not None:
             call["state"] = state.model_state
         if _takes_factors(state.inner):
-            value, grads, extra = self.statistics.step(params, batch, step=state.step, **call)
+            statistics, number = self._collector(state)
+            value, grads, extra = statistics.step(params, batch, step=number, **call)
         else:
             value, grads = self.statistics.value_and_grad(params, batch, **call)
             extra = {}
@@ -268,6 +285,14 @@ class Optimizer:
         """The user's function: the model of an objective, or the loss."""
         objective = self.objective
         return objective.apply_fn if isinstance(objective, Objective) else objective
+
+    def _collector(self, state: OptimizerState) -> tuple[FactorCollector, Any]:
+        """The statistics of a step, and its number, which says whether it collects factors."""
+        every = state.form.every
+        if every == 1:
+            return self.statistics, state.step
+        collector = self._at_steps.setdefault(every, self.statistics.at_steps(every))
+        return collector, _since_collection(state.inner, every)
 
     def _form(self, batch: ArrayTree) -> Any:
         """The structure of a batch; that of an ``Objective`` may come with a mask or without."""
@@ -331,9 +356,26 @@ def _generator(key: Any) -> Any:
 
 def _takes_factors(state: ArrayTree) -> bool:
     """Whether the state of an optax transformation holds one of an optimizer with factors."""
+    return bool(_states_of_factors(state))
+
+
+def _states_of_factors(state: ArrayTree) -> list[Any]:
+    """The states of optimizers with factors."""
     kinds = KfacState, KfeAdamState
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
+def _since_collection(state: ArrayTree, every: int) -> Any:
+    """Updates since factors were collected; 0 at an update that needs them.
+
+    The first are needed until they come, and an update that is skipped needs them again.
+    """
+    since = [
+        jnp.where(node.stacked_average.terms == 0, 0, node.step % every)
+        for node in _states_of_factors(state)
+    ]
+    return functools.reduce(jnp.minimum, since)
 
 
 def _warn_of_uncovered(problems: list[tuple[str, str]]) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
@@ -20,6 +22,9 @@ from jaxkfac.optim._preconditioner import Bases, Preconditioner
 from jaxkfac.optim._schedules import Clipping
 from jaxkfac.optim._trees import once_where
 
+DECAY = 0.95  # of a step
+EACH_STEP = 10  # steps between refreshes, of factors that are collected at each step
+
 
 @runtime_checkable
 class RefreshedState(Protocol):
@@ -31,6 +36,58 @@ class RefreshedState(Protocol):
     def stacked_average(self) -> Factors: ...
     @property
     def stacked_bases(self) -> Eigenbases | Inverses: ...
+
+
+class Periods(NamedTuple):
+    """How often factors come and are decomposed, and how fast their average forgets.
+
+    Attributes:
+        every: Steps from one collection of factors to the next.
+        refresh_every: Steps from one refresh to the next; it may be traced.
+        decay: Decay of the average, for each step that brings factors.
+    """
+
+    every: int
+    refresh_every: Any
+    decay: Any
+
+    @classmethod
+    def of(
+        cls,
+        like: Factors,
+        refresh_every: ArrayLike | str,
+        decay: ArrayLike | str,
+        *,
+        default: int,
+        stagger: bool = False,
+    ) -> "Periods":
+        """The periods for the factors that come.
+
+        Args:
+            like: Shapes of the factors; their ``origin`` says when they are collected.
+            refresh_every: A number, or ``"auto"``: that of the collection if this is at some steps,
+                ``default`` if it is for refreshes, otherwise ``EACH_STEP``.
+            decay: A number, or ``"auto"``: 0.95 for each step from one collection to the next.
+            default: Steps between refreshes for which factors are collected.
+            stagger: Whether refreshes of layers are spread over all steps.
+        """
+        every = 1 if like.origin is None else like.origin.every
+        auto = isinstance(refresh_every, str)
+        if every == "refresh":
+            refresh_every = default if auto else refresh_every
+            # Otherwise a refresh may be due at any step.
+            is_known = isinstance(refresh_every, int | np.integer)
+            every = int(refresh_every) if is_known and not stagger and like.turn is None else 1
+        elif auto:
+            refresh_every = every if every > 1 else EACH_STEP
+        if isinstance(refresh_every, int) and every > refresh_every:
+            warnings.warn(
+                f"factors are collected every {every} steps, and decomposed every {refresh_every}, "
+                "so that some refreshes decompose an average that has not changed: leave "
+                "refresh_every= out, or give both one number",
+                stacklevel=5,
+            )
+        return cls(every, refresh_every, DECAY**every if isinstance(decay, str) else decay)
 
 
 class RefreshGroup(NamedTuple):

@@ -74,6 +74,13 @@ def check_numbers(
     check_weight_decay(weight_decay)
 
 
+def check_auto(**options: Any) -> None:
+    """Refuse words other than ``"auto"`` in the place of a number."""
+    for name, option in options.items():
+        if isinstance(option, str) and option != "auto":
+            raise ValueError(f'{name}={option!r}: expected a number, or "auto"')
+
+
 def check_weight_decay(weight_decay: Any) -> None:
     """Refuse what is no number, and a negative number if its value is concrete."""
     _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")

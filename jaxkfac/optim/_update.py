@@ -410,13 +410,15 @@ class FactorOptimizer(abc.ABC):
     def _averaged(self, update: Update) -> tuple[Factors, Array, Array]:
         """The average, the number of averages that restarted, and of updates skipped so far."""
         state, new = update.state, update.factors
-        skipped = jnp.asarray(optax.safe_increment(state.skipped))
+        skipped = jnp.where(update.sound, state.skipped, optax.safe_increment(state.skipped))
+        came = update.sound if new is None else update.sound & (new.terms > 0)
 
         def averaged(carry: tuple[Factors, Array, Array]) -> tuple[Factors, Array, Array]:
-            return *self.curvature.averaged(carry[0], new), state.skipped
+            return *self.curvature.averaged(carry[0], new), carry[2]
 
-        unchanged = state.stacked_average, jnp.zeros((), jnp.int32), skipped
-        return once_where(update.sound, averaged, unchanged)
+        return once_where(
+            came, averaged, (state.stacked_average, jnp.zeros((), jnp.int32), skipped)
+        )
 
     def _moved(self, update: Update, axis: MeshAxis | None, unmoved: Moved) -> Moved:
         """Refresh, the direction, and the step of ``others``."""
