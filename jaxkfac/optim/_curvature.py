@@ -164,9 +164,12 @@ def as_optax(
             )
         shapes, periods = known or (None, [])
         like = shapes() if like is None and shapes is not None else like
-        tx = built(FactorShapes.of(shapes_of(cast(Factors, like))))
-        periods.append(tx.incoming.periods.every)
-        return tx.init(params)
+        like = shapes_of(cast(Factors, like))
+        every = built(FactorShapes.of(like)).incoming.periods.every
+        periods.append(every)
+        if like.origin is not None:  # the state says it to every update
+            like = with_origin(like, dataclasses.replace(like.origin, every=every))
+        return built(FactorShapes.of(like)).init(params)
 
     def update(updates: ArrayTree, state: Any, params: Any = None, **extra: Any) -> Any:
         check_state(name, state, state_type)

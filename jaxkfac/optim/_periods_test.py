@@ -1,12 +1,14 @@
 """Periods of collection, accumulation and refreshes that never meet are seen."""
 
+import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.optim import kfac, multi_steps
+from jaxkfac.optim import LevenbergMarquardt, Optimizer, kfac, kfe_adam, multi_steps
 
 OBJECTIVE = Objective(lambda p, x: x @ p["kernel"], Categorical())
 STATS = value_grad_and_factors(OBJECTIVE, every=4)
@@ -107,3 +109,84 @@ def test_eigenvalues_that_every_refresh_throws_away_are_refused():
         tx.update(grads, state, PARAMS, factors=factors)
     with pytest.raises(ValueError, match="refresh_every=1 replaces these at every step"):
         kfac(0.1, like=factors, refresh_every=1)
+
+
+# ---------------- collected for the refreshes
+
+
+def collections(opt, calls, *, spoilt=()):
+    """The calls whose factors were averaged, and the last state."""
+    params, state, found = PARAMS, opt.init(PARAMS, BATCH), []
+    step = jax.jit(opt.step)
+    for n in range(calls):
+        x, y = BATCH
+        before = _average_of(state).terms
+        params, state, _ = step(params, state, (x * jnp.nan if n in spoilt else x, y))
+        found += [n] if _average_of(state).terms != before else []
+    return found, state
+
+
+def _average_of(state):
+    return _inner(state).stacked_average
+
+
+def _inner(state):
+    """The state of kfac or kfe_adam, also behind ``multi_steps`` and ``inject_hyperparams``."""
+    inner = getattr(state.inner, "inner", state.inner)
+    return getattr(inner, "inner_state", inner)
+
+
+COLLECTED = {
+    "kfe_adam": (lambda: kfe_adam(0.01), {}, [0, 10]),
+    "kfac": (kfac, {}, [0, 5, 10]),
+    "fixed": (lambda: kfac(0.1), {}, [0, 5, 10]),
+    "given": (lambda: kfac(0.1, refresh_every=4), {}, [0, 4, 8]),
+    "each": (lambda: kfe_adam(0.01), {"every": 1}, list(range(12))),
+    "every=3": (lambda: kfac(0.1), {"every": 3}, [0, 3, 6, 9]),
+    "stagger": (lambda: kfac(0.1, stagger=True), {}, list(range(12))),
+    "groups": (lambda: multi_steps(kfe_adam(0.01, refresh_every=3), 2), {}, [1, 7]),
+    "injected": (lambda: optax.inject_hyperparams(kfac)(0.1), {}, [0, 5, 10]),
+    "burn-in": (lambda: kfac(damping=LevenbergMarquardt(burn_in=2)), {}, [0, 1, 2, 7]),
+}
+
+
+@pytest.mark.default(2, slow=2)
+@pytest.mark.parametrize(("build", "options", "expected"), COLLECTED.values(), ids=COLLECTED)
+def test_factors_are_collected_at_the_updates_that_refresh(build, options, expected):
+    opt = Optimizer(OBJECTIVE, build(), **options)
+    found, state = collections(opt, 12)
+    assert found == expected
+    assert int(_inner(state).missed) == 0 and int(_inner(state).watch.stale) == 0
+
+
+def test_an_update_that_is_skipped_collects_again():
+    opt = Optimizer(OBJECTIVE, kfac(0.1))
+    found, state = collections(opt, 9, spoilt=(0, 6, 7))
+    assert found == [1, 8] and int(state.inner.step) == 6 and int(state.inner.missed) == 0
+
+
+def test_periods_and_decay_follow_the_collection():
+    of = lambda **options: value_grad_and_factors(OBJECTIVE, **options)
+    for every, refreshes in ((1, 10), (4, 4)):
+        stats = of(every=every)
+        like = stats.factor_shapes(PARAMS, BATCH)
+        assert like.origin.every == every
+        written = {"refresh_every": refreshes, "decay": 0.95**every}
+        ends = [
+            run(tx, range(5), stats=stats)
+            for tx in (kfac(0.1, like=like), kfac(0.1, like=like, **written))
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_a_state_of_another_period_goes_on_with_that_of_the_options():
+    old = Optimizer(OBJECTIVE, kfe_adam(0.01), every=1)
+    params, state, _ = old.step(PARAMS, old.init(PARAMS, BATCH), BATCH)
+    new = Optimizer(OBJECTIVE, kfe_adam(0.01))
+    held = flax.serialization.from_bytes(
+        new.init(PARAMS, BATCH), flax.serialization.to_bytes(state)
+    )
+    assert held.form.every == 10
+    terms = _average_of(held).terms
+    _, after, _ = jax.jit(new.step)(params, held, BATCH)
+    assert _average_of(after).terms == terms and int(after.inner.step) == 2

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -74,19 +73,12 @@ class Periods(NamedTuple):
         every = 1 if like.origin is None else like.origin.every
         auto = isinstance(refresh_every, str)
         if every == "refresh":
-            refresh_every = default if auto else refresh_every
-            # Otherwise a refresh may be due at any step.
-            is_known = isinstance(refresh_every, int | np.integer)
-            every = int(refresh_every) if is_known and not stagger and like.turn is None else 1
-        elif auto:
+            period = default if auto else refresh_every
+            # Where layers take turns, a refresh is due at any step; and so if it is traced.
+            in_turns = stagger or like.turn is not None
+            every = int(period) if isinstance(period, int | np.integer) and not in_turns else 1
+        if auto:
             refresh_every = every if every > 1 else EACH_STEP
-        if isinstance(refresh_every, int) and every > refresh_every:
-            warnings.warn(
-                f"factors are collected every {every} steps, and decomposed every {refresh_every}, "
-                "so that some refreshes decompose an average that has not changed: leave "
-                "refresh_every= out, or give both one number",
-                stacklevel=5,
-            )
         return cls(every, refresh_every, DECAY**every if isinstance(decay, str) else decay)
 
 
