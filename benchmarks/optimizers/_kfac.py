@@ -69,17 +69,23 @@ def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> S
 
 
 def documented(
-    make: Callable[[Any, Setting], Any], *, adaptive: bool = False, fisher: Any = None
+    make: Callable[[Any, Setting], Any],
+    *,
+    every: int,
+    adaptive: bool = False,
+    fisher: Any = None,
 ) -> Callable[[Problem, Arrays, Setting], Steps]:
-    """The documentation's loop, around the optimizer ``make(like, setting)``."""
+    """The steps of ``jk.Optimizer`` around the optimizer ``make(like, setting)``, which refreshes
+    every ``every`` steps.
+    """
 
     def build(problem: Problem, data: Arrays, setting: Setting) -> Steps:
-        _, stats, like = statistics(problem, data, fisher=fisher)
+        _, stats, like = statistics(problem, data, every=every, fisher=fisher)
         tx = make(like, setting)
 
         def step(carry: Any, batch: Any, key: Any, progress: Any) -> Any:
             params, state = carry
-            value, grads, factors = stats(params, batch, key)
+            value, grads, factors = stats(params, batch, key, step=state.step)
             model = stats.adaptation(params, batch, key) if adaptive else {}
             updates, state = tx.update(grads, state, params, factors=factors, **model)
             updates = updates if adaptive else optax.tree.scale(anneal(progress), updates)

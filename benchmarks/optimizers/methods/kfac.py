@@ -8,7 +8,7 @@ KFAC = Method(
     name="kfac",
     title="jk.kfac(like=like)",
     settings=(),
-    run=here(documented(lambda like, setting: jk.kfac(like=like), adaptive=True)),
+    run=here(documented(lambda like, setting: jk.kfac(like=like), every=5, adaptive=True)),
     documented=({},),
     timed=True,
 )

@@ -14,7 +14,9 @@ KFAC_RATE = Method(
     title="jk.kfac(rate, like=like)",
     settings=(),
     run=here(
-        documented(lambda like, setting: jk.kfac(lambda _: setting["learning_rate"], like=like)),
+        documented(
+            lambda like, setting: jk.kfac(lambda _: setting["learning_rate"], like=like), every=5
+        ),
         traced=("learning_rate",),
     ),
     documented=constant({"learning_rate": factor * RATE} for factor in (1, 0.3, 3)),

@@ -16,6 +16,7 @@ KFE_ADAM = Method(
     run=here(
         documented(
             lambda like, setting: jk.kfe_adam(lambda _: setting["learning_rate"], like=like),
+            every=10,
             fisher="empirical",  # lower than sampled labels on six of ten problems (seed 0)
         ),
         traced=("learning_rate",),
