@@ -4,7 +4,7 @@
 
 A tanh network u(x, y) of 4,417 parameters learns to make |laplacian(u) + f|^2 small inside the unit
 square and |u|^2 on its edge. It is compared with the true solution sin(pi x) sin(pi y). All get
-the same CPU seconds. `jk.kfac(like=like)` is as it comes; SOAP, AdamW and L-BFGS have the best
+the same CPU seconds. `jk.Optimizer` is as it comes; SOAP, AdamW and L-BFGS have the best
 settings of a grid (`python -m benchmarks.optimizers --problem poisson`), and the learning rates of
 the first two fall to zero over the second half.
 """
@@ -69,19 +69,16 @@ def initial(rng):
 
 def kfac(params, batch):
     """The default: rate, momentum and dampings are chosen by the quadratic model."""
-    stats = jk.value_grad_and_factors(loss, fisher="exact")
-    tx = jk.kfac(like=stats.factor_shapes(params, batch))
+    opt = jk.Optimizer(loss, fisher="exact")
 
     def step(params, state, progress):
-        _, grads, factors = stats(params, batch)
-        adaptation = stats.adaptation(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors, **adaptation)
-        return optax.apply_updates(params, updates), state
+        params, state, _ = opt.step(params, state, batch)
+        return params, state
 
-    return tx, step
+    return opt.init(params, batch), step
 
 
-def with_rate(tx, batch, **extra):
+def with_rate(tx, params, batch, **extra):
     """An optimizer of gradients; its rate falls to zero over the second half."""
 
     def step(params, state, progress):
@@ -89,14 +86,14 @@ def with_rate(tx, batch, **extra):
         scale = jnp.minimum(1.0, 2 * (1 - progress))
         return optax.apply_updates(params, optax.tree.scale(scale, updates)), state
 
-    return tx, step
+    return tx.init(params), step
 
 
 def soap(params, batch):
     """SOAP is Adam in the eigenbasis of the gradient's own covariances."""
     like = jk.value_grad_and_factors(loss, fisher="exact").factor_shapes(params, batch)
     tx = jk.kfe_adam(1e-2, like=like, covariance="gradient", b1=0.95, b2=0.95)
-    return with_rate(tx, batch, factors=None)
+    return with_rate(tx, params, batch, factors=None)
 
 
 def lbfgs(params, batch):
@@ -109,21 +106,21 @@ def lbfgs(params, batch):
         updates, state = tx.update(grads, state, params, **search)
         return optax.apply_updates(params, updates), state
 
-    return tx, step
+    return tx.init(params), step
 
 
 METHODS = {
-    "jk.kfac(like=like)": kfac,
+    "jk.Optimizer(loss)": kfac,
     "SOAP, rate 0.01": soap,
     "L-BFGS, memory 30": lbfgs,
-    "AdamW, rate 0.03": lambda params, batch: with_rate(optax.adamw(3e-2), batch),
+    "AdamW, rate 0.03": lambda params, batch: with_rate(optax.adamw(3e-2), params, batch),
 }
 
 
 def train(make, params, batch, others, seconds):
     """CPU seconds, without compilation and comparison, and relative errors."""
-    tx, step = make(params, batch)
-    state = jax.tree.map(jnp.copy, tx.init(params))
+    state, step = make(params, batch)
+    state = jax.tree.map(jnp.copy, state)
     compiled = jax.jit(step).lower(params, state, jnp.float32(0)).compile()
     true = solution(others)
     error = jax.jit(lambda p: jnp.linalg.norm(network(p, others) - true) / jnp.linalg.norm(true))

@@ -11,6 +11,7 @@ from jaxkfac.optim._multi_steps import has_updated, multi_steps
 from jaxkfac.optim._multi_steps_state import MultiStepsState
 from jaxkfac.optim._optimizer import Optimizer, OptimizerState, TrainState
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
+from jaxkfac.optim._refresh import Periods
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import advance_momentum, descend, norm_scale, once_where
@@ -29,6 +30,7 @@ __all__ = [
     "MultiStepsState",
     "Optimizer",
     "OptimizerState",
+    "Periods",
     "Preconditioner",
     "ScaleByBasesState",
     "Stacks",

@@ -12,9 +12,9 @@ def test_every_option_of_kfac_has_the_librarys_name_and_default():
     library = inspect.signature(jk.kfac).parameters
     own = {field.name: field for field in dataclasses.fields(KfacOptions)}
     assert own.pop("learning_rate").default is dataclasses.MISSING
-    automatic = {  # with a learning rate
-        "damping": SAFE_DAMPING, "damping_mode": "exact", "momentum": 0.9,
-        "norm_constraint": SAFE_NORM,
+    automatic = {  # with a learning rate, and factors at each step
+        "damping": SAFE_DAMPING, "damping_mode": "exact", "decay": 0.95,
+        "refresh_every": 10, "momentum": 0.9, "norm_constraint": SAFE_NORM,
     }  # fmt: skip
     defaults = {name: library[name].default for name in own}
     assert [name for name, x in defaults.items() if x == "auto"] == list(automatic)
