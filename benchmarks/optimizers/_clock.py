@@ -1,7 +1,7 @@
 """Ours as documented, within the CPU seconds in which a tuned peer comes to its best value.
 
 Run: python -m benchmarks.optimizers._clock [--problem NAME ...] [--minutes 30]
-     [--json benchmarks/results/optimizers/clock.json]
+     [--json benchmarks/results/clock-cpu.json]
 
 On each problem AdamW, SOAP and Muon take the problem's steps with the setting that the record of
 equal steps has chosen, seeds 0 to 5. Then ``jk.kfac(like=like)`` and ``jk.kfe_adam(0.01,
@@ -31,7 +31,6 @@ from benchmarks.optimizers.problems import PROBLEMS
 
 PEERS, OURS = ("adamw", "soap", "muon"), ("kfac", "kfe_adam")
 ALL_SEEDS = (0, *SEEDS)
-TIE = 0.02
 
 
 def peer(problem: Problem, data: Any, name: str) -> dict[str, Any]:
@@ -66,11 +65,6 @@ def ratio(parts: Mapping[str, Any], name: str, peer: str) -> float:
     return statistics.median(mine) / statistics.median(theirs)
 
 
-def chosen(parts: Mapping[str, Any], peer: str) -> str:
-    """That of ours which seed 0 chooses."""
-    return min(OURS, key=lambda name: parts[name]["within"][peer][0])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problem", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
@@ -95,7 +89,8 @@ def main() -> None:
                 shown(f"{name} {method}", parts[method])
             else:
                 parts[method] = ours(problem, data, method, {x: parts[x] for x in PEERS})
-                shown(f"{name} {method}", {x: ratio(parts, method, x) for x in PEERS})
+                parts[method]["ratio"] = {x: ratio(parts, method, x) for x in PEERS}
+                shown(f"{name} {method}", parts[method]["ratio"])
             write(record, args.json)
 
 
