@@ -225,7 +225,7 @@ def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):
     assert "keeps no factors" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
