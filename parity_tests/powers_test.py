@@ -135,7 +135,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(1, slow=4)
+@pytest.mark.default(1, slow=2)
 @over(CASES)
 def test_powers_agree(case, check):
     check(case)

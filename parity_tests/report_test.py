@@ -110,6 +110,8 @@ def test_records_of_a_worker_reach_the_report(tmp_path: Path):
                 "parity_tests/lanczos_test.py",
                 "-k",
                 "few and steps",
+                "-m",
+                "",
             ),
             *("-p", "parity_tests.report", "--parity-report", str(tmp_path / "found"), "-n", "1"),
         ],

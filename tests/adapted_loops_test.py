@@ -220,7 +220,7 @@ def test_last_in_a_chain():
     assert_tree_close(trained(tx, STATS.adaptation)[0], expected(), TOLERANCE)
 
 
-@pytest.mark.slow  # TestRefused of _adaptation_test has micro-batches in the default run
+@pytest.mark.exhaustive  # TestRefused of _adaptation_test has micro-batches in the default run
 def test_multi_steps_of_the_whole_group():
     """Each micro-step is given the adaptation of all of them, and sampled labels of its own."""
     params, batch = start()

@@ -62,7 +62,7 @@ def test_factors_in_host_memory_decompose_like_others(problem, placement):
         assert isinstance(found[name].g_vectors, jax.Array)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_under_a_budget_descends_with_bases_from_the_host(problem):
     objective, params, batch = problem
     tx = optax.chain(jk.scale_by_bases(damping=0.1), optax.sgd(0.1))

@@ -130,7 +130,7 @@ def test_derivatives_that_are_no_numbers_are_named():
     assert any("not all finite for outputs of 0, 1" in remark for remark in report.remarks)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_whose_products_are_not_compared_are_named():
     model = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T @ p["u"]
     params, x = {"w": normal(0, 4, 3), "u": normal(1, 4, 2)}, normal(2, 5, 4)
@@ -213,7 +213,7 @@ def sigmoid_model(p, x):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "likelihood", "link"),
     [
@@ -264,7 +264,7 @@ def agrees(report, digits=1e-10):
 
 
 @pytest.mark.slow
-@pytest.mark.default(1, slow=2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc", "forward"])
 def test_dropout_draws_the_same_numbers_for_single_examples(fisher):
     def model(p, x, key):
@@ -321,7 +321,7 @@ def test_rows_of_a_batched_graph_are_not_exchanged():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_computed_weights_and_batch_statistics_are_no_alarm(norm):
     """Weight norm and, in front of the normalization, a bias whose gradient is rounding."""
 
@@ -348,7 +348,7 @@ def test_remarks_are_not_cut():
     assert remark.endswith("NNX: model.eval())") and len(remark) > 300
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auxiliary_outputs_and_marks_inside_a_custom_rule_of_a_scalar_loss():
     params, x = problem_of_energy()
     energy = lambda p, x: (energy_of("rule")(p, x), x.sum())

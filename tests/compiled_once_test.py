@@ -177,7 +177,7 @@ def test_every_function_has_a_case():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_compiles_nothing_and_returns_the_same_bits(name, bases, counted):
     first = CASES[name](bases)

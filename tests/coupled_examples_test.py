@@ -95,8 +95,7 @@ def check(model, twin, params, batch, *, wrap=lambda f: f, labels=None, **option
     return factors
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", [batch_norm_folded, batch_norm_divided])
 def test_a_residual_net_with_batch_statistics_has_the_factors_of_its_rows(x64, norm):
     batch = normal(1, 5, 4, 4, 2), labels(2, 5)

@@ -243,7 +243,7 @@ LEFT_UNNOTICED = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LEFT_UNNOTICED)
 def test_the_exact_fisher_is_that_of_explicit_jacobians(name):
     """G of the first layer from Jacobians of the outputs in its own rows, example by example."""

@@ -15,7 +15,7 @@ MUTATIONS = 200
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_file_is_refused_in_a_sentence_or_read(name, tmp_path):
     command = [sys.executable, "-m", "tests._damage", name, str(tmp_path), str(MUTATIONS)]

@@ -61,6 +61,7 @@ def steps(tx, number, *, more=lambda params: {}, damaged=()):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_a_rule_of_gradients_needs_gradients_alone(mode):
     """Each step is that of a given damping, the damping that NumPy computes of the norms."""

@@ -55,7 +55,7 @@ print(float(statistics(200)(PARAMS, BATCH)[0]) - float(statistics(0)(PARAMS, BAT
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_a_higher_limit_two_hundred_nested_jits_have_statistics():
     """In a process of its own: the limit is everybody's."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}

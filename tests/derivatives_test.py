@@ -92,8 +92,7 @@ def test_every_fisher_type_of_a_second_derivative(fisher):
     check(residual("forward over reverse"), fisher)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("form", ["hessian", "forward over forward"])
 def test_a_network_inside_jit_or_remat(form, wall):

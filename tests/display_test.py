@@ -63,7 +63,7 @@ NAMES = (
 
 
 @pytest.mark.slow
-@pytest.mark.default(2, slow=5)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name.replace("\xa0", " ") for name in NAMES])
 def test_a_result_is_printed_in_a_line_without_its_numbers(shown, name):
     line = repr(shown[name])

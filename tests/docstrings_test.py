@@ -91,7 +91,7 @@ def _problem() -> dict[str, Any]:
     return public | {name: thing for name, thing in locals().items() if name != "public"}
 
 
-@pytest.mark.default(40, slow=12)
+@pytest.mark.default(40, slow=4)
 @pytest.mark.standard_promotion  # as a user runs them
 @pytest.mark.parametrize("case", _cases())
 def test_example_prints_what_it_says(case: doctest.DocTest):

@@ -197,7 +197,7 @@ def test_plans_for_every_length_are_those_of_today():
     assert differences(RECORD, recounted(RECORD, _budgets.by_length())) == []
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: claim.name)
 def test_what_is_measured_without_a_clock_is_what_was_recorded(claim):

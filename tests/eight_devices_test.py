@@ -35,7 +35,7 @@ KINDS = ("auto", "explicit")
 LAYOUTS = ("data", "full")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_on_eight_devices_is_that_of_one(layouts, layout, kind):

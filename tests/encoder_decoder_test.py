@@ -132,9 +132,8 @@ def as_stored(tree, name):
     return np.asarray(node["kernel"]).T if "kernel" in node else next(iter(node.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # optax's
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["version 1.0", "version 1.1"])
 def test_five_steps_of_adamw_have_the_gradients_of_transformers(name, tmp_path):
     model = oracle(name)

@@ -267,7 +267,7 @@ def test_inner_products_of_a_split_batch_are_those_of_one_device(x64, mesh, curv
     _assert_same(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "split", [pytest.param("rows", marks=pytest.mark.exhaustive), "parameters"]
 )

@@ -1218,7 +1218,7 @@ def test_bfloat16_compute_accumulates_in_float32():
         assert_tree_close(grads, gradient, 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_float32_factors_are_within_rounding_of_the_oracle():
     with jax.enable_x64(False):
         p = jax.tree.map(lambda x: x.astype(jnp.float32), attention_params())

@@ -57,7 +57,7 @@ def test_accumulated_episodes_are_one_batch_of_them(x64, name):
     assert min(jax.tree.leaves(moved)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kfac_of_drawn_labels_fits_its_episodes():
     apply_fn, params = jk.from_nnx(build("prototypes", width=8), mutable=nnx.BatchStat)
     stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()), fisher="mc")

@@ -146,7 +146,7 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     assert many.returncode == 1 and "n_way=15: glyphs (validation) has 10 classes" in many.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_images_that_cannot_be_used_are_named(tmp_path):
     image = pytest.importorskip("PIL.Image")
     # no class may be in two splits
@@ -167,7 +167,7 @@ def test_images_that_cannot_be_used_are_named(tmp_path):
     assert done.returncode == 1 and "b/2.png does not decode" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_plan_is_printed_before_anything_is_loaded(tmp_path):
     done = run("--plan", "--data", tmp_path / "nowhere")
     assert done.returncode == 0, done.stderr

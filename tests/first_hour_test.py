@@ -17,7 +17,6 @@ STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 10, "vit": 
 STEPS |= {"convolution": 30, "diffusion": 30}
 LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
-IN_SLOW = ("convolution", "poisson")  # other kinds of model are among tests/scripts
 NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
 
 
@@ -31,19 +30,16 @@ def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]
     return [found[0], found[-1]]
 
 
-def mark_of(name: str, method: str) -> pytest.MarkDecorator:
-    """The default optimizer on some problems is slow; a rate of one's own is exhaustive."""
-    if name in QUICK:
-        return pytest.mark.sampled(2)
-    is_slow = method == "kfac" and name in IN_SLOW
-    return pytest.mark.slow if is_slow else pytest.mark.exhaustive
+def mark_of(name: str) -> pytest.MarkDecorator:
+    """Two of the quick ones are slow; other kinds of model are among tests/scripts."""
+    return pytest.mark.sampled(2) if name in QUICK else pytest.mark.exhaustive
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(name, method, marks=mark_of(name, method))
+        pytest.param(name, method, marks=mark_of(name))
         for method in ("kfac", "kfac_rate", "kfe_adam")
         for name in PROBLEMS
         if name not in NEEDS_DOWNLOAD

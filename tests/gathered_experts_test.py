@@ -166,8 +166,7 @@ def test_measured_eigenvalues_are_of_each_example_s_gradient():
         np.testing.assert_allclose(found[name].raw_values.sum((1, 2)), trace, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WAYS)
 def test_scores_are_of_each_example_s_gradient(name):
     p, data = params(), batch()

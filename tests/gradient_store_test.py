@@ -118,7 +118,7 @@ def test_float32_loses_nothing(trained, in_float32):
     assert_close(jk.influence(*args, queries, in_float32), expected, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bfloat16_is_the_default_and_correlates(trained):
     objective, params, bases, queries, batch = trained
     store = stored(trained)
@@ -171,8 +171,7 @@ def of_both_ranks(problem, rank):
     return zip(found, expected, strict=True), low, full
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["one position", "six positions", "full side"])
 def test_a_rank_that_the_gradients_have_loses_nothing(trained, read_in_turn, what):
     problem = read_in_turn if what == "six positions" else trained

@@ -9,8 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the resident peak is read from /proc"
 )

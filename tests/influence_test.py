@@ -130,7 +130,7 @@ def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
     check(objective, params, batch, bases_of(objective, params, batch))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_output_of_several_counts_with_the_sum_of_its_terms():
     def model(p, x):
         h = jnp.tanh(x @ p["w"])
@@ -256,8 +256,7 @@ def nearest_of_rank(matrices, rank):
     return (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :], s[..., rank:]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*PROGRAMS, "scanned"])
 def test_queries_of_low_rank_score_as_the_nearest_matrices(name):
     model, params, batch = SCANNED if name == "scanned" else PROGRAMS[name]
@@ -305,7 +304,7 @@ def test_queries_within_a_budget_are_those_without_one():
         jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
@@ -467,7 +466,7 @@ def test_one_slice_of_a_stack_is_read_by_no_other():
     assert_close(found, jk.influence(*args, per="layer")[:, place])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_self_influence_is_the_same_whatever_fits_at_once():
     def model(p, x):  # a weight that is read twice, so that its gradients are held
         return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["u"]
@@ -527,8 +526,7 @@ def test_parameters_outside_the_bases_count_as_fixed():
     assert_close(found, jk.influence(*args, bases, QUERIES, BATCH, layers="u"))
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_of_few_bits_are_near_those_of_many(dtype):
     def cast(tree):

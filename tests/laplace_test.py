@@ -295,7 +295,7 @@ def test_bases_without_curvature_are_refused(times, error):
         jk.laplace(OBJECTIVE, PARAMS, dataclasses.replace(bases, g=g), num_examples=6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_samples_have_the_covariance_of_the_dense_posterior():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.7)
@@ -389,7 +389,7 @@ def test_tuning_finds_where_the_evidence_has_no_slope(by_layer):
     assert value(best) > max(value(1.1 * best), value(best / 1.1), value(1e3 * best))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tuning_fits_the_noise_of_a_gaussian_too():
     batch = FEATURES, FEATURES @ normal(4, 2) + 0.3 * normal(9, 2)
     params = {"w": jnp.linalg.lstsq(*batch)[0], "c": normal(2) / 10}
@@ -409,7 +409,7 @@ def test_tuning_fits_the_noise_of_a_gaussian_too():
     assert posterior.tune_prior().noise == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tuning_on_validation_takes_the_best_of_the_grid():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
@@ -481,8 +481,7 @@ def test_class_probabilities_are_those_of_the_formulas():
     np.testing.assert_allclose(drawn, expected, atol=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_bridge_of_confident_logits_is_what_it_is_of_many_bits(classes):
     mean = normal(4, classes) + 90 * jnp.eye(4, classes)

@@ -253,7 +253,7 @@ def states():
     yield "bases", jax.tree.map(jnp.zeros_like, corrected), corrected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # optax.adam multiplies floats by its step
 def test_states_are_written_and_read_by_flax_serialization():
     for name, target, state in states():

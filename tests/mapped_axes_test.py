@@ -88,7 +88,7 @@ def test_masks_that_differ_between_devices_are_pooled():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("terms", TERMS)
 def test_statistics_of_two_devices_are_those_of_all_rows(terms, form):
@@ -142,7 +142,7 @@ def test_rows_by_example_are_not_added_to_those_of_another_device():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_two_outputs_have_their_own_counts(fisher, form):
@@ -162,7 +162,7 @@ def marked(p, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_a_marked_loss_enters_with_its_share_of_all_terms(fisher, form):
@@ -233,8 +233,7 @@ def test_a_loss_that_is_a_mean_over_devices_already_is_not_averaged_again(marks,
     assert largest_difference(found, one) < 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_pass_and_measured_eigenvalues_are_those_of_all_rows(form, capsys):
     unit = jk.Objective(lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"])), jk.Categorical())
@@ -335,7 +334,7 @@ CASES = list(itertools.product(FORMS, OPTIMIZERS, ("empirical", "exact", "mc"), 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_three_steps_on_two_devices_are_those_of_one(case):
     (difference,) = differences(2, 3, [case]).values()
@@ -361,8 +360,7 @@ def test_eight_devices_take_the_steps_of_one():
     assert max(found.values()) < 1e-10, found
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_optimizer_reduces_what_comes(optimizer, form):
@@ -374,8 +372,7 @@ def test_the_optimizer_reduces_what_comes(optimizer, form):
     assert largest_difference(found[0], one[0]) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mean_by_the_user_changes_nothing(form):
     def step(again, params, batch):

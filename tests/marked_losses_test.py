@@ -116,6 +116,7 @@ def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["u", "v"])
 def test_layers_that_weigh_the_rows_of_one_input_unlike_share_no_factor(first):
     """The second layer read an A that was weighed as the first one weighs its rows."""

@@ -189,7 +189,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("has_aux", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_what_the_model_changes_is_in_the_state(has_aux):
     variables = Normed().init(KEY, X)
     params, first = variables["params"], {"batch_stats": variables["batch_stats"]}
@@ -219,7 +219,7 @@ def test_the_state_of_an_nnx_model_is_taken_from_it_and_copied():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "build",
@@ -265,6 +265,7 @@ def test_a_budget_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [lambda: jk.kfe_adam(0.01), jk.kfac])
 def test_a_step_with_nan_moves_nothing_and_training_goes_on(build):
     opt, step = jk.Optimizer(OBJECTIVE, build()), None
@@ -279,6 +280,7 @@ def test_a_step_with_nan_moves_nothing_and_training_goes_on(build):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [lambda: jk.kfe_adam(0.01), jk.kfac])
 def test_a_loss_of_zero_and_a_batch_of_one_leave_finite_parameters(build):
     opt = jk.Optimizer(OBJECTIVE, build())
@@ -320,7 +322,7 @@ def linear_state(tx, **more):
     return net, params, state
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_train_state_holds_the_object():
     opt = lambda net: jk.Optimizer(jk.Objective(net.apply, jk.Gaussian()))
     net, params, state = linear_state(opt, batch=BATCH)

@@ -56,8 +56,7 @@ def regression(name="regression"):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lbfgs", "kfac_fixed", "kfac_adaptive"])
 def test_every_optimizer_lowers_the_loss(name):
     problem, method = regression(), METHODS[name]

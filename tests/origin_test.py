@@ -130,8 +130,7 @@ def updates_of(tx, given):
     return updates, state, new
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inverse", ["eigh", "cholesky", "host"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact", None])
 def test_kfac_takes_factors_of_another_type_than_like(fisher, inverse):

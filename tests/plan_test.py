@@ -32,15 +32,15 @@ SHARDED = [name for name in TRAININGS if "sharded" in name]
 BOTH = "encoder-decoder, NF4"  # each of which is a training of its own; half a minute
 
 
-def names(quick):
-    slow, last = pytest.mark.slow, pytest.mark.exhaustive
-    marks = {x: [] if x in quick else [last if x == BOTH else slow] for x in TRAININGS}
+def names(quick, others=pytest.mark.slow):
+    last = pytest.mark.exhaustive
+    marks = {x: [] if x in quick else [last if x == BOTH else others] for x in TRAININGS}
     return [pytest.param(x, marks=found) for x, found in marks.items()]
 
 
 @pytest.mark.default(0)
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", names(QUICK))
+@pytest.mark.parametrize("name", names(QUICK, pytest.mark.exhaustive))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     training = TRAININGS[name]()
     planned = planned_bytes(training, training.estimate(compiled="all", compiler="cpu"))
@@ -95,7 +95,7 @@ def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_pla
 
 # What each training allocates is compiled above; what sharded ones gather is the compiler's choice.
 @pytest.mark.default(0, slow=2)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [x for x in names(QUICK[:1]) if "fully sharded" not in x.values[0]]
 )
@@ -123,7 +123,7 @@ def placed(tree, mesh, *axes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axis"),
-    [("dense", None), pytest.param("convolution", "data", marks=pytest.mark.slow)],
+    [("dense", None), pytest.param("convolution", "data", marks=pytest.mark.exhaustive)],
 )
 def test_devices_exchange_what_the_compiled_program_does(name, axis):
     """Gradients and statistics are summed over devices once, and so are decompositions."""

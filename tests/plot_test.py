@@ -45,7 +45,7 @@ def _closed():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["spectra", "coverage", "capacity", "plan", "nonlinearities"])
 def test_a_figure_is_drawn_where_it_is_asked_for(things, name):
     draw = getattr(jk.plot, name)

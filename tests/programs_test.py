@@ -960,9 +960,8 @@ def test_grouped_convolution(x64):
         assert_tree_close(grads, jax.grad(objective)(p, batch), 1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_dot_product_attention(x64, grouped):
     kv = 1 if grouped else 2

@@ -99,7 +99,7 @@ def test_a_table_that_is_read_twice_has_the_terms_of_both_layers():
     assert_close(jk.quadratic_penalty(factors, params)(other), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_sum_of_two_penalties_merges_two_fine_tunings():
     """Conjugate gradients on the sum reach the dense solution, the precision-weighted mean."""
     objective, first, batch = problem()

@@ -55,7 +55,7 @@ def test_factors_are_those_of_the_written_out_branch(adapted):
     assert_factors_close(factors, expected, 1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scores_are_products_with_each_examples_gradient(adapted):
     """With factors that are the identity, influence is a product of gradients."""
     apply_fn, lora, batch, _ = adapted

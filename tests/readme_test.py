@@ -18,9 +18,9 @@ READMES = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     and BLOCK.search(path.read_text())
 )
-# Pages of one family each: first steps, loops, adapters, influence, members from outside. The other
-# pages run in the exhaustive suite and by `make docs-check`; lint reads the types of all blocks.
-IN_SLOW = {"getting_started", "loops", "adapters", "influence", "extending"}
+# Pages of one family each: first steps, adapters, members from outside. The other pages run in the
+# exhaustive suite and by `make docs-check`; lint reads the types of all blocks.
+IN_SLOW = {"getting_started", "adapters", "extending"}
 
 
 def _mark(page: Path) -> list[pytest.MarkDecorator]:

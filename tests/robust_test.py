@@ -23,8 +23,7 @@ STEPS = 60
 # ---------------- situations of the table
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", SCRIPTS, ids=lambda problem: problem.name)
 def test_the_three_scripts_end_below_their_start(problem):
     """Seed 6 of the recurrent network leaves its plateau last; see the record."""
@@ -119,7 +118,7 @@ BAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_survived(bad):
     options = dict(BAD[bad])
@@ -171,7 +170,7 @@ def test_the_remedies_for_a_fixed_rate_of_ten_work():
         assert losses[-1] < 0.1 * losses[0] and complaints(state) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_remedies_for_an_adaptive_rate_with_a_fixed_damping_work():
     losses, state = trained(lambda like: jk.kfac(like=like, damping=0.03), adapts=True)
     assert not losses[-1] < losses[0]

@@ -31,6 +31,7 @@ def theirs(smollm2_file):
     return torch, model.eval(), transformers.AutoTokenizer.from_pretrained(file.parent, **options)
 
 
+@pytest.mark.exhaustive
 def test_it_knows_the_capital_of_france(pretrained):
     ids = pretrained.tokenizer.chat(FRANCE)
     answer = generate(pretrained, ids, max_new_tokens=24)

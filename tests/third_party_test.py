@@ -299,7 +299,7 @@ def test_equinox_convolution_under_vmap(x64):
 # ------------------------------------------------------- a model zoo: equimo
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_vision_transformer_of_the_equimo_zoo(x64):
     """Patch convolution, class token, position table, fused qkv, norms and head."""
     vit = pytest.importorskip("equimo.models.vit", reason="the zoo model needs `equimo`")

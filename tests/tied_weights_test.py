@@ -62,7 +62,7 @@ def test_operators_are_those_of_the_whole_parameter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @models
 def test_kfac_solves_with_one_block(name):
     """Of two orientations it is the Kronecker product nearest to their sum."""
@@ -94,7 +94,7 @@ def test_kfac_solves_with_one_block(name):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @models
 def test_measured_eigenvalues(name):
     """They are the diagonal of the Fisher in the block's eigenbases."""

@@ -15,11 +15,13 @@ from tests.written.__main__ import main
 
 # Kinds that are read without tracing or running a model; reading the others compiles.
 QUICK = {"service", "service-packed", "adapter", "adapter-of-bank", "adapter-for-peft"}
-# The slow suite uses plain forms further, which reads them too, and compares the others with their
-# numbers.
+# Plain forms are used further, which reads them too; the others are compared with their numbers.
 FURTHER = {"factors", "bases", "inverses", "kfac", "store"}
 # Written anew in the slow suite: one kind of each form.
 ANEW = {"factors-packed", "kfac-packed", "kfe-adam", "service", "store", "adapter"}
+# Others of a form take as long again, and are exhaustive.
+LONG = {"analysis", "bases-measured", "influence", "inverses", "kfac", "kfac-packed"}
+LONG |= {"store-of-rank"}
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 
@@ -58,18 +60,18 @@ def opened():
         close(value)
 
 
-@pytest.mark.parametrize("name", kinds((), SLOW, QUICK, FURTHER))
+@pytest.mark.parametrize("name", kinds((), SLOW, QUICK, FURTHER | LONG - {"kfac-packed"}))
 def test_a_file_holds_the_numbers_that_it_was_written_from(name, opened):
     assert_read(KINDS[name].readings(opened(name)), expected_of(name)[0], 1e-6)
 
 
 # Another processor or compiler rounds otherwise, and small eigenvalues make more of the difference.
-@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, FURTHER))
+@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, FURTHER - LONG))
 def test_what_a_file_holds_can_be_used_further(name, opened):
     assert_read(KINDS[name].go_on(opened(name)), expected_of(name)[1], 1e-3)
 
 
-@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, ANEW))
+@pytest.mark.parametrize("name", kinds(SLOW, EXHAUSTIVE, ANEW - LONG))
 def test_a_file_written_today_has_the_structure_of_the_committed_one(name, tmp_path):
     KINDS[name].write(tmp_path)
     assert structure_of(tmp_path) == structure_of(COMMITTED / name)

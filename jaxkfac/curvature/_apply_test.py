@@ -124,7 +124,7 @@ def test_swapped_axes_and_diagonal_sides():
     assert_trees_close(got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @given(power=st.floats(-2, 2), damping=st.floats(0.05, 2), mode=st.sampled_from(["exact", "pi"]))
 @settings(max_examples=12, deadline=None)
 def test_any_real_power_is_that_of_the_dense_block(power, damping, mode):
@@ -444,8 +444,7 @@ def small_factors(bias="joint"):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("power", [-1.0, -0.5])
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def stored(request, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_bases_in_place_are_those_of_a_decomposition(bias, stored):
     factors = random_factors(LAYERS, jax.random.key(0), bias=bias)
@@ -53,7 +53,7 @@ def test_bases_in_place_are_those_of_a_decomposition(bias, stored):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("damping", "mode"), DAMPINGS.values(), ids=DAMPINGS)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_inverses_in_place_are_those_of_an_inversion(bias, damping, mode, stored):

@@ -91,6 +91,7 @@ def test_a_joint_block_is_its_damped_inverse_written_out(damping, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @damped
 def test_identities_are_damped_as_eigenbases_of_the_identity(damping, mode):
     factors, grads = problem()
@@ -137,7 +138,7 @@ def test_exact_damping_has_no_inverses():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @damped
 def test_packed_factors_decompose_and_invert_like_dense_ones(damping, mode):
     layers = (

@@ -122,7 +122,7 @@ def test_passes_gather_what_one_pass_gathers(x64, options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected.grads)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_packed_factors_take_fewer_passes_and_are_the_same(x64):
     objective, params, batch = nested(64)
     dense, packed = (

@@ -100,7 +100,7 @@ def test_one_sample_is_the_sample_of_the_likelihood(x64):
     assert_equal(sampled, given)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_devices_draw_labels_of_their_own(x64):
     """Under ``shard_map`` one key serves every device: G is not that of equal labels."""
     objective, params, (x, y) = program(n=2)

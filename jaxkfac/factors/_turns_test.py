@@ -190,7 +190,7 @@ def marks_of(case):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "decay"),
     [("windows that overlap", 0.0)] + [pytest.param(x, 0.9, marks=marks_of(x)) for x in CASES],
@@ -307,7 +307,7 @@ def test_every_iteration_decays_by_its_own_count(x64, packed):
     assert len(means) == len(counts) == iterations + 3  # and one for each other layer
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_micro_batches_of_one_turn_add_up(x64):
     objective, params, (x, targets) = as_float64_problem(*scanned(5))
     stats = value_grad_and_factors(objective, collect=2)

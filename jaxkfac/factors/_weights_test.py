@@ -75,7 +75,7 @@ TYPES = [(f, s) for f in ("empirical", "mc", "exact") for s in ("expand", "reduc
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher, sharing", TYPES)
 def test_a_term_enters_g_and_diagonals_with_the_root_of_its_weight(fisher, sharing):
     labels = (Y + 1) % CLASSES
@@ -93,7 +93,7 @@ def test_a_term_enters_g_and_diagonals_with_the_root_of_its_weight(fisher, shari
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher, sharing", [*TYPES, ("forward", "expand")])
 def test_a_weight_of_two_is_the_example_twice(fisher, sharing):
     objective, twice = Objective(model, Categorical()), lambda x: jnp.concatenate([x, x[1:2]])
@@ -110,7 +110,7 @@ def test_a_weight_of_two_is_the_example_twice(fisher, sharing):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher, sharing", [("empirical", "expand"), ("exact", "reduce")])
 def test_weights_of_zero_and_one_are_a_mask_bit_for_bit(fisher, sharing):
     """Not under jit, where a compiler may order the sums of two programs differently."""
@@ -192,7 +192,7 @@ def test_weights_of_a_model_in_bfloat16_are_float32():
     np.testing.assert_allclose(factors["v"].g, full.factors["v"].g, atol=2e-3, rtol=5e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_class_weights_are_weights_of_the_given_targets():
     classes = np.array([0.5, 0.0, 3.0])
     ignoring = Categorical(ignore_index=2, class_weights=classes)

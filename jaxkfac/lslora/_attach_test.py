@@ -93,7 +93,7 @@ def test_a_layer_computes_the_formula_and_a_fresh_one_the_base(placement, x64):
     np.testing.assert_allclose(adapted(params, adapters, x), want, rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_scanned_rematted_linen_model_is_the_model_written_out():
     apply, params, config, adapters = linen()
     p, names = params["params"], [f"params/layers/{n}_proj/kernel" for n in "qo"]

@@ -201,7 +201,7 @@ def test_settings_of_another_rank_or_kind_are_refused(bank):
         bank.get("plain", Config(rank=3, alpha=2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_values_beyond_the_rank_that_training_made_are_not_dropped():
     configs = {n: Config(rank=r, fourier_placement="bottleneck") for n, r in [("a", 1), ("b", 2)]}
     each = {n: moved(init(fn, c, PARAMS, X, key=KEY), 1) for n, c in configs.items()}

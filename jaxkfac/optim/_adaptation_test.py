@@ -447,8 +447,7 @@ def test_a_wrong_word_as_damping_names_the_rule_that_adapts_it():
         Adaptation.of(0.1, 0.9, "adaptive", None)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
@@ -527,8 +526,7 @@ def two_heads(params, x):
     return {"label": h @ out["kernel"] + out["bias"], "box": h}
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("boxes", [0, 5])
 def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
     _, _, _, params, (x, _) = problem()
@@ -570,7 +568,7 @@ def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_group():
         group(state, micro_batches[2], None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_scheduled_damping_is_reported_ahead_of_its_update():
     _, _, _, params, batch = problem()
     stats = value_grad_and_factors(OBJECTIVE)
@@ -939,8 +937,7 @@ def deep(params, x):
     return x @ params[-1]["w"]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("safeguard", [True, False])
 def test_where_outputs_are_saturated_the_safeguard_keeps_the_loss_below_its_start(safeguard):
     params, batch = saturated()
@@ -985,7 +982,7 @@ def test_a_rejected_step_leaves_no_momentum_behind():
     np.testing.assert_allclose(adapted.factor_damping, adapted.damping)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_damping_is_read_at_the_first_update_that_is_made():
     """A gradient of NaN leaves it to the next update; a loss multiplied by c multiplies it by c."""
     _, _, _, params, batch = problem()

@@ -125,13 +125,8 @@ def test_the_average_is_stored_like_the_factors():
         assert average.a_sums["table"].shape == side
 
 
-@pytest.mark.parametrize(
-    "covariance",
-    [
-        pytest.param("factors", marks=pytest.mark.slow),
-        pytest.param("gradient", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("covariance", ["factors", "gradient"])
 def test_a_packed_average_moves_like_a_dense_one(covariance):
     """The side of the vocabulary is a diagonal in factors, so its covariance is the gradient's."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -232,7 +227,7 @@ def embedding(vocabulary=12, width=4, classes=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_side", [12, 11])
+@pytest.mark.parametrize("max_side", [pytest.param(12, marks=pytest.mark.exhaustive), 11])
 def test_a_side_that_factors_keep_diagonal_takes_the_gradients_covariance(max_side):
     objective, params, batch = embedding()
     stats = collector(objective)
@@ -326,8 +321,7 @@ def test_a_layer_that_gets_no_gradient_stays_and_others_look_after_what_is_not_c
     np.testing.assert_allclose(updates["free"], -0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [2.3, -5.0, 0.0])
 def test_a_loss_out_of_bounds_is_counted_and_said_once(problem, start):
     params, batches, like = problem

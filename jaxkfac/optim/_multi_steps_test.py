@@ -372,7 +372,7 @@ def test_accumulation_inside_accumulation_is_refused(inner, name):
         multi_steps(inner(), 3).init({"w": jnp.zeros(2)})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_optax_multi_steps_around_kfac_takes_the_last_factors_for_all_and_says_nothing(params):
     rows = 32
     x, y, _ = net_batch(jax.random.key(0), K * rows)
@@ -425,7 +425,7 @@ def test_one_micro_batch_a_step_is_the_inner_transformation_without_accumulators
     assert (int(after.skipped), int(after.empty)) == (1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_micro_batch_a_step_takes_the_memory_of_the_inner_transformation():
     params = {"w": jnp.zeros((256, 256), jnp.bfloat16), "v": jnp.zeros((256, 256), jnp.bfloat16)}
 

@@ -53,8 +53,7 @@ def trained(tx, inputs, keys, *, adapts=False):
     return jax.jit(lambda: jax.lax.scan(step, first, (inputs, keys))[0])()
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_batches_of_outsized_factors_leave_training_as_if_they_had_not_come(name):
     tx, keys = TRANSFORMS[name](LIKE), jax.random.split(jax.random.key(1), ORDINARY)

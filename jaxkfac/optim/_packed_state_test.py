@@ -65,7 +65,7 @@ def nbytes(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -175,13 +175,8 @@ def test_vmap_steps_each_packed_state_by_itself(two_layers):
         assert_close(jax.tree.map(lambda x, i=i: x[i], together), steps(one))
 
 
-@pytest.mark.parametrize(
-    "axis_type",
-    [
-        pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive),
-        pytest.param(AxisType.Explicit, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_packed_state_on_two_devices_is_that_of_one(two_layers, axis_type):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     options: dict = {"packed": True, "damping_mode": "pi"}

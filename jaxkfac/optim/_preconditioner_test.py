@@ -45,8 +45,7 @@ def written_out(params, damping, mode, batches, refreshes=(0, 3)):
     return params
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["pi", "factored"])
 def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     params, batches, mode

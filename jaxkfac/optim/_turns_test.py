@@ -83,8 +83,8 @@ WAYS = {
         "wrap": lambda tx: optax.chain(optax.clip_by_global_norm(0.1), tx),
     },
 }
-# A chain goes through all that a fixed rate does; the quadratic model is the other program.
-MARKS = {"chain": [], "adaptive, exact": [pytest.mark.slow]}
+# A chain goes through all that a fixed rate does.
+MARKS = {"chain": []}
 
 
 @pytest.mark.slow
@@ -201,8 +201,7 @@ def test_a_nan_in_one_turn_leaves_everything(options):
     assert carry[1].step == 3
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_staggered_refreshes_take_the_iterations_of_a_scan_in_turn(x64, mode):
     problem = as_float64(problem_of())
@@ -275,7 +274,7 @@ def test_micro_batches_of_a_turn_are_one_large_batch(x64, kept):
     assert state.inner.step == 2 and state.skipped == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_group_of_micro_batches_of_two_turns_is_skipped_and_counted():
     objective, params, batch = problem_of()
     stats = value_grad_and_factors(objective, collect=2)
@@ -315,7 +314,7 @@ def test_single_micro_batches_pass_turns_on():
     assert other.inner.step == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_state_in_turns_is_saved_and_restored():
     problem = problem_of()
     step, tx, carry = training(problem, 3, learning_rate=0.1)

@@ -47,8 +47,7 @@ def curvature_step(dtype):
     return stats, (params, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [F32, jnp.bfloat16])
 def test_bytes_equal_those_of_a_direct_compilation(dtype):
     step, args = curvature_step(dtype)

@@ -198,8 +198,7 @@ def test_host_rows_are_what_the_service_needs_and_holds(case):
     assert estimate.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("decay", "pushes", "steps"), [(0.99, 3, 260), (0.999, 1, 350), (0.95, 12, 25)]
 )

@@ -192,7 +192,7 @@ BOTH = "|".join((EMBEDDING, HEAD))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_adapters_of_both_tied_matrices_train_with_curvature(tie, tied):
     _, decoder = tied
     adapters, config = made(decoder, target=BOTH, ensure_weight_tying=tie)
@@ -279,7 +279,7 @@ def pairs_model(tmp_path_factory):
 VALUES = {"target_modules": ["v"]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [
@@ -415,7 +415,7 @@ def test_copies_of_a_tied_head_that_differ_are_named(tied, tmp_path):
     assert {EMBEDDING, HEAD} <= both.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # optax.adamw needs it
 def test_the_plan_of_a_run_counts_the_copies_of_tied_matrices(tied):
     folder, decoder = tied

@@ -43,7 +43,7 @@ def bases_of(batch=REPEATED):
     return jk.eigendecompose(factors_of(batch, fisher="exact"), max_condition=1e12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_operators_of_weighted_examples_are_those_of_repeated_ones():
     vector = jax.tree.map(jnp.cos, PARAMS)
     for make in (jk.operators.ggn, jk.operators.hessian, jk.operators.fisher):
@@ -58,8 +58,7 @@ def test_operators_of_weighted_examples_are_those_of_repeated_ones():
         assert one.loss_terms == other.loss_terms == len(TWICE)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("per", ["example", "token"])
 def test_measured_eigenvalues_of_weighted_examples_are_those_of_repeated_ones(per):
     bases = bases_of()
@@ -80,7 +79,7 @@ def test_influence_of_a_weighted_example_is_the_sum_over_its_copies():
     close(own, plain * WEIGHTS**2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_evidence_of_weighted_examples_is_that_of_repeated_ones():
     of = {"num_examples": N, "terms_per_example": len(TWICE) / N}
     by_weight = jk.laplace(OBJECTIVE, PARAMS, bases_of(WEIGHED), **of)
@@ -95,7 +94,7 @@ def test_the_evidence_of_weighted_examples_is_that_of_repeated_ones():
     assert one.prior_precision == other.prior_precision
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_noise_of_weighted_examples_is_that_of_repeated_ones():
     objective, y = jk.Objective(model, jk.Gaussian()), np.sin(X[:, :CLASSES])
     weighed, repeated = (X, y, WEIGHTS), (X[TWICE], y[TWICE])
@@ -213,7 +212,7 @@ def test_class_weights_count_once_where_a_checked_batch_is_checked_again():
     close(objective.batch(by_example(objective.batch(once))).mask, once.mask[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_class_weights_count_once_in_every_use():
     """A use may check a batch that another one has checked; the weights are not squared."""
     classes = np.array([0.2, 1.5, 3.0])
@@ -302,7 +301,7 @@ def test_an_integer_mask_of_rows_inside_the_model():
 
 
 @pytest.mark.slow
-@pytest.mark.default(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_weight_of_the_objective_multiplies_loss_gradient_and_fisher_everywhere(masked):
     """In every use it equals the same weight of all terms, over their number."""

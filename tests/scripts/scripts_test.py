@@ -8,14 +8,8 @@ import pytest
 from tests.scripts import SCRIPTS, end
 from tests.scripts.__main__ import PAGE
 
-# One script of each library that models are written with, and one of none.
-IN_SLOW = {
-    "characters: Haiku, a transformer, clipped",
-    "images: NNX, batch norm, dropout, a dictionary",
-    "policy: PPO, updates in nested scans",
-    "sentences: Linen, two-way LSTM, TrainState",
-    "spirals: Equinox, a GRU",
-}
+# A script of NNX and one of another library; the others are exhaustive.
+IN_SLOW = {"images: NNX, batch norm, dropout, a dictionary", "spirals: Equinox, a GRU"}
 
 
 @pytest.mark.slow

@@ -27,9 +27,8 @@ def bases_of(row, case):
     return jk.eigendecompose(stats(case.params, case.batch, **case.call)[2])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCORED)
 def test_scores_are_those_of_each_examples_gradient(name, x64):
     row = all_programs()[name]

@@ -30,7 +30,7 @@ NUMBERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("row", HERE)
 def test_coverage_is_what_the_row_says(row: Program, x64):
@@ -54,7 +54,7 @@ def test_the_second_step_compiles_nothing(row: Program, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("row", NUMBERS)
 def test_value_gradient_and_factors(row: Program, x64):

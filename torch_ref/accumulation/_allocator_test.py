@@ -71,7 +71,7 @@ def test_other_settings_of_both_variables_are_kept_and_the_older_ones_count():
 READS = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torch_accepts_what_is_written_and_reads_the_older_name_first():
     code = (
         "from torch_ref.accumulation import configure_allocator\n"

@@ -348,7 +348,7 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(bases):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("stack", [0, 1])

@@ -77,8 +77,7 @@ def test_it_is_found_and_gives_value_and_gradient(angle):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_its_diagonal_is_that_of_the_fisher(angle, fisher):
     """Each example's gradient, squared, with the constant 3 accounted for."""

@@ -53,7 +53,7 @@ def test_results_are_bitwise_the_same_whatever_the_timing(monkeypatch, seed):
             assert same(hurried.bases(step), expected[step]), step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_thousands_of_pushes_with_jitter_and_non_finite_factors(monkeypatch):
     """2100 pushes equal the average written out, however the threads were delayed."""
     rng = np.random.default_rng(0)

@@ -181,8 +181,7 @@ def test_the_density_is_that_of_the_dense_eigenvalues_within_its_error(x64):
     assert found.standard_error.max() < 0.05
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-20])
 def test_the_density_of_scalar_operators_is_finite(factor):
     found = spectral_density(matrix_operator(factor * jnp.eye(5)), key=KEY)

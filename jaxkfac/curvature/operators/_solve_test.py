@@ -58,7 +58,7 @@ def test_a_marked_loss_is_solved_as_its_objective_is(x64):
         np.testing.assert_allclose(one, expected.solution[path], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_kronecker_inverse_takes_fewer_steps(x64):
     objective, params, batch = ill_conditioned()
     grads = jax.grad(objective)(params, batch)

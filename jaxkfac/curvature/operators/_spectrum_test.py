@@ -40,8 +40,7 @@ def test_every_eigenvalue_lies_within_its_bound_of_a_true_one(x64):
     assert distance(few.eigenvalues, true).max() > 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [ggn, hessian])
 def test_all_steps_give_the_whole_spectrum(x64, kind):
     operator = kind(*mlp_problem())

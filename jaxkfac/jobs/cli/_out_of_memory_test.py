@@ -256,7 +256,7 @@ def in_a_child(*words):
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits need Linux")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @linux
 def test_finetune_in_too_little_memory_names_what_fits(tmp_path):
     config = {

@@ -219,7 +219,7 @@ def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first,
     assert_same_end(one / "checkpoints", two / "checkpoints", tolerance=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "stop",
     [

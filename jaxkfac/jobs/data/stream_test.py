@@ -48,8 +48,7 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @OPTIONS
 def test_a_pass_holds_every_record_once_in_an_order_of_its_own(folder, options):
     stream = stream_of(folder, **options)

@@ -29,7 +29,7 @@ def test_remat_changes_neither_value_nor_gradient():
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_scan_applies_the_blocks_in_order():
     model = VisionTransformer(SMALL, rngs=nnx.Rngs(0))
     images = jax.random.normal(jax.random.key(1), (3, 8, 8))

@@ -160,7 +160,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
         assert a.records[name] == b.records[name], name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train", [pytest.param("adapter", marks=pytest.mark.exhaustive), "all"])
 def test_the_report_has_curvature_scores_and_wanted_targets(train, run, tmp_path, monkeypatch):
     monkeypatch.undo()

@@ -39,8 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train", ["adapter", "all"])
 def test_a_config_is_enough(train, folder, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "load_model", None)

@@ -312,8 +312,7 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
     assert_same_end(whole, parts)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
     [
@@ -492,7 +491,7 @@ def test_malformed_lines_are_counted_with_their_numbers(run, plain, folder, tmp_
 FILES = ("--questions", "0", "--samples", "0", "--max-length", "60", "--shuffle-window", "5")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
     [

@@ -73,8 +73,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["all", "longrope", "dynamic", "mixed"])
 def test_two_texts_in_one_row_equal_two_rows(name):
     apply_fn, params = built(CONFIGS[name])

@@ -75,7 +75,7 @@ def pair():
     return jk.lslora.attach(pretrained.apply_fn, config), a, b
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_answer_through_the_same_program():
     pretrained, (adapted, a, b) = model(), pair()
     answers, read = {}, jax.jit(adapted)

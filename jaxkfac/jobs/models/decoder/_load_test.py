@@ -252,8 +252,7 @@ def test_kernels_are_quantised_while_they_are_read(tmp_path):
         load_decoder(tmp_path, quantize=pattern)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_every_family_takes_adapters_and_nf4(tmp_path, kind):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "sliding_window": 3}

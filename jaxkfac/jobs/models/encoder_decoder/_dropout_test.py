@@ -69,7 +69,7 @@ def test_no_key_and_rate_0_give_the_bits_of_the_model_without_dropout(built):
     np.testing.assert_array_equal(plain(params, pairs_of(), key=KEY), logits)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_logits_are_of_the_key(built):
     dropping, params = built(0.3)
     one, again, other = (

@@ -52,7 +52,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_padding_of_the_source_changes_nothing_and_so_does_none():
     apply_fn, params = built()
     logits = apply_fn(params, pairs_of())

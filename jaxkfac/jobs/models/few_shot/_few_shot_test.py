@@ -36,8 +36,7 @@ def episodes(count=1):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @BOTH
 def test_a_batch_of_episodes_is_each_episode_by_itself(build):
     support, query = episodes(2)
