@@ -184,7 +184,7 @@ class Analysis(EquationRules):
             for records in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
                 records.pop(position, None)
             plan.lookups.discard(position)
-            message = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            message = " ".join(f"{type(error).__name__}: {error}".split())
             return self.unread(eqn, ins, f"whose analysis failed ({message})")
 
     def _followed(
