@@ -154,18 +154,24 @@ def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
 def rule_of(eqn: Eqn) -> ClosedJaxpr:
     """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
     primals, tangents = operands_of(eqn)
-    run = call_of(eqn)
 
     def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
-        def of(diff: list[Array]) -> list[Array]:
-            at = dict(zip(tangents, diff, strict=True))
-            return run(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
-
-        at = [x for v, x in zip(primals, values, strict=True) if v in tangents]
-        outs = jax.jvp(of, (at,), (dots,))[1]
+        run, at = _run_with(eqn, values)
+        outs = jax.jvp(run, (at,), (dots,))[1]
         return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
 
     return jax.make_jaxpr(tangents_out)(shapes_of(primals), shapes_of(tangents))
+
+
+def _run_with(eqn: Eqn, values: Sequence[Array]) -> tuple[Callable[..., list[Any]], list[Array]]:
+    """The call as a function of its operands that have tangents, and their values."""
+    primals, tangents = operands_of(eqn)
+
+    def run(diff: list[Array]) -> list[Any]:
+        at = dict(zip(tangents, diff, strict=True))
+        return call_of(eqn)(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
+
+    return run, [x for v, x in zip(primals, values, strict=True) if v in tangents]
 
 
 def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
@@ -284,17 +290,20 @@ def _refused(jaxpr: Jaxpr, parameters: Sequence[Var]) -> list[Eqn]:
 
 
 def is_refused(eqn: Eqn) -> bool:
-    """Whether JAX refuses the rule of a custom derivative in a jaxpr."""
+    """Whether JAX refuses the rule of a custom derivative in a jaxpr, or its weak types are other."""
     if call_kind(eqn) != "custom" or is_function(eqn):
         return False
+    primals, _ = operands_of(eqn)
+
+    def results(values: list[Array]) -> list[Array]:
+        run, diff = _run_with(eqn, values)
+        return (jax.jvp(run, (diff,), (diff,)) if is_rule(eqn) else jax.vjp(run, diff))[0]
+
     try:
-        if is_rule(eqn):
-            rule_of(eqn)
-        else:
-            jax.eval_shape(lambda *x: jax.vjp(call_of(eqn), *x)[0], *shapes_of(operands_of(eqn)[0]))
+        types = jax.eval_shape(results, shapes_of(primals))
     except Exception:
         return True
-    return False
+    return any(t.weak_type != v.aval.weak_type for t, v in zip(types, eqn.outvars, strict=True))
 
 
 def _by_jvp(fn: Callable[..., ArrayTree]) -> Callable[..., ArrayTree]:
