@@ -143,7 +143,7 @@ def of_variables(eqn: Eqn, operands: Sequence[Any]) -> dict[Var, Any]:
 
 
 def _floats(variables: Sequence[Var]) -> list[bool]:
-    return [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
+    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in variables]
 
 
 def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
