@@ -89,7 +89,7 @@ def read_order(eqn: Eqn) -> tuple[int, ...]:
 
 
 def evaluate(
-    eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Var], parent: Jaxpr
+    eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[VarOrLiteral], parent: Jaxpr
 ) -> Callable[..., list[Any]]:
     """A function of ``invars`` that runs ``eqns`` unchanged, with their context and effects."""
     effects = frozenset().union(*(e.effects for e in eqns))

@@ -244,9 +244,9 @@ _same_cotangent.defvjp(lambda x, beside: (x, None), lambda _, cotangent: (cotang
 
 # ---------------- results that are the rule's
 #
-# JAX's transformations call a rule in the place of the function, so under ``jax.value_and_grad`` a
-# rule may return other shapes and dtypes than the function does. A jaxpr has the function's results,
-# and in it JAX compares both and raises, as it does inside ``jit``, ``remat`` and ``scan``.
+# A derivative runs the rule in the place of the function, so under ``jax.value_and_grad`` the rule
+# may return other shapes and dtypes. A jaxpr has the function's results, and JAX compares the
+# rule's with them and raises, as it does inside ``jit``, ``remat`` and ``scan``.
 
 
 def jaxpr_of(
@@ -282,7 +282,9 @@ def _refused(jaxpr: Jaxpr, parameters: Sequence[Var]) -> list[Eqn]:
     """The calls whose rules a derivative in the parameters runs, and JAX refuses in a jaxpr."""
     moving, refused = set(parameters), []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "stop_gradient" and any(is_var(v) and v in moving for v in eqn.invars):
+        if eqn.primitive.name == "stop_gradient":
+            continue
+        if any(is_var(v) and v in moving for v in eqn.invars):
             moving.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
             if is_refused(eqn):
                 refused.append(eqn)
@@ -290,7 +292,7 @@ def _refused(jaxpr: Jaxpr, parameters: Sequence[Var]) -> list[Eqn]:
 
 
 def is_refused(eqn: Eqn) -> bool:
-    """Whether JAX refuses the rule of a custom derivative in a jaxpr, or its weak types are other."""
+    """Whether JAX refuses a custom derivative's rule in a jaxpr, or it has other weak types."""
     if call_kind(eqn) != "custom" or is_function(eqn):
         return False
     primals, _ = operands_of(eqn)

@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac.factors import Objective, takes_key
