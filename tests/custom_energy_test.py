@@ -164,7 +164,7 @@ OPTIMIZERS = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ferminets_loss_takes_the_steps_of_one_device_on_two(optimizer):
-    walkers = normal(2, 64, 3, scale=1.0)
+    walkers = normal(3, 64, 3, scale=1.0)
     params, _, loss, aux = steps_on(2, OPTIMIZERS[optimizer](), walkers)
     alone, _, loss_alone, _ = steps_on(1, OPTIMIZERS[optimizer](), walkers)
     assert aux.local_energy.shape == (2, 32) and aux.clipped_energy.shape == (2,)
@@ -179,7 +179,7 @@ def test_ferminets_loss_takes_the_steps_of_one_device_on_two(optimizer):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_energy_that_is_nan_on_one_device_is_skipped_on_all(optimizer):
-    walkers = normal(2, 64, 3, scale=1.0).at[0, 0].set(jnp.nan)
+    walkers = normal(3, 64, 3, scale=1.0).at[0, 0].set(jnp.nan)
     params, state, loss, _ = steps_on(2, OPTIMIZERS[optimizer](), walkers)
     assert np.isnan(loss).all() and (state.skipped == 2).all()
     for name, leaf in params.items():
