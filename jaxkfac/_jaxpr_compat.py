@@ -3,7 +3,8 @@
 Only ``jax`` and ``jax.extend`` are imported. Tested with jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -86,6 +87,19 @@ def branches_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
 def read_order(eqn: Eqn) -> tuple[int, ...]:
     """The order in which a reshape reads its operand's axes (``vmap`` makes some transpose)."""
     return tuple(eqn.params.get("dimensions") or range(len(eqn.invars[0].aval.shape)))
+
+
+def reshape_groups(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The smallest runs of axes before and after a reshape that hold the same entries."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start, stop = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (x := math.prod(before[start:i])) != (y := math.prod(after[stop:j])):
+            i, j = (i + 1, j) if x < y else (i, j + 1)
+        yield list(range(start, i)), list(range(stop, j))
 
 
 def evaluate(

@@ -143,6 +143,14 @@ def _broadcast(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]
     return [placed(ins[0], _ints(eqn.params["broadcast_dimensions"]), _rank(eqn))]
 
 
+def _tile(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
+    x = ins[0]
+    if x is None:
+        return [None]
+    # One label for the whole axis is one for all of its copies too.
+    return [np.tile(x, [1 if n == 1 else r for r, n in zip(eqn.params["reps"], x.shape)])]
+
+
 def _slice(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     p, out = eqn.params, ins[0]
     strides = p["strides"] or [1] * len(p["start_indices"])
@@ -447,6 +455,7 @@ _RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
+    "tile": _tile,
     "slice": _slice,
     "pad": _pad,
     "rev": _rev,

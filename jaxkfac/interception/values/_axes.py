@@ -218,6 +218,16 @@ def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [tuple(source.get(d) or table.new(s, "feature") for d, s in enumerate(shape))]
 
 
+def tiled(table: AxisTable, eqn: Eqn, axes: Axes, kind: AxisKind) -> Axes:
+    """Axes of an array put beside itself: entry ``i`` of copy ``k`` is at ``k * size + i``."""
+    reps = zip(axes, map(int, eqn.params["reps"]), strict=True)
+    return tuple((*table.new(copies, kind), *axis) for axis, copies in reps)
+
+
+def _tile(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [tiled(table, eqn, axes, "feature")]
+
+
 def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     """Slices keep the axes that they do not cut.
 
@@ -384,6 +394,7 @@ _OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
     "squeeze": _squeeze,
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
+    "tile": _tile,
     "slice": _cut,
     "dynamic_slice": _cut,
     "pad": _cut,
