@@ -31,7 +31,7 @@ from jaxkfac.interception.coupling._labels import (
     transposed,
     windowed,
 )
-from jaxkfac.interception.values._axes import ELEMENTWISE, REDUCTIONS
+from jaxkfac.interception.values._axes import ELEMENTWISE, MATRIX_FUNCTIONS, REDUCTIONS
 
 Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 
@@ -483,7 +483,4 @@ _RULES: dict[str, Rule] = {
     "random_split": _leading,
     "bitcast_convert_type": _leading,
     "lu_pivots_to_permutation": _of_matrices(1),
-} | dict.fromkeys(
-    "cholesky eigh eig lu qr geqrf svd schur hessenberg tridiagonal householder_product".split(),
-    _of_matrices(2),
-)
+} | dict.fromkeys(MATRIX_FUNCTIONS, _of_matrices(2))
