@@ -181,7 +181,7 @@ def energy_of(psi, in_batch):
 def assert_factors_of_walkers(psi, params, walkers, factors, *, diagonals=True):
     """Kronecker factors are means over walkers run alone; a diagonal is of each one's gradient.
 
-    Inside a loop over walkers the walker of a position is not known, and diagonals are of positions.
+    Inside a loop over walkers a position's walker is not known, and diagonals are of positions.
     """
     objective = jk.Objective(lambda p, x: jax.vmap(psi, (None, 0))(p, x)[:, None], jk.Gaussian())
     stats = jax.jit(jk.value_grad_and_factors(objective, fisher="exact"))

@@ -36,7 +36,7 @@ from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._trees import check_state, covered_leaves
+from jaxkfac.optim._trees import checked_state, covered_leaves
 from jaxkfac.optim._watch import begun_anew, check_measured_between
 
 # ---------------- which factors an optimizer takes
@@ -160,7 +160,7 @@ def as_optax(
         return built(FactorShapes.of(shapes_of(cast(Factors, like)))).init(params)
 
     def update(updates: ArrayTree, state: Any, params: Any = None, **extra: Any) -> Any:
-        check_state(name, state, state_type)
+        state = checked_state(f"{name}: the state", state, state_type)
         return built(FactorShapes.of(shapes_of(shapes_in(state)))).update(
             updates, state, params, **extra
         )
