@@ -3,7 +3,8 @@
 Only ``jax`` and ``jax.extend`` are imported. Tested with jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -88,8 +89,21 @@ def read_order(eqn: Eqn) -> tuple[int, ...]:
     return tuple(eqn.params.get("dimensions") or range(len(eqn.invars[0].aval.shape)))
 
 
+def reshape_groups(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The smallest runs of axes before and after a reshape that hold the same entries."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start, stop = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (x := math.prod(before[start:i])) != (y := math.prod(after[stop:j])):
+            i, j = (i + 1, j) if x < y else (i, j + 1)
+        yield list(range(start, i)), list(range(stop, j))
+
+
 def evaluate(
-    eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Var], parent: Jaxpr
+    eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[VarOrLiteral], parent: Jaxpr
 ) -> Callable[..., list[Any]]:
     """A function of ``invars`` that runs ``eqns`` unchanged, with their context and effects."""
     effects = frozenset().union(*(e.effects for e in eqns))

@@ -244,6 +244,42 @@ def _conv(h, window, dims):
     )
 
 
+def _each(f):
+    """A function of one example's hidden units and its inputs, mapped over the batch."""
+    return lambda p, x: jax.vmap(lambda r: f(hidden(p, r), r))(x)
+
+
+def _matrix(h, r):
+    return jnp.outer(h, r) + 3 * jnp.eye(D)
+
+
+def _matrices(p, x):
+    return jax.vmap(_matrix)(hidden(p, x), x)
+
+
+def _log_determinant(h, r):
+    return jnp.linalg.slogdet(_matrix(h, r))[1]
+
+
+def _kinetic(p, r, laplacian):
+    """The Laplacian of a determinant's logarithm, in one of the ways that codes compute it."""
+    return laplacian(lambda r: _log_determinant(hidden(p, r), r), r)
+
+
+def _forward_laplacian(f, r):
+    """Value, gradient and Laplacian go forward together: second derivatives along each axis."""
+    second = lambda v: jax.jvp(lambda r: jax.jvp(f, (r,), (v,))[1], (r,), (v,))[1]
+    return jax.vmap(second)(jnp.eye(D)).sum()
+
+
+def _looped_laplacian(f, r):
+    _, along = jax.linearize(jax.grad(f), r)
+    return lax.fori_loop(0, D, lambda i, total: total + along(jnp.eye(D)[i])[i], 0.0)
+
+
+UPPER = np.triu_indices(D, 1)
+
+
 MIXING = {
     "sum": lambda p, x: hidden(p, x) + hidden(p, x).sum(0),
     "mean": lambda p, x: hidden(p, x) - hidden(p, x).mean(0),
@@ -376,6 +412,20 @@ MIXING = {
     + x,
     "mixup": lambda p, x: 0.7 * hidden(p, x) + 0.3 * hidden(p, x)[PERMUTED],
     "polyfit": lambda p, x: x @ jnp.linalg.lstsq(hidden(p, x), x)[0],
+    "tiled along": lambda p, x: jnp.tile(hidden(p, x), (2, 1))[1 : N + 1],
+    "tiled copies of the last": lambda p, x: x + jnp.tile(hidden(p, x)[-1:], (N, 1)),
+    "repeated along": lambda p, x: jnp.repeat(hidden(p, x), 2, 0)[1 : N + 1],
+    "rolled by value": lambda p, x: jnp.roll(hidden(p, x), jnp.argmax(x[0]), 0),
+    "kron across": lambda p, x: jnp.kron(hidden(p, x)[:1], x),
+    "outer across": lambda p, x: jnp.outer(hidden(p, x)[:, 0], x[:, 0]),
+    "triangle across": lambda p, x: jnp.tril(hidden(p, x) @ x.T) @ x,
+    "determinant of all": lambda p, x: x * jnp.linalg.slogdet(_kernel(hidden(p, x)))[1],
+    "determinant of a sum": lambda p, x: x * jnp.linalg.det(_matrices(p, x).sum(0)),
+    "inverse of a sum": lambda p, x: hidden(p, x) @ jnp.linalg.inv(_matrices(p, x).sum(0)),
+    "norm of all": lambda p, x: hidden(p, x) / jnp.linalg.norm(hidden(p, x)),
+    "chunks of several": lambda p, x: lax.map(
+        lambda rows: hidden(p, rows) - x.mean(0), x.reshape(3, 2, D)
+    ).reshape(N, D),
 }  # fmt: skip
 
 
@@ -512,6 +562,72 @@ APART = {
     "while by example": lambda p, x: jax.vmap(
         lambda r: lax.while_loop(lambda c: jnp.abs(c).max() > 0.5, lambda c: c * 0.7, r)
     )(x) + hidden(p, x),
+    "tile": _each(lambda h, r: jnp.tile(h, 2)),
+    "tile of rows": _each(lambda h, r: (jnp.tile(h[None], [3, 1]) * r).sum(0)),
+    "tile of features": lambda p, x: jnp.tile(hidden(p, x), (1, 3)),
+    "tile, and the first copy": lambda p, x: jnp.tile(hidden(p, x), (3, 1))[:N],
+    "tile of one electron": lambda p, x: (jnp.tile(hidden(p, x)[:, None], (1, 5, 1))).sum(1),
+    "repeat": _each(lambda h, r: jnp.repeat(h, 2)),
+    "repeat by counts": lambda p, x: jnp.repeat(hidden(p, x), np.array([1, 2, 0, 1]), axis=1),
+    "repeat and take back": lambda p, x: jnp.repeat(hidden(p, x), 2, 0)[::2],
+    "roll": _each(lambda h, r: jnp.roll(h, 1)),
+    "roll of matrices": _each(lambda h, r: jnp.roll(_matrix(h, r), (1, 2), (0, 1)).sum(0)),
+    "kron": _each(jnp.kron),
+    "kron of matrices": _each(lambda h, r: jnp.kron(_matrix(h, r), jnp.eye(2)).sum(0)),
+    "outer": _each(lambda h, r: jnp.outer(h, r).ravel()),
+    "triu": lambda p, x: jnp.triu(_matrices(p, x)).sum(-1),
+    "tril": _each(lambda h, r: jnp.tril(_matrix(h, r), -1).sum(0)),
+    "triangle by index": _each(lambda h, r: _matrix(h, r)[UPPER]),
+    "triangle by traced index": _each(lambda h, r: _matrix(h, r)[jnp.triu_indices(D, 1)]),
+    "triangles by index": lambda p, x: _matrices(p, x)[:, UPPER[0], UPPER[1]],
+    "triangle put back": _each(
+        lambda h, r: jnp.zeros((D, D)).at[UPPER].set(_matrix(h, r)[UPPER]).sum(0)
+    ),
+    "diagonal": _each(lambda h, r: jnp.diag(_matrix(h, r))),
+    "trace": _each(lambda h, r: h * jnp.trace(_matrix(h, r))),
+    "slogdet": lambda p, x: jnp.linalg.slogdet(_matrices(p, x))[1][:, None],
+    "slogdet with its sign": _each(
+        lambda h, r: jnp.prod(jnp.stack(jnp.linalg.slogdet(_matrix(h, r))))[None]
+    ),
+    "det": lambda p, x: jnp.linalg.det(_matrices(p, x))[:, None],
+    "det of three": _each(lambda h, r: jnp.linalg.det(_matrix(h, r)[:3, :3])[None]),
+    "determinants by vmap": _each(lambda h, r: jax.vmap(
+        lambda k: jnp.linalg.slogdet(k * _matrix(h, r) + jnp.eye(D))[1]
+    )(jnp.arange(1.0, 4.0))),
+    "a sum of determinants": _each(lambda h, r: jax.nn.logsumexp(
+        jnp.linalg.slogdet(jnp.stack([_matrix(h, r), _matrix(r, h)]))[1]
+    )[None]),
+    "inv": lambda p, x: jnp.linalg.inv(_matrices(p, x)).sum(-1),
+    "solve of one": _each(lambda h, r: jnp.linalg.solve(_matrix(h, r), h)),
+    "cholesky of one": _each(lambda h, r: jnp.linalg.cholesky(jnp.outer(h, h) + jnp.eye(D)).sum(0)),
+    "qr of one": _each(lambda h, r: jnp.abs(jnp.linalg.qr(_matrix(h, r))[1]).sum(0)),
+    "eigh of one": _each(
+        lambda h, r: jnp.linalg.eigh(jnp.outer(h, h) + jnp.diag(jnp.arange(4.0)))[1][0] ** 2
+    ),
+    "svd of one": _each(lambda h, r: jnp.linalg.svd(_matrix(h, r), compute_uv=False)),
+    "norm": lambda p, x: hidden(p, x) / jnp.linalg.norm(hidden(p, x), axis=1, keepdims=True),
+    "norms of matrices": _each(lambda h, r: h / jnp.stack([
+        jnp.linalg.norm(_matrix(h, r), order) for order in ("fro", "nuc", 2, jnp.inf)
+    ])),
+    "map of determinants": lambda p, x: lax.map(
+        lambda r: _log_determinant(hidden(p, r), r)[None], x, batch_size=4
+    ),
+    "map inside vmap": _each(lambda h, r: lax.map(lambda s: s * h.sum(), r, batch_size=3)),
+    "map of chunks": lambda p, x: lax.map(
+        lambda rows: hidden(p, rows), x.reshape(3, 2, D)
+    ).reshape(N, D),
+    "gradient of a determinant": lambda p, x: jax.vmap(
+        jax.grad(lambda r: _log_determinant(hidden(p, r), r))
+    )(x),
+    "forward Laplacian": lambda p, x: jax.vmap(
+        lambda r: _kinetic(p, r, _forward_laplacian)[None]
+    )(x),
+    "Laplacian in a loop": lambda p, x: jax.vmap(lambda r: _kinetic(p, r, _looped_laplacian)[None])(
+        x
+    ),
+    "trace of a Hessian": lambda p, x: jax.vmap(
+        lambda r: _kinetic(p, r, lambda f, r: jnp.trace(jax.hessian(f)(r)))[None]
+    )(x),
 }  # fmt: skip
 
 # Where a gradient is stopped, or a value is compared, counted or rounded on the way.

@@ -51,9 +51,35 @@ def test_a_complex_leaf_is_named_and_its_neighbours_are_right(x64):
             np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-14)
 
 
+def test_what_the_message_says_works(x64):
+    def apart(p, x):
+        z = jnp.fft.rfft(jnp.tanh(x @ p["up"]))
+        re, im = z.real @ p["re"] - z.imag @ p["im"], z.real @ p["im"] + z.imag @ p["re"]
+        return jnp.fft.irfft(jax.lax.complex(re, im), n=4) @ p["head"]
+
+    real = {k: v for k, v in params().items() if k != "mix"}
+    real |= {"re": params()["mix"].real, "im": params()["mix"].imag}
+    value, grads, factors = jk.value_grad_and_factors(jk.Objective(apart, jk.Categorical()))(
+        real, batch()
+    )
+    of_complex = jax.value_and_grad(jk.Objective(spectral, jk.Categorical()))(params(), batch())
+    np.testing.assert_allclose(value, of_complex[0], rtol=1e-12)
+    mix = of_complex[1]["mix"]  # JAX's gradient of a complex parameter is conjugate
+    np.testing.assert_allclose(jax.lax.complex(grads["re"], -grads["im"]), mix, rtol=1e-10)
+    z = np.fft.rfft(np.tanh(batch()[0] @ real["up"]))
+    rows = np.concatenate([z.real, z.imag])
+    np.testing.assert_allclose(factors["re"].a, rows.T @ rows / len(rows), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     ("model", "path", "primitive"),
     [
+        (
+            lambda p, x: jnp.einsum("ni,io->no", jnp.fft.fft(x), p["w"]).real,
+            "w",
+            "meets complex numbers in `dot_general`",
+        ),
         (lambda p, x: (x.astype(complex) @ p["w"].astype(complex)).real, "w", "to complex"),
         (lambda p, x: (jnp.fft.fft(x) * p["w"][0].astype(complex)).real, "w", "to complex"),
         (lambda p, x: (jnp.fft.fft(x) @ jax.lax.complex(p["w"], p["v"])).real, "w", "`complex`"),

@@ -169,6 +169,12 @@ STEPS = {
     "back across": lambda h: h.reshape(D, N).T,
     "pairs": lambda h: (h.reshape(N // 2, 2, D) * 2).reshape(N, D),
     "mixed pairs": lambda h: jnp.cumsum(h.reshape(N // 2, 2, D), 1).reshape(N, D),
+    "tile and crop": lambda h: jnp.tile(h, (2, 1))[:N],
+    "tile and shift": lambda h: jnp.tile(h, (2, 2))[1 : N + 1, D:],
+    "repeat and crop": lambda h: jnp.repeat(h, 2, 0)[1::2],
+    "determinants": lambda h: (
+        h * jnp.linalg.slogdet(jax.vmap(jnp.outer)(h, h) + jnp.eye(D))[1][:, None]
+    ),
     "sort features": lambda h: jnp.sort(h, 1),
     "sort examples": lambda h: jnp.sort(h, 0),
     "crops": lambda h: sum(jnp.split(jnp.tanh(jnp.concatenate([h, 2 * h])), 2)),

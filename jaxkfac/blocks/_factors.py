@@ -155,6 +155,8 @@ class Factors(BlockKronecker, _Named):
         return frozenset(layer.input for layer in self.layers if self.wants_ones(layer))
 
     def __getitem__(self, name: str) -> Factor:
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self)):
+            return jax.eval_shape(lambda factors: factors[name], self)  # from factor_shapes
         layer, more = self.layer(name), self.corrections
         if self.turn is not None and not self.has_arrays_of(layer):
             raise UnknownLayerError(

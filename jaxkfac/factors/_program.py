@@ -189,8 +189,10 @@ class Program:
             if lead:
                 traced = self.objective.traced(*args, **self._finding)
                 refuse_marks(traced)
+                shape = ()
             else:
                 traced = trace(self._forward, *args, **finding)
+                shape = traced.out_shapes[0].shape
                 traced = trace_marked(traced, *args, **finding)
                 refuse_unmarked(traced)
                 traced = with_weights_apart(traced)
@@ -202,6 +204,11 @@ class Program:
             if self._cover and traced.table.problems:
                 alone = self._second_pass and lead and not self.meeting(traced, "value", alone=True)
                 traced.table.raise_uncovered(second_pass=alone)
+            if shape != ():  # of a custom derivative it is known now: its rule decides
+                raise ValueError(
+                    f"the loss has shape {shape}, expected a scalar mean over rows; give a model "
+                    "and a likelihood as jk.Objective instead"
+                )
             return traced
 
         return self._traces.get(args, make)
@@ -319,11 +326,6 @@ class Program:
             raise ValueError(
                 f"the loss returns {form_of(value)}, expected a scalar: for (loss, aux) say "
                 "has_aux=True"
-            )
-        if jnp.shape(value) != ():
-            raise ValueError(
-                f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "
-                "give a model and a likelihood as jk.Objective instead"
             )
         return value, beside
 

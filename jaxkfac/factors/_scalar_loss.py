@@ -18,7 +18,7 @@ from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import ModelCall, check_array, returned
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import Traced, lifted, marks_of
+from jaxkfac.interception import Traced, jaxpr_of, lifted, marks_of
 
 # ---------------- the loss of one batch, for adaptive optimizers
 
@@ -152,7 +152,7 @@ def share_of_loss(
 
     if not names:
         return whole(*call)
-    closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*call)
+    closed, shapes = jaxpr_of(whole, *call)
     marks = marks_of(closed.jaxpr)
     out = lifted(closed.jaxpr, closed.consts, jax.tree.leaves(call), [None] * len(marks))
     value, beside = jax.tree.unflatten(jax.tree.structure(shapes), out.result)

@@ -54,6 +54,7 @@ Example:
 
 from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac.interception._convolutions import fast_convolutions
+from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup
 from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
@@ -101,6 +102,7 @@ __all__ = [
     "fast_convolutions",
     "find_layers",
     "from_nnx",
+    "jaxpr_of",
     "kind_named",
     "leading_to",
     "leaves_by_path",

@@ -54,8 +54,9 @@ from jaxkfac.interception.values._values import Constant, CoverageNote, Paramete
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
-    IS_COMPLEX + " ({}): factors are of real parameters; hold its real and imaginary parts as two, "
-    "or leave it out with uncovered='ignore'"
+    IS_COMPLEX + " ({}): factors are of real parameters; hold its real and imaginary parts as two "
+    "and multiply the real and imaginary parts of the data by each, or leave it out with "
+    "uncovered='ignore'"
 )
 
 
@@ -184,7 +185,7 @@ class Analysis(EquationRules):
             for records in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
                 records.pop(position, None)
             plan.lookups.discard(position)
-            message = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            message = " ".join(f"{type(error).__name__}: {error}".split())
             return self.unread(eqn, ins, f"whose analysis failed ({message})")
 
     def _followed(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxkfac._arguments import ArrayTree, partition, with_leaves
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -25,6 +26,7 @@ from jaxkfac._jaxpr_compat import (
     evaluate,
     is_var,
 )
+from jaxkfac.interception._functions import is_function
 from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts, InputsOf, live_inputs, operands_of_call
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
@@ -141,7 +143,7 @@ def of_variables(eqn: Eqn, operands: Sequence[Any]) -> dict[Var, Any]:
 
 
 def _floats(variables: Sequence[Var]) -> list[bool]:
-    return [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
+    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in variables]
 
 
 def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
@@ -152,18 +154,24 @@ def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
 def rule_of(eqn: Eqn) -> ClosedJaxpr:
     """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
     primals, tangents = operands_of(eqn)
-    run = call_of(eqn)
 
     def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
-        def of(diff: list[Array]) -> list[Array]:
-            at = dict(zip(tangents, diff, strict=True))
-            return run(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
-
-        at = [x for v, x in zip(primals, values, strict=True) if v in tangents]
-        outs = jax.jvp(of, (at,), (dots,))[1]
+        run, at = _run_with(eqn, values)
+        outs = jax.jvp(run, (at,), (dots,))[1]
         return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
 
     return jax.make_jaxpr(tangents_out)(shapes_of(primals), shapes_of(tangents))
+
+
+def _run_with(eqn: Eqn, values: Sequence[Array]) -> tuple[Callable[..., list[Any]], list[Array]]:
+    """The call as a function of its operands that have tangents, and their values."""
+    primals, tangents = operands_of(eqn)
+
+    def run(diff: list[Array]) -> list[Any]:
+        at = dict(zip(tangents, diff, strict=True))
+        return call_of(eqn)(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
+
+    return run, [x for v, x in zip(primals, values, strict=True) if v in tangents]
 
 
 def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
@@ -232,3 +240,99 @@ def _same_cotangent(x: Array, beside: Array) -> Array:
 
 
 _same_cotangent.defvjp(lambda x, beside: (x, None), lambda _, cotangent: (cotangent, cotangent))
+
+
+# ---------------- results that are the rule's
+#
+# A derivative runs the rule in the place of the function, so under ``jax.value_and_grad`` the rule
+# may return other shapes and dtypes. A jaxpr has the function's results, and JAX compares the
+# rule's with them and raises, as it does inside ``jit``, ``remat`` and ``scan``.
+
+
+def jaxpr_of(
+    fn: Callable[..., ArrayTree], params: ArrayTree, *args: ArrayTree
+) -> tuple[ClosedJaxpr, ArrayTree]:
+    """The jaxpr of ``fn(params, *args)``, as a derivative in ``params`` has it, and result shapes.
+
+    If a rule outside every ``jit``, ``remat`` and loop returns other types than its function does,
+    all of ``fn`` becomes one function with a custom derivative, whose results and rule are those of
+    ``jax.jvp`` of ``fn``; or of ``jax.vjp``, if only rules of a ``custom_vjp`` do so.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+    refused = _refused(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(params))])
+    if not refused:
+        return closed, shapes
+    with_rules = _by_jvp if any(map(is_rule, refused)) else _by_vjp
+
+    def again(params: ArrayTree, *args: ArrayTree) -> ArrayTree:
+        free, others = partition(params)
+
+        def of_leaves(free: dict[str, Array], others: dict[str, Any], args: Any) -> ArrayTree:
+            return fn(with_leaves(params, free | others), *args)
+
+        return with_rules(of_leaves)(free, others, args)
+
+    try:
+        return jax.make_jaxpr(again, return_shape=True)(params, *args)
+    except Exception:  # JAX does not differentiate it either, and the analysis quotes its message
+        return closed, shapes
+
+
+def _refused(jaxpr: Jaxpr, parameters: Sequence[Var]) -> list[Eqn]:
+    """The calls whose rules a derivative in the parameters runs, and JAX refuses in a jaxpr."""
+    moving, refused = set(parameters), []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "stop_gradient":
+            continue
+        if any(is_var(v) and v in moving for v in eqn.invars):
+            moving.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+            if is_refused(eqn):
+                refused.append(eqn)
+    return refused
+
+
+def is_refused(eqn: Eqn) -> bool:
+    """Whether JAX refuses a custom derivative's rule in a jaxpr, or it has other weak types."""
+    if call_kind(eqn) != "custom" or is_function(eqn):
+        return False
+    primals, _ = operands_of(eqn)
+
+    def results(values: list[Array]) -> list[Array]:
+        run, diff = _run_with(eqn, values)
+        return (jax.jvp(run, (diff,), (diff,)) if is_rule(eqn) else jax.vjp(run, diff))[0]
+
+    try:
+        types = jax.eval_shape(results, shapes_of(primals))
+    except Exception:
+        return True
+    return any(t.weak_type != v.aval.weak_type for t, v in zip(types, eqn.outvars, strict=True))
+
+
+def _by_jvp(fn: Callable[..., ArrayTree]) -> Callable[..., ArrayTree]:
+    """A function with ``jax.jvp`` of ``fn``, in its first argument, for results and rule."""
+
+    @jax.custom_jvp
+    def call(free: dict[str, Array], *others: Any) -> ArrayTree:
+        zeros = jax.tree.map(jnp.zeros_like, free)
+        return jax.jvp(lambda free: fn(free, *others), (free,), (zeros,))[0]
+
+    @call.defjvp
+    def rule(primals: Any, tangents: Any) -> ArrayTree:
+        free, *others = primals
+        return jax.jvp(lambda free: fn(free, *others), (free,), tangents[:1])
+
+    return call
+
+
+def _by_vjp(fn: Callable[..., ArrayTree]) -> Callable[..., ArrayTree]:
+    """A function with ``jax.vjp`` of ``fn``, in its first argument, for results and rule."""
+
+    def forward(free: dict[str, Array], *others: Any) -> tuple[ArrayTree, Any]:
+        return jax.vjp(lambda free: fn(free, *others), free)
+
+    @jax.custom_vjp
+    def call(free: dict[str, Array], others: Any, args: Any) -> ArrayTree:
+        return forward(free, others, args)[0]
+
+    call.defvjp(forward, lambda vjp, cotangents: (*vjp(cotangents), None, None))
+    return call

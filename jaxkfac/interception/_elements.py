@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
-from jaxkfac._jaxpr_compat import Eqn, bind, cast_varying
+from jaxkfac._jaxpr_compat import Eqn, bind, cast_varying, reshape_groups
 from jaxkfac.interception._functions import JOINS, Lookup, is_function
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 from jaxkfac.interception.values._encoded import Operand
@@ -217,10 +217,27 @@ def _move_by_example(
         for d, size in zip(eqn.params["broadcast_dimensions"], x.shape[:-1], strict=True):
             shape[d] = size
         return [x.reshape(*shape[:-1], x.shape[-1])]
+    if eqn.primitive.name == "tile":
+        copies = zip(eqn.params["reps"], x.shape[:-1], strict=True)
+        return [jnp.tile(x, [*(1 if size == 1 else r for r, size in copies), 1])]
     full = (*jnp.shape(values[position]), x.shape[-1])
+    if eqn.primitive.name == "reshape" and not eqn.params.get("dimensions") and x.size:
+        return [_reshaped(x, full[:-1], eqn.outvars[0].aval.shape)]
     if x.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
         x = jnp.broadcast_to(x, full)
     return jax.vmap(lambda one: _move(eqn, one, position, values), in_axes=-1, out_axes=-1)(x)
+
+
+def _reshaped(
+    x: Shaped[Array, "... n"], before: Sequence[int], after: Sequence[int]
+) -> Shaped[Array, "... n"]:
+    """A slot by example behind a reshape: what was broadcast along all merged axes stays so."""
+    full, shape = [], []
+    for ins, outs in reshape_groups(before, after):
+        broadcast = all(x.shape[d] == 1 for d in ins)
+        full += [x.shape[d] if broadcast else before[d] for d in ins]
+        shape += [1 if broadcast else after[d] for d in outs]
+    return jnp.broadcast_to(x, (*full, x.shape[-1])).reshape(*shape, x.shape[-1])
 
 
 _KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose"}

@@ -35,6 +35,7 @@ from jaxkfac._jaxpr_compat import (
     open_jaxpr,
 )
 from jaxkfac.interception._custom import (
+    is_refused,
     is_rule,
     of_variables,
     opaque_call,
@@ -383,6 +384,10 @@ def _run(
             out, inner_marks = again(values, inner_shifts)
             marks += inner_marks
         else:
+            # A rule that is run beside its call calls functions that JAX does not differentiate
+            # there, and whose own rules it would refuse.
+            if not rules and is_refused(eqn):
+                values = jax.lax.stop_gradient(values)
             out = of_operands(eqn, jaxpr)(*values)
             out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))

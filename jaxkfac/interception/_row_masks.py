@@ -25,7 +25,8 @@ from jaxkfac.interception.values._values import Constant
 
 
 _OF_MASKS = SAME_ELEMENTS | frozenset(
-    "mul select_n broadcast_in_dim reshape transpose squeeze slice rev concatenate stack".split()
+    "mul select_n broadcast_in_dim tile reshape transpose squeeze slice rev concatenate "
+    "stack".split()
 )
 
 

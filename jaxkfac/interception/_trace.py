@@ -13,6 +13,7 @@ from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_b
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac._jaxpr_compat import varying_axes
 from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import (
     analyse,
     leading_to,
@@ -60,7 +61,7 @@ def trace(
     check_arrays("params", params)
     check_arrays("the arguments beside params", args)
     with depth_explained():
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+        closed, shapes = jaxpr_of(fn, params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
     # The state is found by identity: it is one of the arguments, in whatever place, and equal

@@ -75,7 +75,10 @@ def uses_in(
         parameter behind it; or the reason why no rule applies.
     """
     if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
-        return uses_of(facts.table, eqn, ins, scope)  # statistics are of real weights
+        return (  # statistics are of real rows
+            f"meets complex numbers in `{eqn.primitive.name}`: multiply their real and imaginary "
+            "parts by it apart"
+        )
     kind, visible = kind_reading(eqn.primitive.name), list(map(_without_hidden, ins))
     view_uses = uses_of(facts.table, eqn, visible, scope) if any(map(views_in, visible)) else []
     no_rule = isinstance(view_uses, str)

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jaxkfac._jaxpr_compat import Eqn, read_order
 from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable, tiled
 from jaxkfac.interception.values._index import Range
 from jaxkfac.interception.values._values import Constant, Consumed, View
 
@@ -95,6 +95,9 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return [_turned(table, eqn, view, number)]
     if name == "broadcast_in_dim":
         return [dataclasses.replace(view, number=number, axes=_broadcast(table, eqn, view.axes))]
+    if name == "tile":
+        axes = None if view.axes is None else tiled(table, eqn, view.axes, "broadcast")
+        return [dataclasses.replace(view, number=number, axes=axes)]
     if name == "split":
         return _split(table, eqn, view)
     if name in _SELECTIONS:

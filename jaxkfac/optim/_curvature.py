@@ -35,7 +35,7 @@ from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import Periods, RefreshedState, RefreshInGraph
 from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._trees import check_state, covered_leaves
+from jaxkfac.optim._trees import checked_state, covered_leaves
 from jaxkfac.optim._watch import begun_anew, check_measured_between
 
 # ---------------- which factors an optimizer takes
@@ -172,7 +172,7 @@ def as_optax(
         return built(FactorShapes.of(like)).init(params)
 
     def update(updates: ArrayTree, state: Any, params: Any = None, **extra: Any) -> Any:
-        check_state(name, state, state_type)
+        state = checked_state(f"{name}: the state", state, state_type)
         return built(FactorShapes.of(shapes_of(shapes_in(state)))).update(
             updates, state, params, **extra
         )

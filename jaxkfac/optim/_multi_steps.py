@@ -48,7 +48,7 @@ from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
     check_like_momentum,
-    check_state,
+    checked_state,
     gradients_only,
     is_concrete,
     sum_dtype,
@@ -228,6 +228,7 @@ class _Groups:
         **extra: Any,
     ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
+        state = checked_state("multi_steps: the state", state, MultiStepsState)
         factors = _checked_factors(grads, state, factors, terms)
         brings_factors, origin = factors is not None, getattr(factors, "origin", None)
         if factors is not None and terms is None:
@@ -297,7 +298,6 @@ def _checked_factors(
     grads: ArrayTree, state: Any, factors: Factors | None, terms: ArrayLike | None
 ) -> Factors | None:
     """The factors in the form that is stored; refuses what does not fit the state."""
-    check_state("multi_steps", state, MultiStepsState)
     stored = state.accumulation.acc_grads
     check_like_momentum(grads, stored["grads"])
     stored_layers = () if stored["factors"] is None else stored["factors"].layers

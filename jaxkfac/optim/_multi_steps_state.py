@@ -33,7 +33,7 @@ from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
     check_like_momentum,
-    check_state,
+    checked_state,
     gradients_only,
     is_concrete,
     sum_dtype,
@@ -190,7 +190,7 @@ def single_steps(
         **extra: Any,
     ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
-        check_state("multi_steps", state, MultiStepsState)
+        state = checked_state("multi_steps: the state", state, MultiStepsState)
         check_like_momentum(grads, {} if params is None else gradients_only(params))
         expected = like if like is not None else factors_in(state.inner)
         layers = () if expected is None else expected.layers

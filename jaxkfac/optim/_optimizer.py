@@ -35,6 +35,7 @@ from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._multi_steps_state import MultiStepsState, kfac_states
+from jaxkfac.optim._trees import checked_state
 
 # ---------------- the state
 
@@ -241,7 +242,7 @@ class Optimizer:
             ValueError: the batch has another structure than that of ``init``, or the model draws
                 random numbers and there is no key.
         """
-        instance_of("state", state, OptimizerState, "as opt.init(params, batch) gives it")
+        state = checked_state("state", state, OptimizerState, "as opt.init(params, batch) gives it")
         form = self._form(batch)
         if form != state.form.batch:
             raise ValueError(

@@ -11,7 +11,7 @@ from jaxkfac._errors import one_of
 from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_bases, covered_indices
 from jaxkfac.linalg.spectral import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
-from jaxkfac.optim._trees import check_some_covered, check_state
+from jaxkfac.optim._trees import check_some_covered, checked_state
 
 
 class ScaleByBasesState(NamedTuple):
@@ -85,7 +85,7 @@ def scale_by_bases(
         if bases is None:
             raise ValueError("scale_by_bases needs bases: tx.update(grads, state, bases=bases)")
         check_bases(bases)
-        check_state("scale_by_bases", state, ScaleByBasesState)
+        state = checked_state("scale_by_bases: the state", state, ScaleByBasesState)
         check_some_covered("grads", updates, covered_indices(bases.layers), "bases=")
         scaled = apply_power(
             updates,

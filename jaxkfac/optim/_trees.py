@@ -82,9 +82,26 @@ def check_some_covered(what: str, tree: ArrayTree, covered: Collection[str], of:
         )
 
 
-def check_state(what: str, state: object, kind: type) -> None:
-    """Refuse a state that another transformation made."""
-    instance_of(f"{what}: the state", state, kind, "as tx.init(params) gives it")
+def checked_state(
+    what: str, state: Any, kind: type[Any], remedy: str = "as tx.init(params) gives it"
+) -> Any:
+    """The state; its fields as a list or tuple, as a file of ``np.savez`` returns them, are one.
+
+    Raises:
+        TypeError: another transformation made it.
+    """
+    state = _with_type(state, kind)
+    instance_of(what, state, kind, remedy)
+    return state
+
+
+def _with_type(value: Any, kind: Any) -> Any:
+    """A list or tuple as the ``NamedTuple`` of as many fields that it was, and they likewise."""
+    fields = getattr(kind, "_fields", ())
+    if type(value) not in (list, tuple) or not fields or len(value) != len(fields):
+        return value
+    kinds = [kind.__annotations__[name] for name in fields]
+    return kind(*map(_with_type, value, kinds))
 
 
 def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:

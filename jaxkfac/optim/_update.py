@@ -27,7 +27,7 @@ from jaxkfac.optim._trees import (
     cast_like,
     check_like_momentum,
     check_some_covered,
-    check_state,
+    checked_state,
     checked_value,
     gathered,
     is_sharded,
@@ -279,7 +279,7 @@ class FactorOptimizer(abc.ABC):
         grads, _, factors, value, value_fn, curvature = given
         if factors is not None:
             factors = self.incoming.checked(factors)
-        check_state(self.name, state, self.state_type)
+        state = checked_state(f"{self.name}: the state", state, self.state_type)
         self.check_model(state)
         factors = self.kept_factors(state, given.factors, factors)
         check_like_momentum(grads, self.momentum_of(state))

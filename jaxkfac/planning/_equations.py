@@ -19,8 +19,8 @@ DEAR = frozenset(
 _FUSED = DEAR | frozenset(
     "add add_any sub mul neg abs sign max min and or xor not eq ne lt le gt ge select_n clamp "
     "convert_element_type broadcast_in_dim iota integer_pow is_finite round floor ceil square copy "
-    "shift_left shift_right_logical shift_right_arithmetic slice pad concatenate rev real imag "
-    "transpose reduce_precision dynamic_slice nextafter".split()
+    "tile shift_left shift_right_logical shift_right_arithmetic slice pad concatenate rev real "
+    "imag transpose reduce_precision dynamic_slice nextafter".split()
 )
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()

@@ -5,12 +5,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac.factors import Objective, takes_key
-from jaxkfac.interception import marks_of
+from jaxkfac.interception import jaxpr_of, marks_of
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
 from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key
@@ -145,7 +143,7 @@ def _marks_outputs(
 ) -> bool:
     extra = {"key": shape_of_key()} if takes_key(loss) else {}
     extra |= {} if state is None else {"state": state}
-    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, extra)
+    traced, _ = jaxpr_of(lambda p, b, kw: loss(p, b, **kw), params, batch, extra)
     return bool(marks_of(traced.jaxpr))
 
 

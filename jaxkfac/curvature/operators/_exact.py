@@ -39,7 +39,7 @@ from jaxkfac.factors import (
     number_of_terms,
     takes_key,
 )
-from jaxkfac.interception import Marked, OutputMark, fast_convolutions, lifted, marks_of
+from jaxkfac.interception import Marked, OutputMark, fast_convolutions, jaxpr_of, lifted, marks_of
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 # ---------------- checks of chunks
@@ -269,7 +269,7 @@ def marked_gauss_newton(
     check_function("objective", function, "loss(params, batch), or a jk.Objective")
     check_arrays("params", params)
     check_arrays("batch", batch)
-    closed = jax.make_jaxpr(lambda *args: _call(function, *args))(params, batch, key)
+    closed, _ = jaxpr_of(lambda *args: _call(function, *args), params, batch, key)
     if not marks_of(closed.jaxpr):
         raise TypeError(
             f"{name}: expected a jk.Objective, or a scalar loss that marks its outputs "
@@ -353,7 +353,7 @@ def _pushed(outputs: Callable[..., Any], chosen: Leaves, vector: Leaves) -> list
 def _outputs(operator: MarkedGaussNewton) -> tuple[Any, Callable[[Leaves], Any], Leaves]:
     """The marks, a function from the chosen leaves to the marked outputs, and these leaves."""
     call_args = operator.params, operator.batch, operator.key
-    closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*call_args)
+    closed, _ = jaxpr_of(lambda *args: _call(operator.function, *args), *call_args)
     marks = marks_of(closed.jaxpr)
 
     def outputs(chosen: Leaves) -> tuple[list[Array], Marked]:

@@ -31,7 +31,7 @@ from jaxkfac.interception.coupling._labels import (
     transposed,
     windowed,
 )
-from jaxkfac.interception.values._axes import ELEMENTWISE, REDUCTIONS
+from jaxkfac.interception.values._axes import ELEMENTWISE, MATRIX_FUNCTIONS, REDUCTIONS
 
 Rule = Callable[[Eqn, Sequence[Labels], Sequence[LazyIntegers]], "list[Labels]"]
 
@@ -141,6 +141,14 @@ def _squeeze(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) 
 
 def _broadcast(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
     return [placed(ins[0], _ints(eqn.params["broadcast_dimensions"]), _rank(eqn))]
+
+
+def _tile(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
+    x = ins[0]
+    if x is None:
+        return [None]
+    # One label for the whole axis is one for all of its copies too.
+    return [np.tile(x, [1 if n == 1 else r for r, n in zip(eqn.params["reps"], x.shape)])]
 
 
 def _slice(eqn: Eqn, ins: Sequence[Labels], integers: Sequence[LazyIntegers]) -> list[Labels]:
@@ -447,6 +455,7 @@ _RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
+    "tile": _tile,
     "slice": _slice,
     "pad": _pad,
     "rev": _rev,
@@ -474,7 +483,4 @@ _RULES: dict[str, Rule] = {
     "random_split": _leading,
     "bitcast_convert_type": _leading,
     "lu_pivots_to_permutation": _of_matrices(1),
-} | dict.fromkeys(
-    "cholesky eigh eig lu qr geqrf svd schur hessenberg tridiagonal householder_product".split(),
-    _of_matrices(2),
-)
+} | dict.fromkeys(MATRIX_FUNCTIONS, _of_matrices(2))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, overload
 import jax
 import numpy as np
 
-from jaxkfac._jaxpr_compat import Eqn, VarOrLiteral, read_order
+from jaxkfac._jaxpr_compat import Eqn, VarOrLiteral, read_order, reshape_groups
 
 # ---------------- labels: for each entry of an array, the one example that it depends on
 #
@@ -146,24 +146,13 @@ def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Lab
     if math.prod(before) == 0:
         return None
     spread, out_shape = list(labels.shape), []
-    for ins, outs in _groups(before, after):
+    for ins, outs in reshape_groups(before, after):
         varied = any(labels.shape[d] > 1 for d in ins)
         for d in ins:
             spread[d] = before[d] if varied else labels.shape[d]
         out_shape += [after[d] if varied else 1 for d in outs]
     check_size(spread)
     return simplified(np.broadcast_to(labels, spread).reshape(out_shape))
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
-    """The smallest runs of axes before and after a reshape that hold the same entries."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        start, stop = i, j
-        i, j = min(i + 1, len(before)), min(j + 1, len(after))
-        while (x := math.prod(before[start:i])) != (y := math.prod(after[stop:j])):
-            i, j = (i + 1, j) if x < y else (i, j + 1)
-        yield list(range(start, i)), list(range(stop, j))
 
 
 def entries_at(labels: Labels, index: np.ndarray, axis: int) -> Labels:
@@ -335,6 +324,7 @@ def _slice(eqn: Eqn, arrays: Sequence[np.ndarray]) -> np.ndarray:
 _MOVES: dict[str, Callable[[Eqn, Sequence[np.ndarray]], np.ndarray]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
+    "tile": lambda eqn, arrays: np.tile(arrays[0], eqn.params["reps"]),
     "slice": _slice,
     "squeeze": lambda eqn, arrays: arrays[0].reshape(eqn.outvars[0].aval.shape),
     "expand_dims": lambda eqn, arrays: arrays[0].reshape(eqn.outvars[0].aval.shape),

@@ -30,6 +30,9 @@ ELEMENTWISE = frozenset(
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
 )
+MATRIX_FUNCTIONS = frozenset(  # of each matrix of a stack
+    "cholesky eigh eig lu qr geqrf svd schur hessenberg tridiagonal householder_product".split()
+)
 
 
 class AxisTable:
@@ -218,6 +221,16 @@ def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [tuple(source.get(d) or table.new(s, "feature") for d, s in enumerate(shape))]
 
 
+def tiled(table: AxisTable, eqn: Eqn, axes: Axes, kind: AxisKind) -> Axes:
+    """Axes of an array put beside itself: entry ``i`` of copy ``k`` is at ``k * size + i``."""
+    reps = zip(axes, map(int, eqn.params["reps"]), strict=True)
+    return tuple((*table.new(copies, kind), *axis) for axis, copies in reps)
+
+
+def _tile(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [tiled(table, eqn, axes, "feature")]
+
+
 def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     """Slices keep the axes that they do not cut.
 
@@ -310,6 +323,18 @@ def _top_k(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     ]
 
 
+def _of_matrices(core: int) -> Callable[[AxisTable, Eqn, Axes], list[Axes]]:
+    """The rule of a function of each matrix, or vector, of a stack: the stack stays."""
+
+    def rule(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+        stack = axes[: len(axes) - core]
+        return [
+            (*stack, *fresh(table, shape[len(stack) :], "derived")) for shape in _result_shapes(eqn)
+        ]
+
+    return rule
+
+
 def _scatter(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [axes]
 
@@ -335,6 +360,16 @@ def _dot(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
         for d, size in enumerate(var.aval.shape):
             if d not in used:
                 out.append(axes[d] if axes is not None else table.new(size, "feature"))
+    return [tuple(out)]
+
+
+def _triangular_solve(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    (shape,), columns = _result_shapes(eqn), ins[1]
+    stack = merge(table, [None if axes is None else axes[:-2] for axes in ins], shape[:-2])
+    out = [*stack, *fresh(table, shape[-2:], "derived")]
+    if columns is not None:  # each column is solved by itself
+        column = len(out) - (1 if eqn.params["left_side"] else 2)
+        out[column] = columns[column]
     return [tuple(out)]
 
 
@@ -384,6 +419,7 @@ _OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
     "squeeze": _squeeze,
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
+    "tile": _tile,
     "slice": _cut,
     "dynamic_slice": _cut,
     "pad": _cut,
@@ -396,11 +432,13 @@ _OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
     "reduce_window_max": _windows,
     "reduce_window_min": _windows,
     "top_k": _top_k,
-}
+    "lu_pivots_to_permutation": _of_matrices(1),
+} | dict.fromkeys(MATRIX_FUNCTIONS, _of_matrices(2))
 _OF_ALL: dict[str, Callable[[AxisTable, Eqn, Sequence[Axes | None]], list[Axes]]] = {
     "dot_general": _dot,
     "gather": _gather,
     "concatenate": _concatenate,
     "stack": _stack,
     "sort": _sort,
+    "triangular_solve": _triangular_solve,
 }
