@@ -1,0 +1,448 @@
+"""The Jacobian of outputs or losses as an operator: its Gram matrix, and its transpose."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxkfac._arguments import (
+    ArrayTree,
+    check_arrays,
+    check_function,
+    is_differentiable,
+    leaves_by_path,
+    path_of,
+)
+from jaxkfac._errors import one_of
+from jaxkfac.factors import ModelCall, Objective, check_word
+from jaxkfac.interception import Layer
+from jaxkfac.interception.coupling import Word
+from jaxkfac.linalg import statistics_dtype
+from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
+from jaxkfac.uses._gram_plan import (
+    GramPlan,
+    LayerPlan,
+    RowCounts,
+    explicit,
+    places_of,
+    planned,
+    reasons_against_pairs,
+)
+from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, Source
+from jaxkfac.uses._row_taps import Gathered, leaf_products, pair_norms, pair_products
+
+# ---------------- products of two sides
+
+
+def _sides(jacobians: Sequence["Jacobian"]) -> list[JacobianRows]:
+    """The rows of each; two that are the same object share them."""
+    rows = {id(j): JacobianRows(j.source, j.call) for j in jacobians}
+    second: dict[str, str] = {}
+    for side in rows.values():
+        second |= side.second
+    for side in rows.values():
+        side.second = second
+    return [rows[id(j)] for j in jacobians]
+
+
+def _plan(sides: Sequence[JacobianRows], *, diagonal: bool = False) -> GramPlan:
+    """Choose how the part of each layer is computed.
+
+    Args:
+        sides: Two sides, equal for a symmetric matrix; or one, if the diagonal alone is computed.
+        diagonal: Whether it is.
+    """
+    first, itemsize = sides[0], _dtype(sides).itemsize
+    reasons: dict[str, str] = {}
+    for side in sides:
+        reasons |= reasons_against_pairs(side.traced, side.layers)
+
+    @functools.cache
+    def counts(k: int, layer: Layer | None) -> RowCounts:
+        side = sides[k]
+        positions = [
+            1 if layer is None else places_of(side.traced, layer, probe.positions)[1]
+            for probe in side.probes
+        ]
+        return RowCounts.of(side.groups, positions)
+
+    order = [sides.index(side) for side in sides]
+    plain = [counts(k, None) for k in order]
+    layers = [
+        planned(
+            layer, [counts(k, layer) for k in order], itemsize, reasons.get(layer.name, "")
+        )
+        for layer in first.layers
+    ]
+    size_of = {path: math.prod(first.traced.shapes[path]) for path in first.selected}
+    for path, reason in first.second.items():
+        rows = sum(plain[k].number for k in set(order))
+        layers.append(
+            LayerPlan(
+                path, "-", 1, size_of[path], 1, 0, "second pass",
+                explicit(size_of[path], plain), itemsize * size_of[path] * rows, reason,
+            )
+        )  # fmt: skip
+    every = sum(explicit(size, plain) for size in size_of.values())
+    shape = tuple(side.number for side in plain)
+    return GramPlan(tuple(layers), shape, itemsize * math.prod(shape), every)
+
+
+def _dtype(sides: Sequence[JacobianRows]) -> Any:
+    return statistics_dtype(*[side.dtype for side in sides])
+
+
+def _chosen(
+    sides: Sequence[JacobianRows], max_bytes: int | None
+) -> tuple[GramPlan, dict[str, LayerPlan]]:
+    """The plan, and its entries by layer.
+
+    Raises:
+        MemoryBudgetError: it takes more than ``max_bytes``.
+    """
+    plan = _plan(sides)
+    if max_bytes is not None and plan.num_bytes > max_bytes:
+        result = " x ".join(map(str, plan.shape))
+        raise MemoryBudgetError(
+            f"max_bytes={max_bytes}: a result of {result} takes {bytes_text(plan.num_bytes)} "
+            f"({bytes_text(plan.result_bytes)} for itself, the rest for rows and gradients of the "
+            "layers, without the passes of the model): allow that much, give fewer rows, or choose "
+            "fewer layers="
+        )
+    return plan, {layer.name: layer for layer in plan.layers if layer.method != "second pass"}
+
+
+def _block(side: JacobianRows, one: Gathered, other: Gathered) -> Float[Array, "N D M E"]:
+    """Inner products of the rows of two groups."""
+    total = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
+    for name, rows in one.rows.items():
+        weight, bias = side.parts(side.traced.table[name])
+        total.append(pair_products(rows, other.rows[name], weight=weight, bias=bias))
+    return sum(total[1:], total[0])
+
+
+def _norms(side: JacobianRows, one: Gathered) -> Float[Array, "N D"]:
+    """Squared norms of the rows of a group."""
+    total = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.leaves.values()]
+    for name, rows in one.rows.items():
+        weight, bias = side.parts(side.traced.table[name])
+        total.append(pair_norms(rows, weight=weight, bias=bias))
+    return sum(total[1:], total[0])
+
+
+def _in_order(side: JacobianRows, groups: Sequence[Array], axis: int) -> Array:
+    """``(N, D)`` of each group at ``axis``, as rows in the order of the outputs."""
+    parts: dict[int, Array] = {}
+    for group, x in zip(side.groups, groups, strict=True):
+        start = 0
+        for output, number in zip(group.outputs, group.columns, strict=False):
+            part = jax.lax.slice_in_dim(x, start, start + number, axis=axis + 1)
+            shape = *x.shape[:axis], group.number * number, *x.shape[axis + 2 :]
+            parts[output], start = part.reshape(shape), start + number
+    return jnp.concatenate([parts[output] for output in sorted(parts)], axis)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _gram(one: "Jacobian", other: "Jacobian | None", max_bytes: int | None) -> Array:
+    sides = _sides([one, one if other is None else other])
+    _, plans = _chosen(sides, max_bytes)
+    rows = [side.gathered(plans) for side in ([sides[0]] if other is None else sides)]
+    blocks: dict[tuple[int, int], Array] = {}
+    for i, x in enumerate(rows[0]):
+        for j, y in enumerate(rows[-1]):
+            if other is None and j < i:
+                blocks[i, j] = blocks[j, i].transpose(2, 3, 0, 1)
+            else:
+                blocks[i, j] = _block(sides[0], x, y)
+    lines = [
+        _in_order(sides[1], [blocks[i, j] for j in range(len(rows[-1]))], 2)
+        for i in range(len(rows[0]))
+    ]
+    matrix = _in_order(sides[0], lines, 0)
+    kept = [side.cotangents().kept() for side in sides]
+    return jnp.where(kept[0][:, None] & kept[1], matrix, jnp.zeros((), matrix.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _squared_norms(one: "Jacobian", max_bytes: int | None) -> Array:
+    (side,) = sides = _sides([one])
+    _, plans = _chosen(sides, max_bytes)
+    norms = _in_order(side, [_norms(side, x) for x in side.gathered(plans)], 0)
+    return jnp.where(side.cotangents().kept(), norms, jnp.zeros((), norms.dtype))
+
+
+@jax.jit
+def _vjp(one: "Jacobian", x: Array) -> dict[str, Array]:
+    (side,) = _sides([one])
+    heads, vjp = side.outputs_and_vjp()
+    cotangents = side.cotangents_of(heads)
+    if x.shape != (len(cotangents.kept()),):
+        raise ValueError(
+            f"x has shape {x.shape}, expected one number for each row, "
+            f"({len(cotangents.kept())},)"
+        )
+    gradients = vjp(cotangents.sums(x))
+    return {path: side.elements(path, gradients[path]) for path in side.selected}
+
+
+# ---------------- the operator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Jacobian:
+    """The matrix J of derivatives of outputs or losses, from :func:`jacobian`; never formed.
+
+    It is a pytree: it can be built inside ``jit`` and passed to a jitted function.
+
+    Attributes:
+        params: The parameters.
+        batch: The batch.
+        state: What a call of the model takes besides its inputs, or ``None``.
+        source: The objective, and what the rows are; static.
+    """
+
+    params: Any
+    batch: Any
+    state: Any
+    source: Source = dataclasses.field(metadata={"static": True})
+
+    @property
+    def call(self) -> ModelCall:
+        """The call of the model or loss at which it is differentiated."""
+        return ModelCall(self.params, self.batch, state=self.state)
+
+    def gram(
+        self, other: "Jacobian | None" = None, *, max_bytes: ByteSize | None = None
+    ) -> Float[Array, "rows columns"]:
+        r"""The Gram matrix $J J^\top$, or $J J'^\top$ with rows of another batch.
+
+        Args:
+            other: The Jacobian of the same objective with the same options on another batch; it
+                may have other parameters.
+            max_bytes: As for :func:`gram`.
+
+        Raises:
+            ValueError: ``other`` has another objective or other options.
+            MemoryBudgetError: as for :func:`gram`.
+        """
+        self._check(other)
+        return _gram(self, other, _budget(max_bytes))
+
+    def squared_norms(self, *, max_bytes: ByteSize | None = None) -> Float[Array, " rows"]:
+        r"""The diagonal of $J J^\top$: the squared norm of each row's gradient.
+
+        Args:
+            max_bytes: As for :func:`gram`.
+        """
+        return _squared_norms(self, _budget(max_bytes))
+
+    def vjp(self, x: Float[Array, " rows"]) -> ArrayTree:
+        r"""$J^\top x$: the gradient of the weighted sum of all rows, in one backward pass.
+
+        Args:
+            x: One number for each row.
+
+        Returns:
+            A tree like the parameters. Parameters that ``layers=`` leaves out have zeros, and
+            leaves without a gradient ``float0``.
+
+        Raises:
+            ValueError: ``x`` has another shape.
+        """
+        leaves = _vjp(self, x)
+
+        def of_leaf(key_path: Any, leaf: Any) -> Any:
+            if not is_differentiable(leaf):
+                return np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+            gradient = leaves.get(path_of(key_path))
+            return jnp.zeros_like(leaf) if gradient is None else gradient
+
+        return jax.tree_util.tree_map_with_path(of_leaf, self.params)
+
+    def plan(self, other: "Jacobian | None" = None, *, diagonal: bool = False) -> GramPlan:
+        """How :meth:`gram` or, with ``diagonal``, :meth:`squared_norms` computes each layer.
+
+        Nothing is computed; ``print`` the result for a table.
+
+        Args:
+            other: As for :meth:`gram`.
+            diagonal: Whether the diagonal alone is computed.
+        """
+        self._check(other)
+        return _plan(_sides([self] if diagonal else [self, self if other is None else other]))
+
+    def _check(self, other: "Jacobian | None") -> None:
+        if other is not None and other.source != self.source:
+            raise ValueError(
+                "other: expected a Jacobian of the same objective with the same rows=, layers=, "
+                f"experts= and examples=, {self.source}, got {other.source}"
+            )
+
+
+def _budget(max_bytes: ByteSize | None) -> int | None:
+    return None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+
+
+def jacobian(
+    objective: Callable[..., Any],
+    params: ArrayTree,
+    batch: Any,
+    *,
+    rows: RowKind = "outputs",
+    layers: str | None = None,
+    state: ArrayTree | None = None,
+    experts: str | None = None,
+    examples: Word | None = None,
+) -> Jacobian:
+    r"""The Jacobian $J$ of a model on one batch, as an operator that is never formed.
+
+    ``J.gram()`` is $J J^\top$ (see :func:`gram`), ``J.gram(other)`` the same with the rows of
+    another batch, ``J.squared_norms()`` its diagonal, ``J.vjp(x)`` is $J^\top x$ in one backward
+    pass, and ``print(J.plan())`` shows how each layer is computed. With them, a damped
+    least-squares step is $J^\top (J J^\top + \lambda)^{-1} r$.
+
+    Args:
+        objective: As for :func:`gram`.
+        params: As for :func:`gram`.
+        batch: As for :func:`gram`.
+        rows: As for :func:`gram`.
+        layers: As for :func:`gram`.
+        state: As for :func:`gram`.
+        experts: As for :func:`gram`.
+        examples: As for :func:`gram`.
+
+    Returns:
+        A :class:`Jacobian`.
+
+    Raises:
+        ValueError: ``rows`` is unknown, or the batch does not fit. What :func:`gram` raises besides
+            is raised by the methods.
+        TypeError: as for :func:`gram`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.zeros((3, 1))}, (jnp.eye(2, 3), jnp.ones((2, 1)))
+        >>> J = jk.jacobian(objective, params, batch)
+        >>> step = J.vjp(jnp.linalg.solve(J.gram(), batch[1].ravel()))
+        >>> print(step["w"].ravel())
+        [1. 1. 0.]
+    """
+    one_of("rows", rows, get_args(RowKind))
+    check_word(examples)
+    check_arrays("params", params)
+    source = Source(objective, rows, layers, experts, examples)
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+        if state is not None:
+            raise ValueError("state= needs a jk.Objective, not a scalar loss")
+        check_arrays("batch", batch)
+        return Jacobian(params, batch, state, source)
+    batch, program = objective.batch(batch), source.program()
+    # Targets and mask are checked here, where they may have values.
+    traced = program.traced(ModelCall(params, batch, state=state))
+    objective.check(program.output_shapes(traced), batch.targets, batch.mask)
+    return Jacobian(params, batch, state, source)
+
+
+def gram(
+    objective: Callable[..., Any],
+    params: ArrayTree,
+    batch: Any,
+    other: Any = None,
+    *,
+    rows: RowKind = "outputs",
+    diagonal: bool = False,
+    layers: str | None = None,
+    state: ArrayTree | None = None,
+    experts: str | None = None,
+    examples: Word | None = None,
+    max_bytes: ByteSize | None = None,
+) -> Float[Array, "..."]:
+    r"""The Gram matrix $K = J J^\top$ of per-example gradients: the empirical tangent kernel.
+
+    $K_{ij}$ is the inner product of the gradients of rows $i$ and $j$ with respect to all
+    parameters. The gradients are not formed where that is cheaper: a layer with input rows $a$ and
+    output cotangents $g$ at positions $s, t$ adds
+
+    $$ K_{nm} \mathrel{+}= \sum_{s,t} (a_{ns}^\top a_{mt}) \, (g_{ns}^\top g_{mt}) , $$
+
+    which takes about $2 N^2 S^2 (\text{in} + \text{out})$ operations, where gradients of single
+    rows take $2 N^2 \, \text{in} \cdot \text{out}$. Each layer is computed the cheaper way;
+    ``print(jk.jacobian(...).plan())`` shows which.
+
+    Args:
+        objective: A model and its likelihood, or a scalar loss that marks its outputs.
+        params: Parameters.
+        batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``; for a scalar loss whatever it
+            takes. A masked row is zero.
+        other: Another such batch: $K$ then has its rows as columns.
+        rows: What the rows of $J$ are gradients of. ``"outputs"``: every number of the outputs, in
+            the order of ``outputs.ravel()``, so that the rows of an example stand together;
+            several outputs or marks follow one another. ``"residuals"``: the same for
+            ``jk.Gaussian()`` outputs, times $\sqrt{w v / T}$ with the weight $w$ of an output or
+            mark, the weight $v$ of a term and the number of terms $T$, so that the loss is half
+            the squared norm of the residuals, and $J^\top J$ its Gauss-Newton matrix.
+            ``"losses"``: the sum of each example's loss terms, one row for each example; for an
+            ``Objective`` alone.
+        diagonal: Return the diagonal alone, the squared norms of the rows' gradients.
+        layers: Full-match pattern of layer names; other parameters count as fixed.
+        state: What a call of the model takes besides its inputs (batch statistics).
+        experts: As for the factors.
+        examples: ``"apart"`` declares that no example's output depends on another example, where
+            the program does not prove it; see :func:`value_grad_and_factors`.
+        max_bytes: Most bytes of the result and of what is gathered for it, a number or ``"4GB"``,
+            without the model's own passes; unlimited by default. It is checked before anything is
+            computed.
+
+    Returns:
+        ``(rows, rows)``, ``(rows, rows of other)``, or ``(rows,)`` with ``diagonal``; float32,
+        or float64 if parameters or outputs are. Equal rows make $K$ singular.
+
+    Raises:
+        CoupledExamplesError: an example's output depends on other examples, for example through
+            batch statistics outside of evaluation mode.
+        MemoryBudgetError: it does not fit into ``max_bytes``; the message says how much it takes.
+        UncoveredParameterError: a complex parameter, or a layer that leads to no mark.
+        UnknownLayerError: ``layers`` matches nothing.
+        ValueError: a batch that does not fit, ``"residuals"`` of a likelihood without residuals,
+            ``"losses"`` of a scalar loss, ``other`` together with ``diagonal``, or ``layers`` that
+            leave out another reading of the same elements of a parameter.
+        TypeError: a scalar loss without marks.
+
+    Memory:
+        See ``num_bytes`` of the plan, and for each layer 32 MiB, or the pairs of one example with
+        all others. Parameters that no layer covers take a backward pass for each row.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"] + p["b"], jk.Gaussian())
+        >>> params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}
+        >>> print(jk.gram(objective, params, (jnp.eye(3), jnp.zeros((3, 1)))))
+        [[2. 1. 1.]
+         [1. 2. 1.]
+         [1. 1. 2.]]
+
+    References:
+        Roman Novak, Jascha Sohl-Dickstein and Samuel Schoenholz, "Fast Finite Width Neural Tangent
+        Kernel", 2022.
+        Xuechen Li et al., "Large Language Models Can Be Strong Differentially Private Learners",
+        2022.
+    """
+    options = {"rows": rows, "layers": layers, "state": state, "experts": experts}
+    one = jacobian(objective, params, batch, examples=examples, **options)
+    if not diagonal:
+        two = None
+        if other is not None:
+            two = jacobian(objective, params, other, examples=examples, **options)
+        return one.gram(two, max_bytes=max_bytes)
+    if other is not None:
+        raise ValueError("diagonal=True: the rows of two batches have no diagonal; leave out other")
+    return one.squared_norms(max_bytes=max_bytes)
