@@ -506,7 +506,7 @@ def check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
 
 
 def overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
-    """Whether slices of a parameter of this shape, given by their indices, have a common element."""
+    """Whether slices of a parameter, given by their indices, have a common element."""
     return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, more)).any())
 
 

@@ -219,10 +219,11 @@ def _accumulates(use: Use) -> bool:
 
 def _repeats(traced: Traced, layer: Layer, use: Use) -> bool:
     """Whether a use in a loop over several layers does not stand for all of each layer's uses."""
-    others = [traced.table[name] for name in use.layers if name is not None]
+    names = [name for name in use.layers if name is not None]
+    others = [traced.table[name] for name in names]
     uses = {id(x) for x in traced.uses_of(layer)}
     same = all({id(x) for x in traced.uses_of(other)} == uses for other in others)
-    return not same or use.layers.count(layer.name) > 1
+    return not same or len({*names}) < len(names)
 
 
 def _tied(layers: Iterable[Layer], traced: Traced) -> set[str]:

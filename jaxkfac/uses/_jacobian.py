@@ -9,14 +9,13 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxkfac._arguments import (
     ArrayTree,
     check_arrays,
     check_function,
     is_differentiable,
-    leaves_by_path,
     path_of,
 )
 from jaxkfac._errors import one_of
@@ -75,9 +74,7 @@ def _plan(sides: Sequence[JacobianRows], *, diagonal: bool = False) -> GramPlan:
     order = [sides.index(side) for side in sides]
     plain = [counts(k, None) for k in order]
     layers = [
-        planned(
-            layer, [counts(k, layer) for k in order], itemsize, reasons.get(layer.name, "")
-        )
+        planned(layer, [counts(k, layer) for k in order], itemsize, reasons.get(layer.name, ""))
         for layer in first.layers
     ]
     size_of = {path: math.prod(first.traced.shapes[path]) for path in first.selected}
@@ -184,8 +181,7 @@ def _vjp(one: "Jacobian", x: Array) -> dict[str, Array]:
     cotangents = side.cotangents_of(heads)
     if x.shape != (len(cotangents.kept()),):
         raise ValueError(
-            f"x has shape {x.shape}, expected one number for each row, "
-            f"({len(cotangents.kept())},)"
+            f"x has shape {x.shape}, expected one number for each row, ({len(cotangents.kept())},)"
         )
     gradients = vjp(cotangents.sums(x))
     return {path: side.elements(path, gradients[path]) for path in side.selected}

@@ -358,8 +358,7 @@ class JacobianRows:
             columns = cotangents.column(group, column)
             gradient = vjp([alone(x, k) for k, x in enumerate(columns)])
             return {
-                path: self.elements(path, gradient[path]).astype(self.dtype)
-                for path in self.second
+                path: self.elements(path, gradient[path]).astype(self.dtype) for path in self.second
             }
 
         rows = jax.lax.map(fast_convolutions(of_row), jnp.arange(group.size, dtype=jnp.int32))

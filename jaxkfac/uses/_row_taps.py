@@ -230,11 +230,13 @@ def gathered(
         others = {name: slot for name, slot in slots.items() if name not in pairs}
         return {name: slots[name]["outputs"] for name in pairs}, taps.gradients(others)
 
-    outputs, leaves = (jax.vmap(of_column) if len(columns) > 1 else of_column)(
-        columns if len(columns) > 1 else columns[0]
-    )
     if len(columns) == 1:
-        outputs, leaves = jax.tree.map(lambda x: x[None], (outputs, leaves))
+        outputs, leaves = jax.tree.map(lambda x: x[None], of_column(columns[0]))
+    else:
+        try:
+            outputs, leaves = jax.vmap(of_column)(columns)
+        except NotImplementedError:  # an operation that JAX cannot batch, as a grouped product
+            outputs, leaves = jax.lax.map(of_column, columns)
     # Inputs do not depend on the row; the compiler drops what else this pass computes.
     slots = emitted(columns[0]) if pairs else {}
     rows = {}
