@@ -1,16 +1,19 @@
 """How a Gram matrix is computed: by pairs of positions or by gradients, layer by layer."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxkfac._text import number, ruled
 from jaxkfac.interception import Layer, Traced, Use
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.memory import bytes_text
+from jaxkfac.uses._jacobian_rows import JacobianRows
 from jaxkfac.uses._row_taps import RowGroup
 
 Method = Literal["pairs", "gradients", "second pass"]
@@ -242,13 +245,38 @@ def _tied(layers: Iterable[Layer], traced: Traced) -> set[str]:
     return tied
 
 
-def places_of(
-    traced: Traced, layer: Layer, positions: Mapping[int, int]
-) -> tuple[dict[int, int], int]:
-    """Where the positions of each use begin among those of all, and the number of all."""
-    places, total = {}, 0
-    for use in traced.uses_of(layer):
-        if id(use) in positions:
-            places[id(use)] = total
-            total += positions[id(use)]
-    return places, total
+def plan_of(sides: Sequence[JacobianRows]) -> GramPlan:
+    """Choose how the part of each layer is computed.
+
+    Args:
+        sides: Two sides, equal for a symmetric matrix; or one, if the diagonal alone is computed.
+    """
+    first, itemsize = sides[0], statistics_dtype(*[side.dtype for side in sides]).itemsize
+    reasons: dict[str, str] = {}
+    for side in sides:
+        reasons |= reasons_against_pairs(side.traced, side.layers)
+
+    @functools.cache
+    def counts(k: int, layer: Layer | None) -> RowCounts:
+        side = sides[k]
+        positions = [1 if layer is None else side.places(layer, probe)[1] for probe in side.probes]
+        return RowCounts.of(side.groups, positions)
+
+    order = [sides.index(side) for side in sides]
+    plain = [counts(k, None) for k in order]
+    layers = [
+        planned(layer, [counts(k, layer) for k in order], itemsize, reasons.get(layer.name, ""))
+        for layer in first.layers
+    ]
+    size_of = {path: math.prod(first.traced.shapes[path]) for path in first.selected}
+    for path, reason in first.second.items():
+        rows = sum(plain[k].number for k in set(order))
+        layers.append(
+            LayerPlan(
+                path, "-", 1, size_of[path], 1, 0, "second pass",
+                explicit(size_of[path], plain), itemsize * size_of[path] * rows, reason,
+            )
+        )  # fmt: skip
+    every = sum(explicit(size, plain) for size in size_of.values())
+    shape = tuple(side.number for side in plain)
+    return GramPlan(tuple(layers), shape, itemsize * math.prod(shape), every)

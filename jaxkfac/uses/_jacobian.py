@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -20,18 +19,11 @@ from jaxkfac._arguments import (
 )
 from jaxkfac._errors import one_of
 from jaxkfac.factors import ModelCall, Objective, check_word
-from jaxkfac.interception import Layer
 from jaxkfac.interception.coupling import Word
-from jaxkfac.linalg import statistics_dtype
 from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
 from jaxkfac.uses._gram_plan import (
     GramPlan,
-    LayerPlan,
-    RowCounts,
-    explicit,
-    places_of,
-    planned,
-    reasons_against_pairs,
+    plan_of,
 )
 from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, Source
 from jaxkfac.uses._row_taps import Gathered, leaf_products, pair_norms, pair_products
@@ -39,71 +31,24 @@ from jaxkfac.uses._row_taps import Gathered, leaf_products, pair_norms, pair_pro
 # ---------------- products of two sides
 
 
-def _sides(jacobians: Sequence["Jacobian"]) -> list[JacobianRows]:
-    """The rows of each; two that are the same object share them."""
-    rows = {id(j): JacobianRows(j.source, j.call) for j in jacobians}
+def _sides(source: Source, calls: Sequence[ModelCall]) -> list[JacobianRows]:
+    """The rows of each call."""
+    sides = [JacobianRows(source, call) for call in calls]
     second: dict[str, str] = {}
-    for side in rows.values():
-        second |= side.second
-    for side in rows.values():
-        side.second = second
-    return [rows[id(j)] for j in jacobians]
-
-
-def _plan(sides: Sequence[JacobianRows], *, diagonal: bool = False) -> GramPlan:
-    """Choose how the part of each layer is computed.
-
-    Args:
-        sides: Two sides, equal for a symmetric matrix; or one, if the diagonal alone is computed.
-        diagonal: Whether it is.
-    """
-    first, itemsize = sides[0], _dtype(sides).itemsize
-    reasons: dict[str, str] = {}
     for side in sides:
-        reasons |= reasons_against_pairs(side.traced, side.layers)
-
-    @functools.cache
-    def counts(k: int, layer: Layer | None) -> RowCounts:
-        side = sides[k]
-        positions = [
-            1 if layer is None else places_of(side.traced, layer, probe.positions)[1]
-            for probe in side.probes
-        ]
-        return RowCounts.of(side.groups, positions)
-
-    order = [sides.index(side) for side in sides]
-    plain = [counts(k, None) for k in order]
-    layers = [
-        planned(layer, [counts(k, layer) for k in order], itemsize, reasons.get(layer.name, ""))
-        for layer in first.layers
-    ]
-    size_of = {path: math.prod(first.traced.shapes[path]) for path in first.selected}
-    for path, reason in first.second.items():
-        rows = sum(plain[k].number for k in set(order))
-        layers.append(
-            LayerPlan(
-                path, "-", 1, size_of[path], 1, 0, "second pass",
-                explicit(size_of[path], plain), itemsize * size_of[path] * rows, reason,
-            )
-        )  # fmt: skip
-    every = sum(explicit(size, plain) for size in size_of.values())
-    shape = tuple(side.number for side in plain)
-    return GramPlan(tuple(layers), shape, itemsize * math.prod(shape), every)
+        second |= side.second
+    for side in sides:
+        side.second = second
+    return sides
 
 
-def _dtype(sides: Sequence[JacobianRows]) -> Any:
-    return statistics_dtype(*[side.dtype for side in sides])
-
-
-def _chosen(
-    sides: Sequence[JacobianRows], max_bytes: int | None
-) -> tuple[GramPlan, dict[str, LayerPlan]]:
-    """The plan, and its entries by layer.
+def _by_pairs(sides: Sequence[JacobianRows], max_bytes: int | None) -> set[str]:
+    """The layers that are computed by pairs.
 
     Raises:
-        MemoryBudgetError: it takes more than ``max_bytes``.
+        MemoryBudgetError: the plan takes more than ``max_bytes``.
     """
-    plan = _plan(sides)
+    plan = plan_of(sides)
     if max_bytes is not None and plan.num_bytes > max_bytes:
         result = " x ".join(map(str, plan.shape))
         raise MemoryBudgetError(
@@ -112,25 +57,25 @@ def _chosen(
             "layers, without the passes of the model): allow that much, give fewer rows, or choose "
             "fewer layers="
         )
-    return plan, {layer.name: layer for layer in plan.layers if layer.method != "second pass"}
+    return {layer.name for layer in plan.layers if layer.method == "pairs"}
 
 
 def _block(side: JacobianRows, one: Gathered, other: Gathered) -> Float[Array, "N D M E"]:
     """Inner products of the rows of two groups."""
-    total = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
+    parts = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
     for name, rows in one.rows.items():
         weight, bias = side.parts(side.traced.table[name])
-        total.append(pair_products(rows, other.rows[name], weight=weight, bias=bias))
-    return sum(total[1:], total[0])
+        parts.append(pair_products(rows, other.rows[name], weight=weight, bias=bias))
+    return sum(parts[1:], parts[0])
 
 
 def _norms(side: JacobianRows, one: Gathered) -> Float[Array, "N D"]:
     """Squared norms of the rows of a group."""
-    total = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.leaves.values()]
+    parts = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.leaves.values()]
     for name, rows in one.rows.items():
         weight, bias = side.parts(side.traced.table[name])
-        total.append(pair_norms(rows, weight=weight, bias=bias))
-    return sum(total[1:], total[0])
+        parts.append(pair_norms(rows, weight=weight, bias=bias))
+    return sum(parts[1:], parts[0])
 
 
 def _in_order(side: JacobianRows, groups: Sequence[Array], axis: int) -> Array:
@@ -145,46 +90,62 @@ def _in_order(side: JacobianRows, groups: Sequence[Array], axis: int) -> Array:
     return jnp.concatenate([parts[output] for output in sorted(parts)], axis)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _gram(one: "Jacobian", other: "Jacobian | None", max_bytes: int | None) -> Array:
-    sides = _sides([one, one if other is None else other])
-    _, plans = _chosen(sides, max_bytes)
-    rows = [side.gathered(plans) for side in ([sides[0]] if other is None else sides)]
+def _gram(source: Source, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
+    """The Gram matrix of the rows of one call, or of the rows of two."""
+    sides = _sides(source, calls)
+    first, last = sides[0], sides[-1]
+    by_pairs = _by_pairs([first, last], max_bytes)
+    rows = [side.gathered(by_pairs) for side in sides]
     blocks: dict[tuple[int, int], Array] = {}
     for i, x in enumerate(rows[0]):
         for j, y in enumerate(rows[-1]):
-            if other is None and j < i:
-                blocks[i, j] = blocks[j, i].transpose(2, 3, 0, 1)
-            else:
-                blocks[i, j] = _block(sides[0], x, y)
+            symmetric = len(sides) == 1 and j < i
+            blocks[i, j] = blocks[j, i].transpose(2, 3, 0, 1) if symmetric else _block(first, x, y)
     lines = [
-        _in_order(sides[1], [blocks[i, j] for j in range(len(rows[-1]))], 2)
+        _in_order(last, [blocks[i, j] for j in range(len(rows[-1]))], 2)
         for i in range(len(rows[0]))
     ]
-    matrix = _in_order(sides[0], lines, 0)
+    matrix = _in_order(first, lines, 0)
     kept = [side.cotangents().kept() for side in sides]
-    return jnp.where(kept[0][:, None] & kept[1], matrix, jnp.zeros((), matrix.dtype))
+    return jnp.where(kept[0][:, None] & kept[-1], matrix, jnp.zeros((), matrix.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _squared_norms(one: "Jacobian", max_bytes: int | None) -> Array:
-    (side,) = sides = _sides([one])
-    _, plans = _chosen(sides, max_bytes)
-    norms = _in_order(side, [_norms(side, x) for x in side.gathered(plans)], 0)
+def _squared_norms(source: Source, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
+    (side,) = sides = _sides(source, calls)
+    by_pairs = _by_pairs(sides, max_bytes)
+    norms = _in_order(side, [_norms(side, x) for x in side.gathered(by_pairs)], 0)
     return jnp.where(side.cotangents().kept(), norms, jnp.zeros((), norms.dtype))
 
 
-@jax.jit
-def _vjp(one: "Jacobian", x: Array) -> dict[str, Array]:
-    (side,) = _sides([one])
+def _vjp(source: Source, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
+    (side,) = _sides(source, calls)
     heads, vjp = side.outputs_and_vjp()
     cotangents = side.cotangents_of(heads)
-    if x.shape != (len(cotangents.kept()),):
-        raise ValueError(
-            f"x has shape {x.shape}, expected one number for each row, ({len(cotangents.kept())},)"
-        )
+    if x.shape != (number := len(cotangents.kept()),):
+        raise ValueError(f"x has shape {x.shape}, expected one number for each row, ({number},)")
     gradients = vjp(cotangents.sums(x))
     return {path: side.elements(path, gradients[path]) for path in side.selected}
+
+
+def _compiled(run: Callable[..., Any], source: Source, *static: Any) -> Callable[..., Any]:
+    """``run(source, calls, *rest, *static)`` as ``f(calls, *rest)``, compiled once.
+
+    It is stored with an ``Objective``, and freed with it.
+    """
+    if not source.has_outputs:
+        return functools.partial(_of_loss, run, source, static)
+
+    def make() -> Callable[..., Any]:
+        return jax.jit(lambda calls, *rest: run(source, calls, *rest, *static))
+
+    return source.objective.programs.get((run, source[1:], *static), make)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _of_loss(
+    run: Callable[..., Any], source: Source, static: tuple[Any, ...], calls: Any, *rest: Any
+) -> Any:
+    return run(source, calls, *rest, *static)
 
 
 # ---------------- the operator
@@ -229,7 +190,8 @@ class Jacobian:
             MemoryBudgetError: as for :func:`gram`.
         """
         self._check(other)
-        return _gram(self, other, _budget(max_bytes))
+        calls = [self.call] if other is None else [self.call, other.call]
+        return _compiled(_gram, self.source, _budget(max_bytes))(calls)
 
     def squared_norms(self, *, max_bytes: ByteSize | None = None) -> Float[Array, " rows"]:
         r"""The diagonal of $J J^\top$: the squared norm of each row's gradient.
@@ -237,7 +199,7 @@ class Jacobian:
         Args:
             max_bytes: As for :func:`gram`.
         """
-        return _squared_norms(self, _budget(max_bytes))
+        return _compiled(_squared_norms, self.source, _budget(max_bytes))([self.call])
 
     def vjp(self, x: Float[Array, " rows"]) -> ArrayTree:
         r"""$J^\top x$: the gradient of the weighted sum of all rows, in one backward pass.
@@ -252,7 +214,7 @@ class Jacobian:
         Raises:
             ValueError: ``x`` has another shape.
         """
-        leaves = _vjp(self, x)
+        leaves = _compiled(_vjp, self.source)([self.call], x)
 
         def of_leaf(key_path: Any, leaf: Any) -> Any:
             if not is_differentiable(leaf):
@@ -272,7 +234,8 @@ class Jacobian:
             diagonal: Whether the diagonal alone is computed.
         """
         self._check(other)
-        return _plan(_sides([self] if diagonal else [self, self if other is None else other]))
+        sides = _sides(self.source, [self.call] if other is None else [self.call, other.call])
+        return plan_of(sides if diagonal else [sides[0], sides[-1]])
 
     def _check(self, other: "Jacobian | None") -> None:
         if other is not None and other.source != self.source:

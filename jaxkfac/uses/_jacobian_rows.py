@@ -1,7 +1,7 @@
 """Rows of a Jacobian on one batch: the outputs' cotangents, and what backward passes gather."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._example_gradients import ExampleGradients
 from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
-from jaxkfac.uses._gram_plan import LayerPlan, places_of
 from jaxkfac.uses._row_taps import Gathered, Probe, RowGroup, RowTaps, gathered
 
 RowKind = Literal["outputs", "residuals", "losses"]
@@ -200,6 +199,10 @@ class JacobianRows:
                 f"(jk.mark_outputs), whose outputs are known, got {source.objective!r}"
             )
         layers = [x for x in traced.table.tapped if not x.computed_from]
+        if not layers and not traced.table.problems:
+            raise UncoveredParameterError(
+                "no parameter leads to the outputs, and their Jacobian is zero: check apply_fn"
+            )
         self._check(layers)
         self.groups = _groups(traced, source.rows)
         self.second = self._uncovered(layers)
@@ -317,15 +320,25 @@ class JacobianRows:
         left_out = uncovered_mask(self.traced.shapes[path], self.selected[path])
         return jnp.where(left_out, jnp.zeros((), gradient.dtype), gradient)
 
-    def gathered(self, plans: Mapping[str, LayerPlan]) -> list[Gathered]:
-        """What the backward passes gather, for each group."""
+    def places(self, layer: Layer, probe: Probe) -> tuple[dict[int, int], int]:
+        """Where the positions of each use begin among those of all, and the number of all."""
+        places, total = {}, 0
+        for use in self.traced.uses_of(layer):
+            if id(use) in probe.positions:
+                places[id(use)] = total
+                total += probe.positions[id(use)]
+        return places, total
+
+    def gathered(self, by_pairs: Collection[str]) -> list[Gathered]:
+        """What the backward passes gather, for each group.
+
+        Args:
+            by_pairs: The layers whose rows are gathered, in place of gradients.
+        """
         out = []
         for group, probe in zip(self.groups, self.probes, strict=True):
-            pairs = {x.name: x for x in self.layers if plans[x.name].method == "pairs"}
-            both = {
-                name: places_of(self.traced, layer, probe.positions)
-                for name, layer in pairs.items()
-            }
+            pairs = {layer.name: layer for layer in self.layers if layer.name in by_pairs}
+            both = {name: self.places(layer, probe) for name, layer in pairs.items()}
             places = {name: starts for name, (starts, _) in both.items()}
             positions = {name: total for name, (_, total) in both.items()}
             taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
