@@ -381,6 +381,33 @@ def test_a_damped_least_squares_step_from_either_side():
     assert_close(ravel_pytree(step)[0], np.asarray(expected), 1e-9)
 
 
+# ---------------- what the page docs/gram.md does with it
+
+
+def test_clipped_gradients_are_those_of_single_examples():
+    model, _, params, batch = case("rows")
+    objective = objective_of(model)
+    J = dense(objective, params, batch, "losses")
+    operator = jk.jacobian(objective, params, batch, rows="losses")
+    norms = np.linalg.norm(J, axis=1)
+    bound = np.median(norms)
+    weights = jnp.minimum(1.0, bound / jnp.sqrt(operator.squared_norms()))
+    clipped = J * np.minimum(1.0, bound / norms)[:, None]
+    assert np.linalg.norm(clipped, axis=1).max() <= bound * (1 + 1e-12)
+    assert_close(ravel_pytree(operator.vjp(weights / len(J)))[0], clipped.mean(0))
+
+
+def test_the_noise_scale_is_that_of_single_gradients():
+    model, _, params, batch = case("one row")
+    objective = objective_of(model)
+    J = dense(objective, params, batch, "losses")
+    kernel = jk.gram(objective, params, batch, rows="losses")
+    number, square_of_mean = len(kernel), kernel.mean()
+    trace = (jnp.trace(kernel) / number - square_of_mean) * number / (number - 1)
+    assert_close(trace, np.trace(np.cov(J.T)))
+    assert_close(square_of_mean, np.square(J.mean(0)).sum())
+
+
 # ---------------- bad input
 
 
