@@ -25,13 +25,13 @@ from jaxkfac.uses._gram_plan import (
     GramPlan,
     plan_of,
 )
-from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, Source
-from jaxkfac.uses._row_taps import Gathered, leaf_products, pair_norms, pair_products
+from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, RowSource
+from jaxkfac.uses._row_taps import GatheredRows, leaf_products, pair_norms, pair_products
 
 # ---------------- products of two sides
 
 
-def _sides(source: Source, calls: Sequence[ModelCall]) -> list[JacobianRows]:
+def _sides(source: RowSource, calls: Sequence[ModelCall]) -> list[JacobianRows]:
     """The rows of each call."""
     sides = [JacobianRows(source, call) for call in calls]
     second: dict[str, str] = {}
@@ -60,7 +60,7 @@ def _by_pairs(sides: Sequence[JacobianRows], max_bytes: int | None) -> set[str]:
     return {layer.name for layer in plan.layers if layer.method == "pairs"}
 
 
-def _block(side: JacobianRows, one: Gathered, other: Gathered) -> Float[Array, "N D M E"]:
+def _block(side: JacobianRows, one: GatheredRows, other: GatheredRows) -> Float[Array, "N D M E"]:
     """Inner products of the rows of two groups."""
     parts = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
     for name, rows in one.rows.items():
@@ -69,7 +69,7 @@ def _block(side: JacobianRows, one: Gathered, other: Gathered) -> Float[Array, "
     return sum(parts[1:], parts[0])
 
 
-def _norms(side: JacobianRows, one: Gathered) -> Float[Array, "N D"]:
+def _norms(side: JacobianRows, one: GatheredRows) -> Float[Array, "N D"]:
     """Squared norms of the rows of a group."""
     parts = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.leaves.values()]
     for name, rows in one.rows.items():
@@ -90,7 +90,7 @@ def _in_order(side: JacobianRows, groups: Sequence[Array], axis: int) -> Array:
     return jnp.concatenate([parts[output] for output in sorted(parts)], axis)
 
 
-def _gram(source: Source, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
+def _gram(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
     """The Gram matrix of the rows of one call, or of the rows of two."""
     sides = _sides(source, calls)
     first, last = sides[0], sides[-1]
@@ -110,14 +110,14 @@ def _gram(source: Source, calls: Sequence[ModelCall], max_bytes: int | None) -> 
     return jnp.where(kept[0][:, None] & kept[-1], matrix, jnp.zeros((), matrix.dtype))
 
 
-def _squared_norms(source: Source, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
+def _squared_norms(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
     (side,) = sides = _sides(source, calls)
     by_pairs = _by_pairs(sides, max_bytes)
     norms = _in_order(side, [_norms(side, x) for x in side.gathered(by_pairs)], 0)
     return jnp.where(side.cotangents().kept(), norms, jnp.zeros((), norms.dtype))
 
 
-def _vjp(source: Source, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
+def _vjp(source: RowSource, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
     (side,) = _sides(source, calls)
     heads, vjp = side.outputs_and_vjp()
     cotangents = side.cotangents_of(heads)
@@ -127,7 +127,7 @@ def _vjp(source: Source, calls: Sequence[ModelCall], x: Array) -> dict[str, Arra
     return {path: side.elements(path, gradients[path]) for path in side.selected}
 
 
-def _compiled(run: Callable[..., Any], source: Source, *static: Any) -> Callable[..., Any]:
+def _compiled(run: Callable[..., Any], source: RowSource, *static: Any) -> Callable[..., Any]:
     """``run(source, calls, *rest, *static)`` as ``f(calls, *rest)``, compiled once.
 
     It is stored with an ``Objective``, and freed with it.
@@ -143,7 +143,7 @@ def _compiled(run: Callable[..., Any], source: Source, *static: Any) -> Callable
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _of_loss(
-    run: Callable[..., Any], source: Source, static: tuple[Any, ...], calls: Any, *rest: Any
+    run: Callable[..., Any], source: RowSource, static: tuple[Any, ...], calls: Any, *rest: Any
 ) -> Any:
     return run(source, calls, *rest, *static)
 
@@ -168,7 +168,7 @@ class Jacobian:
     params: Any
     batch: Any
     state: Any
-    source: Source = dataclasses.field(metadata={"static": True})
+    source: RowSource = dataclasses.field(metadata={"static": True})
 
     @property
     def call(self) -> ModelCall:
@@ -297,7 +297,7 @@ def jacobian(
     one_of("rows", rows, get_args(RowKind))
     check_word(examples)
     check_arrays("params", params)
-    source = Source(objective, rows, layers, experts, examples)
+    source = RowSource(objective, rows, layers, experts, examples)
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
         if state is not None:

@@ -18,7 +18,7 @@ from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.uses._example_gradients import ExampleGradients
 from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
-from jaxkfac.uses._row_taps import Gathered, Probe, RowGroup, RowTaps, gathered
+from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered
 
 RowKind = Literal["outputs", "residuals", "losses"]
 
@@ -140,7 +140,7 @@ def _loss_cotangents(heads: list[Head]) -> list[Array]:
 # ---------------- one side of a Gram matrix: a program, its rows and its layers
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """What the rows are computed from.
 
     Attributes:
@@ -171,7 +171,7 @@ class Source(NamedTuple):
 
         if not self.has_outputs:
             return make()
-        key = (Source, *finding.values(), self.examples)
+        key = (RowSource, *finding.values(), self.examples)
         return self.objective.programs.get(key, make)
 
 
@@ -185,7 +185,7 @@ class JacobianRows:
         dtype: Dtype of the result.
     """
 
-    def __init__(self, source: Source, call: ModelCall) -> None:
+    def __init__(self, source: RowSource, call: ModelCall) -> None:
         self.source, self.call, self.program = source, call, source.program()
         self.traced = traced = self.program.traced(call)
         if traced.marks and source.rows == "losses":
@@ -329,7 +329,7 @@ class JacobianRows:
                 total += probe.positions[id(use)]
         return places, total
 
-    def gathered(self, by_pairs: Collection[str]) -> list[Gathered]:
+    def gathered(self, by_pairs: Collection[str]) -> list[GatheredRows]:
         """What the backward passes gather, for each group.
 
         Args:
@@ -344,7 +344,7 @@ class JacobianRows:
             taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
             found = gathered(taps, self._emitted(taps, group), group, pairs)
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
-            out.append(Gathered(found.rows, leaves | self._second_pass(group)))
+            out.append(GatheredRows(found.rows, leaves | self._second_pass(group)))
         return out
 
     def _second_pass(self, group: RowGroup) -> dict[str, Array]:

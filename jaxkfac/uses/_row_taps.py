@@ -197,7 +197,7 @@ class LayerRows(NamedTuple):
     tokens: Any
 
 
-class Gathered(NamedTuple):
+class GatheredRows(NamedTuple):
     """What backward passes gathered for one group of rows.
 
     Attributes:
@@ -214,7 +214,7 @@ def gathered(
     emitted: Callable[[Array], Mapping[str, Slot]],
     group: RowGroup,
     pairs: Mapping[str, Layer],
-) -> Gathered:
+) -> GatheredRows:
     """Gather what the taps emit for each of the rows of an example.
 
     Args:
@@ -250,7 +250,7 @@ def gathered(
         g = g.reshape(len(g), stack, group.number, -1, g.shape[-1]).transpose(1, 2, 0, 3, 4)
         tokens = split(slots[name]["tokens"])[..., 0] if layer.is_lookup else None
         rows[name] = LayerRows(split(slots[name]["inputs"]), g, tokens)
-    return Gathered(rows, {path: jnp.moveaxis(x, 0, 1) for path, x in leaves.items()})
+    return GatheredRows(rows, {path: jnp.moveaxis(x, 0, 1) for path, x in leaves.items()})
 
 
 # ---------------- products
