@@ -71,8 +71,6 @@ NAMES = {
     "load_kronfluence": "files of another library, held to the scores it gave by tests",
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,
-    "jacobian": _NO_TWIN,
-    "Jacobian": _TYPE,
     "GramPlan": _TYPE,
     "QuadraticPenalty": _TYPE,
     "quadratic_penalty": "half of d F d with apply_power's F, held to it by tests",
@@ -307,7 +305,6 @@ NAMES = {
     "regulariser": "fourier_loss is its case; _nonlinearity_test has another nonlinearity",
     # linalg
     "PANELS_FROM": _PART,
-    "gram": _PART,
     "gram_panels": _PART,
     "diagonal": _PART,
     "has_panels": _PART,
