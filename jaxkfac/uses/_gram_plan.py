@@ -35,6 +35,8 @@ class LayerPlan(NamedTuple):
         operations: Number of multiplications and additions of its products.
         num_bytes: Bytes of what is gathered for it.
         reason: Why it is not ``"pairs"``, where costs did not decide.
+        from_rows: Whether gradients are formed from gathered rows, all at once, and not in the
+            backward pass, example by example.
     """
 
     name: str
@@ -47,6 +49,7 @@ class LayerPlan(NamedTuple):
     operations: int
     num_bytes: int
     reason: str = ""
+    from_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +172,9 @@ def planned(layer: Layer, sides: Sequence[RowCounts], itemsize: int, reason: str
     gradient_bytes = stack * sum(x.number for x in distinct) * n_in * n_out
     pair_bytes = stack * sum(x.examples * rows_in + x.rows * n_out for x in distinct)
     pairs = not reason and _is_cheaper(by_pairs, by_gradients)
+    # Rows of many positions, such as a convolution's patches, would take more than the gradients.
+    from_rows = not (pairs or reason or layer.is_lookup) and pair_bytes <= 2 * gradient_bytes
+    num_bytes = pair_bytes if pairs else gradient_bytes + from_rows * pair_bytes
     return LayerPlan(
         layer.name,
         layer.kind,
@@ -178,8 +184,9 @@ def planned(layer: Layer, sides: Sequence[RowCounts], itemsize: int, reason: str
         max(side.positions for side in sides),
         "pairs" if pairs else "gradients",
         by_pairs if pairs else by_gradients,
-        itemsize * (pair_bytes if pairs else gradient_bytes),
+        itemsize * num_bytes,
         reason,
+        from_rows,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac._arguments import (
     ArrayTree,
@@ -42,13 +42,14 @@ def _sides(source: RowSource, calls: Sequence[ModelCall]) -> list[JacobianRows]:
     return sides
 
 
-def _by_pairs(sides: Sequence[JacobianRows], max_bytes: int | None) -> set[str]:
-    """The layers that are computed by pairs.
+def _gathered(
+    sides: Sequence[JacobianRows], plan: GramPlan, max_bytes: int | None
+) -> tuple[list[list[GatheredRows]], list[Bool[Array, " rows"]]]:
+    """What each side gathers, by group; and which rows exist.
 
     Raises:
         MemoryBudgetError: the plan takes more than ``max_bytes``.
     """
-    plan = plan_of(sides)
     if max_bytes is not None and plan.num_bytes > max_bytes:
         result = " x ".join(map(str, plan.shape))
         raise MemoryBudgetError(
@@ -57,7 +58,10 @@ def _by_pairs(sides: Sequence[JacobianRows], max_bytes: int | None) -> set[str]:
             "layers, without the passes of the model): allow that much, give fewer rows, or choose "
             "fewer layers="
         )
-    return {layer.name for layer in plan.layers if layer.method == "pairs"}
+    by_pairs = [layer.name for layer in plan.layers if layer.method == "pairs"]
+    by_rows = [layer.name for layer in plan.layers if layer.from_rows]
+    both = [side.gathered(by_pairs, by_rows) for side in sides]
+    return [rows for rows, _ in both], [kept for _, kept in both]
 
 
 def _block(side: JacobianRows, one: GatheredRows, other: GatheredRows) -> Float[Array, "N D M E"]:
@@ -94,8 +98,7 @@ def _gram(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) 
     """The Gram matrix of the rows of one call, or of the rows of two."""
     sides = _sides(source, calls)
     first, last = sides[0], sides[-1]
-    by_pairs = _by_pairs([first, last], max_bytes)
-    rows = [side.gathered(by_pairs) for side in sides]
+    rows, kept = _gathered(sides, plan_of([first, last]), max_bytes)
     blocks: dict[tuple[int, int], Array] = {}
     for i, x in enumerate(rows[0]):
         for j, y in enumerate(rows[-1]):
@@ -106,15 +109,14 @@ def _gram(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) 
         for i in range(len(rows[0]))
     ]
     matrix = _in_order(first, lines, 0)
-    kept = [side.cotangents().kept() for side in sides]
     return jnp.where(kept[0][:, None] & kept[-1], matrix, jnp.zeros((), matrix.dtype))
 
 
 def _squared_norms(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
     (side,) = sides = _sides(source, calls)
-    by_pairs = _by_pairs(sides, max_bytes)
-    norms = _in_order(side, [_norms(side, x) for x in side.gathered(by_pairs)], 0)
-    return jnp.where(side.cotangents().kept(), norms, jnp.zeros((), norms.dtype))
+    (rows,), (kept,) = _gathered(sides, plan_of(sides), max_bytes)
+    norms = _in_order(side, [_norms(side, x) for x in rows], 0)
+    return jnp.where(kept, norms, jnp.zeros((), norms.dtype))
 
 
 def _vjp(source: RowSource, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
@@ -335,7 +337,8 @@ def gram(
 
     which takes about $2 N^2 S^2 (\text{in} + \text{out})$ operations, where gradients of single
     rows take $2 N^2 \, \text{in} \cdot \text{out}$. Each layer is computed the cheaper way;
-    ``print(jk.jacobian(...).plan())`` shows which.
+    ``print(jk.jacobian(...).plan())`` shows which. Inside a ``custom_vjp`` rows are those of the
+    function's ordinary derivative, as for factors.
 
     Args:
         objective: A model and its likelihood, or a scalar loss that marks its outputs.
@@ -378,7 +381,8 @@ def gram(
 
     Memory:
         See ``num_bytes`` of the plan, and for each layer 32 MiB, or the pairs of one example with
-        all others. Parameters that no layer covers take a backward pass for each row.
+        all others. Parameters that no layer covers take a second pass, in which each example runs
+        alone; where it cannot, each row takes a backward pass of its own.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk

@@ -15,10 +15,10 @@ from jaxkfac.curvature import covered_indices, uncovered_mask
 from jaxkfac.factors import Gaussian, Head, ModelCall, Objective, Program
 from jaxkfac.interception import Layer, Traced, fast_convolutions
 from jaxkfac.interception.coupling import Word
-from jaxkfac.linalg import statistics_dtype
+from jaxkfac.linalg import map_over_chunks, statistics_dtype
 from jaxkfac.uses._example_gradients import ExampleGradients
 from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
-from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered
+from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered, row_gradients
 
 RowKind = Literal["outputs", "residuals", "losses"]
 
@@ -135,6 +135,9 @@ def _loss_cotangents(heads: list[Head]) -> list[Array]:
     # A target out of range has a loss of NaN whose gradient is finite.
     bad = lambda x: jnp.isnan(losses).reshape(-1, *[1] * (x.ndim - 1))
     return [jnp.where(bad(x), jnp.full((), jnp.nan, x.dtype), x) for x in cotangents]
+
+
+CHUNK = 8  # examples of the second pass that run at once
 
 
 # ---------------- one side of a Gram matrix: a program, its rows and its layers
@@ -267,8 +270,10 @@ class JacobianRows:
 
     # -- passes -----------------------------------------------------------------------
 
-    def _emitted(self, taps: ExampleGradients, group: RowGroup) -> Callable[[Array], Any]:
-        """From the number of a row of each example to what the taps emit."""
+    def _emitted(
+        self, taps: ExampleGradients, group: RowGroup
+    ) -> tuple[Cotangents, Callable[[Array], Any]]:
+        """The cotangents, and from the number of a row of each example to what the taps emit."""
         taps = taps.of((self.call.params, self.call.batch))
         at = self.program.linearise(self.traced, taps, self.call, differentiate=False)
         assert at.terms_of is not None
@@ -276,12 +281,12 @@ class JacobianRows:
         targets = self.call.batch.targets if self.source.has_outputs else None
         cotangents = self.cotangents_of(at.terms_of.heads(at.outputs, targets, mask))
         tree = at.terms_of.tree
-        return lambda column: at.vjp(tree(cotangents.column(group, column)))
+        return cotangents, lambda column: at.vjp(tree(cotangents.column(group, column)))
 
     def _probe(self) -> list[Any]:
         first = jnp.zeros((), jnp.int32)
         return [
-            self._emitted(probe, group)(first)
+            self._emitted(probe, group)[1](first)
             for probe, group in zip(self.probes, self.groups, strict=True)
         ]
 
@@ -311,10 +316,6 @@ class JacobianRows:
         """The cotangents that the rows stand for."""
         return Cotangents.of(self.source.rows, heads)
 
-    def cotangents(self) -> Cotangents:
-        """The same, of the outputs of a run of the model."""
-        return self.cotangents_of(self.outputs_and_vjp()[0])
-
     def elements(self, path: str, gradient: Array) -> Array:
         """A parameter's gradient with zeros for elements that are not selected."""
         left_out = uncovered_mask(self.traced.shapes[path], self.selected[path])
@@ -329,34 +330,72 @@ class JacobianRows:
                 total += probe.positions[id(use)]
         return places, total
 
-    def gathered(self, by_pairs: Collection[str]) -> list[GatheredRows]:
-        """What the backward passes gather, for each group.
+    def gathered(
+        self, by_pairs: Collection[str], by_rows: Collection[str]
+    ) -> tuple[list[GatheredRows], Bool[Array, " rows"]]:
+        """What the backward passes gather, for each group; and which rows exist.
 
         Args:
-            by_pairs: The layers whose rows are gathered, in place of gradients.
+            by_pairs: The layers whose rows are multiplied in pairs.
+            by_rows: The layers whose gradients are formed from their rows.
         """
-        out = []
+        out, kept = [], jnp.zeros(0, bool)
         for group, probe in zip(self.groups, self.probes, strict=True):
-            pairs = {layer.name: layer for layer in self.layers if layer.name in by_pairs}
-            both = {name: self.places(layer, probe) for name, layer in pairs.items()}
+            layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
+            both = {name: self.places(layer, probe) for name, layer in layers.items()}
             places = {name: starts for name, (starts, _) in both.items()}
             positions = {name: total for name, (_, total) in both.items()}
             taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
-            found = gathered(taps, self._emitted(taps, group), group, pairs)
+            cotangents, emitted = self._emitted(taps, group)
+            found, kept = gathered(taps, emitted, group, layers), cotangents.kept()
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
-            out.append(GatheredRows(found.rows, leaves | self._second_pass(group)))
-        return out
+            for name in by_rows:
+                weight, bias = self.parts(layers[name])
+                rows = found.rows.pop(name)
+                leaves["rows", name] = row_gradients(rows, weight=weight, bias=bias)
+            if self.second:
+                # An example that can run alone takes one pass for its rows, not one for each.
+                alone = self.source.has_outputs
+                alone = alone and not self.program.meeting(self.traced, "value", alone=True)
+                leaves |= (self._alone if alone else self._row_by_row)(group, cotangents)
+            out.append(GatheredRows(found.rows, leaves))
+        return out, kept
 
-    def _second_pass(self, group: RowGroup) -> dict[str, Array]:
-        """Gradients ``(N, D, *parameter)`` of parameters that no layer covers.
+    # -- the second pass, for parameters that no layer covers: ``(N, D, *parameter)`` by path --
 
-        Each row takes a backward pass of the whole program, with cotangents of this row alone. So
-        nothing has to be known of the program but that its examples do not meet.
+    def _alone(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
+        """Each example is run by itself."""
+        params, batch, _, state = self.call
+        objective, leaves = self.source.objective, leaves_by_path(params)
+        chosen = {path: leaves[path] for path in self.second}
+        columns = jnp.arange(group.per_example, dtype=jnp.int32)
+        seeds = jax.vmap(lambda column: cotangents.column(group, column), out_axes=1)(columns)
+
+        def of_example(example: tuple[ArrayTree, list[Array]]) -> dict[str, Array]:
+            inputs, seeds = example
+            inputs = jax.tree.map(lambda x: x[None], inputs)
+
+            def outputs_of(chosen: dict[str, Array]) -> list[Array]:
+                outputs = objective.outputs(with_leaves(params, chosen), inputs, None, state)[0]
+                return objective.parts(outputs, "apply_fn: outputs")
+
+            vjp = jax.vjp(outputs_of, chosen)[1]
+            gradients = jax.vmap(lambda *one: vjp([x[None] for x in one])[0])(*seeds)
+            return self._second_parts(gradients)
+
+        examples = batch.inputs, seeds
+        try:
+            some = lambda chunk, _: jax.vmap(of_example)(chunk)
+            return map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
+        except NotImplementedError:  # an operation that JAX cannot batch, as a grouped product
+            return self._row_by_row(group, cotangents)
+
+    def _row_by_row(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
+        """Each row takes a backward pass of the whole program, with cotangents of this row alone.
+
+        So nothing has to be known of the program but that its examples do not meet.
         """
-        if not self.second:
-            return {}
-        heads, vjp = self.outputs_and_vjp()
-        cotangents = self.cotangents_of(heads)
+        vjp = self.outputs_and_vjp()[1]
 
         def of_row(row: Int[Array, ""]) -> dict[str, Array]:
             example, column = row // group.per_example, row % group.per_example
@@ -369,11 +408,14 @@ class JacobianRows:
                 return jnp.where(mine, x, jnp.zeros((), x.dtype))
 
             columns = cotangents.column(group, column)
-            gradient = vjp([alone(x, k) for k, x in enumerate(columns)])
-            return {
-                path: self.elements(path, gradient[path]).astype(self.dtype) for path in self.second
-            }
+            gradients = vjp([alone(x, k) for k, x in enumerate(columns)])
+            return self._second_parts(jax.tree.map(lambda x: x[None], gradients))
 
         rows = jax.lax.map(fast_convolutions(of_row), jnp.arange(group.size, dtype=jnp.int32))
         shape = group.number, group.per_example
-        return {path: x.reshape(*shape, *x.shape[1:]) for path, x in rows.items()}
+        return {path: x.reshape(*shape, *x.shape[2:]) for path, x in rows.items()}
+
+    def _second_parts(self, gradients: dict[str, Array]) -> dict[str, Array]:
+        """The selected elements of the parameters of the second pass; the rows come first."""
+        of_path = lambda path: jax.vmap(lambda x: self.elements(path, x))(gradients[path])
+        return {path: of_path(path).astype(self.dtype) for path in self.second}

@@ -6,7 +6,7 @@ $\sum_{s,t} (a_{ns}^\top a_{mt}) (g_{ns}^\top g_{mt})$. Pairs of positions thus 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -202,18 +202,19 @@ class GatheredRows(NamedTuple):
 
     Attributes:
         rows: By layer, for layers whose positions are multiplied in pairs.
-        leaves: By parameter path, gradients ``(N, D, *parameter)``.
+        leaves: Gradients ``(N, D, ...)``, by parameter path, or by ``("rows", layer)`` if they were
+            formed from the rows of a layer.
     """
 
     rows: dict[str, LayerRows]
-    leaves: dict[str, Array]
+    leaves: dict[Hashable, Array]
 
 
 def gathered(
     taps: RowTaps,
     emitted: Callable[[Array], Mapping[str, Slot]],
     group: RowGroup,
-    pairs: Mapping[str, Layer],
+    layers: Mapping[str, Layer],
 ) -> GatheredRows:
     """Gather what the taps emit for each of the rows of an example.
 
@@ -221,14 +222,14 @@ def gathered(
         taps: The taps.
         emitted: From the number of a row, the same for all examples, to what the taps emit.
         group: The rows.
-        pairs: The layers whose rows are gathered.
+        layers: The layers whose rows are gathered; of all others, gradients are.
     """
     columns = jnp.arange(group.per_example, dtype=jnp.int32)
 
     def of_column(column: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         slots = emitted(column)
-        others = {name: slot for name, slot in slots.items() if name not in pairs}
-        return {name: slots[name]["outputs"] for name in pairs}, taps.gradients(others)
+        others = {name: slot for name, slot in slots.items() if name not in layers}
+        return {name: slots[name]["outputs"] for name in layers}, taps.gradients(others)
 
     if len(columns) == 1:
         outputs, leaves = jax.tree.map(lambda x: x[None], of_column(columns[0]))
@@ -238,9 +239,9 @@ def gathered(
         except NotImplementedError:  # an operation that JAX cannot batch, as a grouped product
             outputs, leaves = jax.lax.map(of_column, columns)
     # Inputs do not depend on the row; the compiler drops what else this pass computes.
-    slots = emitted(columns[0]) if pairs else {}
+    slots = emitted(columns[0]) if layers else {}
     rows = {}
-    for name, layer in pairs.items():
+    for name, layer in layers.items():
         stack = math.prod(layer.stack)
 
         def split(x: Array, stack: int = stack) -> Array:
@@ -323,6 +324,19 @@ def _over_stack(of_entry: Callable[..., Array], *rows: LayerRows) -> Array:
         return first
     rest = jax.tree.map(lambda x: x[1:], rows)
     return jax.lax.scan(lambda total, entry: (total + of_entry(*entry), None), first, rest)[0]
+
+
+def row_gradients(rows: LayerRows, *, weight: bool, bias: bool) -> Float[Array, "N D n"]:
+    """The gradients of a layer for each row of the Jacobian, flattened; see `pair_products`."""
+    examples, columns = rows.outputs.shape[1:3]
+    parts = []
+    if weight:
+        gradients = jnp.einsum("lnsi,lndso->ndlio", rows.inputs, rows.outputs, precision=_EXACT)
+        parts.append(gradients.reshape(examples, columns, -1))
+    if bias:
+        gradients = rows.outputs.sum(3).transpose(1, 2, 0, 3)
+        parts.append(gradients.reshape(examples, columns, -1))
+    return jnp.concatenate(parts, -1)
 
 
 def leaf_products(
