@@ -343,6 +343,8 @@ def test_the_cheaper_way_is_chosen_layer_by_layer():
     assert wide.operations == 2 * 25 * (8 + 64)
     assert plan.explicit_operations == 2 * 25 * (4 * 8 + 8 * 64) and plan.shape == (5, 5)
     assert plan.num_bytes == 8 * (25 + 5 * 4 * 8 + 5 * (8 + 64))
+    shapes = jax.eval_shape(lambda *args: args, params, batch)
+    assert jk.jacobian(objective, *shapes, rows="losses").plan() == plan
     assert "gradients" in str(plan) and "5 x 5 in" in repr(plan)
     diagonal = jk.jacobian(objective, params, batch, rows="losses").plan(diagonal=True)
     assert diagonal.shape == (5,) and diagonal.operations < plan.operations

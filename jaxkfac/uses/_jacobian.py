@@ -216,7 +216,7 @@ class Jacobian:
         Raises:
             ValueError: ``x`` has another shape.
         """
-        leaves = _compiled(_vjp, self.source)([self.call], x)
+        leaves = _compiled(_vjp, self.source)([self.call], jnp.asarray(x))
 
         def of_leaf(key_path: Any, leaf: Any) -> Any:
             if not is_differentiable(leaf):
@@ -229,7 +229,8 @@ class Jacobian:
     def plan(self, other: "Jacobian | None" = None, *, diagonal: bool = False) -> GramPlan:
         """How :meth:`gram` or, with ``diagonal``, :meth:`squared_norms` computes each layer.
 
-        Nothing is computed; ``print`` the result for a table.
+        Nothing is computed, and shapes suffice for parameters and batch; ``print`` the result for a
+        table.
 
         Args:
             other: As for :meth:`gram`.
@@ -307,9 +308,11 @@ def jacobian(
         check_arrays("batch", batch)
         return Jacobian(params, batch, state, source)
     batch, program = objective.batch(batch), source.program()
-    # Targets and mask are checked here, where they may have values.
+    # Targets and mask are checked here, where they may have values; for shapes a plan checks them.
     traced = program.traced(ModelCall(params, batch, state=state))
-    objective.check(program.output_shapes(traced), batch.targets, batch.mask)
+    shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch[1:]))
+    if not any(shapes):
+        objective.check(program.output_shapes(traced), batch.targets, batch.mask)
     return Jacobian(params, batch, state, source)
 
 

@@ -215,7 +215,7 @@ class JacobianRows:
         outputs = [shape.dtype for shape in traced.out_shapes[: traced.num_outputs]]
         self.dtype = statistics_dtype(*dtypes.values(), *outputs)
         self.probes = [Probe(traced, layers, self.dtype_of, group) for group in self.groups]
-        jax.eval_shape(self._probe)
+        jax.eval_shape(self._probe, call)
         for layer in layers:
             uses = {id(use) for use in traced.uses_of(layer)}
             lost = any(uses & probe.lost for probe in self.probes)
@@ -271,22 +271,22 @@ class JacobianRows:
     # -- passes -----------------------------------------------------------------------
 
     def _emitted(
-        self, taps: ExampleGradients, group: RowGroup
+        self, taps: ExampleGradients, group: RowGroup, call: ModelCall
     ) -> tuple[Cotangents, Callable[[Array], Any]]:
         """The cotangents, and from the number of a row of each example to what the taps emit."""
-        taps = taps.of((self.call.params, self.call.batch))
-        at = self.program.linearise(self.traced, taps, self.call, differentiate=False)
+        taps = taps.of((call.params, call.batch))
+        at = self.program.linearise(self.traced, taps, call, differentiate=False)
         assert at.terms_of is not None
-        mask = self.call.batch.mask if self.source.has_outputs else None
-        targets = self.call.batch.targets if self.source.has_outputs else None
+        mask = call.batch.mask if self.source.has_outputs else None
+        targets = call.batch.targets if self.source.has_outputs else None
         cotangents = self.cotangents_of(at.terms_of.heads(at.outputs, targets, mask))
         tree = at.terms_of.tree
         return cotangents, lambda column: at.vjp(tree(cotangents.column(group, column)))
 
-    def _probe(self) -> list[Any]:
+    def _probe(self, call: ModelCall) -> list[Any]:
         first = jnp.zeros((), jnp.int32)
         return [
-            self._emitted(probe, group)[1](first)
+            self._emitted(probe, group, call)[1](first)
             for probe, group in zip(self.probes, self.groups, strict=True)
         ]
 
@@ -346,7 +346,7 @@ class JacobianRows:
             places = {name: starts for name, (starts, _) in both.items()}
             positions = {name: total for name, (_, total) in both.items()}
             taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
-            cotangents, emitted = self._emitted(taps, group)
+            cotangents, emitted = self._emitted(taps, group, self.call)
             found, kept = gathered(taps, emitted, group, layers), cotangents.kept()
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
             for name in by_rows:
