@@ -120,6 +120,45 @@ def solved(sides: Sides) -> Iterable[Pair]:
     return tree_pairs(found.solution, sides.tree(theirs.unflatten(dense)))
 
 
+# ---------------------------------------------------------------- the Jacobian
+
+
+def _kept_rows(sides: Sides, rows: int) -> torch.Tensor:
+    """1 for the rows of terms that the mask keeps, 0 for the others."""
+    _, _, *mask = sides.batch()
+    if not mask:
+        return torch.ones(rows, dtype=sides.tensor_dtype, device=sides.device)
+    kept = mask[0].reshape(-1).to(sides.tensor_dtype)
+    return kept.repeat_interleave(rows // len(kept))
+
+
+def gram_of_outputs(sides: Sides) -> Iterable[Pair]:
+    matrix = ref.gram(sides.model, sides.batch()[0])
+    kept = _kept_rows(sides, len(matrix))
+    operator = jk.jacobian(sides.objective, sides.params, sides.our_batch())
+    expected = (matrix * kept * kept[:, None]).cpu().numpy()
+    yield Pair("", "Gram matrix", operator.gram(), expected)
+    yield Pair("", "squared norms", operator.squared_norms(), expected.diagonal())
+
+
+def least_squares_step(sides: Sides) -> Iterable[Pair]:
+    """J^T (K + damping)^-1 x, the damping being the mean eigenvalue of K."""
+    rows = ref.jacobian(sides.model, sides.batch()[0])
+    rows = rows * _kept_rows(sides, len(rows))[:, None]
+    x = np.random.default_rng(52).normal(size=len(rows))
+    matrix, eye = rows @ rows.T, torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    solved = torch.linalg.solve(matrix + matrix.trace() / len(rows) * eye, sides.tensor(x))
+    flat, expected, start = rows.T @ solved, {}, 0
+    for name, parameter in sides.model.named_parameters():
+        expected[name] = flat[start : start + parameter.numel()].reshape(parameter.shape)
+        start += parameter.numel()
+    operator = jk.jacobian(sides.objective, sides.params, sides.our_batch())
+    ours = operator.gram()
+    damped = ours + jnp.trace(ours) / len(ours) * jnp.eye(len(ours), dtype=ours.dtype)
+    step = operator.vjp(jnp.linalg.solve(damped, jnp.asarray(x, ours.dtype)))
+    return tree_pairs(step, _tree(sides, expected))
+
+
 # ---------------------------------------------------------------- the table
 
 CPU = {name: exact()[name] for name in ("float64", "float32")}
@@ -136,6 +175,22 @@ CASES = [
     *_table("sampled Fisher", sampled, "fisher"),
     *_table("Gauss-Newton and exact Fisher", gauss_newton, "fisher", "ggn"),
     *_table("Hessian", second_derivative, "hessian"),
+    *cases(
+        "operators",
+        "Gram matrix",
+        NAMES,
+        gram_of_outputs,
+        covers=("gram", "jacobian", "Jacobian"),
+        tolerances=CPU,
+    ),
+    *cases(
+        "operators",
+        "step from a Gram matrix",
+        NAMES,
+        least_squares_step,
+        covers=("gram", "jacobian", "Jacobian"),
+        tolerances={"float64": divided(100)["float64"]},
+    ),
     *cases(
         "operators",
         "conjugate gradients",

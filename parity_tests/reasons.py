@@ -71,6 +71,7 @@ NAMES = {
     "load_kronfluence": "files of another library, held to the scores it gave by tests",
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,
+    "GramPlan": _TYPE,
     "QuadraticPenalty": _TYPE,
     "quadratic_penalty": "half of d F d with apply_power's F, held to it by tests",
     "check_program_layers": _CHECK,
@@ -305,7 +306,6 @@ NAMES = {
     "regulariser": "fourier_loss is its case; _nonlinearity_test has another nonlinearity",
     # linalg
     "PANELS_FROM": _PART,
-    "gram": _PART,
     "gram_panels": _PART,
     "diagonal": _PART,
     "has_panels": _PART,

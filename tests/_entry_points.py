@@ -215,6 +215,19 @@ def _():
     return OBJECTIVE, (PARAMS, BATCH)
 
 
+@entry("gram")
+def _():
+    return lambda p, b: jk.gram(OBJECTIVE, p, b, rows="losses"), (PARAMS, BATCH)
+
+
+@entry("jacobian")
+def _():
+    def step(params, batch, x):
+        return jk.jacobian(OBJECTIVE, params, batch, rows="losses").vjp(x)
+
+    return step, (PARAMS, BATCH, of(ROWS))
+
+
 @entry("update_average")
 def _():
     return lambda average, factors: jk.update_average(average, factors, 0.9), (like(), like())

@@ -41,6 +41,10 @@ CALLS = {
         "max_bytes",
         lambda bases, **size: jk.self_influence(OBJECTIVE, PARAMS, bases, BATCH, **size),
     ),
+    "gram": (
+        "max_bytes",
+        lambda bases, **size: jk.gram(OBJECTIVE, PARAMS, BATCH, **size),
+    ),
     "prepare_queries": (
         "max_bytes",
         lambda bases, **size: jk.prepare_queries(OBJECTIVE, PARAMS, bases, BATCH, **size).errors,

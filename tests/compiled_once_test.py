@@ -133,6 +133,12 @@ CASES = {
     "self_influence, in parts": lambda b: jk.self_influence(
         OBJECTIVE, PARAMS, b, BATCH, damping=0.1, max_bytes=600
     ),
+    "gram": lambda b: (
+        jk.gram(OBJECTIVE, PARAMS, BATCH, rows="losses"),
+        jk.gram(OBJECTIVE, PARAMS, BATCH, BATCH),
+        jk.gram(OBJECTIVE, PARAMS, BATCH, diagonal=True),
+    ),
+    "jacobian": lambda b: jk.jacobian(OBJECTIVE, PARAMS, BATCH, rows="losses").vjp(jnp.ones(6)),
     "gradient_store": lambda b: jk.gradient_store(OBJECTIVE, PARAMS, b, BATCH).bases,
     "influence of a store": lambda b: jk.influence(
         OBJECTIVE, PARAMS, b, BATCH, store(b), query_rank=1, layers="up"

@@ -83,8 +83,9 @@ def test_doors_and_kinds_stay_as_they_are_recorded():
 def test_the_house_stays_as_it_is_recorded():
     counted = house()
     percent = lambda name: float(counted[name].rstrip("%"))
-    # 330, three for the object of training, mapped axes, and updates on them, and one for sides.
-    assert counted["files"] <= 336 and counted["median code lines"] >= 110
+    # 330, three for the object of training, mapped axes, and updates on them, one for sides,
+    # and four for Gram matrices: taps, rows, plan, operator.
+    assert counted["files"] <= 340 and counted["median code lines"] >= 110
     assert percent("below 40 code lines, __init__ left out") <= 3
     assert counted["circles of files"] == [] and counted["circles of rooms"] == []
     assert percent("vague names") <= 3

@@ -68,6 +68,21 @@ def _ekfac(record: Any) -> Iterator[Row]:
         yield Row(f"temporaries, {PROGRAMS[key]}", f"{here['temp_mib']:.0f} MiB", gradient)
 
 
+def _gram(record: Any) -> Iterator[Row]:
+    programs = {
+        "perceptron": ("perceptron 64-256-256-10, 256 rows", 0.03),
+        "attention": ("block of width 192, 48 sequences of 8", 0.15),
+        "attention_long": ("block of width 64, 64 sequences of 32", None),
+    }
+    for key, (title, bound) in programs.items():
+        here = record[key]
+        for what, unit, ratio in (("time", "ms", "time"), ("temporaries", "MiB", "bytes")):
+            keys = ("gram", "gradients") if unit == "ms" else ("gram_temp", "gradients_temp")
+            mine, theirs = (f"{here[f'{k}_{unit.lower()}']:.3g} {unit}" for k in keys)
+            goal = bound and Goal(here[f"{ratio}_ratio"], bound, unit=" ×")
+            yield Row(f"{what}, {title}", mine, theirs, goal)
+
+
 def _decomposition(record: Any) -> Iterator[Row]:
     for key, here in record.items():
         if isinstance(here, dict):
@@ -367,6 +382,14 @@ SECTIONS = (
         "The pass that measures every eigenvalue, by itself.",
         "the gradient alone",
         _ekfac,
+    ),
+    Section(
+        "Gram matrices of gradients",
+        "gram-cpu",
+        "python -m benchmarks.gram --json benchmarks/results/gram-cpu.json",
+        "Inner products of the gradients of an output for all pairs of examples, in float32.",
+        "`vmap(grad)` and a product",
+        _gram,
     ),
     Section(
         "Decomposition, beside LAPACK",

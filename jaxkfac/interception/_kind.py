@@ -338,7 +338,9 @@ class Kind(abc.ABC):
         raise NotImplementedError(f"{self.name!r} has no rows")
 
     def both_sides(self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]) -> Any:
-        """Both sides of a use by example, with methods ``squares``, ``gradients`` and ``scores``.
+        """Both sides of a use by example.
+
+        The result has methods ``squares``, ``gradients``, ``scores`` and ``both_rows``.
 
         Args:
             vjp: The use, its operands and its cotangent.

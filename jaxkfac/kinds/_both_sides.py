@@ -113,6 +113,10 @@ class BothSides:
     by_example: bool
     rows: Callable[[Arrays], tuple[ArrayOrShape, ArrayOrShape]] | None = None
 
+    def both_rows(self) -> tuple[ArrayOrShape, ArrayOrShape]:
+        """Input rows and output rows; of a convolution, all patches."""
+        return self._rows(self.arrays)
+
     def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
 

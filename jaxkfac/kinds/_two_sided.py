@@ -33,6 +33,10 @@ class TokenRows:
     tokens: ArrayOrShape
     g: ArrayOrShape
 
+    def both_rows(self) -> tuple[ArrayOrShape, ArrayOrShape]:
+        """Tokens, ``(examples, positions, 1)``, and output rows."""
+        return self.tokens[..., None], self.g
+
     def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
 

@@ -1,9 +1,11 @@
-"""What curvature is for: influence functions, Laplace approximations; and a trial of it all."""
+"""What curvature is for: influence, Laplace, Gram matrices of gradients; and a trial of it all."""
 
 from jaxkfac.uses._check_coverage import CoverageCheck, check_coverage
 from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._gradient_store import GradientStore, gradient_store
+from jaxkfac.uses._gram_plan import GramPlan
 from jaxkfac.uses._influence import TopK, TruncatedScores, influence, scores_of_batches
+from jaxkfac.uses._jacobian import Jacobian, gram, jacobian
 from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._laplace import laplace
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
@@ -17,6 +19,8 @@ __all__ = [
     "CoverageCheck",
     "GaussianPrediction",
     "GradientStore",
+    "GramPlan",
+    "Jacobian",
     "LaplacePosterior",
     "LogLikelihood",
     "QuadraticPenalty",
@@ -25,7 +29,9 @@ __all__ = [
     "TruncatedScores",
     "check_coverage",
     "gradient_store",
+    "gram",
     "influence",
+    "jacobian",
     "laplace",
     "load_kronfluence",
     "prepare_queries",

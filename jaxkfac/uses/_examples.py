@@ -178,9 +178,9 @@ class Examples:
         call = ModelCall(params, batch, state=state)
         traced = self._program.traced(call)
         check_program_layers(traced.table, list(self.layers))
-        if _leaves_out_readings(traced, self.layers):
+        if leaves_out_readings(traced, self.layers):
             full_trace = self._whole_program.traced(call)
-            _check_readings(self.layers, full_trace)
+            check_readings(self.layers, full_trace)
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
         for layer in self.layers:
             if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
@@ -188,20 +188,8 @@ class Examples:
                     f"layer {layer.name!r} is masked by a constant in `{masked[0]}`, so its "
                     "gradient is no product of rows: leave it out with layers="
                 )
-        if met := self._program.meeting(traced, "derivative"):
-            names = ", ".join(repr(layer.name) for layer in self.layers)
-            if "without an example axis" in met:
-                raise CoupledExamplesError(
-                    f"{names}: gradients of single examples are asked for, and {met}, as in a "
-                    "batched graph, whose nodes do not show their graph: give each example rows "
-                    "of its own, padded to the largest one (jax.vmap of the model over (N, nodes, "
-                    f"...)){apart_remedy(met)}"
-                )
-            raise CoupledExamplesError(
-                f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
-                "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "
-                f"model.eval()){apart_remedy(met)}"
-            )
+        names = ", ".join(repr(layer.name) for layer in self.layers)
+        refuse_meeting(names, self._program.meeting(traced, "derivative"))
         return batch
 
     def gradients(
@@ -371,6 +359,32 @@ def _checked_measurement(measurement: Measurement) -> Measurement:
     return measure
 
 
+def refuse_meeting(names: str, met: str) -> None:
+    """Refuse gradients of single examples if an example's output depends on other examples.
+
+    Args:
+        names: The layers, for the message.
+        met: Where examples meet; empty if nowhere.
+
+    Raises:
+        CoupledExamplesError: with a remedy.
+    """
+    if not met:
+        return
+    if "without an example axis" in met:
+        raise CoupledExamplesError(
+            f"{names}: gradients of single examples are asked for, and {met}, as in a "
+            "batched graph, whose nodes do not show their graph: give each example rows "
+            "of its own, padded to the largest one (jax.vmap of the model over (N, nodes, "
+            f"...)){apart_remedy(met)}"
+        )
+    raise CoupledExamplesError(
+        f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
+        "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "
+        f"model.eval()){apart_remedy(met)}"
+    )
+
+
 def _programs(
     objective: Objective, names: str, experts: str | None, declared: Word | None
 ) -> tuple[Program, Program]:
@@ -464,7 +478,7 @@ def _is_local(array: object) -> bool:
     return getattr(array, "is_fully_addressable", True)
 
 
-def _leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
+def leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
     """Whether a parameter of the layers is also read outside of them."""
     paths = covered_indices(layers).keys()
     return any(
@@ -475,7 +489,7 @@ def _leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
     )
 
 
-def _check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
+def check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
     """Refuse layers that leave out another reading of the same elements."""
     mine = covered_indices(layers)
     names = {layer.name for layer in layers}
@@ -483,7 +497,7 @@ def _check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
         if layer.name in names:
             continue
         for path, indices in covered_indices([layer]).items():
-            if path in mine and _overlap(full_trace.shapes[path], mine[path], indices):
+            if path in mine and overlap(full_trace.shapes[path], mine[path], indices):
                 raise ValueError(
                     f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
                     "the layers, so that the gradient would lack its part: choose it too, here "
@@ -491,7 +505,8 @@ def _check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
                 )
 
 
-def _overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
+def overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
+    """Whether slices of a parameter, given by their indices, have a common element."""
     return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, more)).any())
 
 

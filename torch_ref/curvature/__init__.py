@@ -12,6 +12,7 @@ from torch_ref.curvature._ekfac import (
     apply_measured_power,
     measure_eigenvalues,
 )
+from torch_ref.curvature._jacobian import gram, jacobian
 from torch_ref.curvature._lanczos import lanczos
 from torch_ref.curvature._operator import KroneckerOperator
 
@@ -26,6 +27,8 @@ __all__ = [
     "capacity_metrics",
     "decompose_factors",
     "fisher_vector_product",
+    "gram",
+    "jacobian",
     "lanczos",
     "measure_eigenvalues",
     "natural_gradient",

@@ -1,0 +1,421 @@
+"""Rows of a Jacobian on one batch: the outputs' cotangents, and what backward passes gather."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
+from jaxkfac._errors import UncoveredParameterError
+from jaxkfac.curvature import covered_indices, uncovered_mask
+from jaxkfac.factors import Gaussian, Head, ModelCall, Objective, Program
+from jaxkfac.interception import Layer, Traced, fast_convolutions
+from jaxkfac.interception.coupling import Word
+from jaxkfac.linalg import map_over_chunks, statistics_dtype
+from jaxkfac.uses._example_gradients import ExampleGradients
+from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
+from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered, row_gradients
+
+RowKind = Literal["outputs", "residuals", "losses"]
+
+# ---------------- rows: the cotangents of outputs that they stand for
+
+
+def _groups(traced: Traced, rows: RowKind) -> list[RowGroup]:
+    """The rows by the examples of their outputs."""
+    outputs_of: dict[Any, list[int]] = {}
+    for k in range(traced.num_outputs):
+        axes, shape = traced.output_axes(k), traced.out_shapes[k].shape
+        atoms = traced.analysis.table.atoms(axes[0]) if axes else ()
+        outputs_of.setdefault((atoms, shape[0] if shape else 1), []).append(k)
+    return [
+        RowGroup(
+            atoms,
+            number,
+            tuple(outputs),
+            (1,)
+            if rows == "losses"
+            else tuple(math.prod(traced.out_shapes[k].shape) // number for k in outputs),
+        )
+        for (atoms, number), outputs in outputs_of.items()
+    ]
+
+
+class Cotangents(NamedTuple):
+    """The outputs' cotangents for rows of the Jacobian.
+
+    Attributes:
+        rows: What the rows are.
+        heads: The outputs.
+        scales: For each output the factor of each row, shaped like it, 0 at masked rows; ``None``
+            for losses.
+        losses: For losses, the gradient of the sum of all examples' losses, by output.
+    """
+
+    rows: RowKind
+    heads: list[Head]
+    scales: list[Array]
+    losses: list[Array]
+
+    @classmethod
+    def of(cls, rows: RowKind, heads: list[Head]) -> "Cotangents":
+        if rows == "losses":
+            return cls(rows, heads, [], _loss_cotangents(heads))
+        return cls(rows, heads, [_scale(rows, head) for head in heads], [])
+
+    def column(self, group: RowGroup, column: Int[Array, ""]) -> list[Array]:
+        """Cotangents for one row of every example of a group."""
+        if self.rows == "losses":
+            return self.losses
+        cotangents, start = [jnp.zeros_like(scale) for scale in self.scales], 0
+        for k, number in zip(group.outputs, group.columns, strict=True):
+            one = jnp.arange(start, start + number, dtype=column.dtype) == column
+            shape = self.scales[k].shape
+            mine = jnp.broadcast_to(one.reshape(1, *shape[1:]), shape) if shape else one.any()
+            cotangents[k] = jnp.where(mine, self.scales[k], cotangents[k])
+            start += number
+        return cotangents
+
+    def sums(self, x: Float[Array, " rows"]) -> list[Array]:
+        """Cotangents for the sum of all rows, each times its entry of ``x``."""
+        if self.rows == "losses":
+            return [
+                one * x.astype(one.dtype).reshape(-1, *[1] * (one.ndim - 1)) for one in self.losses
+            ]
+        ends = np.cumsum([scale.size for scale in self.scales])[:-1].tolist()
+        return [
+            scale * part.astype(scale.dtype).reshape(scale.shape)
+            for scale, part in zip(self.scales, jnp.split(x, ends), strict=True)
+        ]
+
+    def kept(self) -> Bool[Array, " rows"]:
+        """Which rows exist, in the order of the outputs."""
+        kept = []
+        for head in self.heads:
+            mask = jnp.ones((), bool) if head.kept is None else head.kept
+            mask = jnp.expand_dims(mask, tuple(range(mask.ndim, head.outputs.ndim)))
+            kept.append(jnp.broadcast_to(mask, head.outputs.shape))
+        if self.rows == "losses":
+            return jnp.stack([x.reshape(x.shape[0], -1).any(1) for x in kept]).any(0)
+        return jnp.concatenate([x.ravel() for x in kept])
+
+
+def _scale(rows: RowKind, head: Head) -> Array:
+    """The factor of each row of an output; 0 where the mask drops it."""
+    ones = jnp.ones(head.outputs.shape, head.outputs.dtype)
+    if rows == "outputs":
+        return head._replace(scale=1.0, mask=head.kept).weighted(ones, 1.0)
+    if not isinstance(head.likelihood, Gaussian):
+        raise ValueError(
+            f"rows='residuals': {head.name} has {head.likelihood}, which has no residuals: take "
+            "rows='outputs' or rows='losses', or jk.Gaussian()"
+        )
+    weight = jnp.sqrt(jnp.asarray(head.weight).astype(head.count.dtype) / head.count)
+    return head.weighted(ones, 0.5) * weight.astype(ones.dtype)
+
+
+def _loss_cotangents(heads: list[Head]) -> list[Array]:
+    """The gradient of the sum of all kept terms; NaN for examples whose loss is."""
+
+    def total(outputs: list[Array]) -> tuple[Array, Array]:
+        by_example = [
+            head._replace(outputs=x).kept_terms().reshape(x.shape[0], -1).sum(1)
+            for head, x in zip(heads, outputs, strict=True)
+        ]
+        dtype = statistics_dtype(*[x.dtype for x in by_example])
+        losses = jnp.stack([x.astype(dtype) for x in by_example]).sum(0)
+        return losses.sum(), losses
+
+    outputs = [head.outputs for head in heads]
+    cotangents, losses = jax.grad(total, has_aux=True)(outputs)
+    # A target out of range has a loss of NaN whose gradient is finite.
+    bad = lambda x: jnp.isnan(losses).reshape(-1, *[1] * (x.ndim - 1))
+    return [jnp.where(bad(x), jnp.full((), jnp.nan, x.dtype), x) for x in cotangents]
+
+
+CHUNK = 8  # examples of the second pass that run at once
+
+
+# ---------------- one side of a Gram matrix: a program, its rows and its layers
+
+
+class RowSource(NamedTuple):
+    """What the rows are computed from.
+
+    Attributes:
+        objective: An ``Objective``, or a scalar loss that marks its outputs.
+        rows: What the rows are.
+        layers: Full-match pattern of layers; ``None`` for all.
+        experts: As for the factors.
+        examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
+    """
+
+    objective: Any
+    rows: RowKind
+    layers: str | None = None
+    experts: str | None = None
+    examples: Word | None = None
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the objective returns outputs, and not a loss."""
+        return isinstance(self.objective, Objective)
+
+    def program(self) -> Program:
+        """The program; that of an ``Objective`` is stored with it, with its traces."""
+        finding = {"layers": self.layers, "experts": self.experts}
+
+        def make() -> Program:
+            return Program(self.objective, finding, cover=False, examples=self.examples)
+
+        if not self.has_outputs:
+            return make()
+        key = (RowSource, *finding.values(), self.examples)
+        return self.objective.programs.get(key, make)
+
+
+class JacobianRows:
+    """The rows of one batch: the traced program, its layers, and what no layer covers.
+
+    Attributes:
+        groups: The rows by their examples.
+        second: The parameters whose gradients come from a second pass, with the reasons.
+        selected: By parameter path, the indices of the elements that count.
+        dtype: Dtype of the result.
+    """
+
+    def __init__(self, source: RowSource, call: ModelCall) -> None:
+        self.source, self.call, self.program = source, call, source.program()
+        self.traced = traced = self.program.traced(call)
+        if traced.marks and source.rows == "losses":
+            raise ValueError(
+                "rows='losses': a scalar loss does not show the losses of its examples: take "
+                "rows='residuals' or 'outputs', or give a jk.Objective"
+            )
+        if not source.has_outputs and not traced.marks:
+            raise TypeError(
+                "objective: expected a jk.Objective, or a scalar loss that marks its outputs "
+                f"(jk.mark_outputs), whose outputs are known, got {source.objective!r}"
+            )
+        layers = [x for x in traced.table.tapped if not x.computed_from]
+        if not layers and not traced.table.problems:
+            raise UncoveredParameterError(
+                "no parameter leads to the outputs, and their Jacobian is zero: check apply_fn"
+            )
+        self._check(layers)
+        self.groups = _groups(traced, source.rows)
+        self.second = self._uncovered(layers)
+        self.selected = covered_indices(layers) | {path: {()} for path in self.second}
+        free = partition(call.params)[0]
+        dtypes = {path: statistics_dtype(leaf.dtype) for path, leaf in free.items()}
+        outputs = [shape.dtype for shape in traced.out_shapes[: traced.num_outputs]]
+        self.dtype = statistics_dtype(*dtypes.values(), *outputs)
+        self.probes = [Probe(traced, layers, self.dtype_of, group) for group in self.groups]
+        jax.eval_shape(self._probe, call)
+        for layer in layers:
+            uses = {id(use) for use in traced.uses_of(layer)}
+            lost = any(uses & probe.lost for probe in self.probes)
+            if lost or any(not group.atoms and group.number > 1 for group in self.groups):
+                self._move(layer, "the rows of a layer cannot be told apart by example")
+            elif masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
+                self._move(layer, f"is masked by a constant in `{masked[0]}`")
+        self._found = layers
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that are tapped."""
+        # A parameter of the second pass is taken as a whole: its readings in layers count there.
+        return [layer for layer in self._found if any(self.parts(layer))]
+
+    def dtype_of(self, layer: Layer) -> Any:
+        """The dtype of what is gathered for a layer."""
+        return self.dtype
+
+    def parts(self, layer: Layer) -> tuple[bool, bool]:
+        """Whether a layer's weight, and its bias, are not left to the second pass."""
+        bias = layer.bias is not None and layer.bias.path not in self.second
+        return layer.weight.path not in self.second, bias
+
+    def _move(self, layer: Layer, reason: str) -> None:
+        for matrix in filter(None, (layer.weight, layer.bias)):
+            self.second.setdefault(matrix.path, reason)
+
+    def _check(self, layers: list[Layer]) -> None:
+        """Refuse examples that meet, and layers that leave out a reading of their parameters."""
+        source, traced = self.source, self.traced
+        if source.has_outputs:
+            met = self.program.meeting(traced, "derivative")
+        else:
+            marks = range(len(traced.marks))
+            met = next(filter(None, (traced.meeting_at(k, source.examples) for k in marks)), "")
+        refuse_meeting(", ".join(repr(layer.name) for layer in layers), met)
+        if source.layers is not None and leaves_out_readings(traced, tuple(layers)):
+            everything = source._replace(layers=None).program()
+            check_readings(tuple(layers), everything.traced(self.call))
+
+    def _uncovered(self, layers: list[Layer]) -> dict[str, str]:
+        leaves = leaves_by_path(self.call.params)
+        uncovered = dict(self.traced.table.problems)
+        for path in uncovered:
+            if jnp.issubdtype(leaves[path].dtype, jnp.complexfloating):
+                raise UncoveredParameterError(
+                    f"{path!r} is complex ({leaves[path].dtype}), and a Gram matrix of gradients "
+                    "is real: leave it out with layers="
+                )
+        return uncovered
+
+    # -- passes -----------------------------------------------------------------------
+
+    def _emitted(
+        self, taps: ExampleGradients, group: RowGroup, call: ModelCall
+    ) -> tuple[Cotangents, Callable[[Array], Any]]:
+        """The cotangents, and from the number of a row of each example to what the taps emit."""
+        taps = taps.of((call.params, call.batch))
+        at = self.program.linearise(self.traced, taps, call, differentiate=False)
+        assert at.terms_of is not None
+        mask = call.batch.mask if self.source.has_outputs else None
+        targets = call.batch.targets if self.source.has_outputs else None
+        cotangents = self.cotangents_of(at.terms_of.heads(at.outputs, targets, mask))
+        tree = at.terms_of.tree
+        return cotangents, lambda column: at.vjp(tree(cotangents.column(group, column)))
+
+    def _probe(self, call: ModelCall) -> list[Any]:
+        first = jnp.zeros((), jnp.int32)
+        return [
+            self._emitted(probe, group, call)[1](first)
+            for probe, group in zip(self.probes, self.groups, strict=True)
+        ]
+
+    def outputs_and_vjp(self) -> tuple[list[Head], Callable[[list[Array]], dict[str, Array]]]:
+        """The outputs, and from cotangents to gradients of the parameters that are selected."""
+        params, batch, _, state = self.call
+        chosen = {path: leaves_by_path(params)[path] for path in self.selected}
+        objective = self.source.objective
+        if not self.source.has_outputs:
+            none = ExampleGradients(self.traced, [], self.dtype_of, (), 1)
+            at = self.program.linearise(self.traced, none, self.call)
+            assert at.terms_of is not None and at.gradient is not None
+            gradient = at.gradient
+            return (
+                at.terms_of.heads(at.outputs),
+                lambda cotangents: {path: gradient(cotangents)[path] for path in chosen},
+            )
+
+        def outputs_of(chosen: dict[str, Array]) -> ArrayTree:
+            return objective.outputs(with_leaves(params, chosen), batch.inputs, None, state)[0]
+
+        outputs, vjp = jax.vjp(outputs_of, chosen)
+        heads = objective.heads(outputs, batch.targets, batch.mask)
+        return heads, lambda cotangents: vjp(objective.tree(cotangents))[0]
+
+    def cotangents_of(self, heads: list[Head]) -> Cotangents:
+        """The cotangents that the rows stand for."""
+        return Cotangents.of(self.source.rows, heads)
+
+    def elements(self, path: str, gradient: Array) -> Array:
+        """A parameter's gradient with zeros for elements that are not selected."""
+        left_out = uncovered_mask(self.traced.shapes[path], self.selected[path])
+        return jnp.where(left_out, jnp.zeros((), gradient.dtype), gradient)
+
+    def places(self, layer: Layer, probe: Probe) -> tuple[dict[int, int], int]:
+        """Where the positions of each use begin among those of all, and the number of all."""
+        places, total = {}, 0
+        for use in self.traced.uses_of(layer):
+            if id(use) in probe.positions:
+                places[id(use)] = total
+                total += probe.positions[id(use)]
+        return places, total
+
+    def gathered(
+        self, by_pairs: Collection[str], by_rows: Collection[str]
+    ) -> tuple[list[GatheredRows], Bool[Array, " rows"]]:
+        """What the backward passes gather, for each group; and which rows exist.
+
+        Args:
+            by_pairs: The layers whose rows are multiplied in pairs.
+            by_rows: The layers whose gradients are formed from their rows.
+        """
+        out, kept = [], jnp.zeros(0, bool)
+        for group, probe in zip(self.groups, self.probes, strict=True):
+            layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
+            both = {name: self.places(layer, probe) for name, layer in layers.items()}
+            places = {name: starts for name, (starts, _) in both.items()}
+            positions = {name: total for name, (_, total) in both.items()}
+            taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
+            cotangents, emitted = self._emitted(taps, group, self.call)
+            found, kept = gathered(taps, emitted, group, layers), cotangents.kept()
+            leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
+            for name in by_rows:
+                weight, bias = self.parts(layers[name])
+                rows = found.rows.pop(name)
+                leaves["rows", name] = row_gradients(rows, weight=weight, bias=bias)
+            if self.second:
+                # An example that can run alone takes one pass for its rows, not one for each.
+                alone = self.source.has_outputs
+                alone = alone and not self.program.meeting(self.traced, "value", alone=True)
+                leaves |= (self._alone if alone else self._row_by_row)(group, cotangents)
+            out.append(GatheredRows(found.rows, leaves))
+        return out, kept
+
+    # -- the second pass, for parameters that no layer covers: ``(N, D, *parameter)`` by path --
+
+    def _alone(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
+        """Each example is run by itself."""
+        params, batch, _, state = self.call
+        objective, leaves = self.source.objective, leaves_by_path(params)
+        chosen = {path: leaves[path] for path in self.second}
+        columns = jnp.arange(group.per_example, dtype=jnp.int32)
+        seeds = jax.vmap(lambda column: cotangents.column(group, column), out_axes=1)(columns)
+
+        def of_example(example: tuple[ArrayTree, list[Array]]) -> dict[str, Array]:
+            inputs, seeds = example
+            inputs = jax.tree.map(lambda x: x[None], inputs)
+
+            def outputs_of(chosen: dict[str, Array]) -> list[Array]:
+                outputs = objective.outputs(with_leaves(params, chosen), inputs, None, state)[0]
+                return objective.parts(outputs, "apply_fn: outputs")
+
+            vjp = jax.vjp(outputs_of, chosen)[1]
+            gradients = jax.vmap(lambda *one: vjp([x[None] for x in one])[0])(*seeds)
+            return self._second_parts(gradients)
+
+        examples = batch.inputs, seeds
+        try:
+            some = lambda chunk, _: jax.vmap(of_example)(chunk)
+            return map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
+        except NotImplementedError:  # an operation that JAX cannot batch, as a grouped product
+            return self._row_by_row(group, cotangents)
+
+    def _row_by_row(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
+        """Each row takes a backward pass of the whole program, with cotangents of this row alone.
+
+        So nothing has to be known of the program but that its examples do not meet.
+        """
+        vjp = self.outputs_and_vjp()[1]
+
+        def of_row(row: Int[Array, ""]) -> dict[str, Array]:
+            example, column = row // group.per_example, row % group.per_example
+
+            def alone(x: Array, output: int) -> Array:
+                if output not in group.outputs or not x.ndim:
+                    return x
+                mine = jnp.arange(x.shape[0], dtype=row.dtype) == example
+                mine = mine.reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(mine, x, jnp.zeros((), x.dtype))
+
+            columns = cotangents.column(group, column)
+            gradients = vjp([alone(x, k) for k, x in enumerate(columns)])
+            return self._second_parts(jax.tree.map(lambda x: x[None], gradients))
+
+        rows = jax.lax.map(fast_convolutions(of_row), jnp.arange(group.size, dtype=jnp.int32))
+        shape = group.number, group.per_example
+        return {path: x.reshape(*shape, *x.shape[2:]) for path, x in rows.items()}
+
+    def _second_parts(self, gradients: dict[str, Array]) -> dict[str, Array]:
+        """The selected elements of the parameters of the second pass; the rows come first."""
+        of_path = lambda path: jax.vmap(lambda x: self.elements(path, x))(gradients[path])
+        return {path: of_path(path).astype(self.dtype) for path in self.second}
