@@ -215,13 +215,13 @@ def _on_automatic_axes(array: jax.Array) -> jax.Array:
         kind == AxisType.Explicit for kind in sharding.mesh.axis_types
     ):
         return array
-    names, devices = sharding.mesh.axis_names, sharding.mesh.devices
-    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    old: Any = sharding.mesh  # of an array it has devices
+    mesh = Mesh(old.devices, old.axis_names, axis_types=(AxisType.Auto,) * len(old.axis_names))
     kind = sharding.memory_kind
     return _alias(array, NamedSharding(mesh, sharding.spec, memory_kind=kind))
 
 
 def _in_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
     """The devices, in the order in which a program would run on them."""
-    is_named = isinstance(sharding, NamedSharding)
-    return tuple(sharding.mesh.devices.flat if is_named else sharding.device_set)
+    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return tuple(sharding.device_set if mesh is None else mesh.devices.flat)
