@@ -59,12 +59,6 @@ def ours(problem: Problem, data: Any, name: str, peers: Mapping[str, Any]) -> di
     return {"setting": setting, "within": within, "steps_per_s": statistics.median(steps)}
 
 
-def ratio(parts: Mapping[str, Any], name: str, peer: str) -> float:
-    """Median of ours over the median of the peer; seed 0, which chooses, is in neither."""
-    mine, theirs = parts[name]["within"][peer][1:], parts[peer]["best"][1:]
-    return statistics.median(mine) / statistics.median(theirs)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problem", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
@@ -89,8 +83,7 @@ def main() -> None:
                 shown(f"{name} {method}", parts[method])
             else:
                 parts[method] = ours(problem, data, method, {x: parts[x] for x in PEERS})
-                parts[method]["ratio"] = {x: ratio(parts, method, x) for x in PEERS}
-                shown(f"{name} {method}", parts[method]["ratio"])
+                shown(f"{name} {method}", parts[method])
             write(record, args.json)
 
 

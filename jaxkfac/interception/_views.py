@@ -93,11 +93,8 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return [_slice(table, eqn, view, ins, number)]
     if name == "rev":
         return [_turned(table, eqn, view, number)]
-    if name == "broadcast_in_dim":
+    if name in ("broadcast_in_dim", "tile"):
         return [dataclasses.replace(view, number=number, axes=_broadcast(table, eqn, view.axes))]
-    if name == "tile":
-        axes = None if view.axes is None else tiled(table, eqn, view.axes, "broadcast")
-        return [dataclasses.replace(view, number=number, axes=axes)]
     if name == "split":
         return _split(table, eqn, view)
     if name in _SELECTIONS:
@@ -154,6 +151,8 @@ def _moved(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
 def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
     if axes is None:
         return None
+    if eqn.primitive.name == "tile":
+        return tiled(table, eqn, axes, "broadcast")
     shape, source = eqn.params["shape"], eqn.invars[0].aval.shape
     out = [table.new(s, "broadcast") for s in shape]
     for d, axis, size in zip(eqn.params["broadcast_dimensions"], axes, source, strict=True):
