@@ -143,7 +143,7 @@ def draw(curves, path):
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     for name, (times, errors) in curves.items():
-        axes.semilogy(times, errors, label=name, lw=2.4 if name.startswith("jk.kfac") else 1.4)
+        axes.semilogy(times, errors, label=name, lw=2.4 if name.startswith("jk.") else 1.4)
     axes.set(xlabel="CPU seconds of training", ylabel="relative error of the solution")
     axes.set_title("Poisson's equation, 4,417 parameters", loc="left")
     axes.legend(frameon=False)
@@ -164,7 +164,7 @@ def main():
         params = initial(np.random.default_rng(args.seed))
         curves[name] = times, errors = train(make, params, tuple(batch), others, args.seconds)
         first = errors[-1] if first is None else first
-        more = "" if name.startswith("jk.kfac") else f", {errors[-1] / first:.1f} times K-FAC's"
+        more = "" if name.startswith("jk.") else f", {errors[-1] / first:.1f} times K-FAC's"
         print(f"{name:20} error {errors[0]:.2g} -> {errors[-1]:.2g} in {times[-1]:.0f} CPU s{more}")
     record = {"seconds": args.seconds, "seed": args.seed, "curves": curves}
     (args.folder / "poisson.json").write_text(json.dumps(record) + "\n")

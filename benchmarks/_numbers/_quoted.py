@@ -20,7 +20,7 @@ ASSUMED = "an assumption of benchmarks/devices.py: tests/devices_page_test.py co
 def _errors(record: Any) -> list[float]:
     """How many times each peer's last error is that of K-FAC."""
     ends = {name: errors[-1] for name, (_, errors) in record["curves"].items()}
-    ours = ends["jk.kfac(like=like)"]
+    ours = ends["jk.Optimizer(loss)"]
     peers = ("SOAP", "L-BFGS", "AdamW")
     return [end / ours for peer in peers for name, end in ends.items() if name.startswith(peer)]
 
@@ -65,8 +65,6 @@ README = (
         "poisson/poisson.json",
         lambda record: [record["seconds"], *_errors(record)],
     ),
-    Exempt("README.md", "with AdamW's error 26 times and L-BFGS's 3.4 times above K-FAC's", ONCE),
-    Exempt("README.md", "SOAP's 2.2 times *lower*", ONCE),
     *(
         Linked(
             page,

@@ -418,3 +418,10 @@ def test_foreign_factors_and_missing_parameters_are_named(problem):
     other = random_factors((layer("w", (3, 2)),), jax.random.key(0))
     with pytest.raises(ValueError, match="factors lack the layer 'left/kernel'"):
         tx.update(grads, state, params, factors=other)
+
+
+def test_parameters_of_another_model_are_refused_at_an_update(problem):
+    params, batches, like = problem
+    tx, (grads, factors) = kfac(0.1, like=like), net_statistics(params, batches[0])
+    with pytest.raises(ValueError, match="params: none of the layers of like="):
+        tx.update(grads, tx.init(params), {"other": jnp.ones(3)}, factors=factors)
