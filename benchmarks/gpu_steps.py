@@ -1,11 +1,14 @@
 """The steps that ``make accelerators`` compiles, run on a GPU: milliseconds, and bytes at the peak.
 
-Run: python -m benchmarks.gpu_steps [--size real] [--dtype float32] [--json FILE]
+Run: python -m benchmarks.gpu_steps [--size real] [--dtype float32] [--minutes 8] [--json FILE]
 
-Each step is compiled and run in a process of its own. ``peak`` is the highest mark of its
+Each step is compiled and run in a process of its own, which prints the time of compiling first.
+Steps that the file has are not made again, and none is begun after ``--minutes``, so that the
+record can be made in parts. ``--size small`` runs on a CPU too. ``peak`` is the highest mark of its
 allocator, ``planned`` what the compiler said: arguments, temporaries, and outputs that do not take
 an argument's place. Scratch that cuSOLVER takes when it runs is in the first alone.
-A K-FAC step donates parameters and state; every tenth decomposes, and its time stands apart.
+A step of an optimizer donates parameters and state; every tenth decomposes (of `jk.kfac` every
+fifth), and its time stands apart.
 """
 
 import argparse
@@ -16,15 +19,18 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
-from benchmarks.accelerators._programs import SIZES
+from benchmarks.accelerators._programs import SIZES, Steps
 from benchmarks.accelerators._steps import DTYPES, decoder_steps
 
 STEPS = (
@@ -37,7 +43,14 @@ STEPS = (
     "natural gradient",
     "K-FAC step",
 )
-KFAC, REFRESH_EVERY = "K-FAC step", 10
+REFRESH_EVERY = 10
+OPTIMIZERS: dict[str, Callable[[], Any]] = {  # those of jk.Optimizer
+    "AdamW": lambda: optax.adamw(1e-3),
+    "Muon": lambda: optax.contrib.muon(1e-3),
+    "kfe_adam": lambda: jk.kfe_adam(1e-3),
+    "kfac, adaptive": lambda: jk.kfac(),
+}
+UPDATES = ("K-FAC step", *OPTIMIZERS)  # they change parameters and a state
 REPEATS, SECONDS = 20, 3  # of each other step, at most; at least three times
 
 
@@ -45,25 +58,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=sorted(SIZES), default="real")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--minutes", type=float, default=8, help="begin no step after them")
+    parser.add_argument("--step", nargs="+", choices=(*STEPS, *OPTIMIZERS), help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--measure", metavar="STEP", help=argparse.SUPPRESS)  # what a process does
     arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" and arguments.size != "small":
         print("there is no GPU here, so nothing is measured")
         return 0
     if arguments.measure:
         print(json.dumps(measured(arguments.measure, arguments.size, arguments.dtype)))
         return 0
     record = {**stamp(**_versions()), "size": arguments.size, "dtype": arguments.dtype, "steps": {}}
+    if arguments.json is not None and arguments.json.exists():
+        record = json.loads(arguments.json.read_text())
+    stop = time.monotonic() + 60 * arguments.minutes
     words = ["--size", arguments.size, "--dtype", arguments.dtype]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    for name in STEPS:
+    for name in arguments.step or (*STEPS, *OPTIMIZERS):
+        if name in record["steps"] or time.monotonic() > stop:
+            continue
         command = [sys.executable, "-m", "benchmarks.gpu_steps", *words, "--measure", name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            row = {"stopped": done.stderr.strip().rpartition("\n")[2][:200]}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            print(process.stdout.readline().strip(), flush=True)  # the time of compiling
+            said, errors = process.communicate()
+        if process.returncode:
+            row = {"stopped": errors.strip().rpartition("\n")[2][:200]}
         else:
-            row = json.loads(done.stdout.strip().rpartition("\n")[2])
+            row = json.loads(said.strip().rpartition("\n")[2])
         record["steps"][name] = row
         shown(name, row)
         write(record, arguments.json)
@@ -72,34 +97,40 @@ def main() -> int:
 
 def measured(name: str, size: str, dtype: str) -> dict[str, Any]:
     """One step, compiled and run on the first device."""
-    fn, shapes = decoder_steps(size, DTYPES[dtype])[name]()
-    is_kfac = name == KFAC
-    step = jax.jit(fn, donate_argnums=(0, 1) if is_kfac else ()).lower(*shapes).compile()
-    args, seconds, out = _filled(name, shapes), [], None
-    while len(seconds) < (REFRESH_EVERY + 2 if is_kfac else 3) or (
-        sum(seconds[1:]) < SECONDS and len(seconds) <= REPEATS and not is_kfac
+    if name in OPTIMIZERS:
+        fn, shapes = Steps(SIZES[size], DTYPES[dtype]).optimizer(OPTIMIZERS[name]())
+    else:
+        fn, shapes = decoder_steps(size, DTYPES[dtype])[name]()
+    updates, begun = name in UPDATES, time.perf_counter()
+    step = jax.jit(fn, donate_argnums=(0, 1) if updates else ()).lower(*shapes).compile()
+    compile_s = time.perf_counter() - begun
+    print(f"{name}: traced and compiled in {compile_s:.1f} s", flush=True)
+    args, seconds, out = _filled(name, size, dtype, shapes), [], None
+    while len(seconds) < (REFRESH_EVERY + 2 if updates else 3) or (
+        sum(seconds[1:]) < SECONDS and len(seconds) <= REPEATS and not updates
     ):
         del out  # else two steps' outputs are alive at once
         start = time.perf_counter()
         out = jax.block_until_ready(step(*args))
         seconds.append(time.perf_counter() - start)
-        if is_kfac:
+        if updates:
             args = (out[1], out[2], args[2])
     memory, stats = step.memory_analysis(), jax.devices()[0].memory_stats() or {}
     assert all(bool(jnp.isfinite(x).all()) for x in _floats(out)), name
     planned = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     planned += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    between = seconds[1:REFRESH_EVERY] if is_kfac else seconds[1:]
+    between = seconds[1:REFRESH_EVERY] if updates else seconds[1:]
     row = {
+        "compile_s": compile_s,
         "ms": 1e3 * statistics.median(between),
         "temporaries_mib": memory.temp_size_in_bytes / 2**20,
         "planned_mib": planned / 2**20,
         "peak_mib": stats.get("peak_bytes_in_use", math.nan) / 2**20,
     }
-    return row | ({"refresh_ms": 1e3 * seconds[REFRESH_EVERY]} if is_kfac else {})
+    return row | ({"refresh_ms": 1e3 * seconds[REFRESH_EVERY]} if updates else {})
 
 
-def _filled(name: str, shapes: Any) -> Any:
+def _filled(name: str, size: str, dtype: str, shapes: Any) -> Any:
     """Small normal entries, token ids, a key; what is new in a training is zero."""
     rng = np.random.default_rng(0)
 
@@ -110,11 +141,15 @@ def _filled(name: str, shapes: Any) -> Any:
             return jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32), x.dtype)
         return jnp.asarray(rng.integers(0, 256, x.shape), x.dtype)
 
-    if name != KFAC:
-        return jax.tree.map(drawn, shapes)
-    params, state, batch = shapes
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-    return jax.tree.map(drawn, params), state, jax.tree.map(drawn, batch)
+    filled = jax.tree.map(drawn, shapes)
+    if name not in UPDATES:
+        return filled
+    params, _, batch = filled
+    if name in OPTIMIZERS:
+        objective = Steps(SIZES[size], DTYPES[dtype]).objective
+        state = jk.Optimizer(objective, OPTIMIZERS[name]()).init(params, batch)
+        return params, jax.tree.map(jnp.copy, state), batch
+    return params, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]), batch
 
 
 def _floats(tree: Any) -> list[Any]:

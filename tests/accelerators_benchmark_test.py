@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -185,3 +187,15 @@ def test_on_eight_devices_none_solves_more_than_its_share_and_the_largest_matrix
         largest = max(int(solve.split(" x ")[1]) for solve in whole["solves"]) ** 3
         assert 0 < mine["cubes"] <= whole["cubes"] / 8 + largest
         assert mine["outputs"] < 1.01 * whole["outputs"]  # what is sharded stays so
+
+
+@pytest.mark.slow
+def test_steps_of_a_gpu_run_at_a_small_size_and_go_on(tmp_path):
+    file = tmp_path / "steps.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--size", "small", "--json", str(file)]
+    done = subprocess.run([*command, "--step", "kfe_adam"], capture_output=True, text=True)
+    assert done.stdout.startswith("kfe_adam: traced and compiled in "), done.stderr
+    row = json.loads(file.read_text())["steps"]["kfe_adam"]
+    assert min(row["ms"], row["compile_s"], row["planned_mib"]) > 0
+    again = subprocess.run([*command, "--minutes", "0"], capture_output=True, text=True)
+    assert again.returncode == 0 and not again.stdout

@@ -276,7 +276,7 @@ def _clock(record: Any) -> Iterator[Row]:
                 f"{name.replace('_', ' ')}, at {title}'s", f"{ratios[-1]:.3f} × ({ours})", "1"
             )
         wins, losses = (sum(x < 0.98 for x in ratios), sum(x > 1.02 for x in ratios))
-        goal = Goal(wins, bound, at_least=True, unit=f" of {len(ratios)}")
+        goal = Goal(wins, bound, at_least=True)
         yield Row(f"wins at {title}'s", f"{wins} of {len(ratios)}, {losses} losses", "", goal)
 
 

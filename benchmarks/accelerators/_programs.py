@@ -147,6 +147,16 @@ class Steps:
             return step, args, (0, 1)
         return in_turns, (*args, jax.ShapeDtypeStruct((), jnp.int32)), (0, 1)
 
+    def optimizer(self, tx: Any) -> Any:
+        """A step of ``jk.Optimizer``: parameters and state are donated."""
+        opt = jk.Optimizer(self.objective, tx)
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            params, state, value = opt.step(params, state, batch)
+            return value, params, state
+
+        return step, (self.params, jax.eval_shape(opt.init, self.params, self.batch), self.batch)
+
     def sgd(self) -> Any:
         """A donated step of gradient descent with momentum: the floor of every training."""
         tx = optax.sgd(0.1, momentum=0.9)
