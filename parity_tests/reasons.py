@@ -239,6 +239,7 @@ NAMES = {
     "AdaptationState": "a state; what is adapted is checked against a restatement in NumPy",
     "DampingRule": "a class to derive from; rules are checked against restatements in NumPy",
     "Upcoming": _TYPE,
+    "jaxpr_of": "a traced program, and no number",
     "Periods": "a part of kfac, whose cases go through it",
     "Trial": _TYPE,
     "LevenbergMarquardt": _NO_TWIN_BESIDE,

@@ -65,6 +65,9 @@ README = (
         "poisson/poisson.json",
         lambda record: [record["seconds"], *_errors(record)],
     ),
+    Exempt("README.md", "SOAP's error ended 3.6 times above", ONCE),
+    Exempt("docs/kfe_adam.md", "the ResNet, by 1.4 %", ONCE),
+    Exempt("docs/kfe_adam.md", "on the diffusion 4.5 times", ONCE),
     *(
         Linked(
             page,
@@ -194,7 +197,6 @@ ADAPTATION = (
     Exempt(PAGE, "Burgers, 12 CPU s:", BUDGET),
     Exempt(PAGE, "byte-level decoder, 25 CPU s:", BUDGET),
     Exempt(PAGE, "ResNet, 25 CPU s:", BUDGET),
-    Exempt(PAGE, "with compilation, at least 60 s given", "the rule of a comparison"),
     Exempt(
         PAGE,
         "(24.3 s against 25.2 s)",

@@ -263,21 +263,28 @@ def _compile_time(record: Any) -> Iterator[Row]:
             yield Row(f"{title}: {name}", f"{taken:.2f} CPU s", f"{least:.2f} CPU s", goal)
 
 
-def _clock(record: Any) -> Iterator[Row]:
-    problems = {name: parts for name, parts in record["problems"].items() if "kfe_adam" in parts}
-    for peer, title, bound in (("adamw", "AdamW", 7), ("soap", "SOAP", 6), ("muon", "Muon", 6)):
-        ratios = []
-        for name, parts in problems.items():
+def _clock_ratios(record: Any) -> dict[str, list[tuple[str, str, float]]]:
+    """For each peer ``(problem, ours, ratio)``; seed 0 has chosen ours, the others count."""
+    out: dict[str, list[tuple[str, str, float]]] = {"adamw": [], "soap": [], "muon": []}
+    for name, parts in record["problems"].items():
+        for peer, ratios in out.items():
             ours = min(("kfac", "kfe_adam"), key=lambda x: parts[x]["within"][peer][0])
             values = parts[ours]["within"][peer], parts[peer]["best"]
-            mine, theirs = (statistics.median(x[1:]) for x in values)  # seed 0 has chosen
-            ratios.append(mine / theirs)
-            yield Row(
-                f"{name.replace('_', ' ')}, at {title}'s", f"{ratios[-1]:.3f} × ({ours})", "1"
-            )
-        wins, losses = (sum(x < 0.98 for x in ratios), sum(x > 1.02 for x in ratios))
+            mine, theirs = (statistics.median(x[1:]) for x in values)
+            ratios.append((name.replace("_", " "), ours, mine / theirs))
+    return out
+
+
+def _clock(record: Any) -> Iterator[Row]:
+    goals = {"adamw": ("AdamW", 7), "soap": ("SOAP", 6), "muon": ("Muon", 6)}
+    for peer, found in _clock_ratios(record).items():
+        title, bound = goals[peer]
+        for name, ours, ratio in found:
+            yield Row(f"{name}, at {title}'s", f"{ratio:.3f} × ({ours})", "1")
+        wins = sum(ratio < 0.98 for *_, ratio in found)
+        losses = sum(ratio > 1.02 for *_, ratio in found)
         goal = Goal(wins, bound, at_least=True)
-        yield Row(f"wins at {title}'s", f"{wins} of {len(ratios)}, {losses} losses", "", goal)
+        yield Row(f"wins at {title}'s", f"{wins} of {len(found)}, {losses} losses", "", goal)
 
 
 def _documents(record: Any) -> Iterator[Row]:
