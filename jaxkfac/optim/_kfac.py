@@ -166,7 +166,7 @@ def kfac(
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, except ``max_condition`` and ``floor``, which stay those of
-    ``init``.
+    ``init``. What is left ``"auto"`` is no number there.
 
     Returns:
         A transformation used inside ``jit`` and ``lax.scan``: with a learning rate as

@@ -336,7 +336,7 @@ def gram(
     parameters. The gradients are not formed where that is cheaper: a layer with input rows $a$ and
     output cotangents $g$ at positions $s, t$ adds
 
-    $$ K_{nm} \mathrel{+}= \sum_{s,t} (a_{ns}^\top a_{mt}) \, (g_{ns}^\top g_{mt}) , $$
+    $$ K_{nm} \leftarrow K_{nm} + \sum_{s,t} (a_{ns}^\top a_{mt}) \, (g_{ns}^\top g_{mt}) , $$
 
     which takes about $2 N^2 S^2 (\text{in} + \text{out})$ operations, where gradients of single
     rows take $2 N^2 \, \text{in} \cdot \text{out}$. Each layer is computed the cheaper way;
