@@ -570,7 +570,7 @@ APART = {
     "repeat": _each(lambda h, r: jnp.repeat(h, 2)),
     "repeat by counts": lambda p, x: jnp.repeat(hidden(p, x), np.array([1, 2, 0, 1]), axis=1),
     "repeat and take back": lambda p, x: jnp.repeat(hidden(p, x), 2, 0)[::2],
-    "roll": _each(lambda h, r: jnp.roll(h, 1)),
+    "roll of one": _each(lambda h, r: jnp.roll(h, 1)),
     "roll of matrices": _each(lambda h, r: jnp.roll(_matrix(h, r), (1, 2), (0, 1)).sum(0)),
     "kron": _each(jnp.kron),
     "kron of matrices": _each(lambda h, r: jnp.kron(_matrix(h, r), jnp.eye(2)).sum(0)),

@@ -60,7 +60,8 @@ def test_a_training_that_diverges_would_be_seen():
     """The settings that the pages gave before: damping 1e-3, no constraint."""
     before = here(
         documented(
-            lambda like, setting: jk.kfac(1e-2, like=like, damping=1e-3, norm_constraint=None)
+            lambda like, setting: jk.kfac(1e-2, like=like, damping=1e-3, norm_constraint=None),
+            every=1,
         )
     )
     problem = PROBLEMS["perceptron"]

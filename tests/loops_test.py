@@ -194,7 +194,7 @@ def test_injected_numbers_change_in_flight():
 
 @pytest.mark.slow
 def test_injected_numbers_outside_of_jit_are_checked():
-    numbers = {"damping": 1e-3, "momentum": 0.9, "norm_constraint": None}
+    numbers = {"damping": 1e-3, "momentum": 0.9, "norm_constraint": None, "decay": 0.9}
     tx = optax.inject_hyperparams(jk.kfac)(0.1, **numbers, **OPTIONS)
     state = tx.init(PARAMS)
     _, grads, factors = STATS(PARAMS, (X, Y))

@@ -143,7 +143,7 @@ class Runs:
 
     def _program(self, problem: Problem, data: Arrays) -> tuple[Init, Step]:
         if self.method == "kfac":
-            make = documented(lambda like, setting: jk.kfac(like=like), adaptive=True)
+            make = documented(lambda like, setting: jk.kfac(like=like), every=5, adaptive=True)
             steps = make(problem, data, {})
             return steps.init, jax.jit(steps.step)
         tx = optax.scale_by_adam()
