@@ -279,6 +279,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
             yield told
         finally:
             timer.cancel()
+            with lock:  # if it runs already, it says nothing any more
+                quiet[0] = False
 
 
 def _elapsed(start: float) -> float:

@@ -180,6 +180,21 @@ def test_the_first_line_does_not_wait_for_the_next_set(capsys, monkeypatch):
     assert capsys.readouterr().err == "planning\nplanning: remat\n"
 
 
+def test_a_timer_that_runs_late_says_nothing(capsys, monkeypatch):
+    late = []
+
+    class TooLate:
+        def __init__(self, seconds, run):
+            late.append(run)
+            self.start = self.cancel = lambda: None
+
+    monkeypatch.setattr(_plan.threading, "Timer", TooLate)
+    with _plan._progress():
+        pass
+    late[0]()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_7b_decoder_fits_80_gb_and_the_step_has_a_price(capsys):
