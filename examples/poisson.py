@@ -4,7 +4,7 @@
 
 A tanh network u(x, y) of 4,417 parameters learns to make |laplacian(u) + f|^2 small inside the unit
 square and |u|^2 on its edge. It is compared with the true solution sin(pi x) sin(pi y). All get
-the same CPU seconds. `jk.Optimizer` is as it comes; SOAP, AdamW and L-BFGS have the best
+the same CPU seconds. `jk.kfac()` is as it comes; SOAP, AdamW and L-BFGS have the best
 settings of a grid (`python -m benchmarks.optimizers --problem poisson`), and the learning rates of
 the first two fall to zero over the second half.
 """

@@ -371,7 +371,8 @@ SECTIONS = (
         "Held-out value of ours over the peer's, medians of five seeds; less is better. A tuned "
         "peer takes the steps of the comparison at equal steps, and what counts is its best value, "
         "and the best value of ours within the CPU seconds until then. Ours is "
-        "`jk.kfac(like=like)` or `jk.kfe_adam(0.01, like=like)` with factors at refreshes, "
+        "`jk.kfac(like=like)` or `jk.kfe_adam(0.01, like=like)`, the second with the empirical "
+        "Fisher, which is not the default of `jk.Optimizer`, with factors at refreshes, "
         "whichever is lower on a sixth seed. Within 2 % is a tie. Other work ran beside it on "
         "another core.",
         "the peer",

@@ -7,8 +7,9 @@ On each problem AdamW, SOAP and Muon take the problem's steps with the setting t
 equal steps has chosen, seeds 0 to 5. Then ``jk.kfac(like=like)`` and ``jk.kfe_adam(0.01,
 like=like)`` run for as long as the longest of them with the same seed. Time is CPU time of training
 steps on one core, without compilation and evaluation. Of a peer the least validation counts, and
-when it came; of ours the least until then. A part of the record is one optimizer on one problem;
-parts that are there are not made again.
+when it came; of ours the least until then. Factors are collected at refreshes; ``jk.kfe_adam``
+takes the empirical Fisher, and ``jk.kfac`` the problem's. A part of the record is one optimizer on
+one problem; parts that are there are not made again.
 """
 
 import argparse

@@ -62,7 +62,8 @@ much: a step of AdamW on the digits preset takes 2.0 times as long (`python -m b
 --documented`, on both). All runs of `kfac(like=like)` are from there. So are AdamW's and those of
 `kfe_adam(0.01)` on the perceptron, the Gaussian autoencoder, the convolutions, the GRU, the
 regression and the diffusion. On the other six AdamW's are from the first, so that equal CPU seconds
-count against ours there.
+count against ours there. All runs of ours in these tables collected factors at each step, the
+default then. Now they are collected at refreshes: `python -m benchmarks.optimizers._clock`.
 """
 DEFAULTS = """\
 ## At equal steps, as documented and at a peer's best
