@@ -84,8 +84,12 @@ class Adapted:
         *,
         handler: Callable[[Mapping[str, BranchOptions]], Handler] | None = None,
         extra: Mapping[str, Any] | None = None,
+        freeze: bool = True,
     ) -> Any:
-        """Call with another handler, whose slots hold ``extra`` in addition to the adapters."""
+        """Call with another handler, whose slots hold ``extra`` in addition to the adapters.
+
+        With ``freeze=False`` the result has derivatives with respect to the base model too.
+        """
         bank, rows, saved = isinstance(adapters, Bank), None, {}
         scaled = isinstance(adapters, Bank) and adapters.scaled
         if isinstance(adapters, Bank):
@@ -97,7 +101,8 @@ class Adapted:
         else:
             own_adapters = only_adapters(adapters)
             saved = {name: x for name, x in adapters.items() if name not in own_adapters}
-        params = jax.lax.stop_gradient(self.separated(params, [*own_adapters, *saved]))
+        params = self.separated(params, [*own_adapters, *saved])
+        params = jax.lax.stop_gradient(params) if freeze else params
         settings = {name: name for name in own_adapters}
         if self.config.ensure_weight_tying:
             for path, shared in ties_of(self._apply).items():

@@ -26,6 +26,7 @@ from jaxkfac.jobs.report import (
     curvature_answer,
     factor_figures,
     print_capacity,
+    print_curvature,
     report_page,
     spectra_table,
     spectrum_records,
@@ -181,8 +182,10 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
         print(json.dumps(result, allow_nan=False))
         return
     console = Console()
-    console.print(spectra_table(spectra))
-    print_capacity(console, capacity)
+    print_curvature(console, spectra, capacity)
+    if arguments.tables:
+        console.print(spectra_table(spectra))
+        print_capacity(console, capacity)
     for name, written in (("report", arguments.report), ("figures", arguments.figures)):
         if written:
             console.print(f"{name}: {written}", soft_wrap=True, highlight=False)

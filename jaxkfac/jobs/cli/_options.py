@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxkfac.jobs.cli._paths import (
-    MODEL_NAMES,
     check_folder,
     check_records,
     check_weights,
     find_checkpoint,
+    model_source,
     no_checkpoint,
 )
 
@@ -324,9 +324,13 @@ class AnalyzeArguments:
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """Folder of a pretrained model, a .gguf file or smollm2; or a checkpoint of `jaxkfac train`, a
-    folder of checkpoints (the newest counts), or the output folder of a run."""
+    """Folder of a pretrained model, a .gguf file or smollm2; the output folder of
+    `jaxkfac finetune`, or an adapter, whose base model is analyzed with the adapter in place; or a
+    checkpoint of `jaxkfac train`, a folder of checkpoints (the newest counts), or the output folder
+    of a run."""
     model: Annotated[ModelAnalysis, tyro.conf.arg(name="")] = ModelAnalysis()
+    base: Path | None = None
+    """For an adapter: its base model; by default the one that its adapter_config.json names."""
     max_condition: float | None = None
     """Condition number to clip at; by default 1e6, or the one that the run was trained with."""
     num_examples: float | None = None
@@ -363,6 +367,8 @@ class AnalyzeArguments:
     report: Path | None = None
     """HTML file for all tables and figures; for a model, report.html in the output folder by
     default."""
+    tables: bool = False
+    """Also print a table of every factor and of every metric."""
     json: bool = False
     """Print every eigenvalue and every metric as JSON instead of tables."""
     debug: bool = False
@@ -371,12 +377,7 @@ class AnalyzeArguments:
     @property
     def is_pretrained(self) -> bool:
         """Whether the analysis is of a pretrained model, not of a checkpoint of a run."""
-        path = self.checkpoint
-        if not path.exists():
-            return str(path) in MODEL_NAMES
-        if path.is_file():
-            return path.suffix == ".gguf"
-        return (path / "config.json").exists() or any(path.glob("*.safetensors"))
+        return model_source(self.checkpoint, self.base) is not None
 
     def check(self) -> None:
         """Refuse paths at which nothing can be read or written, and too few batches."""
@@ -384,8 +385,9 @@ class AnalyzeArguments:
             raise ValueError(f"batches must be at least 2, not {self.batches}")
         sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
         for path in sources:
+            source = model_source(path, self.base) if self.is_pretrained else None
             if self.is_pretrained:
-                check_weights(str(path))
+                check_weights(str(path) if source is None else source.model)
             elif find_checkpoint(path) is None:
                 raise no_checkpoint(path)
         if self.is_pretrained:

@@ -1,7 +1,9 @@
 """Paths of the command line: checks that do not wait for JAX."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 # ---------------- folders for results
 
@@ -56,6 +58,49 @@ def check_weights(model: str) -> None:
     folder = Path(model)
     if model not in MODEL_NAMES and folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} has no weights: expected *.safetensors files in it")
+
+
+class ModelSource(NamedTuple):
+    """A pretrained model, and perhaps an adapter of it.
+
+    Attributes:
+        model: A known name, a folder or a .gguf file.
+        adapter: Folder of the adapter.
+    """
+
+    model: str
+    adapter: Path | None = None
+
+
+def model_source(path: Path, base: Path | None = None) -> ModelSource | None:
+    """The pretrained model at a path, or ``None`` where there is something else or nothing.
+
+    Args:
+        path: A model, the folder of an adapter, or the output folder of `jaxkfac finetune`.
+        base: The base model of an adapter; by default the one that its adapter_config.json names.
+
+    Raises:
+        FileNotFoundError: the base model of an adapter is not known or not on this machine.
+    """
+    if not path.is_dir():
+        named = str(path) in MODEL_NAMES and not path.exists()
+        return ModelSource(str(path)) if named or path.suffix == ".gguf" else None
+    if (path / "config.json").exists():
+        return ModelSource(str(path))
+    config = path / "adapter_config.json"
+    if config.exists():
+        named_base = base or json.loads(config.read_text()).get("base_model_name_or_path")
+        if named_base is None or model_source(Path(named_base)) is None:
+            which = "its base model" if named_base is None else f"its base model {named_base}"
+            raise FileNotFoundError(
+                f"{path} is an adapter, and {which} is not known here: give the model's folder or "
+                ".gguf file as --base"
+            )
+        return ModelSource(str(named_base), path)
+    for name in ("adapter", "model"):
+        if (path / name).is_dir():
+            return model_source(path / name, base)
+    return ModelSource(str(path)) if any(path.glob("*.safetensors")) else None
 
 
 def check_records(data: str) -> None:
@@ -114,7 +159,8 @@ def numbered_files(folder: Path) -> list[Path]:
 def no_checkpoint(path: Path) -> FileNotFoundError:
     """The error that says what is at ``path`` instead of a checkpoint."""
     expected = (
-        "expected what `jaxkfac train` has written, such as runs/digits or runs/digits/kfac/1320"
+        "expected what `jaxkfac train` has written, such as runs/digits or runs/digits/kfac/1320, "
+        "or the output folder of a `jaxkfac finetune` that has ended"
     )
     if path.is_file():
         return FileNotFoundError(

@@ -1,9 +1,12 @@
 """What is at a path that was mistyped, and what was expected there."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from jaxkfac.jobs.cli._checkpoint import check_output
-from jaxkfac.jobs.cli._paths import MODEL_NAMES, no_checkpoint
+from jaxkfac.jobs.cli._paths import MODEL_NAMES, ModelSource, model_source, no_checkpoint
 from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
 
 
@@ -33,3 +36,23 @@ def test_resuming_nothing_is_said(tmp_path, capsys, begun):
     said = capsys.readouterr().err
     expected = f"--resume: nothing to resume in {tmp_path}, so the run starts anew\n"
     assert said == ("" if begun else expected)
+
+
+def test_a_model_an_adapter_and_the_folder_of_a_run_are_told_apart(tmp_path):
+    base, run, other = tmp_path / "base", tmp_path / "run", tmp_path / "other"
+    for folder in (base, run / "adapter", other):
+        folder.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    config = run / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert model_source(base) == ModelSource(str(base))
+    assert (
+        model_source(run) == ModelSource(str(base), run / "adapter") == model_source(config.parent)
+    )
+    assert model_source(Path("smollm2")) == ModelSource("smollm2")
+    assert model_source(other) is None and model_source(tmp_path / "absent") is None
+    for name in (str(tmp_path / "absent"), None):
+        config.write_text(json.dumps({"base_model_name_or_path": name}))
+        with pytest.raises(FileNotFoundError, match=r"is an adapter, and its base model.*--base"):
+            model_source(run)
+        assert model_source(run, base) == ModelSource(str(base), run / "adapter")

@@ -185,7 +185,12 @@ def test_analyze_gives_intervals_over_held_out_batches(finished, capsys):
 
 @pytest.mark.slow
 def test_analyze_prints_tables(finished, capsys):
-    assert main(["analyze", str(finished), "--compare", str(finished / "kfac" / "6")]) == 0
+    words = ["--compare", str(finished / "kfac" / "6")]
+    assert main(["analyze", str(finished), *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("The curvature of ") and "Spectra" not in shown
+    assert "that of update 6." in " ".join(shown.split())
+    assert main(["analyze", str(finished), *words, "--tables"]) == 0
     shown = capsys.readouterr().out
     for word in ("Spectra", "Capacity, ratio to update 6", "whole model", "N = 1,438", "δ = 1"):
         assert word in shown

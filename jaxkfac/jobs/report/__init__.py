@@ -8,6 +8,7 @@ from jaxkfac.jobs.report._analysis import (
     curvature_answer,
     memory_plan_table,
     print_analysis,
+    print_curvature,
 )
 from jaxkfac.jobs.report._capacity import (
     CapacityReport,
@@ -80,6 +81,7 @@ __all__ = [
     "memory_plan_table",
     "print_analysis",
     "print_capacity",
+    "print_curvature",
     "race_record",
     "race_sentence",
     "report_page",

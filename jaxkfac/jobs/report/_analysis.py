@@ -9,7 +9,12 @@ from rich.table import Table
 
 from jaxkfac._text import number
 from jaxkfac.curvature.capacity import CapacityRecord
-from jaxkfac.jobs.report._capacity import CapacityReport, print_capacity
+from jaxkfac.jobs.report._capacity import (
+    CapacityReport,
+    capacity_sentences,
+    curvature_table,
+    print_capacity,
+)
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
@@ -327,14 +332,29 @@ def _range(values: Sequence[float | None]) -> str:
 # ---------------- the page
 
 
-def print_analysis(console: Console, record: AnalysisRecord) -> None:
-    """Print the spectra, the capacity, its course over depth, exact values, and the memory."""
+def print_curvature(
+    console: Console, spectra: Sequence[SpectrumRecord], report: CapacityReport
+) -> None:
+    """Print what the analysis found, and a table of the layers that fits 80 columns."""
+    for sentence in curvature_answer(spectra, report):
+        console.print(sentence, highlight=False)
+    console.print(curvature_table(report))
+
+
+def print_analysis(console: Console, record: AnalysisRecord, *, tables: bool = False) -> None:
+    """Print what the analysis found, and the layers.
+
+    With ``tables``, also spectra, capacity, its course over depth, and planned and measured memory.
+    """
+    print_curvature(console, record.spectra, record.capacity)
+    for line in exact_lines(record):
+        console.print(line, highlight=False)
+    if not tables:
+        return
     console.print(spectra_summary_table(record.spectra))
     print_capacity(console, record.capacity)
     if (depth := depth_table(record.capacity)) is not None:
         console.print(depth)
-    for line in exact_lines(record):
-        console.print(line, soft_wrap=True, highlight=False)
     for model in record.plans:
         table = memory_plan_table(model.model, model.plan, disk=model.disk, peaks=model.peaks)
         console.print(table)
@@ -363,7 +383,7 @@ def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) 
             f"{f', and {singular:,} are infinite' if singular else ''}; clipping raises "
             f"eigenvalues in {raised:,} of them."
         )
-    return sentences
+    return [*sentences, *capacity_sentences(report)]
 
 
 _DEPTH = (

@@ -1,5 +1,6 @@
 """Capacity metrics with their comparison, and the rows of their tables."""
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jaxkfac.curvature.capacity import (
     CapacityComparison,
     CapacityInterval,
     CapacityMetrics,
+    CapacityRecord,
     Change,
     columns,
     legend,
@@ -193,6 +195,68 @@ def comparison_table(report: CapacityReport) -> TableOfLayers:
     """For each layer in both checkpoints, the ratio after / before of every column."""
     title = f"Capacity, ratio to {report.before}"
     return TableOfLayers(title, ["layer", *columns()], change_rows(report), total=True)
+
+
+_MOST = 12  # layers that a terminal shows one by one
+
+
+def curvature_table(report: CapacityReport) -> TableOfLayers:
+    """The layers with the largest traces, what the others have together, and the whole model.
+
+    With a comparison, the last two columns are ratios to the other checkpoint.
+    """
+    model, layers = report.metrics.model, report.metrics.layers
+    change = report.comparison
+    by_trace = sorted(layers, key=lambda name: -layers[name].trace)
+    rest = by_trace[_MOST:] if len(by_trace) > _MOST + 1 else []
+    head = ["layer", "share of\ntrace", "entropy\nrank"]
+    head += ["condition", "eff.\ndim."] if change is None else ["trace,\nratio", "rank,\nratio"]
+
+    def row(name: str, record: CapacityRecord, changes: Mapping[str, Change]) -> list[str]:
+        values = record.scalars()
+        cells = [_share(record.trace, model.trace), number(values["entropy_rank"])]
+        if change is None:
+            names = ("condition", "effective_dimension")
+            return [name, *cells, *(number(values[metric]) for metric in names)]
+        found = (changes.get(metric) for metric in ("trace", "entropy_rank"))
+        return [name, *cells, *("–" if x is None else number(x.ratio) for x in found)]
+
+    changes = {} if change is None else change.layers
+    rows = [row(x, layers[x], changes.get(x, {})) for x in by_trace if x not in rest]
+    if rest:
+        share = _share(sum(layers[name].trace for name in rest), model.trace)
+        rows.append([f"{len(rest)} other layers", share, "", "", ""])
+    rows.append(row(report.total_name, model, {} if change is None else change.model))
+    return TableOfLayers("Curvature by layer", head, rows, total=True)
+
+
+def _share(trace: float, total: float) -> str:
+    return f"{trace / total:.1%}" if total else "–"
+
+
+def capacity_sentences(report: CapacityReport) -> list[str]:
+    """Where the curvature lies, its intervals over batches, and what has changed."""
+    metrics, comparison = report.metrics, report.comparison
+    sentences = []
+    if metrics.model.trace > 0 and len(metrics.layers) > 1:
+        largest = max(metrics.layers, key=lambda name: metrics.layers[name].trace)
+        share = _share(metrics.layers[largest].trace, metrics.model.trace)
+        sentences.append(f"{largest} holds {share} of the trace, more than any other layer.")
+    if report.interval is not None:
+        interval = report.interval.model["entropy_rank"]
+        if interval is not None:
+            ends = f"{number(interval.low)} to {number(interval.high)}"
+            sentences.append(
+                f"The {report.interval.confidence:.0%} interval of the entropy rank of one batch, "
+                f"over {report.batches}, is {ends}."
+            )
+    if comparison is not None:
+        trace, rank = (comparison.model[name].ratio for name in ("trace", "entropy_rank"))
+        sentences.append(
+            f"Its trace is {number(trace)} times and its entropy rank {number(rank)} times "
+            f"that of {report.before}."
+        )
+    return [*sentences, *only_in_one(report)]
 
 
 def print_capacity(console: Console, report: CapacityReport) -> None:

@@ -18,10 +18,16 @@ from jaxkfac.curvature.capacity import (
 from jaxkfac.jobs.report import (
     CapacityReport,
     _factor_figures,
+    print_curvature,
     report_page,
     spectrum_records,
 )
-from jaxkfac.jobs.report._capacity import capacity_table, comparison_table, model_table
+from jaxkfac.jobs.report._capacity import (
+    capacity_table,
+    comparison_table,
+    curvature_table,
+    model_table,
+)
 from jaxkfac.jobs.report._factor_figures import conditions_figure, ranks_figure
 from jaxkfac.jobs.report._spectra import _of_side, families, joined
 
@@ -175,3 +181,33 @@ def test_the_rank_of_a_product_is_the_product_of_the_ranks_in_the_spectra():
     ranks = [r.entropy_rank for r in spectrum_records(bases)]
     metrics = capacity_metrics(bases, num_examples=10)
     assert metrics["down/kernel"].entropy_rank == pytest.approx(math.prod(ranks), rel=1e-5)
+
+
+def test_a_terminal_of_80_columns_shows_what_was_found_and_then_the_layers(report):
+    spectra = spectrum_records(
+        eigendecompose(random_factors(LAYERS, jax.random.key(0)), vectors=False)
+    )
+    console = Console(width=80)
+    for of_report in (report, report._replace(comparison=None, interval=None)):
+        with console.capture() as capture:
+            print_curvature(console, spectra, of_report)
+        shown = capture.get()
+        lines = shown.splitlines()
+        assert lines[0].startswith("The curvature of ") and max(map(len, lines)) <= 80
+        assert "of the trace, more than any other layer" in shown.replace("\n", " ")
+        last = lines[-1].split()
+        assert last[:2] == ["whole", "model"] and "100.0%" in last and len(last) == 6
+        changed = of_report.comparison is not None
+        assert ("that of update 7." in shown.replace("\n", " ")) == changed
+        assert ("ratio" in shown) == changed
+
+
+def test_layers_with_the_smallest_traces_share_a_row():
+    layers = [layer(f"{i}/kernel", (2, 3)) for i in range(15)]
+    metrics = measure(0, layers)
+    rows = curvature_table(CapacityReport(metrics)).rows
+    traces = [metrics.layers[name].trace for name, *_ in rows[:12]]
+    assert traces == sorted((x.trace for x in metrics.layers.values()), reverse=True)[:12]
+    assert rows[12][0] == "3 other layers" and len(rows) == 14
+    shares = [float(row[1].rstrip("%")) for row in rows[:-1]]
+    assert sum(shares) == pytest.approx(100, abs=1)

@@ -73,7 +73,7 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
     if arguments.json:
         print(json.dumps(record.to_dict(), allow_nan=False))
         return
-    print_analysis(console, record)
+    print_analysis(console, record, tables=arguments.tables)
     console.print(f"report: {_page(arguments)}", soft_wrap=True, highlight=False)
 
 

@@ -250,3 +250,37 @@ def test_of_a_compared_model_no_lanczos_is_planned(analyze, monkeypatch, tmp_pat
     assert "Lanczos, sum" in first and "Lanczos" not in second
     disks = [re.findall(r"disk.*?([\d.]+ \w+)", table)[-1] for table in (first, second)]
     assert disks[0] != disks[1]
+
+
+@pytest.mark.slow
+def test_a_folder_of_finetune_is_its_base_model_with_the_adapter_in_place(
+    analyze, model, texts, tmp_path
+):
+    pretrained = load_decoder(model, dtype=jnp.float32)
+    config = jk.lslora.Config(rank=2, target=r".*/(q|down)_proj/kernel", fourier_placement="none")
+    inputs = jnp.zeros((1, 4), jnp.int32)
+    of_model = pretrained.apply_fn, config, pretrained.params, inputs
+    adapters = jk.lslora.init(*of_model, key=jax.random.key(0))
+    adapters = {
+        name: x._replace(b=jax.random.normal(jax.random.key(1), x.b.shape))
+        for name, x in adapters.items()
+    }
+    run = tmp_path / "run"
+    jk.lslora.save(run / "adapter", adapters, config, dialect="peft", base_model=model)
+    assert analyze(folder=run) == 0
+    record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    adapted = jk.lslora.attach(pretrained.apply_fn, config)
+    merged = jk.lslora.merge(adapted, pretrained.params, adapters, inputs)
+    options = _options.ModelAnalysis(data=str(texts), max_length=16, batch_size=6)
+    what = analyzed(str(model), options)
+    arguments = _options.AnalyzeArguments(model, options)
+    (batch,), (exist,), *_ = batches_of(what, pretrained, read_texts(what, arguments), 6)
+    batch, exist = on_device((batch, exist))
+    stats = jk.value_grad_and_factors(jk.Objective(pretrained.apply_fn, jk.Categorical()))
+    loss, _, factors = stats(merged, batch, positions=exist)
+    assert record["texts"]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    expected = spectrum_records(jk.eigendecompose(factors, vectors=False, placement="host"))
+    known = {(x["layer"], x["side"], tuple(x["slice"])): x["raw"] for x in record["spectra"]}
+    assert len(expected) == len(known)
+    for other in expected:
+        np.testing.assert_allclose(known[other[:3]], other.raw, rtol=1e-3, atol=1e-5 * other.top)

@@ -137,11 +137,11 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
         OSError: the disk has too little room.
     """
     options = arguments.model if exact else dataclasses.replace(arguments.model, lanczos=0)
-    what = analyzed(model, options)
+    what = analyzed(model, options, arguments.base)
     with phase("reading the texts"):
         text = read_texts(what, arguments)
     with phase("planning"):
-        shapes = what.family.shapes(what.experiment)
+        shapes = what.shapes()
         texts = batches_of(what, shapes, text, options.batch_size)
         like = [
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -153,7 +153,7 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
         folder = Folder(path)
         options_now = {
             "model": model,
-            "weights": [] if arguments.plan else _weights(model),
+            "weights": [] if arguments.plan else _weights(what),
             "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
             "texts": texts.crc,
         }
@@ -190,7 +190,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
     exact = options.lanczos > 0 and spectrum is None
     if not folder.has("gathered.json") or exact:
         with jk.memory.track("load"), phase("loading the model"):
-            params = ready.what.family.load(ready.what.experiment).params
+            params = ready.what.load().params
     if not folder.has("gathered.json"):
         total = len(analysis.passes) * len(ready.texts.batches)
         with (
@@ -267,12 +267,15 @@ def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], 
         yield timed(shown, total, "batch"), lambda: hold.pressed
 
 
-def _weights(model: str) -> list[list[Any]]:
+def _weights(what: Analyzed) -> list[list[Any]]:
     """Names and CRC-32 of the weight files, to detect other weights in the same place."""
+    model = what.experiment.model
     path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
     files = [path] * path.is_file()
     if path.is_dir():
         files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    if what.adapter is not None:
+        files += sorted([*what.adapter.glob("*.safetensors"), *what.adapter.glob("*.json")])
     return [[file.name, _crc(file)] for file in files]
 
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac._arguments import ArrayTree
+import jaxkfac as jk
+from jaxkfac._arguments import ArrayTree, with_leaves
 from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.jobs.cli._paths import ModelSource, model_source
 from jaxkfac.jobs.cli._progress import say
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._family import Family, Text
@@ -30,10 +33,38 @@ class Analyzed(NamedTuple):
     Attributes:
         family: Kind of the model.
         experiment: Options by which the model is loaded and the texts are tokenized.
+        adapter: Folder of an adapter that is in place during the analysis.
     """
 
     family: Family
     experiment: Finetuning
+    adapter: Path | None = None
+
+    def shapes(self) -> Pretrained:
+        """The model with shapes as parameters."""
+        return self._adapted(self.family.shapes(self.experiment))
+
+    def load(self) -> Pretrained:
+        """The model."""
+        return self._adapted(self.family.load(self.experiment))
+
+    def _adapted(self, pretrained: Pretrained) -> Pretrained:
+        """The model with its adapter as a part of its function.
+
+        Parameters that the adapter replaces are the model's own afterwards.
+        """
+        if self.adapter is None:
+            return pretrained
+        adapters, config = jk.lslora.load(self.adapter, model=pretrained)
+        replaced = {path: x for path, x in adapters.items() if isinstance(x, jax.Array)}
+        branches = {path: x for path, x in adapters.items() if path not in replaced}
+        run = jk.lslora.attach(pretrained.apply_fn, config)
+
+        def apply_fn(params: ArrayTree, inputs: ArrayTree) -> Any:
+            return run.run(params, branches, inputs, freeze=False)
+
+        params = with_leaves(pretrained.params, replaced)
+        return pretrained._replace(apply_fn=apply_fn, params=params)
 
 
 class Texts(NamedTuple):
@@ -56,12 +87,13 @@ class Texts(NamedTuple):
     crc: str
 
 
-def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
-    """The model called ``name``, with the options to load it."""
-    family = family_of(Finetuning(model=name))
+def analyzed(name: str, options: ModelAnalysis, base: Path | None = None) -> Analyzed:
+    """The model at ``name``, or the adapter there on its ``base``, with the options to load it."""
+    source = model_source(Path(name), base) or ModelSource(name)
+    family = family_of(Finetuning(model=source.model))
     pairs = isinstance(family, EncoderDecoderFamily)
     experiment = Finetuning(
-        model=name,
+        model=source.model,
         data=options.data or "wordnet",
         max_length=options.max_length,
         max_target_length=options.max_target_length,
@@ -72,7 +104,7 @@ def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
         dropout=0.0,  # the key is for sampled labels alone
         loss_on="assistant" if pairs else "all",
     )
-    return Analyzed(family, experiment)
+    return Analyzed(family, experiment, source.adapter)
 
 
 def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
@@ -81,7 +113,7 @@ def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
     Raises:
         ValueError: there are none.
     """
-    family, experiment = what
+    family, experiment = what.family, what.experiment
     count = arguments.model.texts
     embedded = experiment.data == "wordnet" and not isinstance(family, EncoderDecoderFamily)
     if embedded:
