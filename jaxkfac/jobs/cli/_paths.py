@@ -24,7 +24,8 @@ def check_folder(folder: Path, option: str = "--output") -> None:
 # ---------------- models, texts and programs that must exist
 
 
-MODEL_NAMES = ("smollm2", "t5-bytes", "flan-t5-xl")
+PLANNED_NAMES = ("flan-t5-xl", "llama-1b", "llama-7b", "phi-3-mini")  # their sizes are known
+MODEL_NAMES = ("smollm2", "t5-bytes", *PLANNED_NAMES)
 DATA_NAMES = ("elements", "wordnet")
 
 
@@ -49,12 +50,17 @@ def check_model(model: str) -> None:
 
 
 def check_weights(model: str) -> None:
-    """Refuse what ``check_model`` refuses, and a folder without weights.
+    """Refuse what ``check_model`` refuses, and a model without weights.
 
     Raises:
         FileNotFoundError: says what is there.
     """
     check_model(model)
+    if model in PLANNED_NAMES and not Path(model).exists():
+        raise FileNotFoundError(
+            f"{model} is known by its sizes, for `jaxkfac plan` and `jaxkfac finetune --plan`: "
+            "give the folder of a checkpoint"
+        )
     folder = Path(model)
     if model not in MODEL_NAMES and folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} has no weights: expected *.safetensors files in it")

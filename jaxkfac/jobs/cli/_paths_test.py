@@ -7,6 +7,7 @@ import pytest
 
 from jaxkfac.jobs.cli._checkpoint import check_output
 from jaxkfac.jobs.cli._paths import MODEL_NAMES, ModelSource, model_source, no_checkpoint
+from jaxkfac.jobs.cli.finetune._decoder import DECODERS
 from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
 
 
@@ -23,7 +24,7 @@ def test_a_path_without_a_checkpoint_is_described(tmp_path):
 
 
 def test_the_model_names_are_those_that_need_no_path():
-    assert ("smollm2", *ENCODER_DECODERS) == MODEL_NAMES
+    assert {"smollm2", *ENCODER_DECODERS, *DECODERS} == {*MODEL_NAMES}
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -44,6 +44,10 @@ _SYSTEM = "Answer in a word."  # shorter than the default of SmolLM2's template
 _EMBEDDED_QUESTIONS = 40
 
 DECODERS = {
+    "llama-1b": DecoderConfig(
+        vocabulary=32000, width=2048, hidden=5632, depth=22, num_heads=32, num_kv_heads=32,
+        head_size=64, context=2048,
+    ),
     "llama-7b": DecoderConfig(
         vocabulary=32000, width=4096, hidden=11008, depth=32, num_heads=32, num_kv_heads=32,
         head_size=128, context=4096,
@@ -82,12 +86,15 @@ class DecoderFamily(Family):
         path: str | Path = experiment.model
         if (config := DECODERS.get(experiment.model)) is not None:
             _check_no_rule(experiment)
-            return shaped_decoder(config, **self._options(experiment))
-        if path == "smollm2":
-            _check_no_rule(experiment)
-            (weights,) = KNOWN
-            path = cached_file(weights)
-        return decoder_shapes(path, **self._options(experiment), **_rule(experiment))
+            shapes = shaped_decoder(config, **self._options(experiment))
+        else:
+            if path == "smollm2":
+                _check_no_rule(experiment)
+                (weights,) = KNOWN
+                path = cached_file(weights)
+            shapes = decoder_shapes(path, **self._options(experiment), **_rule(experiment))
+        _longest(experiment, shapes)  # a plan refuses what the run refuses
+        return shapes
 
     def save(self, folder: Path, pretrained: Pretrained) -> None:
         raise ValueError(_ADAPTERS_ONLY)
@@ -129,16 +136,7 @@ class DecoderFamily(Family):
         return Text(train, validation_rows.good, questions, system, validation_rows.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
-        context, tokenizer = pretrained.config.longest, pretrained.tokenizer
-        if experiment.data == "elements":  # its records are short, whatever the model is
-            longest = min(experiment.max_length, context)
-        elif experiment.max_length > context:
-            raise ValueError(
-                f"max_length {experiment.max_length} is longer than the model's context, "
-                f"{context} tokens: lower --max-length"
-            )
-        else:
-            longest = experiment.max_length
+        longest, tokenizer = _longest(experiment, pretrained), pretrained.tokenizer
         pad_id, validation = tokenizer.pad_id, None
 
         options: dict[str, Any] = {"max_length": longest, "loss_on": experiment.loss_on}
@@ -213,6 +211,23 @@ def _rule(experiment: Finetuning) -> dict[str, Any]:
 def _check_no_rule(experiment: Finetuning) -> None:
     if _rule(experiment):
         raise ValueError(f"--gguf-pre is for a .gguf file, and --model is {experiment.model}")
+
+
+def _longest(experiment: Finetuning, pretrained: Any) -> int:
+    """Longest record, in tokens.
+
+    Raises:
+        ValueError: it is longer than the model's context.
+    """
+    context = pretrained.config.longest
+    if experiment.data == "elements":  # its records are short, whatever the model is
+        return min(experiment.max_length, context)
+    if experiment.max_length > context:
+        raise ValueError(
+            f"max_length {experiment.max_length} is longer than the model's context, "
+            f"{context} tokens: lower --max-length"
+        )
+    return experiment.max_length
 
 
 def _check_attention(experiment: Finetuning, dtype: DTypeLike) -> None:

@@ -104,7 +104,7 @@ class Finetuning:
     model: str = "smollm2"
     """smollm2 (135 million parameters, downloaded once); a folder in Hugging Face's layout with a
     decoder or an encoder-decoder of T5's layout; t5-bytes (a small untrained model that reads
-    bytes); or flan-t5-xl, llama-7b or phi-3-mini (sizes only, for --plan)."""
+    bytes); or flan-t5-xl, llama-1b, llama-7b or phi-3-mini (sizes only, for --plan)."""
     data: str = "elements"
     """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder); or
     a file, or a folder of files with train and validation in their names: JSON lines (.jsonl,

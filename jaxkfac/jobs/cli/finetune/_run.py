@@ -133,6 +133,7 @@ def adapter_curvature(
 def run_finetune(arguments: FinetuneArguments) -> None:
     """Train, write the results, and print the summary; or print the plan."""
     if arguments.plan:
+        _check(arguments)
         return print_plan(arguments)
     with run_processes(arguments) as processes:
         _run(arguments, processes)
