@@ -62,3 +62,17 @@ def test_a_plan_refuses_what_the_run_refuses(capsys):
     ):
         assert main(["finetune", "--plan", "--model", "llama-7b", *words, *ROOM]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_plan_prints_the_command_that_counts_the_same_training(capsys):
+    words = ["--train", "adapter", "--optimizer", "adamw", "--batch", "2", "--tokens", "64"]
+    fixed = ["--compiled", "none", "--options", "--curvature", "none"]
+    assert main(["plan", "--preset", "llama-1b", *words, *fixed, *ROOM]) == 0
+    shown = capsys.readouterr().out
+    (command,) = re.findall(r"the training as it stands: jaxkfac (.*)", shown)
+    assert main(command.split()) == 0
+    counted = capsys.readouterr().out
+    assert "2 × 1 rows" in counted and "rows of 64 tokens, activations kept" in counted
+    (total,) = re.findall(r"sum +(.* GiB)", counted)
+    assert total in shown

@@ -198,6 +198,8 @@ def run_plan(arguments: PlanArguments) -> None:
             choices |= {"packed": arguments.packed, "collect": arguments.collect}
             plan = plan_memory(*training, optimizer=optimizer, **choices)
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
+    if is_run and arguments.optimizer in _OF_RUNS and not arguments.json:
+        print(f"the training as it stands: {_finetune_command(arguments)}")
     plan.chosen()
 
 
@@ -231,6 +233,24 @@ def _experiment(arguments: PlanArguments) -> Any:
         adapter=AdapterOptions(rank=arguments.adapter_rank),
         kfac=kfac,
     )
+
+
+def _finetune_command(arguments: PlanArguments) -> str:
+    """The command of `jaxkfac finetune` that counts the same training."""
+    from jaxkfac.jobs.cli._out_of_memory import flags
+    from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
+
+    default = FinetuneArguments()
+    pairs = {"data": "wordnet"} if arguments.preset in ("t5-xl", "flan-t5-xl") else {}
+    experiment = dataclasses.replace(_experiment(arguments), **pairs)
+    words = flags(default, dataclasses.replace(default, experiment=experiment))
+    factors = (
+        ""
+        if arguments.curvature == "none" or arguments.optimizer == "kfac"
+        else (", which counts no factors: those of --curvature are planned beside it")
+    )
+    room = f"--device-bytes {arguments.device_bytes}"
+    return f"jaxkfac finetune --plan {room} {' '.join(words)}{factors}"
 
 
 @contextlib.contextmanager

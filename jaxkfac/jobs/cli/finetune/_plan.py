@@ -190,10 +190,14 @@ def print_plan(arguments: FinetuneArguments) -> None:
     need, experiment = shapes.need(arguments), arguments.experiment
     rows = [[name, bytes_text(nbytes)] for name, nbytes in need.rows.items() if nbytes]
     rows.append(["sum", bytes_text(need.total)])
+    trained = "all parameters"
+    if experiment.train == "adapter":
+        trained = f"an adapter of rank {experiment.adapter.rank}"
     headline = (
         f"{experiment.model}: {experiment.batch_size} × {experiment.gradient_accumulation_steps} "
         f"rows an update, {experiment.optimizer}, {jnp.dtype(dtype_of(experiment)).name}; "
-        f"{need.how}"
+        f"{trained}, rows of {experiment.max_length} tokens, activations "
+        f"{'recomputed' if experiment.remat else 'kept'}; {need.how}"
     )
     console = Console()
     console.print(headline, soft_wrap=True, highlight=False)
