@@ -53,6 +53,8 @@ def shown():
         "plan": jk.plan_memory(objective, params, batch, **plan),
         "short plan": jk.plan_memory(objective, params, batch, **{**plan, "device_bytes": 10}),
         "top": jk.influence(objective, params, bases, batch, batch, damping=1e-3, top_k=2),
+        "posterior": jk.laplace(objective, params, bases, num_examples=6),
+        "store": jk.gradient_store(objective, params, bases, batch, rank=1),
     }
 
 
@@ -69,6 +71,18 @@ def test_a_result_is_printed_in_a_line_without_its_numbers(shown, name):
     line = repr(shown[name])
     assert len(line) < 260 and "\n" not in line and "Array(" not in line
     assert type(shown[name]).__name__ in line
+
+
+@pytest.mark.slow
+def test_printing_shows_the_answer(shown):
+    top = shown["top"]
+    lines = str(top).splitlines()
+    assert len(lines) == 9 and max(map(len, lines)) <= 80
+    best = f"{int(top.indices[0, 0])}: {float(top.scores[0, 0]):.3g}"
+    assert lines[2].split("  ")[-2].strip() == best or best in lines[2]
+    posterior = str(shown["posterior"])
+    assert "64 parameters in 3 layers from 6 examples: prior precision 1, noise 1" in posterior
+    assert "the rank loses at most" in str(shown["store"])
 
 
 class _Tags(HTMLParser):

@@ -103,6 +103,15 @@ class GradientStore:
             f"{self._precision}, {bytes_text(self.nbytes)} {where})"
         )
 
+    def __str__(self) -> str:
+        if not self.errors:
+            return repr(self)
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        return (
+            f"{self!r}\nof an example's gradient, the rank loses at most "
+            f"{self.errors[worst]:.1%} of its norm, in {worst}"
+        )
+
     @property
     def _precision(self) -> str:
         return self.dtype.name + ("" if self.rank is None else f" at rank {self.rank}")

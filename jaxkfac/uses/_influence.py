@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
-from jaxkfac._text import short_repr, table_html
+from jaxkfac._text import ruled, short_repr, table_html
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import ModelCall, Objective
 from jaxkfac.interception.coupling import Word
@@ -27,7 +27,8 @@ from jaxkfac.uses._queries import prepare_queries
 # ---------------- the largest scores
 
 
-_SHOWN = 20  # queries shown in a notebook
+_SHOWN = 20  # queries that are shown
+_COLUMNS = 5  # scores of a query that a terminal shows
 
 
 class TopK(NamedTuple):
@@ -45,20 +46,37 @@ class TopK(NamedTuple):
 
     __repr__ = short_repr
 
+    def __str__(self) -> str:
+        if self._has_no_table:
+            return repr(self)
+        head, rows, notes = self._table(_COLUMNS)
+        return "\n".join([*ruled(head, rows), *notes])
+
     def _repr_html_(self) -> str:
-        if self.scores.ndim < 2 or isinstance(self.scores, Tracer):
+        if self._has_no_table:
             return escape(repr(self))
+        head, rows, notes = self._table(self.scores.shape[-1])
+        return table_html(repr(self), head, rows, notes=notes)
+
+    @property
+    def _has_no_table(self) -> bool:
+        return self.scores.ndim < 2 or isinstance(self.scores, Tracer)
+
+    def _table(self, most: int) -> tuple[list[str], list[list[str]], list[str]]:
+        """Head, rows and notes of a table of the first queries and at most ``most`` of their
+        scores.
+        """
         k = self.scores.shape[-1]
-        arrays = [x.reshape(-1, k)[:_SHOWN] for x in jax.device_get(self)]
+        arrays = [x.reshape(-1, k)[:_SHOWN, :most] for x in jax.device_get(self)]
         rows = [
-            (str(i), *(f"{index}: {score:.3g}" if index >= 0 else "" for score, index in line))
+            [str(i), *(f"{index}: {score:.3g}" if index >= 0 else "" for score, index in line)]
             for i, line in enumerate(zip(s, n) for s, n in zip(*arrays))
         ]
-        head = ("query", *(f"{rank}." for rank in range(1, k + 1)))
+        head = ["query", *(f"{rank}." for rank in range(1, min(k, most) + 1))]
         notes = ["place in the stream: score"]
         if (more := self.scores.size // max(k, 1) - len(rows)) > 0:
             notes.append(f"and {more} more queries")
-        return table_html(repr(self), head, rows, notes=notes)
+        return head, rows, notes
 
 
 def none_yet(shape: tuple[int, ...], k: int, dtype: jnp.dtype) -> TopK:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Key
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, check_key
 from jaxkfac._jaxpr_compat import replicated
+from jaxkfac._text import array_text
 from jaxkfac.blocks import LongSum
 from jaxkfac.factors import Batch, Gaussian, ModelCall
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -82,6 +83,18 @@ class LaplacePosterior:
             f"LaplacePosterior(layers={list(self.layers)}, fixed={list(self.fixed)}, "
             f"prior_precision={self.prior_precision}, noise={self.noise}, "
             f"num_examples={self.num_examples})"
+        )
+
+    def __str__(self) -> str:
+        sizes = {layer.name: layer.num_parameters for layer in self.bases.layers}
+        number = sum(sizes[name] for name in self.layers)
+        numbers = (self.prior_precision, self.noise)
+        prior, noise = (array_text(x) if jnp.ndim(x) or isinstance(x, Tracer) else f"{float(x):g}"
+                        for x in numbers)  # fmt: skip
+        fixed = f"; fixed are {', '.join(self.fixed)}" if self.fixed else ""
+        return (
+            f"posterior of {number:,} parameters in {len(self.layers)} layers from "
+            f"{self.num_examples:,g} examples: prior precision {prior}, noise {noise}{fixed}"
         )
 
     # -- evidence ---------------------------------------------------------------------

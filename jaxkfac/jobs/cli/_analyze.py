@@ -17,7 +17,7 @@ from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_st
 from jaxkfac.jobs.cli._loop import total_updates
 from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem
-from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._progress import phase, said_if_slow
 from jaxkfac.jobs.cli._train import factor_average
 from jaxkfac.jobs.report import (
     CapacityReport,
@@ -161,12 +161,12 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     for folder in (arguments.figures, arguments.report and arguments.report.parent):
         if folder:
             probe_folder(folder)
-    with phase("loading the checkpoint"):
+    with phase("loading the checkpoint"), said_if_slow("analyze: loading the checkpoint"):
         checkpoint = load_checkpoint(arguments.checkpoint)
         restored = restore(checkpoint)
     with phase("decomposing the factors"):
         spectra = spectrum_records(restored.decompose(restored.factors, arguments.max_condition))
-    with phase("measuring capacity"):
+    with phase("measuring capacity"), said_if_slow("analyze: measuring capacity"):
         capacity = capacity_report(arguments, restored)
     if arguments.report:
         _write_page(arguments.report, checkpoint, spectra, capacity)

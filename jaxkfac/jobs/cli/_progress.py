@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -151,6 +152,30 @@ def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], Non
 def say(text: str) -> None:
     """Write a line to standard error and flush it."""
     print(text, file=sys.stderr, flush=True)
+
+
+_SLOW = 3.0  # seconds
+
+
+@contextlib.contextmanager
+def said_if_slow(text: str, *, after: float = _SLOW) -> Iterator[None]:
+    """Say what the block is doing, once, if it takes longer than ``after`` seconds."""
+    lock, ended = threading.Lock(), False
+
+    def is_time() -> None:
+        with lock:
+            if not ended:
+                say(text)
+
+    timer = threading.Timer(after, is_time)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            ended = True
 
 
 # ---------------- main memory at the end of a command

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from jaxkfac.jobs.cli._progress import progress, time_left, timed
+from jaxkfac.jobs.cli._progress import progress, said_if_slow, time_left, timed
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,11 @@ def test_the_time_left_is_said_once_and_not_from_steps_that_were_read(capsys, mo
             advance(step, None)
     said = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
     assert said == ["gather: about 34 s left (2.00 s a batch, 17 batches)"]
+
+
+def test_only_a_slow_block_says_what_it_does(capsys):
+    with said_if_slow("fast", after=30):
+        pass
+    with said_if_slow("slow", after=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "slow\n"

@@ -153,9 +153,8 @@ def finetune_table(
     rows = [["training loss", *ends]]
     rows += held_out_rows(records, reference)
     rows += [[f"accuracy, {name}", *cells] for name, *cells in exam_rows(records, comparison)]
-    return terminal_table(
-        "Result", ["", "before", "after", "gained", "lost", "p"], rows, no_wrap=True
-    )
+    head = ["", "before", "after", "gained", "lost", "p"][: max(map(len, rows))]
+    return terminal_table("Result", head, rows, no_wrap=True)
 
 
 def held_out_rows(records: FinetuneRecords, reference: Mapping[str, float]) -> list[list[str]]:

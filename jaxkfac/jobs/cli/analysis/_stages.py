@@ -20,7 +20,7 @@ from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
-from jaxkfac.jobs.cli._progress import phase, progress, timed
+from jaxkfac.jobs.cli._progress import phase, progress, said_if_slow, timed
 from jaxkfac.jobs.cli.analysis._decompose import (
     Chosen,
     ExactSpectrum,
@@ -140,7 +140,7 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
     what = analyzed(model, options, arguments.base)
     with phase("reading the texts"):
         text = read_texts(what, arguments)
-    with phase("planning"):
+    with phase("planning"), said_if_slow("analyze: compiling the programs of the plan"):
         shapes = what.shapes()
         texts = batches_of(what, shapes, text, options.batch_size)
         like = [

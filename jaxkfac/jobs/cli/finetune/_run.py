@@ -19,7 +19,7 @@ from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import labels_sentence
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
-from jaxkfac.jobs.cli._progress import host_memory, phase, say
+from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow, say
 from jaxkfac.jobs.cli.finetune._exam import compare_exams
 from jaxkfac.jobs.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._loggers import check_loggers
@@ -187,7 +187,12 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
             state = train(arguments, problem, folder, earlier=earlier)
         curvature = None
         if pattern is not None:
-            with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
+            doing = "finetune: measuring the curvature of the adapter"
+            with (
+                jk.memory.track("curvature of the adapter"),
+                phase("measuring curvature"),
+                said_if_slow(doing),
+            ):
                 curvature = adapter_curvature(problem, experiment, state, pattern)
     device_use = devices.described((problem.params, state.adapters, state.optimizer))
     doing = "writing what was trained, and the report"
