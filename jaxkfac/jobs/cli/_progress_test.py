@@ -45,7 +45,7 @@ def test_the_time_left_is_said_once_and_not_from_steps_that_were_read(capsys, mo
 
 
 def test_only_a_slow_block_says_what_it_does(capsys):
-    with said_if_slow("fast", after=30):
+    with said_if_slow("fast", after=30.0):
         pass
     with said_if_slow("slow", after=0.01):
         time.sleep(0.1)
