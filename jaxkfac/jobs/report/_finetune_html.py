@@ -26,6 +26,7 @@ from jaxkfac.memory import Stage
 # ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
 
+LEAST_POINTS = 5  # of a line; fewer are numbers in a table
 _COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
@@ -38,7 +39,7 @@ def loss_panels_html(records: FinetuneRecords) -> str:
     ]
     legend = [("a", "training")]
     validation = [(e.step, e.loss) for e in records.exams if e.loss is not None]
-    if validation:
+    if len(validation) >= LEAST_POINTS:  # fewer are in the table of the validation
         steps, losses = zip(*validation)
         lines.append(Line("validation", steps, losses, "adamw"))
         legend.append(("adamw", "validation"))
@@ -267,8 +268,27 @@ def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
             for name in ("sigma", "deviation", "nonlinearity", "saturated")
         ]
         rows.append([layer, *(number(None if x is None else float(x)) for x in means)])
-    coefficients = [f"c{number}" for number in range(len(phi.initial))]
+    coefficients = [f"c{index}" for index in range(len(phi.initial))]
     head = ["layer, mean over blocks", *coefficients, "σ", "deviation", "nonlinearity",
             "saturated"]  # fmt: skip
-    panels = nonlinearity_panels_html(records.fourier, phi)
-    return f"{panels}<p>{note}</p>{table_html(head, rows, text=1)}"
+    table = f"<p>{escape(_moved(records, phi))}</p>{table_html(head, rows, text=1)}"
+    if len(records.fourier) < LEAST_POINTS:
+        return f"{table}<p>{note.removeprefix(_ENDS)}</p>"
+    return f"{table}{nonlinearity_panels_html(records.fourier, phi)}<p>{note}</p>"
+
+
+def _moved(records: FinetuneRecords, phi: Nonlinearity) -> str:
+    """Which coefficients training has moved most, and whether branches became nonlinear."""
+    last = records.fourier[-1].layers
+    moved = {
+        (layer, index): float(np.abs(values - phi.initial[index]).mean())
+        for layer, of_layer in last.items()
+        for index, values in enumerate(np.asarray(of_layer["coefficients"]).T)
+    }
+    (layer, index), distance = max(moved.items(), key=lambda item: item[1])
+    strengths = [np.max(x["nonlinearity"]) for x in last.values() if x["nonlinearity"] is not None]
+    strongest = f" The largest nonlinearity is {number(float(max(strengths)))}." * bool(strengths)
+    return (
+        f"Training moved c{index} of {joined([layer])} most: by {number(distance)} on average over "
+        f"its blocks.{strongest}"
+    )

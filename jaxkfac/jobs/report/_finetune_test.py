@@ -39,6 +39,10 @@ RECORDS = FinetuneRecords(
     fourier=[fourier(0, 0.0), fourier(3, 0.4)],
     samples=[SampleRecord(0, "Fe <is>", "tin"), SampleRecord(3, "Fe <is>", "iron")],
 )
+LONG = RECORDS._replace(
+    exams=[RECORDS.exams[0]._replace(step=step) for step in range(5)],
+    fourier=[fourier(step, 0.1 * step) for step in range(5)],
+)
 COMPARISON = {"per_token": {"gained": 1, "lost": 0, "p_value": 1.0}}
 
 
@@ -67,7 +71,7 @@ def test_the_page_shows_what_was_measured_and_escapes_it():
 
 
 def test_every_drawing_takes_the_colours_of_the_page_and_says_its_values():
-    text = page(RECORDS)
+    text = page(LONG)
     assert "<img" not in text and "data:image" not in text  # whose colours no night would change
     titles = re.findall(r'<figure class="panel"><figcaption>(.*?)</figcaption>', text)
     assert titles[0] == "Loss, by updates" and len(titles) == 3 + 4 + 4
@@ -78,6 +82,14 @@ def test_every_drawing_takes_the_colours_of_the_page_and_says_its_values():
     look = text[text.index("<style>") : text.index("</style>")]
     drawn = set(re.findall(r'<path class="line (\w+)', text))
     assert drawn and all(look.count(f"--{name}:") == 3 for name in drawn)  # day, night, paper
+
+
+def test_fewer_than_five_points_are_a_table():
+    text = page(RECORDS)
+    assert len(re.findall(r'<figure class="panel">', text)) == 3
+    assert 'data-label="validation"' not in text and ">validation loss</td>" in text
+    assert "Training moved c2 of layers/q_proj most: by 0.4 on average" in text
+    assert "The largest nonlinearity is 0.8." in text
 
 
 class Cubic(Nonlinearity):
