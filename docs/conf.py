@@ -16,6 +16,8 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
     "mathml",
     "docstrings",
     "api_index",
@@ -24,7 +26,7 @@ extensions = [
 ]
 exclude_patterns = ["_*"]
 
-myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_dmath_double_inline = True
 myst_heading_anchors = 4
 
@@ -45,6 +47,8 @@ html_theme = "furo"
 html_title = f"jaxkfac {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor outputs
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "friendly"

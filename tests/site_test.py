@@ -93,7 +93,7 @@ def test_every_public_name_is_documented():
 def test_every_page_is_in_a_table_of_contents():
     docs = ROOT / "docs"
     listed = set()
-    for index in docs.rglob("index.md"):
+    for index in docs.rglob("*.md"):
         trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index.read_text(), re.M | re.S)
         for line in "\n".join(trees).splitlines():
             if line and not line.startswith(":"):
@@ -115,3 +115,10 @@ def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
         "a.html: c.html is not there",
         "a.html: x.css is not there",
     ]
+
+
+def test_lines_of_code_fit_a_narrow_column():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        blocks = re.findall(r"^```\w+\n(.*?)^```$", page.read_text(), re.M | re.S)
+        long = [line for block in blocks for line in block.splitlines() if len(line) > 88]
+        assert not long, (page.name, long)

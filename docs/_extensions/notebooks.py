@@ -95,7 +95,8 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     def read(found: re.Match[str]) -> str:
         path = (Path(app.env.doc2path(page)).parent / found[1]).resolve()
         app.env.note_dependency(str(path))
-        return as_markdown(json.loads(path.read_text()))
+        parts = as_markdown(json.loads(path.read_text())).split("\n\n", 1)
+        return f"\n\n{{download}}`Download this notebook <{found[1]}>`\n\n".join(parts)
 
     source[0] = PAGE.sub(read, source[0])
 
