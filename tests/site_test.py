@@ -59,8 +59,10 @@ def test_the_site_makes_the_pages_of_records_where_pytorch_is_not(tmp_path):
 
 def test_every_notebook_has_its_page():
     pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "notebooks").glob("*.md")}
+    index = pages.pop("index")
     names = {notebook.stem for notebook in (ROOT / "notebooks").glob("*.ipynb")}
     assert pages == {name: f"```{{notebook}} ../../notebooks/{name}.ipynb\n```\n" for name in names}
+    assert {*re.findall(r"\((\w+)\.md\)", index)} == names
 
 
 def test_links_of_notebooks_lead_somewhere():
