@@ -275,6 +275,23 @@ def _clock_ratios(record: Any) -> dict[str, list[tuple[str, str, float]]]:
     return out
 
 
+def _at_equal_steps(record: Any) -> Iterator[Row]:
+    """Ours over AdamW, and over the better of SOAP and Muon; seed 0 has chosen everywhere."""
+    goals = {("adamw",): ("AdamW", 12), ("soap", "muon"): ("the better of SOAP and Muon", 8)}
+    for peers, (title, bound) in goals.items():
+        ratios = []
+        for parts in record["problems"].values():
+            ours, theirs = (
+                min((parts[name]["at_steps"] for name in names), key=lambda values: values[0])
+                for names in (("kfac", "kfe_adam"), peers)
+            )
+            ratios.append(statistics.median(ours[1:]) / statistics.median(theirs[1:]))
+        wins, losses = sum(x < 0.98 for x in ratios), sum(x > 1.02 for x in ratios)
+        goal = Goal(wins, bound, at_least=True)
+        yield Row(f"wins at equal steps over {title}", f"{wins} of {len(ratios)}, {losses} losses",
+                  "", goal)  # fmt: skip
+
+
 def _clock(record: Any) -> Iterator[Row]:
     goals = {"adamw": ("AdamW", 7), "soap": ("SOAP", 6), "muon": ("Muon", 6)}
     for peer, found in _clock_ratios(record).items():
@@ -285,6 +302,18 @@ def _clock(record: Any) -> Iterator[Row]:
         losses = sum(ratio > 1.02 for *_, ratio in found)
         goal = Goal(wins, bound, at_least=True)
         yield Row(f"wins at {title}'s", f"{wins} of {len(found)}, {losses} losses", "", goal)
+    yield from _at_equal_steps(record)
+    for name, parts in record.get("equal_time", {}).items():
+        medians = {x: statistics.median(part["values"][1:]) for x, part in parts.items()}
+        seconds = next(iter(parts.values()))["cpu_s"]
+        goal = Goal(medians["kfe_adam"] / medians["muon"], 1.0)
+        yield Row(
+            f"{name} after {seconds:g} CPU s, jk.kfe_adam(0.01)",
+            f"{medians['kfe_adam']:.3f} nats; AdamW {medians['adamw']:.3f}, SOAP "
+            f"{medians['soap']:.3f}, Muon {medians['muon']:.3f}, jk.kfac() {medians['kfac']:.3f}",
+            "Muon's",
+            goal,
+        )
 
 
 def _documents(record: Any) -> Iterator[Row]:

@@ -1,14 +1,14 @@
 """The optimizers as their pages give them, on the preset's task: nothing is tuned.
 
 Beside them runs AdamW with the setting that its grid has chosen, in the same process, so that CPU
-seconds can be compared.
+seconds can be compared. Each optimizer is the second argument of ``jk.Optimizer``, and an update
+takes the examples of an update of the preset at once.
 """
 
 import functools
 import math
 import statistics
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,59 +18,64 @@ import optax
 
 import jaxkfac as jk
 from benchmarks.digits._run import evaluation, problem_of
-from jaxkfac.jobs.cli._loop import compile_epoch, epoch_rows, make_epoch, total_updates
+from jaxkfac.jobs.cli._loop import compile_epoch, epoch_rows, total_updates
 from jaxkfac.jobs.cli._options import Experiment
-from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer
+from jaxkfac.jobs.cli._problem import learning_rate
+from jaxkfac.jobs.data import shift_batch
 from jaxkfac.jobs.report import TARGET_ERROR
 
 SEEDS = range(5)
 ADAMW = "AdamW, tuned"
 
 
-def tuned_adamw(problem: DigitsProblem) -> optax.GradientTransformationExtraArgs:
-    experiment = Experiment()
-    return build_optimizer("adamw", experiment, problem, total_updates(experiment, problem))
+def experiment_of(seed: int) -> Experiment:
+    """The preset, without micro-batches."""
+    preset = Experiment()
+    return Experiment(
+        seed=seed, batch_size=preset.examples_per_update, gradient_accumulation_steps=1
+    )
 
 
-class Documented(types.SimpleNamespace):
-    """An optimizer of a page: ``make(problem)``, its Fisher type, and whether it adapts itself."""
+def tuned_adamw() -> optax.GradientTransformation:
+    """With the preset's schedule and gradient clipping."""
+    experiment = experiment_of(0)
+    options, updates = experiment.adamw, total_updates(experiment, problem_of(0))
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip_norm),
+        optax.adamw(
+            learning_rate("adamw", experiment, updates),
+            b2=options.b2,
+            weight_decay=options.weight_decay,
+        ),
+    )
 
-    make: Callable[[DigitsProblem], optax.GradientTransformationExtraArgs]
-    fisher: Any
-    adapts: bool
 
-
-OPTIMIZERS = {
-    ADAMW: Documented(make=tuned_adamw, fisher=None, adapts=False),
-    "jk.kfac(like=like)": Documented(
-        make=lambda problem: jk.multi_steps(jk.kfac(like=problem.like), 1),
-        fisher="mc",
-        adapts=True,
-    ),
-    "jk.kfe_adam(0.01, like=like)": Documented(
-        make=lambda problem: jk.multi_steps(jk.kfe_adam(0.01, like=problem.like), 1),
-        fisher="empirical",
-        adapts=False,
-    ),
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    ADAMW: tuned_adamw,
+    "jk.kfac()": jk.kfac,
+    "jk.kfe_adam(0.01)": functools.partial(jk.kfe_adam, 0.01),
 }
 
 
 @functools.cache
-def epoch_program(name: str) -> Callable[..., Any]:
-    """An epoch, compiled once for all seeds; behind what it returns are its CPU seconds."""
-    problem, optimizer = problem_of(0), OPTIMIZERS[name]
-    factors = optimizer.fisher is not None
-    if factors:
-        collect = jk.value_grad_and_factors(problem.objective, fisher=optimizer.fisher)
-        problem = problem._replace(statistics=collect)
-    tx = optimizer.make(problem)
+def training_of(name: str) -> tuple[jk.Optimizer, Callable[..., Any]]:
+    """The optimizer, and an epoch that is compiled once for all seeds; behind what an epoch returns
+    are its CPU seconds.
+    """
+    opt = jk.Optimizer(problem_of(0).objective, OPTIMIZERS[name]())
+    max_shift = experiment_of(0).max_shift
 
-    def epoch(params: Any, state: Any, rows: Any, counts: Any, data: Any, seed: Any) -> Any:
-        options = vars(Experiment()) | {"seed": seed, "kfac": optimizer}
-        experiment: Any = types.SimpleNamespace(**options)
-        return make_epoch(experiment, problem, tx, factors=factors)(
-            params, state, rows, counts, data
-        )
+    def epoch(params: Any, state: Any, rows: Any, numbers: Any, data: Any, seed: Any) -> Any:
+        def update(carry: Any, row: Any) -> Any:
+            indices, number = row
+            shift_key, key = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+            images = shift_batch(shift_key, data.images[indices], max_shift)
+            params, state, loss = opt.step(*carry, (images, data.labels[indices]), key)
+            return (params, state), loss
+
+        flat = rows.reshape(len(rows), -1), numbers.reshape(-1)
+        carry, losses = jax.lax.scan(update, (params, state), flat)
+        return *carry, losses
 
     compiled: list[Any] = []
 
@@ -81,19 +86,20 @@ def epoch_program(name: str) -> Callable[..., Any]:
         out = jax.block_until_ready(compiled[0](*arguments))
         return out[:2], time.process_time() - begun
 
-    return call
+    return opt, call
 
 
 def train_documented(name: str, seed: int) -> dict[str, Any]:
     """Train to the target or to the end: after each epoch its updates, CPU seconds, loss, error."""
-    experiment = Experiment(seed=seed)
-    problem, run = problem_of(seed), epoch_program(name)
-    params = problem.initial()
-    state = OPTIMIZERS[name].make(problem).init(params)
+    experiment, problem = experiment_of(seed), problem_of(seed)
+    opt, run = training_of(name)
+    params, size = problem.initial(), experiment.batch_size
+    batch = problem.train.images[:size], problem.train.labels[:size]
+    state = opt.init(params, jax.eval_shape(lambda: batch))
     total, step, cpu, epochs = total_updates(experiment, problem), 0, 0.0, []
     while step < total and not (epochs and epochs[-1][-1] <= TARGET_ERROR):
-        rows, counts = map(jnp.asarray, epoch_rows(experiment, problem, step, total))
-        arguments = params, state, rows, counts, problem.train, jnp.asarray(seed)
+        rows, numbers = map(jnp.asarray, epoch_rows(experiment, problem, step, total))
+        arguments = params, state, rows, numbers, problem.train, jnp.asarray(seed)
         (params, state), spent = run(*arguments)
         cpu, step = cpu + spent, step + len(rows)
         loss, accuracy = map(float, evaluation()(params, problem.validation))
