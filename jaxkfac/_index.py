@@ -51,6 +51,7 @@ from jaxkfac.interception import (
     as_state,
     find_layers,
     from_nnx,
+    layer,
     mark_outputs,
     mark_rows,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "kfac",
     "kfe_adam",
     "laplace",
+    "layer",
     "load_safetensors",
     "lslora",
     "mark_outputs",

@@ -68,6 +68,7 @@ from jaxkfac.interception._mark_outputs import (
     mark_outputs,
     marks_of,
 )
+from jaxkfac.interception._named_layers import layer
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
@@ -104,6 +105,7 @@ __all__ = [
     "from_nnx",
     "jaxpr_of",
     "kind_named",
+    "layer",
     "leading_to",
     "leaves_by_path",
     "lifted",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Eqn
+from jaxkfac._jaxpr_compat import Eqn, is_layer
 from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import AxisTable, fresh
@@ -13,6 +13,7 @@ from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Consumed,
+    Parameter,
     View,
     traced_indices_in,
     views_in,
@@ -74,11 +75,46 @@ def uses_in(
         Uses of the parameters that are seen, of the weight if it is computed from some, and of each
         parameter behind it; or the reason why no rule applies.
     """
+    if is_layer(eqn):
+        return _uses_of_each(facts, eqn, ins, scope)
     if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
         return (  # statistics are of real rows
             f"meets complex numbers in `{eqn.primitive.name}`: multiply their real and imaginary "
             "parts by it apart"
         )
+    return _seen_or_computed(facts, eqn, ins, scope)
+
+
+def _uses_of_each(
+    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
+) -> list[Use]:
+    """The uses in a layer that its user named, of each parameter by itself.
+
+    A parameter that the kind of the layer refuses is reported, and the others keep their uses.
+    """
+    uses: list[Use] = []
+    for k, value in enumerate(ins):
+        if not isinstance(value, Parameter):
+            continue
+        alone = [
+            Constant(v.number) if i != k and isinstance(v, Parameter) else v
+            for i, v in enumerate(ins)
+        ]
+        if _is_computed(value):
+            found = _seen_or_computed(facts, eqn, alone, scope)
+        else:  # a matrix is none that others hide behind: what refuses it refuses the parameter
+            found = uses_of(facts.table, eqn, alone, scope)
+        if isinstance(found, str):
+            facts.report(value, found)
+        else:
+            uses += found
+    return uses
+
+
+def _seen_or_computed(
+    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
+) -> list[Use] | str:
+    """Uses of the parameters that are seen, and of the weights that are computed from some."""
     kind, visible = kind_reading(eqn.primitive.name), list(map(_without_hidden, ins))
     view_uses = uses_of(facts.table, eqn, visible, scope) if any(map(views_in, visible)) else []
     no_rule = isinstance(view_uses, str)
