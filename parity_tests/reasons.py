@@ -124,7 +124,6 @@ NAMES = {
     "check_alone": _PART,
     "kind_named": _PART,
     "layer": _NO_TWIN,
-    "NamedLayer": _NO_TWIN,
     "leaves_by_path": _PART,
     "register_kind": _PART,
     "reversal": _PART,

@@ -57,8 +57,7 @@ from jaxkfac.interception.values._values import Constant, CoverageNote, Paramete
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
     IS_COMPLEX + " ({}): factors are of real parameters; hold its real and imaginary parts as two "
-    "and multiply the real and imaginary parts of the data by each, or leave it out with "
-    "uncovered='ignore'"
+    "parameters and read re + 1j * im in its place, or leave it out with uncovered='ignore'"
 )
 
 

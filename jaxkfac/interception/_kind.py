@@ -203,6 +203,7 @@ class Kind(abc.ABC):
         packs_inputs: Whether the input rows form a matrix, so that panels of their second moment
             can be gathered.
         reads_encoded: Whether it accepts a parameter that is stored in another form than an array.
+        reads_complex: Whether it accepts data and cotangents that are complex.
         covered: Whether its statistics are gathered in the gradient's backward pass.
     """
 
@@ -223,6 +224,7 @@ class Kind(abc.ABC):
     stacks_outputs: ClassVar[bool] = False
     packs_inputs: ClassVar[bool] = False
     reads_encoded: ClassVar[bool] = False
+    reads_complex: ClassVar[bool] = False
     covered: ClassVar[bool] = True
 
     # -- finding ----------------------------------------------------------------------
@@ -295,7 +297,7 @@ class Kind(abc.ABC):
         """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
 
         Args:
-            vjp: The use, with its cotangent in the dtype of the slot.
+            vjp: The use.
             like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
             examples: The atoms of the example axis.
             derivative: If the program reads a function of the parameter, the derivative of the

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from jaxkfac._jaxpr_compat import Eqn, is_layer
-from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
+from jaxkfac._jaxpr_compat import Eqn, is_complex, is_layer
+from jaxkfac.interception._kind import Data, Kind, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import AxisTable, fresh
 from jaxkfac.interception.values._values import (
@@ -39,15 +37,25 @@ def uses_of(
     for position in positions:
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
+
+            def found(
+                kind: Kind, alone: Sequence[Value] = alone, position: int = position
+            ) -> list[Use] | str:
+                if is_complex(eqn.outvars[0]) and not kind.reads_complex:
+                    return (
+                        f"meets complex numbers in `{name}`, of which a {kind.name!r} layer has no "
+                        "rows: multiply their real and imaginary parts apart"
+                    )
+                return kind.find(table, eqn, alone, [position], scope)
+
             if view.picked is not None:
                 if kind.unless_one is None:
                     return f"is picked row by row and read by `{name}`, which is no product"
-                uses = kind_named(kind.unless_one).find(table, eqn, alone, [position], scope)
+                uses = found(kind_named(kind.unless_one))
             else:
-                uses = kind.find(table, eqn, alone, [position], scope)
+                uses = found(kind)
             if isinstance(uses, str) and kind.unless_matrix is not None:
-                fallback = kind_named(kind.unless_matrix)
-                instead = fallback.find(table, eqn, alone, [position], scope)
+                instead = found(kind_named(kind.unless_matrix))
                 uses = uses if isinstance(instead, str) else instead
             if isinstance(uses, str):
                 return uses
@@ -77,11 +85,6 @@ def uses_in(
     """
     if is_layer(eqn):
         return _uses_of_each(facts, eqn, ins, scope)
-    if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
-        return (  # statistics are of real rows
-            f"meets complex numbers in `{eqn.primitive.name}`: multiply their real and imaginary "
-            "parts by it apart"
-        )
     return _seen_or_computed(facts, eqn, ins, scope)
 
 
@@ -163,8 +166,11 @@ def _weight(
     """The uses of a weight as a layer of its own; empty if it cannot be one."""
     value, kind = ins[position], kind_reading(eqn.primitive.name)
     traced_indices = traced_indices_in([value])
-    if kind is None or any(name != "scan" for name, _ in traced_indices):
-        return []  # an index decides which entry of a stack it is
+    # An index decides which entry of a stack it is; and factors of a complex weight are none of its
+    # parameters.
+    indexed = any(name != "scan" for name, _ in traced_indices)
+    if kind is None or indexed or is_complex(eqn.invars[position]):
+        return []
     table, paths = facts.table, _paths(value)
     weight_axes = fresh(table, eqn.invars[position].aval.shape, "parameter")
     scans = [scan for scan in scope if ("scan", scan) in traced_indices]

@@ -40,6 +40,7 @@ class NamedLayer(TwoSided):
             and ``fn`` has to return them in front, too.
     """
 
+    reads_complex = True
     matrices: ClassVar[Mapping[int, str]]
     data: ClassVar[int]
     data_ndim: ClassVar[int]
