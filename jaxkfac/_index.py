@@ -45,12 +45,11 @@ from jaxkfac.factors import (
     Objective,
     value_grad_and_factors,
 )
+from jaxkfac.flax import as_state, from_nnx
 from jaxkfac.interception import (
     Layer,
     LayerTable,
-    as_state,
     find_layers,
-    from_nnx,
     layer,
     mark_outputs,
     mark_rows,

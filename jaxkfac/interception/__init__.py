@@ -69,7 +69,6 @@ from jaxkfac.interception._mark_outputs import (
     marks_of,
 )
 from jaxkfac.interception._named_layers import layer
-from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._trace import find_layers, trace, trace_marked
@@ -87,7 +86,6 @@ __all__ = [
     "LayerVjp",
     "Lookup",
     "Marked",
-    "NnxApply",
     "OutputMark",
     "ParameterMatrix",
     "RowMask",
@@ -96,13 +94,11 @@ __all__ = [
     "TraceCache",
     "Traced",
     "Use",
-    "as_state",
     "broadcast_axes",
     "check_likelihood",
     "check_weights",
     "fast_convolutions",
     "find_layers",
-    "from_nnx",
     "jaxpr_of",
     "kind_named",
     "layer",
