@@ -22,11 +22,14 @@ from tests._programs import normal
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def fourier(re, im, x):
+def products(re, im, x):
     """Weights ``(modes, in, out)``, and functions ``(..., places, in)`` on a line."""
     spectrum = jnp.fft.rfft(x, axis=-2)[..., : len(re), :]
-    products = jnp.einsum("...ki,kio->...ko", spectrum, jax.lax.complex(re, im))
-    return jnp.fft.irfft(products, x.shape[-2], axis=-2)
+    return jnp.einsum("...ki,kio->...ko", spectrum, jax.lax.complex(re, im))
+
+
+def fourier(re, im, x):
+    return jnp.fft.irfft(products(re, im, x), x.shape[-2], axis=-2)
 
 
 layer = jk.layer("fourier", fourier)
@@ -47,10 +50,8 @@ class Fourier(NamedLayer):
         return jnp.stack([spectrum.real, spectrum.imag])
 
     def output_rows_at(self, parameter, operands, cotangent):
-        re, _, x = operands
-        back = lambda products: jnp.fft.irfft(products, len(x), axis=0)
-        products = jnp.zeros((len(re), re.shape[2]), jnp.fft.rfft(x, axis=0).dtype)
-        (g,) = jax.vjp(back, products)[1](cotangent)
+        back = lambda spectrum: jnp.fft.irfft(spectrum, len(cotangent), axis=0)
+        (g,) = jax.vjp(back, products(*operands))[1](cotangent)
         return jnp.stack([g.real, -g.imag])
 
 

@@ -19,6 +19,9 @@ Where a view meets data, the equation is a *use* of the layer by its *kind* (``K
 of the coverage report. Every equation that reads a parameter is accounted for. This is the
 completeness argument, and the reason why an unknown primitive is an error and not a guess.
 
+A function that its user named (``layer``) is one equation, too: the kind that reads calls of its
+name says where its parameters meet data.
+
 **Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
 (``values``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
 unknown primitive makes fresh ones. A mask of the outputs therefore finds the rows of an inner

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxkfac._arguments import check_function
-from jaxkfac._jaxpr_compat import LAYER, ClosedJaxpr, Eqn, without_constants
+from jaxkfac._jaxpr_compat import LAYER, ClosedJaxpr, Eqn, open_jaxpr, without_constants
 
 Layered = TypeVar("Layered", bound=Callable[..., jax.Array])
 
@@ -101,7 +101,7 @@ def _primitive(name: str) -> Primitive:
     """
     primitive = Primitive(LAYER + name)
     primitive.def_impl(lambda *xs, jaxpr, **_: jax.jit(_function(jaxpr))(*xs))
-    primitive.def_abstract_eval(lambda *avals, jaxpr, **_: jaxpr.out_avals[0])
+    primitive.def_abstract_eval(lambda *avals, jaxpr, **_: open_jaxpr(jaxpr)[0].outvars[0].aval)
 
     def jvp(
         primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any
