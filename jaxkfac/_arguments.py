@@ -1,11 +1,11 @@
 """Checks of arguments that every package takes, and the paths of their leaves."""
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
 from jaxtyping import PyTree
 
 from jaxkfac._errors import named
@@ -45,18 +45,33 @@ def check_function(what: str, fn: object, form: str = "apply_fn(params, inputs)"
     Raises:
         TypeError: the message names the argument and how a model becomes a function.
     """
-    if isinstance(fn, nnx.Module):
+    if remedies := _as_function(fn):
+        of_function, _ = remedies
         raise TypeError(
-            f"{what}: expected a function {form}, got the model {named(fn)}; write apply_fn, "
-            "params = jk.from_nnx(model)"
-        )
-    if isinstance(fn, linen.Module):
-        raise TypeError(
-            f"{what}: expected a function {form}, got the model {named(fn)}; write model.apply, "
-            "with the parameters that model.init returned"
+            f"{what}: expected a function {form}, got the model {named(fn)}; write {of_function}"
         )
     if not callable(fn):
         raise TypeError(f"{what}: expected a function {form}, got {named(fn)}")
+
+
+_MODELS = {  # by module and class: how a model becomes a function, and where its parameters are
+    ("flax.nnx", "Module"): ("apply_fn, params = jk.from_nnx(model)",) * 2,
+    ("flax.linen", "Module"): (
+        "model.apply, with the parameters that model.init returned",
+        "params = model.init(key, inputs)",
+    ),
+}
+
+
+def _as_function(x: object) -> tuple[str, str] | None:
+    """What to write in the place of a model of another library; ``None`` for anything else.
+
+    The library is not imported for this: without it there is no model of it.
+    """
+    for (module, name), remedies in _MODELS.items():
+        if module in sys.modules and isinstance(x, getattr(sys.modules[module], name)):
+            return remedies
+    return None
 
 
 def check_arrays(what: str, tree: PyTree) -> None:
@@ -65,11 +80,10 @@ def check_arrays(what: str, tree: PyTree) -> None:
     Raises:
         TypeError: the message names the first such leaf.
     """
-    if isinstance(tree, nnx.Module | linen.Module):
-        remedy = "apply_fn, params = jk.from_nnx(model)"
-        remedy = remedy if isinstance(tree, nnx.Module) else "params = model.init(key, inputs)"
+    if remedies := _as_function(tree):
+        _, of_params = remedies
         raise TypeError(
-            f"{what}: expected a tree of arrays, got the model {named(tree)}; write {remedy}"
+            f"{what}: expected a tree of arrays, got the model {named(tree)}; write {of_params}"
         )
     for leaf in jax.tree.leaves(tree):
         if not is_array(leaf):

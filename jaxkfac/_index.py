@@ -45,12 +45,12 @@ from jaxkfac.factors import (
     Objective,
     value_grad_and_factors,
 )
+from jaxkfac.flax import as_state, from_nnx
 from jaxkfac.interception import (
     Layer,
     LayerTable,
-    as_state,
     find_layers,
-    from_nnx,
+    layer,
     mark_outputs,
     mark_rows,
 )
@@ -159,6 +159,7 @@ __all__ = [
     "kfac",
     "kfe_adam",
     "laplace",
+    "layer",
     "load_safetensors",
     "lslora",
     "mark_outputs",

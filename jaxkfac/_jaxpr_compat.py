@@ -57,10 +57,21 @@ def is_mutable(operand: VarOrLiteral) -> bool:
     return hasattr(operand.aval, "inner_aval")
 
 
+LAYER = "layer:"  # how the primitive of a function begins that a user named as one layer
+
+
+def is_layer(eqn: Eqn) -> bool:
+    """Whether an equation is a call of a function that a user named as one layer."""
+    return eqn.primitive.name.startswith(LAYER)
+
+
 def call_kind(eqn: Eqn) -> str | None:
-    """The kind of a structured primitive, under a name that does not change between versions."""
+    """The kind of a structured primitive, under a name that does not change between versions.
+
+    A call of a named layer is a jit for all code that does not ask for the name.
+    """
     name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call"):
+    if name in ("jit", "pjit", "closed_call", "core_call") or is_layer(eqn):
         return "jit"
     if name in ("checkpoint", "remat2", "remat"):
         return "checkpoint"
@@ -116,6 +127,17 @@ def evaluate(
         debug_info=parent.debug_info._replace(arg_names=None, result_paths=None),
     )
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(piece, []))
+
+
+def without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with its constants as further inputs, behind the others."""
+    jaxpr, _ = open_jaxpr(closed)
+    opened = jaxpr.replace(
+        invars=[*jaxpr.invars, *jaxpr.constvars],
+        constvars=[],
+        debug_info=jaxpr.debug_info._replace(arg_names=None),
+    )
+    return jex.ClosedJaxpr(opened, [])
 
 
 def bind(eqn: Eqn) -> Callable[..., Any]:

@@ -99,6 +99,10 @@ NAMES = {
     "pieces_of": _PART,
     "slices": _PART,
     "Handler": _PART,
+    # flax
+    "LinenTrainState": "Flax's class",
+    "serializable": "registers a class with Flax, and computes no number",
+    "state_field": "Flax's function",
     "NnxApply": "what from_nnx returns; the perceptron and the images are such models",
     "as_state": "another form of the same gradients, for NNX's optimizer",
     "returned": _PART,
@@ -123,6 +127,7 @@ NAMES = {
     "broadcast_axes": _PART,
     "check_alone": _PART,
     "kind_named": _PART,
+    "layer": _NO_TWIN,
     "leaves_by_path": _PART,
     "register_kind": _PART,
     "reversal": _PART,

@@ -12,11 +12,11 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError
-from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, short_repr, table_html
 from jaxkfac.blocks._corrections import Corrections
 from jaxkfac.blocks._origin import Origin, Turn, check_same_origin, sum_of_turns
 from jaxkfac.blocks._sides import BiasMode, BlockKronecker, Place, Side, Sides
+from jaxkfac.flax import serializable
 from jaxkfac.interception import Layer
 
 # ---------------- factors by layer

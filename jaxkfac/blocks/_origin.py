@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac._serialization import serializable
+from jaxkfac.flax import serializable
 
 # ---------------- the Fisher type and likelihoods of factors
 

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import instance_of
-from jaxkfac._serialization import serializable
 from jaxkfac._text import array_text, number, short_repr, table_html
 from jaxkfac.blocks import (
     BiasMode,
@@ -28,6 +27,7 @@ from jaxkfac.blocks import (
     check_same_origin,
     layout_of,
 )
+from jaxkfac.flax import serializable
 from jaxkfac.interception import Layer
 from jaxkfac.linalg.spectral import Spectrum, block_root, clip_eigenvalues
 

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, is_differentiable, leaves_by_path
-from jaxkfac._serialization import serializable
 from jaxkfac.blocks import (
     BiasMode,
     BlockKronecker,
@@ -28,6 +27,7 @@ from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_sums, over
 from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._placement import MeshAxis, solve_divided
+from jaxkfac.flax import serializable
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import alike
 from jaxkfac.linalg.spectral import (

@@ -335,10 +335,15 @@ class Statistics:
         use, cotangent = vjp.use, vjp.cotangent
         kind = use.kind
         if kind.elementwise:
-            dtype = next(iter(like.values())).dtype
-            elements = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
             derivative = (constants or {}).get("derivative")
-            vjp = dataclasses.replace(vjp, cotangent=elements)
+            if self.forward and jnp.iscomplexobj(cotangent):
+                raise ValueError(
+                    f"layer {use.layer!r}: fisher='forward' has one cotangent of each number, and "
+                    "the layer's results are complex: take another Fisher type, or leave the layer "
+                    "out with layers="
+                )
+            if self.forward:
+                vjp = dataclasses.replace(vjp, cotangent=jnp.ones_like(cotangent))
             return kind.elements(vjp, like, self.traced.examples, derivative)
         out: Slot = {}
         examples = self.traced.example_axes

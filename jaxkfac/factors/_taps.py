@@ -131,10 +131,11 @@ def _tapped(
 
     def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
-        data = operands[1 - uses[0].operand] if len(operands) > 1 else operands[0]
         # Inside ``shard_map`` a slot varies as the data does; the transpose of that cast sums its
         # cotangent over the devices.
-        varying = jax.tree.map(lambda s: cast_varying(s, data), slots)
+        varying = slots
+        for operand in operands:
+            varying = jax.tree.map(lambda s, like=operand: cast_varying(s, like), varying)
         return op(operands, rows, active, constants, varying)
 
     return run

@@ -19,6 +19,9 @@ Where a view meets data, the equation is a *use* of the layer by its *kind* (``K
 of the coverage report. Every equation that reads a parameter is accounted for. This is the
 completeness argument, and the reason why an unknown primitive is an error and not a guess.
 
+A function that its user named (``layer``) is one equation, too: the kind that reads calls of its
+name says where its parameters meet data.
+
 **Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
 (``values``). A union-find merges atoms that the program uses as one, a reshape splits them, and an
 unknown primitive makes fresh ones. A mask of the outputs therefore finds the rows of an inner
@@ -68,7 +71,7 @@ from jaxkfac.interception._mark_outputs import (
     mark_outputs,
     marks_of,
 )
-from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
+from jaxkfac.interception._named_layers import layer
 from jaxkfac.interception._rewrite import Handler
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._trace import find_layers, trace, trace_marked
@@ -86,7 +89,6 @@ __all__ = [
     "LayerVjp",
     "Lookup",
     "Marked",
-    "NnxApply",
     "OutputMark",
     "ParameterMatrix",
     "RowMask",
@@ -95,15 +97,14 @@ __all__ = [
     "TraceCache",
     "Traced",
     "Use",
-    "as_state",
     "broadcast_axes",
     "check_likelihood",
     "check_weights",
     "fast_convolutions",
     "find_layers",
-    "from_nnx",
     "jaxpr_of",
     "kind_named",
+    "layer",
     "leading_to",
     "leaves_by_path",
     "lifted",

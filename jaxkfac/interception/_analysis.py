@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkfac._errors import JaxkfacError
+from jaxkfac._errors import JaxkfacError, UnknownLayerError
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -25,6 +25,7 @@ from jaxkfac._jaxpr_compat import (
     body_of,
     call_kind,
     is_complex,
+    is_layer,
     is_var,
     scan_counts,
 )
@@ -38,8 +39,9 @@ from jaxkfac.interception._custom import (
 )
 from jaxkfac.interception._equation_rules import EquationRules
 from jaxkfac.interception._functions import is_followed, is_function, lookups_in
-from jaxkfac.interception._kind import Data, Value
+from jaxkfac.interception._kind import Data, Value, kind_reading, kinds_of_layers
 from jaxkfac.interception._layer import IS_COMPLEX
+from jaxkfac.interception._named_layers import layer_name
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._row_masks import holds_mask
 from jaxkfac.interception._structured import (
@@ -55,8 +57,7 @@ from jaxkfac.interception.values._values import Constant, CoverageNote, Paramete
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
     IS_COMPLEX + " ({}): factors are of real parameters; hold its real and imaginary parts as two "
-    "and multiply the real and imaginary parts of the data by each, or leave it out with "
-    "uncovered='ignore'"
+    "parameters and read re + 1j * im in its place, or leave it out with uncovered='ignore'"
 )
 
 
@@ -199,6 +200,9 @@ class Analysis(EquationRules):
         if kind == "jit" and eqn.params.get("name") == APART:
             axes = (fresh(self.table, v.aval.shape) for v in eqn.outvars)
             return [Data(self.unique(), axes_of_result) for axes_of_result in axes]
+        if _is_whole(eqn, ins):
+            _check_registered(eqn)
+            return self.of_parameters(eqn, position, ins, plan, scope)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
             with self._inside(position):
                 outs, inner = self._interpret(*body_of(eqn), ins, scope)
@@ -230,7 +234,8 @@ class Analysis(EquationRules):
         self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
     ) -> list[Value]:
         """The results of an equation that reads products of constants."""
-        if call_kind(eqn) in ("jit", "checkpoint") or eqn.primitive.name == MARK_ROWS:
+        followed = call_kind(eqn) in ("jit", "checkpoint") and not _is_whole(eqn, ins)
+        if followed or eqn.primitive.name == MARK_ROWS:
             return outs  # its body was followed, or it is an identity
         if call_kind(eqn) == "scan":  # constants of its body were followed too
             constants, carries = scan_counts(eqn)
@@ -286,6 +291,24 @@ class Analysis(EquationRules):
         elif views_in(x):
             plan.views[position] = None  # a parameter has no rows to mark, but its slots go on
         return [x]
+
+
+def _is_whole(eqn: Eqn, ins: Sequence[Value]) -> bool:
+    """Whether an equation is a layer that its user named, where it reads parameters and data."""
+    parameters, data = (any(isinstance(v, x) for v in ins) for x in (Parameter, Data))
+    return is_layer(eqn) and parameters and data
+
+
+def _check_registered(eqn: Eqn) -> None:
+    """Refuse a named layer that no kind reads: its parameters would have no factors of its own."""
+    name = eqn.primitive.name
+    if kind_reading(name) is None:
+        registered = ", ".join(f"`{layer}` (by {kind!r})" for layer, kind in kinds_of_layers())
+        raise UnknownLayerError(
+            f"no kind of layer reads `{name}`, the calls of jk.layer({layer_name(eqn)!r}, ...); "
+            f"read are {registered or 'no named layers'}: import what registers the kind, or call "
+            "the function without jk.layer, so that jaxkfac looks inside"
+        )
 
 
 def _products_in(values: Sequence[Value]) -> frozenset[Hashable]:

@@ -24,6 +24,7 @@ from jaxkfac._jaxpr_compat import (
     body_of,
     call_kind,
     checkpoint_like,
+    is_layer,
     is_var,
     of_operands,
     scan_counts,
@@ -176,7 +177,9 @@ def _run(
             out = _scan(eqn, values, where, path, todo)
         elif copied and eqn.primitive.name == "broadcast_in_dim":
             out = [_broadcast(eqn, values[0])]
-        elif kind in ("jit", "checkpoint") and (copied or path in inside):
+        elif kind in ("jit", "checkpoint") and (
+            path in inside or (copied and not is_layer(eqn))  # under `vmap` it keeps its name
+        ):
             body, closed_over = body_of(eqn)
 
             def again(*values: Any, body=body, closed_over=closed_over, path=path) -> list[Any]:

@@ -19,6 +19,7 @@ from jaxkfac._jaxpr_compat import (
     branches_of,
     call_kind,
     evaluate,
+    is_layer,
     is_var,
     varying_axes,
 )
@@ -58,7 +59,7 @@ def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
 def _inner(eqn: Eqn) -> list[tuple[Jaxpr, Any]]:
     """The jaxprs of an equation whose convolutions are to be rewritten."""
     match call_kind(eqn):
-        case "jit" if not _says_where(eqn):
+        case "jit" if not _says_where(eqn) and not is_layer(eqn):
             return [body_of(eqn)]
         case "checkpoint" if not any(map(_lies_on_mesh, eqn.invars)):
             return [body_of(eqn)]

@@ -280,6 +280,7 @@ def scale_slot(
         c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))
         if c.size == 1:
             c = c.reshape(())
+            c = jnp.abs(c) if jnp.iscomplexobj(c) else c  # what remains of it is the view's phase
             return _times(slot, c if name == "mul" else 1 / c, entries)
     return slot
 

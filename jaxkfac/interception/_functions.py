@@ -34,7 +34,7 @@ from jaxkfac.interception.values._values import (
 
 
 JOINS = frozenset("concatenate stack pad".split())
-_SUMS = frozenset("add sub add_any".split())  # each operand of a sum is a view
+_SUMS = frozenset("add sub add_any complex".split())  # each operand of a sum is a view
 
 
 def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
@@ -58,7 +58,7 @@ def is_function(eqn: Eqn) -> bool:
 
     That includes a function with a custom derivative in forward mode, such as ``jax.nn.softplus``.
     """
-    if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+    if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return False
     shape = eqn.outvars[0].aval.shape
     if not all(broadcasts(v.aval.shape, shape) for v in eqn.invars):
@@ -206,6 +206,8 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
                 view = dataclasses.replace(view, function=view.function or name)
             elif is_negated(eqn, position):
                 view = dataclasses.replace(view, scaled=(*view.scaled, number))
+            elif name == "complex" and position == 1:
+                view = dataclasses.replace(view, phase=view.phase * 1j)
             views[view.path] = dataclasses.replace(view, number=number)
     return [_value(number, list(views.values()), ins, reasons)]
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jaxkfac._jaxpr_compat import Eqn
+from jaxkfac._jaxpr_compat import LAYER, Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._encoded import bind
 from jaxkfac.interception.values._slots import Slot, SlotEntry
@@ -180,7 +180,8 @@ class Kind(abc.ABC):
 
     Attributes:
         name: The name, as in ``Layer.kind``.
-        primitives: The primitives that it reads; no other kind reads them.
+        primitives: The primitives that it reads; no other kind reads them. The calls of
+            ``jk.layer("fourier", fn)`` are of the primitive ``layer:fourier``.
         entries: The entries of its slots; see ``SlotEntry``.
         rank: If a parameter has several blocks, the block of the lowest rank answers for it.
         suffix: The name of a further block of the same parameter, after ``@``.
@@ -202,6 +203,7 @@ class Kind(abc.ABC):
         packs_inputs: Whether the input rows form a matrix, so that panels of their second moment
             can be gathered.
         reads_encoded: Whether it accepts a parameter that is stored in another form than an array.
+        reads_complex: Whether it accepts data and cotangents that are complex.
         covered: Whether its statistics are gathered in the gradient's backward pass.
     """
 
@@ -222,6 +224,7 @@ class Kind(abc.ABC):
     stacks_outputs: ClassVar[bool] = False
     packs_inputs: ClassVar[bool] = False
     reads_encoded: ClassVar[bool] = False
+    reads_complex: ClassVar[bool] = False
     covered: ClassVar[bool] = True
 
     # -- finding ----------------------------------------------------------------------
@@ -294,7 +297,7 @@ class Kind(abc.ABC):
         """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
 
         Args:
-            vjp: The use, with its cotangent in the dtype of the slot.
+            vjp: The use.
             like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
             examples: The atoms of the example axis.
             derivative: If the program reads a function of the parameter, the derivative of the
@@ -402,3 +405,9 @@ def kind_named(name: str) -> Kind:
 def kind_reading(primitive: str) -> Kind | None:
     """The kind that reads a primitive, or ``None``."""
     return next((kind for kind in _KINDS.values() if primitive in kind.primitives), None)
+
+
+def kinds_of_layers() -> list[tuple[str, str]]:
+    """The primitives of named layers that some kind reads, each with the kind's name."""
+    every = ((name, kind.name) for kind in _KINDS.values() for name in kind.primitives)
+    return sorted(pair for pair in every if pair[0].startswith(LAYER))

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception._kind import Data, Use, Value, kind_named, kind_reading
+from jaxkfac._jaxpr_compat import Eqn, is_complex, is_layer
+from jaxkfac.interception._kind import Data, Kind, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import AxisTable, fresh
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Consumed,
+    Parameter,
     View,
     traced_indices_in,
     views_in,
@@ -38,15 +37,25 @@ def uses_of(
     for position in positions:
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
+
+            def found(
+                kind: Kind, alone: Sequence[Value] = alone, position: int = position
+            ) -> list[Use] | str:
+                if is_complex(eqn.outvars[0]) and not kind.reads_complex:
+                    return (
+                        f"meets complex numbers in `{name}`, of which a {kind.name!r} layer has no "
+                        "rows: multiply their real and imaginary parts apart"
+                    )
+                return kind.find(table, eqn, alone, [position], scope)
+
             if view.picked is not None:
                 if kind.unless_one is None:
                     return f"is picked row by row and read by `{name}`, which is no product"
-                uses = kind_named(kind.unless_one).find(table, eqn, alone, [position], scope)
+                uses = found(kind_named(kind.unless_one))
             else:
-                uses = kind.find(table, eqn, alone, [position], scope)
+                uses = found(kind)
             if isinstance(uses, str) and kind.unless_matrix is not None:
-                fallback = kind_named(kind.unless_matrix)
-                instead = fallback.find(table, eqn, alone, [position], scope)
+                instead = found(kind_named(kind.unless_matrix))
                 uses = uses if isinstance(instead, str) else instead
             if isinstance(uses, str):
                 return uses
@@ -74,11 +83,41 @@ def uses_in(
         Uses of the parameters that are seen, of the weight if it is computed from some, and of each
         parameter behind it; or the reason why no rule applies.
     """
-    if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
-        return (  # statistics are of real rows
-            f"meets complex numbers in `{eqn.primitive.name}`: multiply their real and imaginary "
-            "parts by it apart"
-        )
+    if is_layer(eqn):
+        return _uses_of_each(facts, eqn, ins, scope)
+    return _seen_or_computed(facts, eqn, ins, scope)
+
+
+def _uses_of_each(
+    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
+) -> list[Use]:
+    """The uses in a layer that its user named, of each parameter by itself.
+
+    A parameter that the kind of the layer refuses is reported, and the others keep their uses.
+    """
+    uses: list[Use] = []
+    for k, value in enumerate(ins):
+        if not isinstance(value, Parameter):
+            continue
+        alone = [
+            Constant(v.number) if i != k and isinstance(v, Parameter) else v
+            for i, v in enumerate(ins)
+        ]
+        if _is_computed(value):
+            found = _seen_or_computed(facts, eqn, alone, scope)
+        else:  # a matrix is none that others hide behind: what refuses it refuses the parameter
+            found = uses_of(facts.table, eqn, alone, scope)
+        if isinstance(found, str):
+            facts.report(value, found)
+        else:
+            uses += found
+    return uses
+
+
+def _seen_or_computed(
+    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
+) -> list[Use] | str:
+    """Uses of the parameters that are seen, and of the weights that are computed from some."""
     kind, visible = kind_reading(eqn.primitive.name), list(map(_without_hidden, ins))
     view_uses = uses_of(facts.table, eqn, visible, scope) if any(map(views_in, visible)) else []
     no_rule = isinstance(view_uses, str)
@@ -127,8 +166,11 @@ def _weight(
     """The uses of a weight as a layer of its own; empty if it cannot be one."""
     value, kind = ins[position], kind_reading(eqn.primitive.name)
     traced_indices = traced_indices_in([value])
-    if kind is None or any(name != "scan" for name, _ in traced_indices):
-        return []  # an index decides which entry of a stack it is
+    # An index decides which entry of a stack it is; and factors of a complex weight are none of its
+    # parameters.
+    indexed = any(name != "scan" for name, _ in traced_indices)
+    if kind is None or indexed or is_complex(eqn.invars[position]):
+        return []
     table, paths = facts.table, _paths(value)
     weight_axes = fresh(table, eqn.invars[position].aval.shape, "parameter")
     scans = [scan for scan in scope if ("scan", scan) in traced_indices]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jaxkfac._jaxpr_compat import Eqn, read_order
+from jaxkfac._jaxpr_compat import Eqn, VarOrLiteral, is_complex, read_order
 from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable, tiled
@@ -23,7 +23,7 @@ SAME_ELEMENTS = frozenset(
 ELEMENT_BY_ELEMENT = frozenset(
     "add sub mul div max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan "
     "asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt cbrt neg abs sign square erf erfc "
-    "erf_inv lgamma digamma select_n clamp add_any atan2 rem".split()
+    "erf_inv lgamma digamma select_n clamp add_any atan2 rem complex real imag conj".split()
 )
 _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
@@ -63,8 +63,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return None
     position = views[0]
     view: View = ins[position]  # type: ignore[assignment]
-    # Integers have no gradient, and that of a complex value is no gradient of a real parameter.
-    if not jnp.issubdtype(out.dtype, jnp.floating):
+    if not jnp.issubdtype(out.dtype, jnp.inexact):  # integers have no gradient
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
@@ -129,12 +128,24 @@ def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) 
     """The view times a constant: a scalar keeps the matrix, an array keeps only the elements."""
     constant = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
-    function = view.function
+    function, phase = view.function, view.phase
+    if is_complex(constant):
+        unit = _unit(constant)
+        phase = phase * unit if eqn.primitive.name == "mul" else phase / (unit or 1)
+        function = function or ("" if unit else eqn.primitive.name)
     if getattr(constant.aval, "size", 1) != 1:
         function = function or eqn.primitive.name
     axes = view.axes if mine == out else None
     scaled = (*view.scaled, number)
-    return dataclasses.replace(view, number=number, axes=axes, scaled=scaled, function=function)
+    return dataclasses.replace(
+        view, number=number, axes=axes, scaled=scaled, function=function, phase=phase
+    )
+
+
+def _unit(constant: VarOrLiteral) -> complex:
+    """A complex scalar divided by its absolute value; 0 if the program does not show it."""
+    value = complex(constant.val) if isinstance(constant, jex.Literal) else 0j
+    return value / abs(value) if value else 0j
 
 
 def _moved(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:

@@ -7,6 +7,7 @@ from jaxkfac.kinds._elementwise import Bias, Elementwise, Reparameterised, Scale
 from jaxkfac.kinds._embedding import Embedding
 from jaxkfac.kinds._experts import Gathered, Ragged
 from jaxkfac.kinds._moments import EVERY_ROW, Precision, Products, output_moments, packs
+from jaxkfac.kinds._named_layer import NamedLayer
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order, matrix_problem
 from jaxkfac.kinds._squares import ArrayOrShape, Basis, in_unit, rotate_gradients
 from jaxkfac.kinds._transformed import Transformed
@@ -23,6 +24,7 @@ __all__ = [
     "Embedding",
     "Gathered",
     "LowRankMatrices",
+    "NamedLayer",
     "Precision",
     "Products",
     "Ragged",

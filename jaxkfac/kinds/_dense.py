@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import LayerVjp, Use, broadcast_axes, register_kind
+import jax.numpy as jnp
+
+from jaxkfac._jaxpr_compat import Eqn, is_complex
+from jaxkfac.interception import LayerVjp, Use, broadcast_axes, kind_named, register_kind
 from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
@@ -25,6 +27,7 @@ class Dense(TwoSided):
     unless_one = "gathered"
     packs_inputs = True
     reads_encoded = True
+    reads_complex = True
 
     def find(
         self,
@@ -59,6 +62,8 @@ class Dense(TwoSided):
         use.batch_axes = tuple(view.axes[d] for d in _stacked(batch[position], rows))
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in mine)
         use.rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
+        if is_complex(eqn.outvars[0]):  # each row is two: a real and an imaginary part
+            use.kind, use.rows = kind_named("complex"), (*use.rows, table.new(2, "feature"))
         return [use]
 
     def contracted(self, use: Use) -> Axes:
@@ -115,6 +120,51 @@ class Dense(TwoSided):
         axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
         return Rows(vjp.cotangent, rows, tuple(batch), tuple(free))
+
+
+@register_kind
+class ComplexDense(Dense):
+    r"""A real parameter as a part of a complex weight: ``z @ (re + 1j * im)``.
+
+    With the parameter's phase $u$ (1 for a real part, i for an imaginary one), a row $z$ and the
+    cotangent $g$ of its product, the gradient is $\Re(u z g^\top)$: the sum over two real rows,
+    $\Re(uz) \Re(g)^\top$ and $\Im(uz) (-\Im(g))^\top$.
+    """
+
+    name = "complex"
+    primitives = frozenset()
+    suffix = "complex"
+    reads_encoded = False
+
+    def product_axes(self, use: Use, ndim: int) -> None:
+        """None: a bias that is added has no row of ones in the imaginary part."""
+        return None
+
+    def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
+        return repr((use.view.phase, super().reading(_without_parts(use), place)))
+
+    def inputs(self, vjp: LayerVjp) -> Rows:
+        rows = super().inputs(dataclasses.replace(vjp, use=_without_parts(vjp.use)))
+        x: Any = rows.x if vjp.use.view.phase == 1 else rows.x * vjp.use.view.phase
+        return _in_parts(rows, x.real, x.imag)
+
+    def outputs(self, vjp: LayerVjp) -> Rows:
+        rows = super().outputs(dataclasses.replace(vjp, use=_without_parts(vjp.use)))
+        g: Any = rows.x
+        return _in_parts(rows, g.real, -g.imag)
+
+
+def _without_parts(use: Use) -> Use:
+    """The use with one row in place of its two parts."""
+    return dataclasses.replace(use, rows=use.rows[:-1])
+
+
+def _in_parts(rows: Rows, real: Any, imaginary: Any) -> Rows:
+    """Rows of which each is two; the parts are the first axis, and the last axis of rows."""
+    after = lambda axes: tuple(d + 1 for d in axes)
+    features = tuple((d + 1, axis) for d, axis in rows.features)
+    x = jnp.stack([real, imaginary])
+    return Rows(x, (*after(rows.rows), 0), after(rows.batch), features)
 
 
 def _stacked(axes: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:

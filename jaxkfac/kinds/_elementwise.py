@@ -40,6 +40,7 @@ class Elementwise(Kind):
     }
     rank = 2
     elementwise = True
+    reads_complex = True
 
     def place(self, use: Use, axes: Axes) -> None:
         use.result = axes
@@ -51,12 +52,14 @@ class Elementwise(Kind):
         examples: Atoms,
         derivative: ArrayOrShape | None,
     ) -> Slot:
-        use, dtype, weights = vjp.use, vjp.cotangent.dtype, vjp.weights
+        use, dtype, weights = vjp.use, next(iter(like.values())).dtype, vjp.weights
         ones = masked(jnp.ones(vjp.cotangent.shape, dtype), weights)
-        cotangent = masked(vjp.cotangent, weights)
+        cotangent = masked(_in_dtype(vjp.cotangent, dtype), weights)
         gradient = self.gradient(dataclasses.replace(vjp, cotangent=cotangent))
         if derivative is not None:
-            gradient = gradient * derivative.astype(dtype)
+            gradient = gradient * derivative.astype(gradient.dtype)
+        # The cotangent g of a complex value z says that the loss changes by the real part of g dz.
+        gradient = gradient.real if jnp.iscomplexobj(gradient) else gradient
         # Once more: in rows of padding, data and derivative may be NaN, and 0 * NaN is NaN.
         gradient = masked(gradient, weights)
         if "diagonal" in like:
@@ -74,6 +77,13 @@ class Elementwise(Kind):
             key: gradients_by_example(vjp, statistics[key], examples, entry)
             for key, entry in like.items()
         }
+
+
+def _in_dtype(x: ArrayOrShape, dtype: jnp.dtype) -> Any:
+    """``x`` in a real dtype, or if it is complex in the complex dtype of as many bits."""
+    if jnp.iscomplexobj(x):
+        return x.astype(jnp.complex128 if dtype.itemsize == 8 else jnp.complex64)
+    return x.astype(dtype)
 
 
 def gradients_by_example(

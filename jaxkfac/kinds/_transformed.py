@@ -1,5 +1,6 @@
 """Parameters that go through a function before a product: ``x @ softplus(w)``."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class Transformed(Elementwise):
     suffix = "transformed"
     rank = 2
     contracts = True
+    reads_complex = False
 
     def find(
         self,
@@ -60,7 +62,8 @@ class Transformed(Elementwise):
         examples: Atoms,
         derivative: ArrayOrShape | None,
     ) -> Slot:
-        use, dtype = vjp.use, vjp.cotangent.dtype
+        use, dtype = vjp.use, next(iter(like.values())).dtype
+        vjp = dataclasses.replace(vjp, cotangent=vjp.cotangent.astype(dtype))
         x, g = (side.masked(vjp.weights) for side in _sides(vjp))
         ones = [side._replace(x=jnp.ones_like(side.x)) for side in (x, g)]
         # The count of an element is the number of rows that exist, from the same product with ones.

@@ -19,8 +19,8 @@ _ALIGNMENT = 16  # float32 in a cache line: panels that begin at one are faster
 
 
 def statistics_dtype(*dtypes: DTypeLike) -> jnp.dtype:
-    """The dtype for sums over rows of these dtypes: float32, or float64 if any is float64."""
-    double = any(jnp.dtype(d) == jnp.float64 for d in dtypes)
+    """The dtype for sums over rows of these dtypes: float32, or float64 if any has such parts."""
+    double = any(jnp.dtype(d) in (jnp.float64, jnp.complex128) for d in dtypes)
     return jnp.dtype(jnp.float64 if double else jnp.float32)
 
 

@@ -14,7 +14,8 @@ from flax import nnx
 
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.interception import find_layers, from_nnx
+from jaxkfac.flax import from_nnx
+from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Adapter, Config, attach, init, stack
 from jaxkfac.lslora._config import only_adapters
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._errors import scalar
-from jaxkfac._serialization import serializable
 from jaxkfac.blocks import Factors
+from jaxkfac.flax import serializable
 from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._damping_rules import DampingRule, GivenDamping, Trial, Upcoming
 from jaxkfac.optim._quadratic_model import (

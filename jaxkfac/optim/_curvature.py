@@ -13,7 +13,6 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac._serialization import serializable
 from jaxkfac.blocks import (
     Factors,
     check_decay,
@@ -30,6 +29,7 @@ from jaxkfac.blocks import (
     zeros_like,
 )
 from jaxkfac.curvature import Eigenbases, MeshAxis, covered_indices
+from jaxkfac.flax import serializable
 from jaxkfac.linalg.spectral import Damping
 from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import Periods, RefreshedState, RefreshInGraph

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
-from flax.training import train_state
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxkfac._arguments import (
@@ -20,7 +18,6 @@ from jaxkfac._arguments import (
 )
 from jaxkfac._errors import check_key, instance_of, named
 from jaxkfac._mapped_axes import mean_over_devices, sum_over_devices
-from jaxkfac._serialization import serializable
 from jaxkfac.blocks import Factors, with_origin
 from jaxkfac.factors import (
     FactorCollector,
@@ -29,6 +26,7 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
+from jaxkfac.flax import LinenTrainState, serializable, state_field
 from jaxkfac.optim._curvature import factors_at_init
 from jaxkfac.optim._kfac import kfac
 from jaxkfac.optim._kfac_state import KfacState
@@ -412,7 +410,7 @@ def _moved(params: ArrayTree, updates: ArrayTree) -> ArrayTree:
 # ---------------- Linen's TrainState
 
 
-class TrainState(train_state.TrainState):
+class TrainState(LinenTrainState):
     """Flax's ``TrainState`` for the optimizers of this library.
 
     ``tx`` is an :class:`Optimizer`, for ``state, loss = state.train_step(batch, key)``; or an optax
@@ -432,9 +430,9 @@ class TrainState(train_state.TrainState):
         20 True
     """
 
-    params: Any = struct.field(pytree_node=True)
-    tx: Any = struct.field(pytree_node=False)
-    opt_state: Any = struct.field(pytree_node=True)
+    params: Any = state_field(pytree_node=True)
+    tx: Any = state_field(pytree_node=False)
+    opt_state: Any = state_field(pytree_node=True)
 
     @classmethod
     def create(

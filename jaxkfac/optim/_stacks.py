@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
-from jaxkfac._serialization import serializable
 from jaxkfac.blocks import Factors, Place, Side, Sides
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.flax import serializable
 from jaxkfac.interception import Layer, ParameterMatrix
 
 # Stacking copies the gradients; a product of this size costs far more than the copy. Layers above

@@ -210,8 +210,6 @@ class ExampleGradients:
         vjp = vjp.masked_by(None)
         try:
             if use.kind.elementwise:
-                (slot,) = like.values()
-                vjp = dataclasses.replace(vjp, cotangent=vjp.cotangent.astype(slot.dtype))
                 return use.kind.elements(vjp, like, self._rows, constants.get("derivative"))
             sides = use.kind.both_sides(vjp, self._rows, like)
         except LostRowsError as error:

@@ -335,6 +335,11 @@ def _of_matrices(core: int) -> Callable[[AxisTable, Eqn, Axes], list[Axes]]:
     return rule
 
 
+def _fft(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    """The transformed axes are the last ones; the others stay."""
+    return _of_matrices(len(eqn.params["fft_lengths"]))(table, eqn, axes)
+
+
 def _scatter(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [axes]
 
@@ -432,6 +437,7 @@ _OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
     "reduce_window_max": _windows,
     "reduce_window_min": _windows,
     "top_k": _top_k,
+    "fft": _fft,
     "lu_pivots_to_permutation": _of_matrices(1),
 } | dict.fromkeys(MATRIX_FUNCTIONS, _of_matrices(2))
 _OF_ALL: dict[str, Callable[[AxisTable, Eqn, Sequence[Axes | None]], list[Axes]]] = {

@@ -98,8 +98,15 @@ def test_a_cut_axis_is_a_new_axis(cut):
 
 
 def test_an_unknown_primitive_claims_nothing():
-    table, _, out = output_axes(lambda x: jnp.fft.fft(x).real, jnp.ones((3, 5)))
+    unknown = lambda x: jax.pure_callback(lambda x: x, x, x)
+    table, _, out = output_axes(unknown, jnp.ones((3, 5)))
     assert all(table.kinds(a) == {"derived"} for axis in out for a in axis)
+
+
+def test_a_transform_keeps_the_axes_that_it_does_not_transform():
+    table, (x,), out = output_axes(lambda x: jnp.fft.fft2(x).real, jnp.ones((3, 4, 5)))
+    assert out[0] == x[0]
+    assert all(table.kinds(a) == {"derived"} for axis in out[1:] for a in axis)
 
 
 def test_views_side_by_side_are_rows_again_once_they_are_cut():

@@ -80,6 +80,8 @@ class View:
         picked: The lookup behind which each row reads its own entry of one axis.
         computed_from: For a weight that is computed from parameters, the paths of these.
         looked_up: The lookup by constants that it came through, which may hold the example axis.
+        phase: For a complex value, the number of absolute value 1 that multiplies the parameter:
+            ``1j`` for an imaginary part.
     """
 
     number: int
@@ -103,6 +105,7 @@ class View:
     uncut: Axes = ()
     computed_from: tuple[str, ...] = ()
     looked_up: Hashable = None
+    phase: complex = 1 + 0j
 
     @property
     def traced_indices(self) -> tuple[tuple[str, int], ...]:

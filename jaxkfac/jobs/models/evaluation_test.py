@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkfac.interception import from_nnx
+from jaxkfac.flax import from_nnx
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder import Decoder, DecoderConfig, generate
 from jaxkfac.jobs.models.evaluation import Requests, lm_eval_model

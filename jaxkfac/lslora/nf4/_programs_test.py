@@ -10,7 +10,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxkfac.interception import find_layers, from_nnx
+from jaxkfac.flax import from_nnx
+from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Config, attach, calibrate, init, nf4, stack
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.interception import from_nnx
+from jaxkfac.flax import from_nnx
 from jaxkfac.jobs.cli.finetune._exam import PairExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,

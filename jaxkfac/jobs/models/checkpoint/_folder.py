@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import whole_file, write_text
-from jaxkfac.interception import NnxApply
+from jaxkfac.flax import NnxApply
 from jaxkfac.jobs.models.checkpoint._fill import Leaf
 from jaxkfac.jobs.models.checkpoint._tokenizer import Tokenizer, read_json
 from jaxkfac.memory import stored_tensors

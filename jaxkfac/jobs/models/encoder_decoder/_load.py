@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxkfac.interception import NnxApply, from_nnx
+from jaxkfac.flax import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
     HeadTensors,
     Leaf,

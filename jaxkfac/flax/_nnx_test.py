@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkfac.interception._nnx import as_state, from_nnx
+from jaxkfac.flax._nnx import as_state, from_nnx
 
 X = jax.random.normal(jax.random.key(0), (6, 3))
 KEY = jax.random.key(1)

@@ -1,13 +1,21 @@
-"""Pytrees of ours as ``flax.serialization`` writes them: their arrays, and nothing static."""
+"""Training states: pytrees of ours as ``flax.serialization`` writes them, and Linen's own.
+
+A class is registered with Flax where it is defined. Flax is imported for this if it was not before,
+so it makes no difference which of Flax and jaxkfac a program imports first.
+"""
 
 import dataclasses
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from flax import serialization
+from flax import serialization, struct
+from flax.training.train_state import TrainState as LinenTrainState
+
+__all__ = ["LinenTrainState", "serializable", "state_field"]
 
 T = TypeVar("T")
+state_field = struct.field  # of a class derived from LinenTrainState
 
 
 def serializable(cls: type[T]) -> type[T]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxkfac.interception._nnx import passed_through, reading
+from jaxkfac.flax._nnx import passed_through, reading
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
