@@ -38,6 +38,7 @@ from jaxkfac.curvature.capacity import (
     compare_capacity,
 )
 from jaxkfac.curvature.operators import spectrum
+from jaxkfac.curvature.per_example import GramPlan, Jacobian, Queries, gram, jacobian
 from jaxkfac.factors import (
     Bernoulli,
     Categorical,
@@ -79,18 +80,13 @@ from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     CoverageCheck,
     GradientStore,
-    GramPlan,
-    Jacobian,
     LaplacePosterior,
     QuadraticPenalty,
-    Queries,
     TopK,
     TruncatedScores,
     check_coverage,
     gradient_store,
-    gram,
     influence,
-    jacobian,
     laplace,
     prepare_queries,
     quadratic_penalty,

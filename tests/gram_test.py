@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
-from jaxkfac.uses import _gram_plan
+from jaxkfac.curvature.per_example import _gram_plan
 from tests._cases import CASES, case
 from tests._checks import objective_of
 from tests._programs import labels, normal, tree

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac._errors import LostRowsError
+from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
 from jaxkfac.interception import Layer, LayerVjp, Traced, Use
 from jaxkfac.interception.values import Slot, SlotEntry
 from jaxkfac.linalg import map_over_chunks
-from jaxkfac.uses._example_gradients import ExampleGradients
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: a Gram matrix is inverted
 

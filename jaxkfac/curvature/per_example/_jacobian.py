@@ -18,15 +18,20 @@ from jaxkfac._arguments import (
     path_of,
 )
 from jaxkfac._errors import one_of
-from jaxkfac.factors import ModelCall, Objective, check_word
-from jaxkfac.interception.coupling import Word
-from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
-from jaxkfac.uses._gram_plan import (
+from jaxkfac.curvature.per_example._gram_plan import (
     GramPlan,
     plan_of,
 )
-from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, RowSource
-from jaxkfac.uses._row_taps import GatheredRows, leaf_products, pair_norms, pair_products
+from jaxkfac.curvature.per_example._jacobian_rows import JacobianRows, RowKind, RowSource
+from jaxkfac.curvature.per_example._row_taps import (
+    GatheredRows,
+    leaf_products,
+    pair_norms,
+    pair_products,
+)
+from jaxkfac.factors import ModelCall, Objective, check_word
+from jaxkfac.interception.coupling import Word
+from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
 
 # ---------------- products of two sides
 

@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxkfac._text import number, ruled
+from jaxkfac.curvature.per_example._jacobian_rows import JacobianRows
+from jaxkfac.curvature.per_example._row_taps import RowGroup
 from jaxkfac.interception import Layer, Traced, Use
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.memory import bytes_text
-from jaxkfac.uses._jacobian_rows import JacobianRows
-from jaxkfac.uses._row_taps import RowGroup
 
 Method = Literal["pairs", "gradients", "second pass"]
 TOKENS = 2**24  # whole numbers that float32 holds

@@ -12,13 +12,24 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import covered_indices, uncovered_mask
+from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
+from jaxkfac.curvature.per_example._readings import (
+    check_readings,
+    leaves_out_readings,
+    refuse_meeting,
+)
+from jaxkfac.curvature.per_example._row_taps import (
+    GatheredRows,
+    Probe,
+    RowGroup,
+    RowTaps,
+    gathered,
+    row_gradients,
+)
 from jaxkfac.factors import Gaussian, Head, ModelCall, Objective, Program
 from jaxkfac.interception import Layer, Traced, fast_convolutions
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
-from jaxkfac.uses._example_gradients import ExampleGradients
-from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
-from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered, row_gradients
 
 RowKind = Literal["outputs", "residuals", "losses"]
 
