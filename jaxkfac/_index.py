@@ -70,11 +70,13 @@ from jaxkfac.optim import (
     Optimizer,
     TrainState,
     check_state,
+    draw_rows,
     has_updated,
     kfac,
     kfe_adam,
     multi_steps,
     scale_by_bases,
+    spring,
 )
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
@@ -142,6 +144,7 @@ __all__ = [
     "check_state",
     "compare_capacity",
     "correct_eigenvalues",
+    "draw_rows",
     "eigendecompose",
     "find_layers",
     "fisher_vector_product",
@@ -173,6 +176,7 @@ __all__ = [
     "scale_by_bases",
     "self_influence",
     "spectrum",
+    "spring",
     "update_average",
     "value_grad_and_factors",
 ]

@@ -9,17 +9,21 @@ from jaxkfac.curvature.per_example._example_gradients import (
 )
 from jaxkfac.curvature.per_example._gram_plan import GramPlan
 from jaxkfac.curvature.per_example._jacobian import Jacobian, gram, jacobian
+from jaxkfac.curvature.per_example._jacobian_rows import RowSource
 from jaxkfac.curvature.per_example._readings import (
     check_readings,
     leaves_out_readings,
     refuse_meeting,
 )
+from jaxkfac.curvature.per_example._row_products import RowProducts
 
 __all__ = [
     "ExampleGradients",
     "GramPlan",
     "Jacobian",
     "Queries",
+    "RowProducts",
+    "RowSource",
     "block_dtype",
     "check_readings",
     "gram",

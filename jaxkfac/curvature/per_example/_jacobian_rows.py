@@ -1,5 +1,6 @@
 """Rows of a Jacobian on one batch: the outputs' cotangents, and what backward passes gather."""
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
@@ -26,8 +27,26 @@ from jaxkfac.curvature.per_example._row_taps import (
     gathered,
     row_gradients,
 )
-from jaxkfac.factors import Gaussian, Head, ModelCall, Objective, Program
-from jaxkfac.interception import Layer, Traced, fast_convolutions
+from jaxkfac.factors import (
+    Gaussian,
+    Head,
+    Linearised,
+    LossTerms,
+    ModelCall,
+    Objective,
+    Program,
+    kept_targets,
+    leads_past_marks,
+    number_of_terms,
+)
+from jaxkfac.interception import (
+    Layer,
+    Traced,
+    fast_convolutions,
+    jaxpr_of,
+    lifted,
+    marks_of,
+)
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
@@ -105,14 +124,18 @@ class Cotangents(NamedTuple):
 
     def kept(self) -> Bool[Array, " rows"]:
         """Which rows exist, in the order of the outputs."""
+        return jnp.concatenate([x.ravel() for x in self.kept_parts()])
+
+    def kept_parts(self) -> list[Bool[Array, "..."]]:
+        """Which rows exist, for each output in its shape; for losses one entry, ``(examples,)``."""
         kept = []
         for head in self.heads:
             mask = jnp.ones((), bool) if head.kept is None else head.kept
             mask = jnp.expand_dims(mask, tuple(range(mask.ndim, head.outputs.ndim)))
             kept.append(jnp.broadcast_to(mask, head.outputs.shape))
         if self.rows == "losses":
-            return jnp.stack([x.reshape(x.shape[0], -1).any(1) for x in kept]).any(0)
-        return jnp.concatenate([x.ravel() for x in kept])
+            return [jnp.stack([x.reshape(x.shape[0], -1).any(1) for x in kept]).any(0)]
+        return kept
 
 
 def _scale(rows: RowKind, head: Head) -> Array:
@@ -120,13 +143,26 @@ def _scale(rows: RowKind, head: Head) -> Array:
     ones = jnp.ones(head.outputs.shape, head.outputs.dtype)
     if rows == "outputs":
         return head._replace(scale=1.0, mask=head.kept).weighted(ones, 1.0)
+    return _of_residual(head, ones)
+
+
+def _of_residual(head: Head, x: Array) -> Array:
+    """Values of a Gaussian output times the factor of its residuals."""
     if not isinstance(head.likelihood, Gaussian):
         raise ValueError(
             f"rows='residuals': {head.name} has {head.likelihood}, which has no residuals: take "
             "rows='outputs' or rows='losses', or jk.Gaussian()"
         )
     weight = jnp.sqrt(jnp.asarray(head.weight).astype(head.count.dtype) / head.count)
-    return head.weighted(ones, 0.5) * weight.astype(ones.dtype)
+    return head.weighted(x, 0.5) * weight.astype(x.dtype)
+
+
+def _residuals_of(head: Head) -> Array:
+    """The residuals of a Gaussian output: half their squared norm is its part of the loss."""
+    one = head.with_one_output()
+    targets = kept_targets(one.targets, head.kept)
+    difference = one.outputs - jnp.asarray(targets).astype(one.outputs.dtype)
+    return _of_residual(head, difference.reshape(head.outputs.shape))
 
 
 def _loss_cotangents(heads: list[Head]) -> list[Array]:
@@ -163,6 +199,8 @@ class RowSource(NamedTuple):
         layers: Full-match pattern of layers; ``None`` for all.
         experts: As for the factors.
         examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
+        axes: Mapped axes whose devices hold the other rows.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
     """
 
     objective: Any
@@ -170,6 +208,8 @@ class RowSource(NamedTuple):
     layers: str | None = None
     experts: str | None = None
     examples: Word | None = None
+    axes: tuple[str, ...] = ()
+    has_aux: bool = False
 
     @property
     def has_outputs(self) -> bool:
@@ -181,12 +221,35 @@ class RowSource(NamedTuple):
         finding = {"layers": self.layers, "experts": self.experts}
 
         def make() -> Program:
-            return Program(self.objective, finding, cover=False, examples=self.examples)
+            options = {"has_aux": self.has_aux, "examples": self.examples, "axes": self.axes}
+            return Program(self.objective, finding, cover=False, **options)
 
         if not self.has_outputs:
             return make()
-        key = (RowSource, *finding.values(), self.examples)
+        key = (RowSource, *finding.values(), self.examples, self.axes)
         return self.objective.programs.get(key, make)
+
+
+def check_residuals(traced: Traced) -> None:
+    """Refuse a loss whose marks do not show its residuals.
+
+    Raises:
+        ValueError: a mark stands in the rule of a custom derivative, or the loss depends on
+            parameters past its marks.
+    """
+    for number, mark in enumerate(traced.marks):
+        if mark.beside:
+            raise ValueError(
+                f"rows='residuals': mark {number} stands in a function with a derivative of its "
+                "own (custom_jvp), as in the energy of a wave function, which shows no residuals: "
+                "take rows='scores' of jk.spring, or rows='outputs' of jk.jacobian"
+            )
+    if leads_past_marks(traced):
+        raise ValueError(
+            "rows='residuals': the loss depends on parameters past its jk.mark_outputs, as with a "
+            "penalty or an output that is not marked, and is not half the squared norm of its "
+            "residuals: mark every output, and give a penalty on parameters as weight_decay="
+        )
 
 
 class JacobianRows:
@@ -301,27 +364,91 @@ class JacobianRows:
             for probe, group in zip(self.probes, self.groups, strict=True)
         ]
 
-    def outputs_and_vjp(self) -> tuple[list[Head], Callable[[list[Array]], dict[str, Array]]]:
-        """The outputs, and from cotangents to gradients of the parameters that are selected."""
-        params, batch, _, state = self.call
-        chosen = {path: leaves_by_path(params)[path] for path in self.selected}
+    @functools.cached_property
+    def _linearised(self) -> Linearised:
+        """A scalar loss, linearized without taps."""
+        none = ExampleGradients(self.traced, [], self.dtype_of, (), 1)
+        return self.program.linearise(self.traced, none, self.call)
+
+    @functools.cached_property
+    def _outputs_and_vjp(self) -> tuple[ArrayTree, Callable[[ArrayTree], tuple[dict[str, Any]]]]:
+        return jax.vjp(self._outputs_of, self._chosen)
+
+    @property
+    def _chosen(self) -> dict[str, Array]:
+        leaves = leaves_by_path(self.call.params)
+        return {path: jnp.asarray(leaves[path]) for path in self.selected}
+
+    @functools.cached_property
+    def _outputs_of(self) -> Callable[[dict[str, Array]], ArrayTree]:
+        """From the selected parameters to the outputs, or the marked ones."""
+        params, batch, key, state = self.call
         objective = self.source.objective
+        if self.source.has_outputs:
+            whole = lambda chosen: with_leaves(params, chosen)
+            return lambda chosen: objective.outputs(whole(chosen), batch.inputs, key, state)[0]
+        value = lambda chosen: self.program.value(
+            self.call._replace(params=with_leaves(params, chosen))
+        )
+        closed, _ = jaxpr_of(value, self._chosen)
+        none = [None] * len(marks_of(closed.jaxpr))
+        return lambda chosen: (
+            lifted(closed.jaxpr, closed.consts, jax.tree.leaves(chosen), none).outputs
+        )
+
+    @functools.cached_property
+    def terms(self) -> LossTerms:
+        """The loss terms of the outputs, which know the devices that hold the others."""
         if not self.source.has_outputs:
-            none = ExampleGradients(self.traced, [], self.dtype_of, (), 1)
-            at = self.program.linearise(self.traced, none, self.call)
-            assert at.terms_of is not None and at.gradient is not None
-            gradient = at.gradient
-            return (
-                at.terms_of.heads(at.outputs),
-                lambda cotangents: {path: gradient(cotangents)[path] for path in chosen},
-            )
+            assert self._linearised.terms_of is not None
+            return self._linearised.terms_of
+        outputs = self._outputs_and_vjp[0]
+        return self.source.objective.of_batch(outputs, self.call.batch, self.source.axes)
 
-        def outputs_of(chosen: dict[str, Array]) -> ArrayTree:
-            return objective.outputs(with_leaves(params, chosen), batch.inputs, None, state)[0]
+    @functools.cached_property
+    def heads(self) -> list[Head]:
+        """The outputs with their likelihoods, targets and masks."""
+        if not self.source.has_outputs:
+            return self.terms.heads(self._linearised.outputs)
+        batch = self.call.batch
+        return self.terms.heads(self._outputs_and_vjp[0], batch.targets, batch.mask)
 
-        outputs, vjp = jax.vjp(outputs_of, chosen)
-        heads = objective.heads(outputs, batch.targets, batch.mask)
-        return heads, lambda cotangents: vjp(objective.tree(cotangents))[0]
+    def vjp(self, cotangents: list[Array]) -> dict[str, Array]:
+        """Gradients of the selected parameters for cotangents of the outputs."""
+        if not self.source.has_outputs:
+            assert self._linearised.gradient is not None
+            gradients = self._linearised.gradient(cotangents)
+            return {path: gradients[path] for path in self.selected}
+        return self._outputs_and_vjp[1](self.terms.tree(cotangents))[0]
+
+    def tangents(self, vector: dict[str, Array]) -> list[Array]:
+        """Derivatives of the outputs along a vector, which may lack some of the parameters."""
+        chosen = self._chosen
+        along = {
+            path: vector[path].astype(x.dtype) if path in vector else jnp.zeros_like(x)
+            for path, x in chosen.items()
+        }
+        along = {path: self.elements(path, x) for path, x in along.items()}
+        outputs = jax.jvp(self._outputs_of, (chosen,), (along,))[1]
+        return [head.outputs for head in self.terms.heads(outputs)]
+
+    def residuals(self) -> list[Array]:
+        """The residuals of each output, shaped like it.
+
+        Raises:
+            ValueError: rows are not residuals; a mark has no cotangent, or depends on another; or
+                the loss depends on parameters past its marks.
+        """
+        if self.source.rows != "residuals":
+            raise ValueError(f"rows={self.source.rows!r} have no residuals: take rows='residuals'")
+        if self.source.has_outputs:
+            return [_residuals_of(head) for head in self.heads]
+        check_residuals(self.traced)
+        at = self._linearised
+        assert at.cotangents is not None
+        # What the Fisher takes is over the root of the number of terms.
+        terms = jnp.sqrt(number_of_terms(self.heads))
+        return [x * terms.astype(x.dtype) for x in at.cotangents()]
 
     def cotangents_of(self, heads: list[Head]) -> Cotangents:
         """The cotangents that the rows stand for."""
@@ -367,6 +494,9 @@ class JacobianRows:
             if self.second:
                 # An example that can run alone takes one pass for its rows, not one for each.
                 alone = self.source.has_outputs
+                alone = (
+                    alone and self.call.key is None
+                )  # alone, an example would draw other numbers
                 alone = alone and not self.program.meeting(self.traced, "value", alone=True)
                 leaves |= (self._alone if alone else self._row_by_row)(group, cotangents)
             out.append(GatheredRows(found.rows, leaves))
@@ -376,7 +506,7 @@ class JacobianRows:
 
     def _alone(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
         """Each example is run by itself."""
-        params, batch, _, state = self.call
+        params, batch, key, state = self.call
         objective, leaves = self.source.objective, leaves_by_path(params)
         chosen = {path: leaves[path] for path in self.second}
         columns = jnp.arange(group.per_example, dtype=jnp.int32)
@@ -387,7 +517,7 @@ class JacobianRows:
             inputs = jax.tree.map(lambda x: x[None], inputs)
 
             def outputs_of(chosen: dict[str, Array]) -> list[Array]:
-                outputs = objective.outputs(with_leaves(params, chosen), inputs, None, state)[0]
+                outputs = objective.outputs(with_leaves(params, chosen), inputs, key, state)[0]
                 return objective.parts(outputs, "apply_fn: outputs")
 
             vjp = jax.vjp(outputs_of, chosen)[1]
@@ -406,7 +536,7 @@ class JacobianRows:
 
         So nothing has to be known of the program but that its examples do not meet.
         """
-        vjp = self.outputs_and_vjp()[1]
+        vjp = self.vjp
 
         def of_row(row: Int[Array, ""]) -> dict[str, Array]:
             example, column = row // group.per_example, row % group.per_example
