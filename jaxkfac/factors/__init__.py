@@ -17,7 +17,7 @@ from jaxkfac.factors._fisher import (
 )
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_of_terms
-from jaxkfac.factors._marks import MarkedTerms, leads_past_marks
+from jaxkfac.factors._marks import MarkedTerms, parameters_past_marks
 from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
 from jaxkfac.factors._objective import Objective, arguments
 from jaxkfac.factors._passes import (
@@ -69,8 +69,8 @@ __all__ = [
     "gradient_rows",
     "kept_targets",
     "largest_budget",
-    "leads_past_marks",
     "number_of_terms",
+    "parameters_past_marks",
     "per_example_diagonals",
     "plan_passes",
     "returned",

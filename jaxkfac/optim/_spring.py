@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._arguments import ArrayTree, check_arrays, leaves_by_path, with_leaves
 from jaxkfac._errors import at_least_one, instance_of, one_of, scalar
 from jaxkfac._mapped_axes import mean_over_devices, sum_over_devices
-from jaxkfac.curvature.per_example import RowProducts, RowSource
+from jaxkfac.curvature.per_example import GatheredProducts, RowSource
 from jaxkfac.factors import BatchCurvature
 from jaxkfac.interception import fast_convolutions
 from jaxkfac.linalg import is_all_finite
@@ -108,14 +108,13 @@ def _shift(kernel: Float[Array, "n n"], damping: Float[Array, ""]) -> Float[Arra
 
 
 def _of_residuals(
-    rows: RowProducts,
+    rows: GatheredProducts,
     last: dict[str, Array],
     momentum: Array,
     damping: Array,
-    max_bytes: int | None,
 ) -> _Direction:
     r"""$\mu \phi + J^\top (K + \lambda)^{-1} (r - \mu J \phi)$."""
-    r, kernel = rows.residuals(), rows.gram(max_bytes)
+    r, kernel = rows.residuals(), rows.gram()
     momentum, shift = momentum.astype(kernel.dtype), _shift(kernel, damping)
     x = _solved(kernel, shift, r - momentum * rows.jvp(last))
     leaves = _added(last, momentum, rows.vjp(x))
@@ -126,11 +125,10 @@ def _of_residuals(
 
 
 def _of_scores(
-    rows: RowProducts,
+    rows: GatheredProducts,
     last: dict[str, Array],
     momentum: Array,
     damping: Array,
-    max_bytes: int | None,
     gradient: dict[str, Array],
 ) -> _Direction:
     r"""$\mu \phi + (J^\top J + \lambda)^{-1} (g - \mu J^\top J \phi)$ with centered rows.
@@ -139,15 +137,17 @@ def _of_scores(
     identity, $(J^\top J + \lambda)^{-1} g = (g - J^\top (K + \lambda)^{-1} J g) / \lambda$.
     """
     # Rows are scaled by the roots of their weights, so the weighted mean leaves this direction.
-    units = [x / jnp.maximum(jnp.linalg.norm(x), 1e-30) for x in rows.parts(rows.scales)]
+    order = rows.order
+    scales = order.parts(order.joined(order.scales))
+    units = [x / jnp.maximum(jnp.linalg.norm(x), 1e-30) for x in scales]
 
     def centered(x: Array) -> Array:
-        parts = zip(units, rows.parts(x), strict=True)
+        parts = zip(units, order.parts(x), strict=True)
         return jnp.concatenate([part - jnp.multiply.outer(u, u @ part) for u, part in parts])
 
-    kernel = centered(centered(rows.gram(max_bytes)).T)
+    kernel = centered(centered(rows.gram()).T)
     momentum, shift = momentum.astype(kernel.dtype), _shift(kernel, damping)
-    selected = {path: gradient[path].astype(last[path].dtype) for path in rows.first.selected}
+    selected = {path: gradient[path].astype(last[path].dtype) for path in rows.side.selected}
     slope = centered(rows.jvp(selected)) / shift
     x = _solved(kernel, shift, slope + momentum * centered(rows.jvp(last)))
     back = rows.vjp(centered(x))
@@ -191,8 +191,8 @@ class _Spring:
         return SpringState(
             step=none(),
             last=jax.tree.map(wide, gradients_only(jax.tree.map(jnp.asarray, params))),
-            damping=jnp.maximum(jnp.asarray(first, jnp.float32), self.floor),
-            length=jnp.zeros((), jnp.float32),
+            damping=jnp.maximum(jnp.asarray(first, sum_dtype(params)), self.floor),
+            length=jnp.zeros((), sum_dtype(params)),
             skipped=none(),
             rejected=none(),
             watch=StateWatch.initial(params),
@@ -213,27 +213,27 @@ class _Spring:
         state = checked_state("spring: the state", state, SpringState)
         batch = self._checked(grads, state, params, curvature, value, value_fn)
         source = RowSource(batch.loss, "residuals", axes=batch.axes, has_aux=batch.has_aux)
-        rows = RowProducts.of(source, _checked_batch(batch))
+        rows = GatheredProducts(source, [_checked_batch(batch)], max_bytes=self.max_bytes)
         last = leaves_by_path(state.last)
         dtype = sum_dtype(params)
         momentum = jnp.asarray(self.momentum, dtype)
         damping = jnp.maximum(state.damping, self.floor)
         if self.rows == "residuals":
-            found = _of_residuals(rows, last, momentum, damping, self.max_bytes)
+            found = _of_residuals(rows, last, momentum, damping)
         else:
             own = leaves_by_path(gradients_only(grads))
-            found = _of_scores(rows, last, momentum, damping, self.max_bytes, own)
+            found = _of_scores(rows, last, momentum, damping, own)
         value = jnp.asarray(value, dtype)
         finite = found.finite & jnp.isfinite(value)
-        finite = sum_over_devices((~finite).astype(jnp.int32), rows.axes) == 0
+        finite = sum_over_devices((~finite).astype(jnp.int32), rows.order.axes) == 0
         solved = is_all_finite(*found.leaves.values())
-        change = mean_over_devices(found.change, rows.axes)
+        change = mean_over_devices(found.change, rows.order.axes)
         if isinstance(self.rate, str):
             length, ratio = _searched(value_fn, params, found.leaves, value, change)
             kept = length
             factor = jnp.ones_like(length)
         else:
-            along = mean_over_devices(jnp.vdot(found.along, found.along), rows.axes)
+            along = mean_over_devices(jnp.vdot(found.along, found.along), rows.order.axes)
             length = jnp.asarray(at_step(self.rate, state.step), dtype)
             length = length * self._constraint(length, along.astype(dtype))
             ratio, kept = None, jnp.ones_like(length)
@@ -249,7 +249,7 @@ class _Spring:
             step=optax.safe_increment(state.step),
             last=with_leaves(state.last, step),
             damping=self._next_damping(damping, ratio, solved),
-            length=jnp.where(made, length, 0).astype(jnp.float32),
+            length=jnp.where(made, length, 0).astype(dtype),
             rejected=state.rejected + (~made).astype(jnp.int32),
             watch=watch,
         )
@@ -375,42 +375,136 @@ def spring(
     weight_decay: ArrayLike = 0.0,
     max_bytes: ByteSize | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""TODO."""
+    r"""A natural gradient or Gauss-Newton step, solved in the space of the batch's rows.
+
+    Where a batch has fewer rows than the model has parameters, as points of an equation or walkers
+    of a wave function, the exact damped step needs only a matrix of the rows. With residuals $r$,
+    whose half squared norm is the loss, their Jacobian $J$, $K = J J^\top$ and the last step
+    $\phi$,
+
+    $$ d = \mu \phi + J^\top (K + \lambda I)^{-1} (r - \mu J \phi) , \qquad
+       \Delta = -s\, t\, (d + w\, \theta) . $$
+
+    This is the minimum of $|r - J d|^2 + \lambda |d - \mu \phi|^2$: SPRING, and with $\mu = 0$
+    minSR, or energy natural gradient descent with Woodbury's identity (ENGD-W). $K$ comes from
+    layer inputs and cotangents, see :func:`jaxkfac.gram`.
+
+    With ``rows="residuals"`` the lengths $t = 1, 0.5, 0.2, 0.05$ are tried on the batch, and the
+    best is taken, or none if all of them raise the loss. $\lambda$ follows Levenberg's and
+    Marquardt's rule: it is divided by 1.3 where the full step gains more than 3/4 of what linear
+    residuals predict, and multiplied by 1.7 where it gains less than 1/4. $s$ falls to zero over
+    the last 0.3 of ``num_steps``. Draw new rows at every step, 100 to 300 of each term
+    (:func:`jaxkfac.draw_rows`): the time of a step grows with their square and their cube.
+
+    With ``rows="scores"`` the loss has a derivative of its own (``custom_jvp``), which marks
+    $\log \psi$ as a ``jk.Gaussian()``, as for the energy of a wave function. The rows are centered:
+    $J$ has the derivatives of $\log \psi$ less their mean, and $(J^\top J + \lambda)^{-1}$
+    multiplies the gradient that the rule gives. A step has the length ``learning_rate``, and is
+    shortened to $4 |J \Delta|^2 \le c$, the norm constraint.
+
+    Args:
+        num_steps: Length of the training, over the last 0.3 of which steps become shorter. ``None``
+            leaves their length; later steps have that of the last one.
+        rows: ``"residuals"`` of ``jk.Gaussian()`` outputs or marks, several with weights; or
+            ``"scores"`` of a loss with a derivative of its own.
+        learning_rate: $t$: ``"search"``, a number, or a schedule of the step. ``"auto"`` is
+            ``"search"`` for residuals and 0.05 for scores, which cannot be searched: their walkers
+            belong to the old parameters.
+        damping: $\lambda$ over the trace of $K$: a positive number, or ``"adaptive"``, which begins
+            at 1e-3 and stays between ``floor`` and 0.1. ``"auto"`` is ``"adaptive"`` with
+            ``"search"``, else 1e-3.
+        momentum: $\mu \in [0, 1)$; ``"auto"`` is 0.9 for residuals and 0.95 for scores.
+        norm_constraint: $c > 0$, or ``None``; ``"auto"`` is none for residuals and 1e-3 for scores.
+            It is not read with ``"search"``.
+        floor: The least damping over the trace of $K$; the system is solved in float32.
+        weight_decay: $w \ge 0$, decoupled, of all parameters.
+        max_bytes: Most bytes of $K$ and of what is gathered for it, a number or ``"4GB"``;
+            unlimited by default. It is checked before anything is computed.
+
+    Returns:
+        A transformation used inside ``jit`` and ``lax.scan``, in :class:`jaxkfac.Optimizer`, or as
+        ``tx.update(grads, state, params, **stats.adaptation(params, batch, key))`` with ``stats =
+        jk.value_grad_and_factors(loss)``. Put it last in a chain: it does not read the gradient of
+        ``rows="residuals"``, and moves by its own step. Of several devices it takes the rows of all
+        if ``stats`` or ``jk.Optimizer`` have ``axis_name=``. A batch whose rows or loss are not
+        finite changes nothing but ``state.skipped``. Parameters that no row depends on stay, but
+        for weight decay.
+
+    Raises:
+        ValueError: when built, naming the argument out of range. In ``update``: the loss has no
+            residuals (another likelihood, a penalty beside the marks, marks in the rule of a custom
+            derivative), or devices would take steps of their own.
+        TypeError: in ``update``, ``curvature=`` of ``stats.adaptation`` is missing, or the loss
+            marks no outputs.
+        CoupledExamplesError: in ``update``, rows depend on several examples.
+        MemoryBudgetError: in ``update``, the rows do not fit into ``max_bytes``.
+
+    Memory:
+        One copy of the parameters for the last step. During an update $K$ with its Cholesky factor,
+        $2 n^2$ numbers for $n$ rows, and what the plan of ``jk.jacobian(...).plan()`` counts.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> x = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> params = {"w": jnp.linspace(-3.0, 3.0, 16)[None], "v": jnp.ones((16, 1)) / 16}
+        >>> objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], jk.Gaussian())
+        >>> opt, batch = jk.Optimizer(objective, jk.spring(20)), (x, jnp.sin(3 * x))
+        >>> state, step = opt.init(params, batch), jax.jit(opt.step)
+        >>> for _ in range(20):
+        ...     params, state, loss = step(params, state, batch)
+        >>> print(float(loss) < 1e-5)
+        True
+
+    References:
+        Ao Chen and Markus Heyl, "Empowering deep neural quantum states through efficient
+        optimization", 2024 (minSR).
+        Gil Goldshlager, Nilin Abrahamsen and Lin Lin, "A Kaczmarz-inspired approach to accelerate
+        the optimization of neural network wavefunctions", 2024 (SPRING).
+        Johannes Müller and Marius Zeinhofer, "Achieving High Accuracy with PINNs via Energy Natural
+        Gradient Descent", 2023.
+        Andrés Guzmán-Cordero, Felix Dangel, Gil Goldshlager and Marius Zeinhofer, "Improving Energy
+        Natural Gradient Descent through Woodbury, Momentum, and Randomization", 2025.
+    """
     one_of("rows", rows, get_args(Rows))
     of_residuals = rows == "residuals"
     rate: Any = _or_auto(learning_rate, "search" if of_residuals else 0.05)
-    damping = _or_auto(damping, "adaptive" if of_residuals else 1e-3)
-    momentum = _or_auto(momentum, 0.9 if of_residuals else 0.95)
+    searches = isinstance(rate, str)
+    damping = _or_auto(damping, "adaptive" if searches else 1e-3)
+    decay: Any = _or_auto(momentum, 0.9 if of_residuals else 0.95)
     constraint = _or_auto(norm_constraint, None if of_residuals else 1e-3)
     if num_steps is not None:
         at_least_one(num_steps=num_steps)
-    if isinstance(rate, str):
+    if searches:
         one_of("learning_rate", rate, ("search",))
     else:
         check_learning_rate(rate)
-    if isinstance(damping, str):
-        one_of("damping", damping, ("adaptive",))
-        if rate != "search":
-            raise ValueError('damping="adaptive" compares full steps: take learning_rate="search"')
-    else:
-        scalar("damping", damping, 'a positive number, or "adaptive"')
-        if not 0 < float(damping) < float("inf"):
-            raise ValueError(f"damping must be finite and positive, got {damping}")
-    if not of_residuals and rate == "search":
+    if searches and not of_residuals:
         raise ValueError(
             'rows="scores": a step is not tried on the batch, whose walkers belong to the old '
             "parameters: give learning_rate= a number"
         )
+    _check_damping(damping, searches=searches)
     scalar("floor", floor, "a positive number")
     if not 0 < float(floor) < 1:
         raise ValueError(f"floor must be between 0 and 1, got {floor}")
     check_numbers(
-        refresh_every=1, momentum=momentum, norm_constraint=constraint, weight_decay=weight_decay
+        refresh_every=1, momentum=decay, norm_constraint=constraint, weight_decay=weight_decay
     )
     check_weight_decay(weight_decay)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-    tx = _Spring(num_steps, rows, rate, damping, momentum, constraint, floor, weight_decay, budget)
+    tx = _Spring(num_steps, rows, rate, damping, decay, constraint, floor, weight_decay, budget)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+
+def _check_damping(damping: Any, *, searches: bool) -> None:
+    if isinstance(damping, str):
+        one_of("damping", damping, ("adaptive",))
+        if not searches:
+            raise ValueError('damping="adaptive" compares full steps: take learning_rate="search"')
+        return
+    scalar("damping", damping, 'a positive number, or "adaptive"')
+    if not 0 < float(damping) < float("inf"):
+        raise ValueError(f"damping must be finite and positive, got {damping}")
 
 
 def _or_auto(choice: Any, automatic: Any) -> Any:

@@ -15,14 +15,14 @@ from jaxkfac.curvature.per_example._readings import (
     leaves_out_readings,
     refuse_meeting,
 )
-from jaxkfac.curvature.per_example._row_products import RowProducts
+from jaxkfac.curvature.per_example._row_products import GatheredProducts
 
 __all__ = [
     "ExampleGradients",
+    "GatheredProducts",
     "GramPlan",
     "Jacobian",
     "Queries",
-    "RowProducts",
     "RowSource",
     "block_dtype",
     "check_readings",

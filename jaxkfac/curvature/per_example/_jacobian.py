@@ -22,7 +22,7 @@ from jaxkfac._errors import check_key, one_of
 from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped
 from jaxkfac.curvature.per_example._gram_plan import GramPlan, plan_of
 from jaxkfac.curvature.per_example._jacobian_rows import RowKind, RowSource
-from jaxkfac.curvature.per_example._row_products import RowProducts, sides_of
+from jaxkfac.curvature.per_example._row_products import GatheredProducts, RowProducts, sides_of
 from jaxkfac.factors import ModelCall, Objective, check_word
 from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -31,23 +31,23 @@ from jaxkfac.memory import ByteSize, parse_bytes
 
 
 def _gram(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
-    return RowProducts.of(source, *calls).gram(max_bytes)
+    return GatheredProducts(source, calls, max_bytes=max_bytes).gram()
 
 
 def _squared_norms(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
-    return RowProducts.of(source, *calls).squared_norms(max_bytes)
+    return GatheredProducts(source, calls, max_bytes=max_bytes, diagonal=True).squared_norms()
 
 
 def _vjp(source: RowSource, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
-    return RowProducts.of(source, *calls).vjp(x)
+    return RowProducts(source, *calls).vjp(x)
 
 
 def _jvp(source: RowSource, calls: Sequence[ModelCall], vector: dict[str, Array]) -> Array:
-    return RowProducts.of(source, *calls).jvp(vector)
+    return RowProducts(source, *calls).jvp(vector)
 
 
 def _residuals(source: RowSource, calls: Sequence[ModelCall]) -> Array:
-    return RowProducts.of(source, *calls).residuals()
+    return RowProducts(source, *calls).residuals()
 
 
 def _compiled(run: Callable[..., Any], source: RowSource, *static: Any) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,10 +21,13 @@ from jaxkfac.curvature.per_example._readings import (
 )
 from jaxkfac.curvature.per_example._row_taps import (
     GatheredRows,
+    GroupTaps,
+    JointTaps,
     Probe,
     RowGroup,
     RowTaps,
     gathered,
+    part_of,
     row_gradients,
 )
 from jaxkfac.factors import (
@@ -36,8 +39,8 @@ from jaxkfac.factors import (
     Objective,
     Program,
     kept_targets,
-    leads_past_marks,
     number_of_terms,
+    parameters_past_marks,
 )
 from jaxkfac.interception import (
     Layer,
@@ -244,12 +247,40 @@ def check_residuals(traced: Traced) -> None:
                 "own (custom_jvp), as in the energy of a wave function, which shows no residuals: "
                 "take rows='scores' of jk.spring, or rows='outputs' of jk.jacobian"
             )
-    if leads_past_marks(traced):
+    if past := parameters_past_marks(traced):
         raise ValueError(
-            "rows='residuals': the loss depends on parameters past its jk.mark_outputs, as with a "
-            "penalty or an output that is not marked, and is not half the squared norm of its "
+            f"rows='residuals': the loss depends on {past[0]!r} past its jk.mark_outputs, as with "
+            "a penalty or an output that is not marked, and is not half the squared norm of its "
             "residuals: mark every output, and give a penalty on parameters as weight_decay="
         )
+
+
+class EmittedRows(NamedTuple):
+    """What a backward pass emits for the rows of a group.
+
+    Attributes:
+        at: The program, linearized.
+        heads: The outputs.
+        cotangents: The cotangents that rows stand for.
+        slots: From the number of a row, the same for all examples, to what the taps emit.
+    """
+
+    at: Linearised
+    heads: list[Head]
+    cotangents: Cotangents
+    slots: Callable[[Array], Any]
+
+
+class GatheredSide(NamedTuple):
+    """What the backward passes gathered for all rows.
+
+    Attributes:
+        groups: By group.
+        emitted: Of the last group, with the outputs of all.
+    """
+
+    groups: list[GatheredRows]
+    emitted: EmittedRows
 
 
 class JacobianRows:
@@ -288,6 +319,7 @@ class JacobianRows:
         dtypes = {path: statistics_dtype(leaf.dtype) for path, leaf in free.items()}
         outputs = [shape.dtype for shape in traced.out_shapes[: traced.num_outputs]]
         self.dtype = statistics_dtype(*dtypes.values(), *outputs)
+        self._found = layers
         self.probes = [Probe(traced, layers, self.dtype_of, group) for group in self.groups]
         jax.eval_shape(self._probe, call)
         for layer in layers:
@@ -297,7 +329,6 @@ class JacobianRows:
                 self._move(layer, "the rows of a layer cannot be told apart by example")
             elif masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
                 self._move(layer, f"is masked by a constant in `{masked[0]}`")
-        self._found = layers
 
     @property
     def layers(self) -> list[Layer]:
@@ -344,25 +375,50 @@ class JacobianRows:
 
     # -- passes -----------------------------------------------------------------------
 
-    def _emitted(
-        self, taps: ExampleGradients, group: RowGroup, call: ModelCall
-    ) -> tuple[Cotangents, Callable[[Array], Any]]:
-        """The cotangents, and from the number of a row of each example to what the taps emit."""
-        taps = taps.of((call.params, call.batch))
+    def _emitted(self, taps: Sequence[GroupTaps], call: ModelCall) -> Iterator[EmittedRows]:
+        """What the taps of each group emit, in one pass for all groups if they can share it."""
+        if not self._joint(taps):
+            for one, group in zip(taps, self.groups, strict=True):
+                at, heads, cotangents = self._at(one.of((call.params, call.batch)), call)
+                tree = at.terms_of.tree
+                columns = functools.partial(cotangents.column, group)
+                emitted = lambda column, at=at, columns=columns, tree=tree: at.vjp(
+                    tree(columns(column))
+                )
+                yield EmittedRows(at, heads, cotangents, emitted)
+            return
+        joint = JointTaps(taps).of((call.params, call.batch))
+        at, heads, cotangents = self._at(joint, call)
+        first = jnp.zeros((), jnp.int32)
+        seeds = [cotangents.column(group, first) for group in self.groups]
+        whole = [seeds[self._group_of(k)][k] for k in range(len(heads))]
+        slots = at.vjp(at.terms_of.tree(whole))
+        for k in range(len(taps)):
+            own = {name: part_of(slot, k) for name, slot in slots.items()}
+            yield EmittedRows(at, heads, cotangents, lambda _, own=own: own)
+
+    def _at(self, taps: Any, call: ModelCall) -> tuple[Any, list[Head], Cotangents]:
+        """The program linearized with taps, its outputs, and the cotangents of the rows."""
         at = self.program.linearise(self.traced, taps, call, differentiate=False)
         assert at.terms_of is not None
         mask = call.batch.mask if self.source.has_outputs else None
         targets = call.batch.targets if self.source.has_outputs else None
-        cotangents = self.cotangents_of(at.terms_of.heads(at.outputs, targets, mask))
-        tree = at.terms_of.tree
-        return cotangents, lambda column: at.vjp(tree(cotangents.column(group, column)))
+        heads = at.terms_of.heads(at.outputs, targets, mask)
+        return at, heads, self.cotangents_of(heads)
+
+    def _joint(self, taps: Sequence[GroupTaps]) -> bool:
+        """Whether one pass serves all groups: each use then has cotangents of one of them."""
+        if len(taps) == 1 or any(group.per_example > 1 for group in self.groups):
+            return False
+        uses = [use for layer in self._found for use in self.traced.uses_of(layer)]
+        return all(sum(one.leads_there(use) for one in taps) <= 1 for use in uses)
+
+    def _group_of(self, output: int) -> int:
+        return next(k for k, group in enumerate(self.groups) if output in group.outputs)
 
     def _probe(self, call: ModelCall) -> list[Any]:
         first = jnp.zeros((), jnp.int32)
-        return [
-            self._emitted(probe, group, call)[1](first)
-            for probe, group in zip(self.probes, self.groups, strict=True)
-        ]
+        return [one.slots(first) for one in self._emitted(self.probes, call)]
 
     @functools.cached_property
     def _linearised(self) -> Linearised:
@@ -432,8 +488,11 @@ class JacobianRows:
         outputs = jax.jvp(self._outputs_of, (chosen,), (along,))[1]
         return [head.outputs for head in self.terms.heads(outputs)]
 
-    def residuals(self) -> list[Array]:
+    def residuals(self, emitted: EmittedRows | None = None) -> list[Array]:
         """The residuals of each output, shaped like it.
+
+        Args:
+            emitted: What the passes for the rows computed besides them, if they have run.
 
         Raises:
             ValueError: rows are not residuals; a mark has no cotangent, or depends on another; or
@@ -441,13 +500,14 @@ class JacobianRows:
         """
         if self.source.rows != "residuals":
             raise ValueError(f"rows={self.source.rows!r} have no residuals: take rows='residuals'")
+        heads = self.heads if emitted is None else emitted.heads
         if self.source.has_outputs:
-            return [_residuals_of(head) for head in self.heads]
+            return [_residuals_of(head) for head in heads]
         check_residuals(self.traced)
-        at = self._linearised
+        at = self._linearised if emitted is None else emitted.at
         assert at.cotangents is not None
         # What the Fisher takes is over the root of the number of terms.
-        terms = jnp.sqrt(number_of_terms(self.heads))
+        terms = jnp.sqrt(number_of_terms(heads))
         return [x * terms.astype(x.dtype) for x in at.cotangents()]
 
     def cotangents_of(self, heads: list[Head]) -> Cotangents:
@@ -468,39 +528,39 @@ class JacobianRows:
                 total += probe.positions[id(use)]
         return places, total
 
-    def gathered(
-        self, by_pairs: Collection[str], by_rows: Collection[str]
-    ) -> tuple[list[GatheredRows], Bool[Array, " rows"]]:
-        """What the backward passes gather, for each group; and which rows exist.
+    def gathered(self, by_pairs: Collection[str], by_rows: Collection[str]) -> GatheredSide:
+        """What the backward passes gather.
 
         Args:
             by_pairs: The layers whose rows are multiplied in pairs.
             by_rows: The layers whose gradients are formed from their rows.
         """
-        out, kept = [], jnp.zeros(0, bool)
+        layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
+        taps = []
         for group, probe in zip(self.groups, self.probes, strict=True):
-            layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
             both = {name: self.places(layer, probe) for name, layer in layers.items()}
             places = {name: starts for name, (starts, _) in both.items()}
             positions = {name: total for name, (_, total) in both.items()}
-            taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
-            cotangents, emitted = self._emitted(taps, group, self.call)
-            found, kept = gathered(taps, emitted, group, layers), cotangents.kept()
+            taps.append(RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions))
+        out, emitted = [], None
+        for one, group, emitted in zip(
+            taps, self.groups, self._emitted(taps, self.call), strict=True
+        ):
+            found = gathered(one, emitted.slots, group, layers)
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
             for name in by_rows:
                 weight, bias = self.parts(layers[name])
-                rows = found.rows.pop(name)
-                leaves["rows", name] = row_gradients(rows, weight=weight, bias=bias)
+                found.formed[name] = row_gradients(found.rows[name], weight=weight, bias=bias)
             if self.second:
-                # An example that can run alone takes one pass for its rows, not one for each.
-                alone = self.source.has_outputs
-                alone = (
-                    alone and self.call.key is None
-                )  # alone, an example would draw other numbers
+                # An example that can run alone takes one pass for its rows, not one for each. With
+                # a key it would draw other random numbers there.
+                alone = self.source.has_outputs and self.call.key is None
                 alone = alone and not self.program.meeting(self.traced, "value", alone=True)
-                leaves |= (self._alone if alone else self._row_by_row)(group, cotangents)
-            out.append(GatheredRows(found.rows, leaves))
-        return out, kept
+                second = self._alone if alone else self._row_by_row
+                leaves |= second(group, emitted.cotangents)
+            out.append(found._replace(leaves=leaves))
+        assert emitted is not None
+        return GatheredSide(out, emitted)
 
     # -- the second pass, for parameters that no layer covers: ``(N, D, *parameter)`` by path --
 
