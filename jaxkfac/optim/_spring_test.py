@@ -283,8 +283,8 @@ def test_losses_without_residuals_are_refused_with_the_remedy():
         both(objective, jk.spring(max_bytes=10))
     with pytest.raises(jk.CoupledExamplesError):
         both(jk.Objective(lambda p, x: (x - x.mean(0)) @ p["w"], jk.Gaussian()))
+    bernoulli = jk.Objective(lambda p, x: x @ p["w"], jk.Bernoulli())
     with pytest.raises(ValueError, match="no residuals"):
-        bernoulli = jk.Objective(lambda p, x: x @ p["w"], jk.Bernoulli())
         updated(tx, bernoulli, params, tx.init(params), (batch[0], jnp.ones((3, 1))))
     params, (walkers, _) = problem()
     with pytest.raises(ValueError, match="derivative of its own.*scores"):

@@ -234,7 +234,8 @@ class GatheredProducts:
         self._found = _gathered(sides, plan, max_bytes)
         self._orders = []
         for side, found in zip(sides, self._found, strict=True):
-            axes = found.emitted.at.terms_of.axes
+            terms_of: Any = found.emitted.at.terms_of
+            axes = terms_of.axes
             self._orders.append(RowOrder(side, found.emitted.cotangents, axes))
         self.side, self.order = sides[0], self._orders[0]
 
