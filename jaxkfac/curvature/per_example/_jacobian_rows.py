@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from jaxkfac.curvature.per_example._row_taps import (
     Probe,
     RowGroup,
     RowTaps,
+    add_to_parameter,
     gathered,
     part_of,
     row_gradients,
@@ -528,12 +529,13 @@ class JacobianRows:
                 total += probe.positions[id(use)]
         return places, total
 
-    def gathered(self, by_pairs: Collection[str], by_rows: Collection[str]) -> GatheredSide:
+    def gathered(self, by_pairs: Collection[str], by_rows: Mapping[str, bool]) -> GatheredSide:
         """What the backward passes gather.
 
         Args:
             by_pairs: The layers whose rows are multiplied in pairs.
-            by_rows: The layers whose gradients are formed from their rows.
+            by_rows: The layers whose gradients are formed from their rows, and whether other layers
+                read the same elements.
         """
         layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
         taps = []
@@ -548,9 +550,8 @@ class JacobianRows:
         ):
             found = gathered(one, emitted.slots, group, layers)
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
-            for name in by_rows:
-                weight, bias = self.parts(layers[name])
-                found.formed[name] = row_gradients(found.rows[name], weight=weight, bias=bias)
+            for name, is_tied in by_rows.items():
+                self._form(found, layers[name], is_tied=is_tied)
             if self.second:
                 # An example that can run alone takes one pass for its rows, not one for each. With
                 # a key it would draw other random numbers there.
@@ -558,9 +559,25 @@ class JacobianRows:
                 alone = alone and not self.program.meeting(self.traced, "value", alone=True)
                 second = self._alone if alone else self._row_by_row
                 leaves |= second(group, emitted.cotangents)
-            out.append(found._replace(leaves=leaves))
+            out.append(found._replace(leaves=leaves, by_gradients=frozenset(by_rows)))
         assert emitted is not None
         return GatheredSide(out, emitted)
+
+    def _form(self, found: GatheredRows, layer: Layer, *, is_tied: bool) -> None:
+        """Form the gradients of a layer from its rows."""
+        weight, bias = self.parts(layer)
+        rows = found.rows[layer.name]
+        if not is_tied:
+            found.formed["rows", layer.name] = row_gradients(rows, weight=weight, bias=bias)
+            return
+        parts = (layer.weight, weight, False), (layer.bias, False, bias)
+        for matrix, of_weight, of_bias in parts:
+            if matrix is None or not (of_weight or of_bias):
+                continue
+            gradients = row_gradients(rows, weight=of_weight, bias=of_bias)
+            shape = *gradients.shape[:2], *self.traced.shapes[matrix.path]
+            leaf = found.formed.get(matrix.path, jnp.zeros(shape, gradients.dtype))
+            found.formed[matrix.path] = add_to_parameter(leaf, layer, matrix, gradients)
 
     # -- the second pass, for parameters that no layer covers: ``(N, D, *parameter)`` by path --
 

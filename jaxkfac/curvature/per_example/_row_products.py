@@ -62,16 +62,17 @@ def _gathered(
             "fewer layers="
         )
     by_pairs = [layer.name for layer in plan.layers if layer.method == "pairs"]
-    by_rows = [layer.name for layer in plan.layers if layer.from_rows]
+    by_rows = {layer.name: layer.is_tied for layer in plan.layers if layer.from_rows}
     return [side.gathered(by_pairs, by_rows) for side in sides]
 
 
 def _block(side: JacobianRows, one: GatheredRows, other: GatheredRows) -> Float[Array, "N D M E"]:
     """Inner products of the rows of two groups."""
-    parts = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
-    parts += [leaf_products(one.formed[name], other.formed[name]) for name in one.formed]
-    for name in sorted(one.rows.keys() - one.formed.keys()):
-        rows = one.rows[name]
+    mine, theirs = one.gradients, other.gradients
+    parts = [leaf_products(mine[key], theirs[key]) for key in mine]
+    for name, rows in one.rows.items():
+        if name in one.by_gradients:
+            continue
         weight, bias = side.parts(side.traced.table[name])
         parts.append(pair_products(rows, other.rows[name], weight=weight, bias=bias))
     return sum(parts[1:], parts[0])
@@ -79,10 +80,10 @@ def _block(side: JacobianRows, one: GatheredRows, other: GatheredRows) -> Float[
 
 def _norms(side: JacobianRows, one: GatheredRows) -> Float[Array, "N D"]:
     """Squared norms of the rows of a group."""
-    gradients = [*one.leaves.values(), *one.formed.values()]
-    parts = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in gradients]
-    for name in sorted(one.rows.keys() - one.formed.keys()):
-        rows = one.rows[name]
+    parts = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.gradients.values()]
+    for name, rows in one.rows.items():
+        if name in one.by_gradients:
+            continue
         weight, bias = side.parts(side.traced.table[name])
         parts.append(pair_norms(rows, weight=weight, bias=bias))
     return sum(parts[1:], parts[0])
@@ -114,7 +115,7 @@ def _examples_of_all(rows: GatheredRows, axes: tuple[str, ...]) -> GatheredRows:
         return rows
     layers = jax.tree.map(lambda x: _of_all_devices(x, axes, 1), rows.rows)
     gradients = jax.tree.map(lambda x: _of_all_devices(x, axes), (rows.leaves, rows.formed))
-    return GatheredRows(layers, *gradients)
+    return GatheredRows(layers, *gradients, rows.by_gradients)
 
 
 class RowOrder:

@@ -15,8 +15,12 @@ from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
-from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
-from jaxkfac.interception import Layer, LayerVjp, Traced, Use
+from jaxkfac.curvature.per_example._example_gradients import (
+    ExampleGradients,
+    read_many,
+    write_many,
+)
+from jaxkfac.interception import Layer, LayerVjp, ParameterMatrix, Traced, Use
 from jaxkfac.interception.values import Entries, Slot, SlotEntry
 from jaxkfac.linalg import map_over_chunks
 
@@ -257,13 +261,24 @@ class GatheredRows(NamedTuple):
     Attributes:
         rows: By layer, for layers whose positions are multiplied in pairs, or whose gradients are
             formed from them.
-        leaves: Gradients ``(N, D, ...)``, by parameter path.
-        formed: By layer, gradients ``(N, D, n)`` that were formed from its rows.
+        leaves: Gradients ``(N, D, ...)`` from the backward pass, by parameter path.
+        formed: Gradients ``(N, D, ...)`` that were formed from rows: by parameter path those of
+            elements that several layers read, and by ``("rows", layer)`` all others.
+        by_gradients: The layers whose gradients were formed.
     """
 
     rows: dict[str, LayerRows]
     leaves: dict[str, Array]
-    formed: dict[str, Array]
+    formed: dict[Hashable, Array]
+    by_gradients: frozenset[str] = frozenset()
+
+    @property
+    def gradients(self) -> dict[Hashable, Array]:
+        """All gradients; those of one parameter are added up."""
+        both = {
+            path: x + self.formed[path] for path, x in self.leaves.items() if path in self.formed
+        }
+        return {**self.leaves, **self.formed, **both}
 
 
 def gathered(
@@ -436,6 +451,20 @@ def row_gradients(rows: LayerRows, *, weight: bool, bias: bool) -> Float[Array, 
         gradients = rows.outputs.sum(3).transpose(1, 2, 0, 3)
         parts.append(gradients.reshape(examples, columns, -1))
     return jnp.concatenate(parts, -1)
+
+
+def add_to_parameter(
+    leaf: Float[Array, "N D *parameter"],
+    layer: Layer,
+    matrix: ParameterMatrix,
+    gradients: Float[Array, "N D n"],
+) -> Float[Array, "N D *parameter"]:
+    """Add the gradients of a layer's matrix to those of its parameter."""
+    shape = leaf.shape
+    many = gradients.reshape(shape[0] * shape[1], *layer.stack, -1, layer.out_features)
+    flat = leaf.reshape(-1, *shape[2:])
+    total = read_many(flat, matrix, layer) + jnp.moveaxis(many, 0, len(layer.stack))
+    return write_many(flat, matrix, total, layer).reshape(shape)
 
 
 def leaf_products(
