@@ -74,7 +74,7 @@ class Equation(NamedTuple):
     sizes: tuple[int, ...]
     terms: tuple[Term, ...]
     points: int
-    true: Callable[[np.ndarray], np.ndarray]
+    true: Callable[[Any], Any]
     low: tuple[float, ...]
     high: tuple[float, ...]
     seconds: float
@@ -101,8 +101,8 @@ def waves(x: Any, *numbers: float) -> Any:
 
 def box(low: Sequence[float], high: Sequence[float]) -> Callable[[Any, int], jax.Array]:
     """Points inside."""
-    low, scale = jnp.asarray(low), jnp.asarray(high) - jnp.asarray(low)
-    return lambda key, number: low + scale * jax.random.uniform(key, (number, len(scale)))
+    least, scale = jnp.asarray(low), jnp.asarray(high) - jnp.asarray(low)
+    return lambda key, number: least + scale * jax.random.uniform(key, (number, len(scale)))
 
 
 def sides(low: Sequence[float], high: Sequence[float], axes: int) -> Callable[[Any, int], Any]:
@@ -444,7 +444,8 @@ def measure(equations: Sequence[str], methods: Sequence[str], seeds: Sequence[in
             for seed in seeds:
                 settings = METHODS[method].settings
                 if seed != SEEDS[0]:
-                    settings = tuple(filter(None.__ne__, [chosen(record, name, method)]))
+                    best = chosen(record, name, method)
+                    settings = () if best is None else (best,)
                 for setting in settings:
                     where = {"equation": name, "method": method, "seed": seed, "setting": setting}
                     if _found(record, **where):
@@ -516,7 +517,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--equations", nargs="*", default=list(EQUATIONS), choices=EQUATIONS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))

@@ -85,9 +85,6 @@ NAMES = {
     "refuse_meeting": _CHECK,
     "write_many": "writes a matrix of many gradients; the Jacobian's cases go through it",
     # rows drawn at random
-    "DrawnRows": _TYPE,
-    "RowDraw": _TYPE,
-    "RowPoolState": _TYPE,
     "draw_rows": "draws at random; the test beside it compares sums over 10,000 draws",
     "QuadraticPenalty": _TYPE,
     "quadratic_penalty": "half of d F d with apply_power's F, held to it by tests",

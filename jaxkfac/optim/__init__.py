@@ -4,7 +4,7 @@ from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_a
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._curvature import Curvature, shapes_of
 from jaxkfac.optim._damping_rules import DampingRule, LevenbergMarquardt, Trial, Upcoming
-from jaxkfac.optim._draw_rows import DrawnRows, RowDraw, RowPoolState, draw_rows
+from jaxkfac.optim._draw_rows import draw_rows
 from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
@@ -25,7 +25,6 @@ __all__ = [
     "AdaptationState",
     "Curvature",
     "DampingRule",
-    "DrawnRows",
     "KfacState",
     "KfeAdamState",
     "LevenbergMarquardt",
@@ -35,8 +34,6 @@ __all__ = [
     "OptimizerState",
     "Periods",
     "Preconditioner",
-    "RowDraw",
-    "RowPoolState",
     "ScaleByBasesState",
     "SpringState",
     "Stacks",

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkfac as jk
+from jaxkfac.factors import Gaussian, Objective
+from jaxkfac.optim import draw_rows
 
 
 def residual(params, x):
@@ -31,7 +32,7 @@ def statistics(x, weights):
 
 @pytest.mark.slow
 def test_weighted_sums_of_drawn_rows_are_unbiased():
-    draw = jk.draw_rows(POOL, residual, 8)
+    draw = draw_rows(POOL, residual, 8)
     state = draw.init(PARAMS, jax.random.key(0))
 
     def one(key):
@@ -46,23 +47,23 @@ def test_weighted_sums_of_drawn_rows_are_unbiased():
     errors = weighted.std(0) / np.sqrt(len(keys))
     assert (np.abs(weighted.mean(0) - exact) < 4 * errors).all()
     assert (np.abs(plain.mean(0) - exact) > 40 * errors)[0]  # without weights it is far off
-    uniform = jk.draw_rows(POOL, residual, 8, uniform=1.0)
+    uniform = draw_rows(POOL, residual, 8, uniform=1.0)
     found, _ = uniform.draw(uniform.init(PARAMS, keys[0]), PARAMS, keys[0])
     np.testing.assert_allclose(found.weights, 1.0, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_weights_in_an_objective_that_counts_give_the_same_loss():
-    draw = jk.draw_rows(POOL[:, None], lambda p, x: residual(p, x)[:, 0], 8)
+    draw = draw_rows(POOL[:, None], lambda p, x: residual(p, x)[:, 0], 8)
     found, _ = draw.draw(draw.init(PARAMS, jax.random.key(0)), PARAMS, jax.random.key(1))
-    objective = jk.Objective(residual, jk.Gaussian(), normalize="count")
+    objective = Objective(residual, Gaussian(), normalize="count")
     batch = found.rows, jnp.zeros_like(found.rows), found.weights
     expected = statistics(found.rows[:, 0], found.weights)[0]
     np.testing.assert_allclose(objective(PARAMS, batch), expected, rtol=1e-6)
 
 
 def test_the_pool_is_renewed_at_every_kth_draw():
-    draw = jk.draw_rows(lambda key: jax.random.uniform(key, (16,)), residual, 4, every=3)
+    draw = draw_rows(lambda key: jax.random.uniform(key, (16,)), residual, 4, every=3)
     step = jax.jit(draw.draw)
     states = [draw.init(PARAMS, jax.random.key(0))]
     for key in jax.random.split(jax.random.key(1), 7):
@@ -75,7 +76,7 @@ def test_the_pool_is_renewed_at_every_kth_draw():
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [jnp.zeros(16), jnp.full(16, jnp.nan).at[3].set(1.0)])
 def test_residuals_of_zero_or_nan_leave_the_uniform_share(size):
-    draw = jk.draw_rows(jnp.arange(16.0), lambda p, x: size, 64)
+    draw = draw_rows(jnp.arange(16.0), lambda p, x: size, 64)
     found, _ = draw.draw(draw.init(PARAMS, jax.random.key(0)), PARAMS, jax.random.key(1))
     assert jnp.isfinite(found.weights).all() and len(jnp.unique(found.indices)) > 4
 
@@ -87,8 +88,8 @@ def test_arguments_out_of_range_are_named():
         ({"number": 4, "every": 0}, "every"),
     ):
         with pytest.raises(ValueError, match=match):
-            jk.draw_rows(POOL, residual, **options)
+            draw_rows(POOL, residual, **options)
     with pytest.raises(ValueError, match="one leading axis"):
-        jk.draw_rows((POOL, POOL[:3]), residual, 4)
+        draw_rows((POOL, POOL[:3]), residual, 4)
     with pytest.raises(ValueError, match="a number or vector for each row"):
-        jk.draw_rows(POOL, lambda p, x: x.sum(), 4).init(PARAMS, jax.random.key(0))
+        draw_rows(POOL, lambda p, x: x.sum(), 4).init(PARAMS, jax.random.key(0))

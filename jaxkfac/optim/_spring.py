@@ -425,8 +425,8 @@ def spring(
         A transformation used inside ``jit`` and ``lax.scan``, in :class:`jaxkfac.Optimizer`, or as
         ``tx.update(grads, state, params, **stats.adaptation(params, batch, key))`` with ``stats =
         jk.value_grad_and_factors(loss)``. Put it last in a chain: it does not read the gradient of
-        ``rows="residuals"``, and moves by its own step. Of several devices it takes the rows of all
-        if ``stats`` or ``jk.Optimizer`` have ``axis_name=``. A batch whose rows or loss are not
+        ``rows="residuals"``, and moves by its own step. It takes the rows of all devices if
+        ``stats`` or ``jk.Optimizer`` have ``axis_name=``. A batch whose rows or loss are not
         finite changes nothing but ``state.skipped``. Parameters that no row depends on stay, but
         for weight decay.
 

@@ -277,7 +277,7 @@ class GatheredSide(NamedTuple):
 
     Attributes:
         groups: By group.
-        emitted: Of the last group, with the outputs of all.
+        emitted: What the pass of the last group emitted, with the outputs of all groups.
     """
 
     groups: list[GatheredRows]

@@ -114,8 +114,8 @@ def _examples_of_all(rows: GatheredRows, axes: tuple[str, ...]) -> GatheredRows:
     if not axes:
         return rows
     layers = jax.tree.map(lambda x: _of_all_devices(x, axes, 1), rows.rows)
-    gradients = jax.tree.map(lambda x: _of_all_devices(x, axes), (rows.leaves, rows.formed))
-    return GatheredRows(layers, *gradients, rows.by_gradients)
+    leaves, formed = jax.tree.map(lambda x: _of_all_devices(x, axes), (rows.leaves, rows.formed))
+    return GatheredRows(layers, leaves, formed, rows.by_gradients)
 
 
 class RowOrder:
