@@ -179,9 +179,13 @@ def two_steps(sides: Sides) -> Iterable[Pair]:
     ours = sides.our_batch()
     batch = (ours[0], jnp.asarray(y, sides.dtype), *ours[2:])
     stats, state = jk.value_grad_and_factors(objective), tx.init(sides.params)
-    extra = stats.adaptation(sides.params, batch)
+
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        return tx.update(params, state, params, **stats.adaptation(params, batch))
+
     for what, direction in (("first", first), ("second", second)):
-        updates, state = tx.update(sides.params, state, sides.params, **extra)
+        updates, state = update(sides.params, state, batch)
         expected, start = {}, 0
         for name, parameter in sides.model.named_parameters():
             part = direction[start : start + parameter.numel()]

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import UncoveredParameterError
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import covered_indices, uncovered_mask
 from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
 from jaxkfac.curvature.per_example._readings import (
@@ -159,6 +160,12 @@ def _of_residual(head: Head, x: Array) -> Array:
         )
     weight = jnp.sqrt(jnp.asarray(head.weight).astype(head.count.dtype) / head.count)
     return head.weighted(x, 0.5) * weight.astype(x.dtype)
+
+
+def _varying_like(heads: list[Head], cotangents: list[Array]) -> list[Array]:
+    """Inside ``shard_map`` a cotangent must vary over the mesh axes of its output."""
+    both = zip(heads, cotangents, strict=True)
+    return [cast_varying(cotangent, head.outputs) for head, cotangent in both]
 
 
 def _residuals_of(head: Head) -> Array:
@@ -383,8 +390,8 @@ class JacobianRows:
                 at, heads, cotangents = self._at(one.of((call.params, call.batch)), call)
                 tree = at.terms_of.tree
                 columns = functools.partial(cotangents.column, group)
-                emitted = lambda column, at=at, columns=columns, tree=tree: at.vjp(
-                    tree(columns(column))
+                emitted = lambda column, at=at, columns=columns, tree=tree, heads=heads: at.vjp(
+                    tree(_varying_like(heads, columns(column)))
                 )
                 yield EmittedRows(at, heads, cotangents, emitted)
             return
@@ -393,7 +400,7 @@ class JacobianRows:
         first = jnp.zeros((), jnp.int32)
         seeds = [cotangents.column(group, first) for group in self.groups]
         whole = [seeds[self._group_of(k)][k] for k in range(len(heads))]
-        slots = at.vjp(at.terms_of.tree(whole))
+        slots = at.vjp(at.terms_of.tree(_varying_like(heads, whole)))
         for k in range(len(taps)):
             own = {name: part_of(slot, k) for name, slot in slots.items()}
             yield EmittedRows(at, heads, cotangents, lambda _, own=own: own)
@@ -472,6 +479,7 @@ class JacobianRows:
 
     def vjp(self, cotangents: list[Array]) -> dict[str, Array]:
         """Gradients of the selected parameters for cotangents of the outputs."""
+        cotangents = _varying_like(self.heads, cotangents)
         if not self.source.has_outputs:
             assert self._linearised.gradient is not None
             gradients = self._linearised.gradient(cotangents)
