@@ -38,6 +38,7 @@ from jaxkfac.curvature.capacity import (
     compare_capacity,
 )
 from jaxkfac.curvature.operators import spectrum
+from jaxkfac.curvature.per_example import GramPlan, Jacobian, Queries, gram, jacobian
 from jaxkfac.factors import (
     Bernoulli,
     Categorical,
@@ -69,28 +70,25 @@ from jaxkfac.optim import (
     Optimizer,
     TrainState,
     check_state,
+    draw_rows,
     has_updated,
     kfac,
     kfe_adam,
     multi_steps,
     scale_by_bases,
+    spring,
 )
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     CoverageCheck,
     GradientStore,
-    GramPlan,
-    Jacobian,
     LaplacePosterior,
     QuadraticPenalty,
-    Queries,
     TopK,
     TruncatedScores,
     check_coverage,
     gradient_store,
-    gram,
     influence,
-    jacobian,
     laplace,
     prepare_queries,
     quadratic_penalty,
@@ -146,6 +144,7 @@ __all__ = [
     "check_state",
     "compare_capacity",
     "correct_eigenvalues",
+    "draw_rows",
     "eigendecompose",
     "find_layers",
     "fisher_vector_product",
@@ -178,6 +177,7 @@ __all__ = [
     "scale_by_bases",
     "self_influence",
     "spectrum",
+    "spring",
     "update_average",
     "value_grad_and_factors",
 ]

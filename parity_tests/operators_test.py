@@ -159,6 +159,41 @@ def least_squares_step(sides: Sides) -> Iterable[Pair]:
     return tree_pairs(step, _tree(sides, expected))
 
 
+def two_steps(sides: Sides) -> Iterable[Pair]:
+    """Two updates of ``jk.spring`` at a rate, the second with the momentum of the first."""
+    inputs = sides.batch()[0]
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    with torch.no_grad():
+        outputs = sides.model(*args, **kwargs)
+    y = np.random.default_rng(53).normal(size=tuple(outputs.shape))
+    kept = _kept_rows(sides, outputs.numel())
+    terms = kept.sum() / outputs.shape[-1]
+    rows = ref.jacobian(sides.model, inputs) * (kept / terms.sqrt())[:, None]
+    residuals = (outputs - sides.tensor(y)).reshape(-1) * kept / terms.sqrt()
+    options = {"damping": DAMPING, "momentum": 0.9}
+    first = ref.spring_direction(rows, residuals, torch.zeros_like(rows[0]), **options)
+    # At the same parameters, so that both sides need no second model.
+    second = ref.spring_direction(rows, residuals, first, **options)
+    objective = jk.Objective(sides.problem.apply(), jk.Gaussian())
+    tx = jk.spring(learning_rate=0.5, damping=DAMPING)
+    ours = sides.our_batch()
+    batch = (ours[0], jnp.asarray(y, sides.dtype), *ours[2:])
+    stats, state = jk.value_grad_and_factors(objective), tx.init(sides.params)
+
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        return tx.update(params, state, params, **stats.adaptation(params, batch))
+
+    for what, direction in (("first", first), ("second", second)):
+        updates, state = update(sides.params, state, batch)
+        expected, start = {}, 0
+        for name, parameter in sides.model.named_parameters():
+            part = direction[start : start + parameter.numel()]
+            expected[name], start = -0.5 * part.reshape(parameter.shape), start + parameter.numel()
+        for pair in tree_pairs(updates, _tree(sides, expected)):
+            yield pair._replace(layer=f"{what} {pair.layer}")
+
+
 # ---------------------------------------------------------------- the table
 
 CPU = {name: exact()[name] for name in ("float64", "float32")}
@@ -189,6 +224,14 @@ CASES = [
         NAMES,
         least_squares_step,
         covers=("gram", "jacobian", "Jacobian"),
+        tolerances={"float64": divided(100)["float64"]},
+    ),
+    *cases(
+        "operators",
+        "two steps in the space of rows",
+        NAMES,
+        two_steps,
+        covers=("spring", "SpringState"),
         tolerances={"float64": divided(100)["float64"]},
     ),
     *cases(

@@ -48,6 +48,8 @@ NAMES = {
     "check_weights": _CHECK,
     "Head": _PART,
     "MarkedTerms": _PART,
+    "LossTerms": _TYPE,
+    "parameters_past_marks": _CHECK,
     "arguments": _PART,
     # types
     "Damping": _TYPE,
@@ -72,6 +74,18 @@ NAMES = {
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,
     "GramPlan": _TYPE,
+    # gradients of single examples
+    "ExampleGradients": "taps of the Jacobian, whose cases go through them",
+    "GatheredProducts": "products that spring's case goes through",
+    "RowSource": _TYPE,
+    "block_dtype": "a dtype, and no number",
+    "check_readings": _CHECK,
+    "leaves_out_readings": _CHECK,
+    "read_many": "reads a matrix of many gradients; the Jacobian's cases go through it",
+    "refuse_meeting": _CHECK,
+    "write_many": "writes a matrix of many gradients; the Jacobian's cases go through it",
+    # rows drawn at random
+    "draw_rows": "draws at random; the test beside it compares sums over 10,000 draws",
     "QuadraticPenalty": _TYPE,
     "quadratic_penalty": "half of d F d with apply_power's F, held to it by tests",
     "check_program_layers": _CHECK,

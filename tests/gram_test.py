@@ -9,7 +9,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
-from jaxkfac.uses import _gram_plan
+from jaxkfac._arguments import leaves_by_path, with_leaves
+from jaxkfac.curvature.per_example import GatheredProducts, _gram_plan
 from tests._cases import CASES, case
 from tests._checks import objective_of
 from tests._programs import labels, normal, tree
@@ -65,6 +66,20 @@ def check(objective, params, batch, tolerance=TOLERANCE, **call):
         assert_close(operator.squared_norms(), (J * J).sum(1), tolerance)
         x = jnp.cos(jnp.arange(len(J), dtype=float))
         assert_close(ravel_pytree(operator.vjp(x))[0], J.T @ x, tolerance)
+        check_products(operator, J, tolerance)
+
+
+def check_products(operator, J, tolerance):
+    """Products with vectors: by passes of the model, and from gathered rows."""
+    flat, unravel = ravel_pytree(operator.params)
+    v = jnp.sin(jnp.arange(flat.size, dtype=float)).astype(flat.dtype)
+    x = jnp.cos(jnp.arange(len(J), dtype=float))
+    rows = GatheredProducts(operator.source, [operator.call])
+    transposed = with_leaves(operator.params, rows.vjp(x))
+    assert_close(ravel_pytree(transposed)[0], J.T @ x, tolerance)
+    assert_close(rows.jvp(leaves_by_path(unravel(v))), J @ v, tolerance)
+    if operator.source.rows != "losses":
+        assert_close(operator @ unravel(v), J @ v, tolerance)
 
 
 # ---------------- programs

@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
-from jaxkfac.uses._damped_gradients import read_many
+from jaxkfac.curvature.per_example import read_many
 from tests._cases import CASES, case
 from tests._checks import objective_of
 

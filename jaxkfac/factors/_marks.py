@@ -91,6 +91,14 @@ def leads_past_marks(traced: Traced) -> bool:
     return bool(leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[0])
 
 
+def parameters_past_marks(traced: Traced) -> list[str]:
+    """Paths of the parameters on which the loss depends past its marks, as with a penalty."""
+    first = len(traced.closed.jaxpr.invars) - len(traced.marks)
+    shifts = range(first, first + len(traced.marks))
+    inputs = leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[1]
+    return [path for k, path in enumerate(traced.shapes) if k in inputs]
+
+
 def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array, " uses"]]:
     r"""For layers whose uses lead to different marks, the weight of each use's input rows.
 

@@ -35,6 +35,7 @@ class BatchCurvature(NamedTuple):
         key: For dropout, or ``None``.
         state: What a call changes (batch statistics), or ``None``.
         axes: Mapped axes whose devices hold the rest of the batch.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
     """
 
     loss: Callable[..., Any]
@@ -43,6 +44,12 @@ class BatchCurvature(NamedTuple):
     key: Any
     state: ArrayTree
     axes: tuple[str, ...] = ()
+    has_aux: bool = False
+
+    @property
+    def call(self) -> ModelCall:
+        """The call of the model or loss."""
+        return ModelCall(self.params, self.batch, self.key, self.state)
 
     def check_params(self, params: ArrayTree) -> None:
         """Refuse parameters other than those of the update, as far as that can be seen.
@@ -115,7 +122,7 @@ def adaptation_of(
         value, _ = share_of_loss(loss, here, axes, has_aux=has_aux)
         return sum_over_devices(value, axes_apart(axes, value))
 
-    curvature = BatchCurvature(loss, *call, axes=axes)
+    curvature = BatchCurvature(loss, *call, axes=axes, has_aux=has_aux)
     value = value_fn(call.params) if value is None else value
     return AdaptationOfBatch(value=value, value_fn=value_fn, curvature=curvature)
 

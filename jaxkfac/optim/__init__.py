@@ -4,6 +4,7 @@ from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_a
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._curvature import Curvature, shapes_of
 from jaxkfac.optim._damping_rules import DampingRule, LevenbergMarquardt, Trial, Upcoming
+from jaxkfac.optim._draw_rows import draw_rows
 from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
@@ -13,6 +14,7 @@ from jaxkfac.optim._optimizer import Optimizer, OptimizerState, TrainState
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._refresh import Periods
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
+from jaxkfac.optim._spring import SpringState, spring
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import advance_momentum, descend, norm_scale, once_where
 from jaxkfac.optim._watch import StateWatch, check_state
@@ -33,6 +35,7 @@ __all__ = [
     "Periods",
     "Preconditioner",
     "ScaleByBasesState",
+    "SpringState",
     "Stacks",
     "StateWatch",
     "TrainState",
@@ -43,6 +46,7 @@ __all__ = [
     "check_state",
     "checked_accumulator_dtype",
     "descend",
+    "draw_rows",
     "has_updated",
     "kfac",
     "kfe_adam",
@@ -52,4 +56,5 @@ __all__ = [
     "preconditioner_of",
     "scale_by_bases",
     "shapes_of",
+    "spring",
 ]

@@ -29,6 +29,7 @@ from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
 from jaxkfac.optim._mapped_update import check_reduced
 from jaxkfac.optim._quadratic_model import as_operator, check_batch
+from jaxkfac.optim._spring import SpringState
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -36,6 +37,7 @@ from jaxkfac.optim._trees import (
     checked_state,
     gradients_only,
     is_concrete,
+    states_of,
     sum_dtype,
     with_constants,
 )
@@ -79,6 +81,12 @@ def check_not_nested(state: ArrayTree) -> None:
                 "jk.multi_steps, around everything else, and give it the product of the two "
                 "numbers of micro-batches"
             )
+    if states_of(state, SpringState):
+        raise ValueError(
+            "tx: jk.spring is inside it, whose step solves a system of the rows of one batch, and "
+            "rows of several micro-batches cannot be added up: give jk.spring the batch at once, "
+            "or fewer rows, drawn anew at every step (jk.draw_rows)"
+        )
 
 
 def check_structure_of_turn(factors: Factors, stored: Factors) -> None:

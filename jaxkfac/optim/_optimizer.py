@@ -33,7 +33,8 @@ from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._mapped_update import Arguments, MappedAxes
 from jaxkfac.optim._multi_steps_state import MultiStepsState, kfac_states
-from jaxkfac.optim._trees import checked_state
+from jaxkfac.optim._spring import SpringState
+from jaxkfac.optim._trees import checked_state, states_of
 
 # ---------------- the state
 
@@ -257,8 +258,12 @@ class Optimizer:
         else:
             value, grads = self.statistics.value_and_grad(params, batch, **call)
             extra = {}
+            if states_of(state.inner, SpringState):
+                extra |= self.statistics.adaptation(params, batch, **call)
         loss, aux, model_state, looks = self._parts(value, state.model_state)
-        if not extra:
+        if "value" in extra:
+            extra["value"] = loss
+        else:
             extra = {"value": loss}
             if self.is_local:
                 no_axes = MappedAxes("Optimizer", None, None)
@@ -355,14 +360,7 @@ def _generator(key: Any) -> Any:
 
 def _takes_factors(state: ArrayTree) -> bool:
     """Whether the state of an optax transformation holds one of an optimizer with factors."""
-    return bool(_states_of_factors(state))
-
-
-def _states_of_factors(state: ArrayTree) -> list[Any]:
-    """The states of optimizers with factors."""
-    kinds = KfacState, KfeAdamState
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return [node for node in nodes if isinstance(node, kinds)]
+    return bool(states_of(state, KfacState, KfeAdamState))
 
 
 def _since_collection(state: ArrayTree, every: int) -> Any:
@@ -372,7 +370,7 @@ def _since_collection(state: ArrayTree, every: int) -> Any:
     """
     since = [
         jnp.where(node.stacked_average.terms == 0, 0, node.step % every)
-        for node in _states_of_factors(state)
+        for node in states_of(state, KfacState, KfeAdamState)
     ]
     return functools.reduce(jnp.minimum, since)
 

@@ -104,6 +104,12 @@ def _with_type(value: Any, kind: Any) -> Any:
     return kind(*map(_with_type, value, kinds))
 
 
+def states_of(state: Any, *kinds: type) -> list[Any]:
+    """The states of some transformations in that of a chain of them."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
 def check_like_momentum(grads: ArrayTree, momentum: ArrayTree) -> None:
     """Refuse gradients that do not match the parameters for which the state was made."""
     by_path = leaves_by_path(grads)

@@ -234,6 +234,10 @@ _ADAPTIVE = (
     "default damping and norm constraint; if that is what you have, a learning rate three times "
     "smaller"
 )
+_MORE_DAMPING = (
+    "jk.spring(learning_rate='search', damping='adaptive') for residuals, the default; a learning "
+    "rate three times smaller, or ten times the damping, for scores"
+)
 _SAFEGUARDED = (
     "damping=jk.LevenbergMarquardt(), the default, which makes no step that raises the loss of "
     "its batch; if that is what you have, larger batches or jk.kfe_adam(0.01, like=like)"
@@ -253,6 +257,8 @@ def _diverged(state: object) -> str:
     remedy = _ADAPTIVE if name == "kfac" else _SMALLER_RATE
     if getattr(state, "adaptation", ()):
         remedy = _SAFEGUARDED
+    if name == "spring":
+        remedy = _MORE_DAMPING
     return _DIVERGED.format(name="kfe_adam" if name == "kfeadam" else name, remedy=remedy)
 
 
@@ -266,8 +272,8 @@ def check_state(state: object) -> None:
     their copies are compared, and a warning names an array that differs.
 
     Args:
-        state: State of :func:`kfac` or :func:`kfe_adam`, or anything that contains such states:
-            a state of ``optax.chain`` or :func:`multi_steps`, a ``TrainState``, an
+        state: State of :func:`kfac`, :func:`kfe_adam` or :func:`spring`, or anything that contains
+            such states: a state of ``optax.chain`` or :func:`multi_steps`, a ``TrainState``, an
             ``nnx.Optimizer``.
 
     Raises:
@@ -290,8 +296,8 @@ def check_state(state: object) -> None:
     trained = [x for x in jax.tree.leaves(state, is_leaf=_is_trained) if _is_trained(x)]
     if not (watched or trained):
         raise ValueError(
-            "state: there is no state of jk.kfac, jk.kfe_adam or jk.Optimizer in it, expected what "
-            "tx.init(params) or tx.update(...) returned"
+            "state: there is no state of jk.kfac, jk.kfe_adam, jk.spring or jk.Optimizer in it, "
+            "expected what tx.init(params) or tx.update(...) returned"
         )
     groups = [node for node in jax.tree.leaves(state, is_leaf=_accumulates) if _accumulates(node)]
     left_out = [_number(node.skipped) for node in groups]
@@ -356,7 +362,8 @@ def _complaints(state: Any) -> list[str]:
     counters = {"skipped": state.skipped, "missed": state.missed} | state.watch._asdict()
     counters = {name: _number(x) for name, x in counters.items()}
     adaptation = getattr(state, "adaptation", ()) or None
-    turn = getattr(state.stacked_average, "turn", None)
+    average = getattr(state, "stacked_average", None)  # jk.spring has none
+    turn = getattr(average, "turn", None)
     mixed = (
         ", or the micro-batches of an update were of different groups (collect=): give them one "
         "step="
@@ -372,7 +379,7 @@ def _complaints(state: Any) -> list[str]:
             + ("" if turn is None else mixed),
         ),
         (
-            filling and _number(state.stacked_average.terms) == 0,
+            filling and average is not None and _number(average.terms) == 0,
             f"the factors of {averaged} steps were averaged, and some groups of collect= have "
             "never come, so that no parameter has changed: pass stats(..., step=) the number of "
             "each call of your loop, which counts from 0 (state.step stays 0 until every group has "

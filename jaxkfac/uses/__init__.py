@@ -1,11 +1,8 @@
-"""What curvature is for: influence, Laplace, Gram matrices of gradients; and a trial of it all."""
+"""What curvature is for: influence and Laplace; and a trial of it all."""
 
 from jaxkfac.uses._check_coverage import CoverageCheck, check_coverage
-from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._gradient_store import GradientStore, gradient_store
-from jaxkfac.uses._gram_plan import GramPlan
 from jaxkfac.uses._influence import TopK, TruncatedScores, influence, scores_of_batches
-from jaxkfac.uses._jacobian import Jacobian, gram, jacobian
 from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._laplace import laplace
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
@@ -19,19 +16,14 @@ __all__ = [
     "CoverageCheck",
     "GaussianPrediction",
     "GradientStore",
-    "GramPlan",
-    "Jacobian",
     "LaplacePosterior",
     "LogLikelihood",
     "QuadraticPenalty",
-    "Queries",
     "TopK",
     "TruncatedScores",
     "check_coverage",
     "gradient_store",
-    "gram",
     "influence",
-    "jacobian",
     "laplace",
     "load_kronfluence",
     "prepare_queries",

@@ -24,6 +24,7 @@ from jaxkfac.curvature import (
     solve,
     uncovered_mask,
 )
+from jaxkfac.curvature.per_example import read_many, write_many
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg.spectral import check_damping, diagonal_power
 
@@ -112,28 +113,6 @@ def by_block(
         row = None if row is None else row.astype(dtype)
         block = Operands(kernel.astype(dtype), row, basis)
         yield layer, _solved(form, block, delta, power, apply)
-
-
-def read_many(
-    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, layer: Layer
-) -> Float[Array, "..."]:
-    """``ParameterMatrix.read`` for leaves stacked along a leading axis.
-
-    Returns:
-        ``(stack..., many, in, out)``; for a bias, ``in`` is 1.
-    """
-
-    def read(one: Array) -> Array:
-        return matrix.read(one).reshape(*layer.stack, -1, layer.out_features)
-
-    return jnp.moveaxis(jax.vmap(read)(leaf), 0, len(layer.stack))
-
-
-def write_many(
-    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, values: Array, layer: Layer
-) -> Float[Array, "many ..."]:
-    """The inverse of :func:`read_many`, on the elements that the matrix covers."""
-    return jax.vmap(matrix.write)(leaf, jnp.moveaxis(values, len(layer.stack), 0))
 
 
 def _solved(

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import (
-    CoupledExamplesError,
     NonFiniteFactorError,
     UnknownLayerError,
     instance_of,
@@ -28,8 +26,14 @@ from jaxkfac.curvature import (
     check_bases,
     check_program_layers,
     check_vectors,
-    covered_indices,
-    uncovered_mask,
+)
+from jaxkfac.curvature.per_example import (
+    ExampleGradients,
+    Queries,
+    block_dtype,
+    check_readings,
+    leaves_out_readings,
+    refuse_meeting,
 )
 from jaxkfac.factors import (
     FISHER_TYPES,
@@ -39,14 +43,12 @@ from jaxkfac.factors import (
     ModelCall,
     Objective,
     Program,
-    apart_remedy,
     check_word,
 )
 from jaxkfac.interception import Layer, Traced
 from jaxkfac.interception.coupling import Word
 from jaxkfac.interception.values import Atoms
 from jaxkfac.uses._damped_gradients import BlockDamping
-from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
 from jaxkfac.uses._rotated_blocks import quadratic_forms
 from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
 
@@ -359,32 +361,6 @@ def _checked_measurement(measurement: Measurement) -> Measurement:
     return measure
 
 
-def refuse_meeting(names: str, met: str) -> None:
-    """Refuse gradients of single examples if an example's output depends on other examples.
-
-    Args:
-        names: The layers, for the message.
-        met: Where examples meet; empty if nowhere.
-
-    Raises:
-        CoupledExamplesError: with a remedy.
-    """
-    if not met:
-        return
-    if "without an example axis" in met:
-        raise CoupledExamplesError(
-            f"{names}: gradients of single examples are asked for, and {met}, as in a "
-            "batched graph, whose nodes do not show their graph: give each example rows "
-            "of its own, padded to the largest one (jax.vmap of the model over (N, nodes, "
-            f"...)){apart_remedy(met)}"
-        )
-    raise CoupledExamplesError(
-        f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
-        "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "
-        f"model.eval()){apart_remedy(met)}"
-    )
-
-
 def _programs(
     objective: Objective, names: str, experts: str | None, declared: Word | None
 ) -> tuple[Program, Program]:
@@ -476,38 +452,6 @@ def _any(values: Array | np.ndarray) -> bool:
 
 def _is_local(array: object) -> bool:
     return getattr(array, "is_fully_addressable", True)
-
-
-def leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
-    """Whether a parameter of the layers is also read outside of them."""
-    paths = covered_indices(layers).keys()
-    return any(
-        name is None and view.path in paths
-        for use in traced.analysis.plan.all_uses()
-        if use.join is None  # a joint bias belongs to the layer of its product
-        for view, name in itertools.zip_longest(use.view.members or (use.view,), use.layers)
-    )
-
-
-def check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
-    """Refuse layers that leave out another reading of the same elements."""
-    mine = covered_indices(layers)
-    names = {layer.name for layer in layers}
-    for layer in full_trace.table.layers:
-        if layer.name in names:
-            continue
-        for path, indices in covered_indices([layer]).items():
-            if path in mine and overlap(full_trace.shapes[path], mine[path], indices):
-                raise ValueError(
-                    f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
-                    "the layers, so that the gradient would lack its part: choose it too, here "
-                    f"and for the factors (layers={path!r} matches both of a weight), or neither"
-                )
-
-
-def overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
-    """Whether slices of a parameter, given by their indices, have a common element."""
-    return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, more)).any())
 
 
 def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:

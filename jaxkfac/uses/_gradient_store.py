@@ -19,6 +19,7 @@ from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import at_least_one
 from jaxkfac._text import number as number_text
 from jaxkfac.curvature import Eigenbases, check_bases
+from jaxkfac.curvature.per_example import Queries
 from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer
 from jaxkfac.interception.coupling import Word
@@ -29,7 +30,6 @@ from jaxkfac.uses._damped_gradients import (
     check_disjoint,
     owned_blocks,
 )
-from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, check_values, chosen, is_measured
 from jaxkfac.uses._store_files import (
     StoreFolder,

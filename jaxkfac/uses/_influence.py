@@ -15,11 +15,11 @@ from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._text import ruled, short_repr, table_html
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import Queries
 from jaxkfac.factors import ModelCall, Objective
 from jaxkfac.interception.coupling import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._damped_gradients import BlockDamping
-from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement, Per, batches_of, chosen
 from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._queries import prepare_queries

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import ArrayTree, partition, with_leaves
 from jaxkfac._jaxpr_compat import cast_varying
+from jaxkfac.curvature.per_example import ExampleGradients, block_dtype
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
 from jaxkfac.interception import Layer, Traced, Use, fast_convolutions
 from jaxkfac.interception.values import Slot, SlotEntry
 from jaxkfac.kinds import Basis
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
-from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
 from jaxkfac.uses._rotated_gradients import whole_gradients

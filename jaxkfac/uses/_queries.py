@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import at_least_one, named
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import Queries, read_many
 from jaxkfac.factors import Batch, ModelCall, Objective
 from jaxkfac.interception import Layer, fast_convolutions
 from jaxkfac.interception.coupling import Word
@@ -20,9 +21,7 @@ from jaxkfac.uses._damped_gradients import (
     BlockDamping,
     check_block_damping,
     precondition_many,
-    read_many,
 )
-from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import (
     Examples,
     Measurement,

@@ -18,6 +18,7 @@ from jaxkfac.curvature import (
     powered_output_eigenvalues,
     quadratic,
 )
+from jaxkfac.curvature.per_example import read_many
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import in_unit, rotate_gradients
 from jaxkfac.linalg import sum_over_axis
@@ -33,7 +34,6 @@ from jaxkfac.uses._damped_gradients import (
     of_block,
     owned_blocks,
     precondition_many,
-    read_many,
 )
 
 # ---------------- quadratic forms of gradients

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import ExampleGradients, block_dtype
 from jaxkfac.interception import Layer, Traced, Use
 from jaxkfac.interception.values import Slot, SlotEntry
 from jaxkfac.kinds import Basis
 from jaxkfac.uses._damped_gradients import BlockDamping
-from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._rotated_blocks import block_powers, rotated
 
 # ---------------- products of gradients with themselves

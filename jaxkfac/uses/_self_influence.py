@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import block_dtype
 from jaxkfac.factors import Batch, ModelCall, Objective
 from jaxkfac.interception import Layer, fast_convolutions
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._damped_gradients import BlockDamping, check_block_damping
-from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of, check_values
 from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._queries import fitting, in_examples

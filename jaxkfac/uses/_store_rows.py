@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import Queries
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import LowRankMatrices, rotate_gradients
 from jaxkfac.uses._damped_gradients import BlockDamping, owned_blocks
-from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._rotated_blocks import (
     RotatedPart,
     rotated_block,

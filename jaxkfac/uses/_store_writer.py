@@ -13,9 +13,9 @@ from jaxtyping import Array
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.blocks import Corrections, Origin
 from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature.per_example import block_dtype
 from jaxkfac.factors import ModelCall
 from jaxkfac.memory import aligned_empty, bytes_text
-from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._queries import fitting, in_examples
 from jaxkfac.uses._rotated_blocks import rotated_parts, rotated_squares

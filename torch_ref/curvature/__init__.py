@@ -12,7 +12,7 @@ from torch_ref.curvature._ekfac import (
     apply_measured_power,
     measure_eigenvalues,
 )
-from torch_ref.curvature._jacobian import gram, jacobian
+from torch_ref.curvature._jacobian import gram, jacobian, spring_direction
 from torch_ref.curvature._lanczos import lanczos
 from torch_ref.curvature._operator import KroneckerOperator
 
@@ -32,4 +32,5 @@ __all__ = [
     "lanczos",
     "measure_eigenvalues",
     "natural_gradient",
+    "spring_direction",
 ]

@@ -1,4 +1,4 @@
-"""The Jacobian of a model's outputs, formed row by row, and its Gram matrix."""
+"""The Jacobian of a model's outputs, formed row by row, its Gram matrix, and a step with it."""
 
 from collections.abc import Mapping
 
@@ -34,3 +34,31 @@ def gram(model: torch.nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tenso
     """``J @ J.T`` of :func:`jacobian`."""
     rows = jacobian(model, inputs)
     return rows @ rows.T
+
+
+def spring_direction(
+    rows: torch.Tensor,
+    residuals: torch.Tensor,
+    last: torch.Tensor,
+    *,
+    damping: float,
+    momentum: float,
+) -> torch.Tensor:
+    r"""The step of SPRING, $\mu \phi + J^\top (J J^\top + \lambda)^{-1} (r - \mu J \phi)$.
+
+    Args:
+        rows: The Jacobian of the residuals, ``(rows, parameters)``.
+        residuals: ``(rows,)``.
+        last: The last step, ``(parameters,)``.
+        damping: $\lambda$ over the trace of the Gram matrix.
+        momentum: $\mu$.
+
+    Returns:
+        What is subtracted from the parameters, ``(parameters,)``.
+    """
+    matrix = rows @ rows.T
+    eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    solved = torch.linalg.solve(
+        matrix + damping * matrix.trace() * eye, residuals - momentum * rows @ last
+    )
+    return momentum * last + rows.T @ solved

@@ -14,12 +14,13 @@ import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.blocks import PLAIN_TERMS, Factors, LongSum
+from jaxkfac.curvature.per_example import Queries
 from jaxkfac.jobs.cli._progress import phase, progress
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.cli.influence._stages import Stages
 from jaxkfac.jobs.cli.influence._texts import NumberedText, ScoredTexts, TextReader
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
-from jaxkfac.uses import Queries, scores_of_batches
+from jaxkfac.uses import scores_of_batches
 
 # ---------------- sums over batches with a relative error of at most 1e-5
 

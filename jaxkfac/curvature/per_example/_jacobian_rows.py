@@ -1,7 +1,8 @@
 """Rows of a Jacobian on one batch: the outputs' cotangents, and what backward passes gather."""
 
+import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,14 +12,48 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import UncoveredParameterError
+from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.factors import Gaussian, Head, ModelCall, Objective, Program
-from jaxkfac.interception import Layer, Traced, fast_convolutions
+from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
+from jaxkfac.curvature.per_example._readings import (
+    check_readings,
+    leaves_out_readings,
+    refuse_meeting,
+)
+from jaxkfac.curvature.per_example._row_taps import (
+    GatheredRows,
+    GroupTaps,
+    JointTaps,
+    Probe,
+    RowGroup,
+    RowTaps,
+    add_to_parameter,
+    gathered,
+    part_of,
+    row_gradients,
+)
+from jaxkfac.factors import (
+    Gaussian,
+    Head,
+    Linearised,
+    LossTerms,
+    ModelCall,
+    Objective,
+    Program,
+    kept_targets,
+    number_of_terms,
+    parameters_past_marks,
+)
+from jaxkfac.interception import (
+    Layer,
+    Traced,
+    fast_convolutions,
+    jaxpr_of,
+    lifted,
+    marks_of,
+)
 from jaxkfac.interception.coupling import Word
 from jaxkfac.linalg import map_over_chunks, statistics_dtype
-from jaxkfac.uses._example_gradients import ExampleGradients
-from jaxkfac.uses._examples import check_readings, leaves_out_readings, refuse_meeting
-from jaxkfac.uses._row_taps import GatheredRows, Probe, RowGroup, RowTaps, gathered, row_gradients
 
 RowKind = Literal["outputs", "residuals", "losses"]
 
@@ -94,14 +129,18 @@ class Cotangents(NamedTuple):
 
     def kept(self) -> Bool[Array, " rows"]:
         """Which rows exist, in the order of the outputs."""
+        return jnp.concatenate([x.ravel() for x in self.kept_parts()])
+
+    def kept_parts(self) -> list[Bool[Array, "..."]]:
+        """Which rows exist, for each output in its shape; for losses one entry, ``(examples,)``."""
         kept = []
         for head in self.heads:
             mask = jnp.ones((), bool) if head.kept is None else head.kept
             mask = jnp.expand_dims(mask, tuple(range(mask.ndim, head.outputs.ndim)))
             kept.append(jnp.broadcast_to(mask, head.outputs.shape))
         if self.rows == "losses":
-            return jnp.stack([x.reshape(x.shape[0], -1).any(1) for x in kept]).any(0)
-        return jnp.concatenate([x.ravel() for x in kept])
+            return [jnp.stack([x.reshape(x.shape[0], -1).any(1) for x in kept]).any(0)]
+        return kept
 
 
 def _scale(rows: RowKind, head: Head) -> Array:
@@ -109,13 +148,32 @@ def _scale(rows: RowKind, head: Head) -> Array:
     ones = jnp.ones(head.outputs.shape, head.outputs.dtype)
     if rows == "outputs":
         return head._replace(scale=1.0, mask=head.kept).weighted(ones, 1.0)
+    return _of_residual(head, ones)
+
+
+def _of_residual(head: Head, x: Array) -> Array:
+    """Values of a Gaussian output times the factor of its residuals."""
     if not isinstance(head.likelihood, Gaussian):
         raise ValueError(
             f"rows='residuals': {head.name} has {head.likelihood}, which has no residuals: take "
             "rows='outputs' or rows='losses', or jk.Gaussian()"
         )
     weight = jnp.sqrt(jnp.asarray(head.weight).astype(head.count.dtype) / head.count)
-    return head.weighted(ones, 0.5) * weight.astype(ones.dtype)
+    return head.weighted(x, 0.5) * weight.astype(x.dtype)
+
+
+def _varying_like(heads: list[Head], cotangents: list[Array]) -> list[Array]:
+    """Inside ``shard_map`` a cotangent must vary over the mesh axes of its output."""
+    both = zip(heads, cotangents, strict=True)
+    return [cast_varying(cotangent, head.outputs) for head, cotangent in both]
+
+
+def _residuals_of(head: Head) -> Array:
+    """The residuals of a Gaussian output: half their squared norm is its part of the loss."""
+    one = head.with_one_output()
+    targets = kept_targets(one.targets, head.kept)
+    difference = one.outputs - jnp.asarray(targets).astype(one.outputs.dtype)
+    return _of_residual(head, difference.reshape(head.outputs.shape))
 
 
 def _loss_cotangents(heads: list[Head]) -> list[Array]:
@@ -152,6 +210,8 @@ class RowSource(NamedTuple):
         layers: Full-match pattern of layers; ``None`` for all.
         experts: As for the factors.
         examples: ``"apart"`` if the user says that examples do not meet where that is unknown.
+        axes: Mapped axes whose devices hold the other rows.
+        has_aux: Whether a scalar loss returns ``(value, aux)``.
     """
 
     objective: Any
@@ -159,6 +219,8 @@ class RowSource(NamedTuple):
     layers: str | None = None
     experts: str | None = None
     examples: Word | None = None
+    axes: tuple[str, ...] = ()
+    has_aux: bool = False
 
     @property
     def has_outputs(self) -> bool:
@@ -170,12 +232,63 @@ class RowSource(NamedTuple):
         finding = {"layers": self.layers, "experts": self.experts}
 
         def make() -> Program:
-            return Program(self.objective, finding, cover=False, examples=self.examples)
+            options = {"has_aux": self.has_aux, "examples": self.examples, "axes": self.axes}
+            return Program(self.objective, finding, cover=False, **options)
 
         if not self.has_outputs:
             return make()
-        key = (RowSource, *finding.values(), self.examples)
+        key = (RowSource, *finding.values(), self.examples, self.axes)
         return self.objective.programs.get(key, make)
+
+
+def check_residuals(traced: Traced) -> None:
+    """Refuse a loss whose marks do not show its residuals.
+
+    Raises:
+        ValueError: a mark stands in the rule of a custom derivative, or the loss depends on
+            parameters past its marks.
+    """
+    for number, mark in enumerate(traced.marks):
+        if mark.beside:
+            raise ValueError(
+                f"rows='residuals': mark {number} stands in a function with a derivative of its "
+                "own (custom_jvp), as in the energy of a wave function, which shows no residuals: "
+                "take rows='scores' of jk.spring, or rows='outputs' of jk.jacobian"
+            )
+    if past := parameters_past_marks(traced):
+        raise ValueError(
+            f"rows='residuals': the loss depends on {past[0]!r} past its jk.mark_outputs, as with "
+            "a penalty or an output that is not marked, and is not half the squared norm of its "
+            "residuals: mark every output, and give a penalty on parameters as weight_decay="
+        )
+
+
+class EmittedRows(NamedTuple):
+    """What a backward pass emits for the rows of a group.
+
+    Attributes:
+        at: The program, linearized.
+        heads: The outputs.
+        cotangents: The cotangents that rows stand for.
+        slots: From the number of a row, the same for all examples, to what the taps emit.
+    """
+
+    at: Linearised
+    heads: list[Head]
+    cotangents: Cotangents
+    slots: Callable[[Array], Any]
+
+
+class GatheredSide(NamedTuple):
+    """What the backward passes gathered for all rows.
+
+    Attributes:
+        groups: By group.
+        emitted: What the pass of the last group emitted, with the outputs of all groups.
+    """
+
+    groups: list[GatheredRows]
+    emitted: EmittedRows
 
 
 class JacobianRows:
@@ -214,6 +327,7 @@ class JacobianRows:
         dtypes = {path: statistics_dtype(leaf.dtype) for path, leaf in free.items()}
         outputs = [shape.dtype for shape in traced.out_shapes[: traced.num_outputs]]
         self.dtype = statistics_dtype(*dtypes.values(), *outputs)
+        self._found = layers
         self.probes = [Probe(traced, layers, self.dtype_of, group) for group in self.groups]
         jax.eval_shape(self._probe, call)
         for layer in layers:
@@ -223,7 +337,6 @@ class JacobianRows:
                 self._move(layer, "the rows of a layer cannot be told apart by example")
             elif masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
                 self._move(layer, f"is masked by a constant in `{masked[0]}`")
-        self._found = layers
 
     @property
     def layers(self) -> list[Layer]:
@@ -270,47 +383,141 @@ class JacobianRows:
 
     # -- passes -----------------------------------------------------------------------
 
-    def _emitted(
-        self, taps: ExampleGradients, group: RowGroup, call: ModelCall
-    ) -> tuple[Cotangents, Callable[[Array], Any]]:
-        """The cotangents, and from the number of a row of each example to what the taps emit."""
-        taps = taps.of((call.params, call.batch))
+    def _emitted(self, taps: Sequence[GroupTaps], call: ModelCall) -> Iterator[EmittedRows]:
+        """What the taps of each group emit, in one pass for all groups if they can share it."""
+        if not self._joint(taps):
+            for one, group in zip(taps, self.groups, strict=True):
+                at, heads, cotangents = self._at(one.of((call.params, call.batch)), call)
+                tree = at.terms_of.tree
+                columns = functools.partial(cotangents.column, group)
+                emitted = lambda column, at=at, columns=columns, tree=tree, heads=heads: at.vjp(
+                    tree(_varying_like(heads, columns(column)))
+                )
+                yield EmittedRows(at, heads, cotangents, emitted)
+            return
+        joint = JointTaps(taps).of((call.params, call.batch))
+        at, heads, cotangents = self._at(joint, call)
+        first = jnp.zeros((), jnp.int32)
+        seeds = [cotangents.column(group, first) for group in self.groups]
+        whole = [seeds[self._group_of(k)][k] for k in range(len(heads))]
+        slots = at.vjp(at.terms_of.tree(_varying_like(heads, whole)))
+        for k in range(len(taps)):
+            own = {name: part_of(slot, k) for name, slot in slots.items()}
+            yield EmittedRows(at, heads, cotangents, lambda _, own=own: own)
+
+    def _at(self, taps: Any, call: ModelCall) -> tuple[Any, list[Head], Cotangents]:
+        """The program linearized with taps, its outputs, and the cotangents of the rows."""
         at = self.program.linearise(self.traced, taps, call, differentiate=False)
         assert at.terms_of is not None
         mask = call.batch.mask if self.source.has_outputs else None
         targets = call.batch.targets if self.source.has_outputs else None
-        cotangents = self.cotangents_of(at.terms_of.heads(at.outputs, targets, mask))
-        tree = at.terms_of.tree
-        return cotangents, lambda column: at.vjp(tree(cotangents.column(group, column)))
+        heads = at.terms_of.heads(at.outputs, targets, mask)
+        return at, heads, self.cotangents_of(heads)
+
+    def _joint(self, taps: Sequence[GroupTaps]) -> bool:
+        """Whether one pass serves all groups: each use then has cotangents of one of them."""
+        if len(taps) == 1 or any(group.per_example > 1 for group in self.groups):
+            return False
+        uses = [use for layer in self._found for use in self.traced.uses_of(layer)]
+        return all(sum(one.leads_there(use) for one in taps) <= 1 for use in uses)
+
+    def _group_of(self, output: int) -> int:
+        return next(k for k, group in enumerate(self.groups) if output in group.outputs)
 
     def _probe(self, call: ModelCall) -> list[Any]:
         first = jnp.zeros((), jnp.int32)
-        return [
-            self._emitted(probe, group, call)[1](first)
-            for probe, group in zip(self.probes, self.groups, strict=True)
-        ]
+        return [one.slots(first) for one in self._emitted(self.probes, call)]
 
-    def outputs_and_vjp(self) -> tuple[list[Head], Callable[[list[Array]], dict[str, Array]]]:
-        """The outputs, and from cotangents to gradients of the parameters that are selected."""
-        params, batch, _, state = self.call
-        chosen = {path: leaves_by_path(params)[path] for path in self.selected}
+    @functools.cached_property
+    def _linearised(self) -> Linearised:
+        """A scalar loss, linearized without taps."""
+        none = ExampleGradients(self.traced, [], self.dtype_of, (), 1)
+        return self.program.linearise(self.traced, none, self.call)
+
+    @functools.cached_property
+    def _outputs_and_vjp(self) -> tuple[ArrayTree, Callable[[ArrayTree], tuple[dict[str, Any]]]]:
+        return jax.vjp(self._outputs_of, self._chosen)
+
+    @property
+    def _chosen(self) -> dict[str, Array]:
+        leaves = leaves_by_path(self.call.params)
+        return {path: jnp.asarray(leaves[path]) for path in self.selected}
+
+    @functools.cached_property
+    def _outputs_of(self) -> Callable[[dict[str, Array]], ArrayTree]:
+        """From the selected parameters to the outputs, or the marked ones."""
+        params, batch, key, state = self.call
         objective = self.source.objective
+        if self.source.has_outputs:
+            whole = lambda chosen: with_leaves(params, chosen)
+            return lambda chosen: objective.outputs(whole(chosen), batch.inputs, key, state)[0]
+        value = lambda chosen: self.program.value(
+            self.call._replace(params=with_leaves(params, chosen))
+        )
+        closed, _ = jaxpr_of(value, self._chosen)
+        none = [None] * len(marks_of(closed.jaxpr))
+        return lambda chosen: (
+            lifted(closed.jaxpr, closed.consts, jax.tree.leaves(chosen), none).outputs
+        )
+
+    @functools.cached_property
+    def terms(self) -> LossTerms:
+        """The loss terms of the outputs, which know the devices that hold the others."""
         if not self.source.has_outputs:
-            none = ExampleGradients(self.traced, [], self.dtype_of, (), 1)
-            at = self.program.linearise(self.traced, none, self.call)
-            assert at.terms_of is not None and at.gradient is not None
-            gradient = at.gradient
-            return (
-                at.terms_of.heads(at.outputs),
-                lambda cotangents: {path: gradient(cotangents)[path] for path in chosen},
-            )
+            assert self._linearised.terms_of is not None
+            return self._linearised.terms_of
+        outputs = self._outputs_and_vjp[0]
+        return self.source.objective.of_batch(outputs, self.call.batch, self.source.axes)
 
-        def outputs_of(chosen: dict[str, Array]) -> ArrayTree:
-            return objective.outputs(with_leaves(params, chosen), batch.inputs, None, state)[0]
+    @functools.cached_property
+    def heads(self) -> list[Head]:
+        """The outputs with their likelihoods, targets and masks."""
+        if not self.source.has_outputs:
+            return self.terms.heads(self._linearised.outputs)
+        batch = self.call.batch
+        return self.terms.heads(self._outputs_and_vjp[0], batch.targets, batch.mask)
 
-        outputs, vjp = jax.vjp(outputs_of, chosen)
-        heads = objective.heads(outputs, batch.targets, batch.mask)
-        return heads, lambda cotangents: vjp(objective.tree(cotangents))[0]
+    def vjp(self, cotangents: list[Array]) -> dict[str, Array]:
+        """Gradients of the selected parameters for cotangents of the outputs."""
+        cotangents = _varying_like(self.heads, cotangents)
+        if not self.source.has_outputs:
+            assert self._linearised.gradient is not None
+            gradients = self._linearised.gradient(cotangents)
+            return {path: gradients[path] for path in self.selected}
+        return self._outputs_and_vjp[1](self.terms.tree(cotangents))[0]
+
+    def tangents(self, vector: dict[str, Array]) -> list[Array]:
+        """Derivatives of the outputs along a vector, which may lack some of the parameters."""
+        chosen = self._chosen
+        along = {
+            path: vector[path].astype(x.dtype) if path in vector else jnp.zeros_like(x)
+            for path, x in chosen.items()
+        }
+        along = {path: self.elements(path, x) for path, x in along.items()}
+        outputs = jax.jvp(self._outputs_of, (chosen,), (along,))[1]
+        return [head.outputs for head in self.terms.heads(outputs)]
+
+    def residuals(self, emitted: EmittedRows | None = None) -> list[Array]:
+        """The residuals of each output, shaped like it.
+
+        Args:
+            emitted: What the passes for the rows computed besides them, if they have run.
+
+        Raises:
+            ValueError: rows are not residuals; a mark has no cotangent, or depends on another; or
+                the loss depends on parameters past its marks.
+        """
+        if self.source.rows != "residuals":
+            raise ValueError(f"rows={self.source.rows!r} have no residuals: take rows='residuals'")
+        heads = self.heads if emitted is None else emitted.heads
+        if self.source.has_outputs:
+            return [_residuals_of(head) for head in heads]
+        check_residuals(self.traced)
+        at = self._linearised if emitted is None else emitted.at
+        assert at.cotangents is not None
+        # What the Fisher takes is over the root of the number of terms.
+        terms = jnp.sqrt(number_of_terms(heads))
+        return [x * terms.astype(x.dtype) for x in at.cotangents()]
 
     def cotangents_of(self, heads: list[Head]) -> Cotangents:
         """The cotangents that the rows stand for."""
@@ -330,42 +537,61 @@ class JacobianRows:
                 total += probe.positions[id(use)]
         return places, total
 
-    def gathered(
-        self, by_pairs: Collection[str], by_rows: Collection[str]
-    ) -> tuple[list[GatheredRows], Bool[Array, " rows"]]:
-        """What the backward passes gather, for each group; and which rows exist.
+    def gathered(self, by_pairs: Collection[str], by_rows: Mapping[str, bool]) -> GatheredSide:
+        """What the backward passes gather.
 
         Args:
             by_pairs: The layers whose rows are multiplied in pairs.
-            by_rows: The layers whose gradients are formed from their rows.
+            by_rows: The layers whose gradients are formed from their rows, and whether other layers
+                read the same elements.
         """
-        out, kept = [], jnp.zeros(0, bool)
+        layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
+        taps = []
         for group, probe in zip(self.groups, self.probes, strict=True):
-            layers = {x.name: x for x in self.layers if x.name in by_pairs or x.name in by_rows}
             both = {name: self.places(layer, probe) for name, layer in layers.items()}
             places = {name: starts for name, (starts, _) in both.items()}
             positions = {name: total for name, (_, total) in both.items()}
-            taps = RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions)
-            cotangents, emitted = self._emitted(taps, group, self.call)
-            found, kept = gathered(taps, emitted, group, layers), cotangents.kept()
+            taps.append(RowTaps(self.traced, self.layers, self.dtype_of, group, places, positions))
+        out, emitted = [], None
+        for one, group, emitted in zip(
+            taps, self.groups, self._emitted(taps, self.call), strict=True
+        ):
+            found = gathered(one, emitted.slots, group, layers)
             leaves = {path: x for path, x in found.leaves.items() if path not in self.second}
-            for name in by_rows:
-                weight, bias = self.parts(layers[name])
-                rows = found.rows.pop(name)
-                leaves["rows", name] = row_gradients(rows, weight=weight, bias=bias)
+            for name, is_tied in by_rows.items():
+                self._form(found, layers[name], is_tied=is_tied)
             if self.second:
-                # An example that can run alone takes one pass for its rows, not one for each.
-                alone = self.source.has_outputs
+                # An example that can run alone takes one pass for its rows, not one for each. With
+                # a key it would draw other random numbers there.
+                alone = self.source.has_outputs and self.call.key is None
                 alone = alone and not self.program.meeting(self.traced, "value", alone=True)
-                leaves |= (self._alone if alone else self._row_by_row)(group, cotangents)
-            out.append(GatheredRows(found.rows, leaves))
-        return out, kept
+                second = self._alone if alone else self._row_by_row
+                leaves |= second(group, emitted.cotangents)
+            out.append(found._replace(leaves=leaves, by_gradients=frozenset(by_rows)))
+        assert emitted is not None
+        return GatheredSide(out, emitted)
+
+    def _form(self, found: GatheredRows, layer: Layer, *, is_tied: bool) -> None:
+        """Form the gradients of a layer from its rows."""
+        weight, bias = self.parts(layer)
+        rows = found.rows[layer.name]
+        if not is_tied:
+            found.formed["rows", layer.name] = row_gradients(rows, weight=weight, bias=bias)
+            return
+        parts = (layer.weight, weight, False), (layer.bias, False, bias)
+        for matrix, of_weight, of_bias in parts:
+            if matrix is None or not (of_weight or of_bias):
+                continue
+            gradients = row_gradients(rows, weight=of_weight, bias=of_bias)
+            shape = *gradients.shape[:2], *self.traced.shapes[matrix.path]
+            leaf = found.formed.get(matrix.path, jnp.zeros(shape, gradients.dtype))
+            found.formed[matrix.path] = add_to_parameter(leaf, layer, matrix, gradients)
 
     # -- the second pass, for parameters that no layer covers: ``(N, D, *parameter)`` by path --
 
     def _alone(self, group: RowGroup, cotangents: Cotangents) -> dict[str, Array]:
         """Each example is run by itself."""
-        params, batch, _, state = self.call
+        params, batch, key, state = self.call
         objective, leaves = self.source.objective, leaves_by_path(params)
         chosen = {path: leaves[path] for path in self.second}
         columns = jnp.arange(group.per_example, dtype=jnp.int32)
@@ -376,7 +602,7 @@ class JacobianRows:
             inputs = jax.tree.map(lambda x: x[None], inputs)
 
             def outputs_of(chosen: dict[str, Array]) -> list[Array]:
-                outputs = objective.outputs(with_leaves(params, chosen), inputs, None, state)[0]
+                outputs = objective.outputs(with_leaves(params, chosen), inputs, key, state)[0]
                 return objective.parts(outputs, "apply_fn: outputs")
 
             vjp = jax.vjp(outputs_of, chosen)[1]
@@ -395,7 +621,7 @@ class JacobianRows:
 
         So nothing has to be known of the program but that its examples do not meet.
         """
-        vjp = self.outputs_and_vjp()[1]
+        vjp = self.vjp
 
         def of_row(row: Int[Array, ""]) -> dict[str, Array]:
             example, column = row // group.per_example, row % group.per_example

@@ -7,17 +7,22 @@ $\sum_{s,t} (a_{ns}^\top a_{mt}) (g_{ns}^\top g_{mt})$. Pairs of positions thus 
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import Layer, LayerVjp, Traced, Use
-from jaxkfac.interception.values import Slot, SlotEntry
+from jaxkfac.curvature.per_example._example_gradients import (
+    ExampleGradients,
+    read_many,
+    write_many,
+)
+from jaxkfac.interception import Layer, LayerVjp, ParameterMatrix, Traced, Use
+from jaxkfac.interception.values import Entries, Slot, SlotEntry
 from jaxkfac.linalg import map_over_chunks
-from jaxkfac.uses._example_gradients import ExampleGradients
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: a Gram matrix is inverted
 
@@ -54,7 +59,7 @@ class RowGroup(NamedTuple):
 # ---------------- taps
 
 
-class _GroupTaps(ExampleGradients):
+class GroupTaps(ExampleGradients):
     """Taps of the uses that lead to the outputs of one group.
 
     Outputs of other examples receive no cotangents in its backward pass, so that the other uses
@@ -84,7 +89,7 @@ class _GroupTaps(ExampleGradients):
         return super().emit(vjp, like, constants)
 
 
-class Probe(_GroupTaps):
+class Probe(GroupTaps):
     """Finds the number of positions of each use, when the backward pass is traced.
 
     Attributes:
@@ -115,7 +120,7 @@ class Probe(_GroupTaps):
         return like
 
 
-class RowTaps(_GroupTaps):
+class RowTaps(GroupTaps):
     """Gathers the rows of some layers, and the gradients of the examples for all others.
 
     Args:
@@ -180,6 +185,59 @@ class RowTaps(_GroupTaps):
         return slot | {"inputs": placed(x < size, "inputs"), "tokens": placed(x, "tokens")}
 
 
+class JointTaps:
+    """The taps of several groups in one pass, if no use leads to outputs of two of them.
+
+    Args:
+        parts: The taps of each group.
+    """
+
+    def __init__(self, parts: Sequence[GroupTaps]) -> None:
+        self._parts = tuple(parts)
+
+    def of(self, data: ArrayTree) -> "JointTaps":
+        """See ``ExampleGradients``."""
+        return JointTaps([cast(GroupTaps, part.of(data)) for part in self._parts])
+
+    @property
+    def entries(self) -> Entries:
+        """Which entries of a slot follow the layout of their parameter; see ``Emitter``."""
+        merged: dict[str, Any] = {"constants": {}}
+        for k, part in enumerate(self._parts):
+            own = {key: x for key, x in part.entries.items() if key != "constants"}
+            merged |= {f"{k} {key}": entry for key, entry in own.items()}
+        return merged
+
+    def slots(self) -> dict[str, Slot]:
+        """The slots of all groups beside each other."""
+        slots: dict[str, Slot] = {}
+        for k, part in enumerate(self._parts):
+            for name, slot in part.slots().items():
+                slots.setdefault(name, {}).update({f"{k} {key}": x for key, x in slot.items()})
+        return slots
+
+    def comes_first(self, use: Use) -> bool:
+        """See ``Emitter`` in ``factors``."""
+        return False
+
+    def signature(self, site: Any, use: Use) -> Hashable:
+        """See ``Emitter`` in ``factors``."""
+        return None
+
+    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+        """See ``Emitter`` in ``factors``."""
+        out: Slot = {}
+        for k, part in enumerate(self._parts):
+            slot = part.emit(vjp, part_of(like, k), constants)
+            out |= {f"{k} {key}": x for key, x in slot.items()}
+        return out
+
+
+def part_of(slot: Slot, k: int) -> Slot:
+    """The entries of one group in a slot of :class:`JointTaps`."""
+    return {key.removeprefix(f"{k} "): x for key, x in slot.items() if key.startswith(f"{k} ")}
+
+
 # ---------------- what was gathered
 
 
@@ -201,13 +259,26 @@ class GatheredRows(NamedTuple):
     """What backward passes gathered for one group of rows.
 
     Attributes:
-        rows: By layer, for layers whose positions are multiplied in pairs.
-        leaves: Gradients ``(N, D, ...)``, by parameter path, or by ``("rows", layer)`` if they were
-            formed from the rows of a layer.
+        rows: By layer, for layers whose positions are multiplied in pairs, or whose gradients are
+            formed from them.
+        leaves: Gradients ``(N, D, ...)`` from the backward pass, by parameter path.
+        formed: Gradients ``(N, D, ...)`` that were formed from rows: by parameter path those of
+            elements that several layers read, and by ``("rows", layer)`` all others.
+        by_gradients: The layers whose gradients were formed.
     """
 
     rows: dict[str, LayerRows]
-    leaves: dict[Hashable, Array]
+    leaves: dict[str, Array]
+    formed: dict[Hashable, Array]
+    by_gradients: frozenset[str] = frozenset()
+
+    @property
+    def gradients(self) -> dict[Hashable, Array]:
+        """All gradients; those of one parameter are added up."""
+        both = {
+            path: x + self.formed[path] for path, x in self.leaves.items() if path in self.formed
+        }
+        return {**self.leaves, **self.formed, **both}
 
 
 def gathered(
@@ -225,21 +296,21 @@ def gathered(
         layers: The layers whose rows are gathered; of all others, gradients are.
     """
     columns = jnp.arange(group.per_example, dtype=jnp.int32)
+    # Inputs do not depend on the row; the compiler drops what else this pass computes.
+    first = emitted(columns[0]) if layers or len(columns) == 1 else {}
 
-    def of_column(column: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        slots = emitted(column)
+    def of_slots(slots: Mapping[str, Slot]) -> tuple[dict[str, Array], dict[str, Array]]:
         others = {name: slot for name, slot in slots.items() if name not in layers}
         return {name: slots[name]["outputs"] for name in layers}, taps.gradients(others)
 
+    of_column = lambda column: of_slots(emitted(column))
     if len(columns) == 1:
-        outputs, leaves = jax.tree.map(lambda x: x[None], of_column(columns[0]))
+        outputs, leaves = jax.tree.map(lambda x: x[None], of_slots(first))
     else:
         try:
             outputs, leaves = jax.vmap(of_column)(columns)
         except NotImplementedError:  # an operation that JAX cannot batch, as a grouped product
             outputs, leaves = jax.lax.map(of_column, columns)
-    # Inputs do not depend on the row; the compiler drops what else this pass computes.
-    slots = emitted(columns[0]) if layers else {}
     rows = {}
     for name, layer in layers.items():
         stack = math.prod(layer.stack)
@@ -249,9 +320,9 @@ def gathered(
 
         g = outputs[name]
         g = g.reshape(len(g), stack, group.number, -1, g.shape[-1]).transpose(1, 2, 0, 3, 4)
-        tokens = split(slots[name]["tokens"])[..., 0] if layer.is_lookup else None
-        rows[name] = LayerRows(split(slots[name]["inputs"]), g, tokens)
-    return GatheredRows(rows, {path: jnp.moveaxis(x, 0, 1) for path, x in leaves.items()})
+        tokens = split(first[name]["tokens"])[..., 0] if layer.is_lookup else None
+        rows[name] = LayerRows(split(first[name]["inputs"]), g, tokens)
+    return GatheredRows(rows, {path: jnp.moveaxis(x, 0, 1) for path, x in leaves.items()}, {})
 
 
 # ---------------- products
@@ -326,6 +397,49 @@ def _over_stack(of_entry: Callable[..., Array], *rows: LayerRows) -> Array:
     return jax.lax.scan(lambda total, entry: (total + of_entry(*entry), None), first, rest)[0]
 
 
+def along_matrix(
+    rows: LayerRows, weight: Float[Array, "l i o"] | None, bias: Array | None
+) -> Float[Array, "N D"]:
+    """Inner products of the rows' gradients of a layer with a matrix and a bias."""
+    moved = jnp.zeros((), rows.outputs.dtype)
+    if weight is not None and rows.tokens is None:
+        moved = jnp.einsum("lnsi,lio->lnso", rows.inputs, weight, precision=_EXACT)
+    elif weight is not None:
+        # A token out of range picks no row of the table, and its input is 0.
+        picked = jax.vmap(lambda table, at: table[at])(weight, _places(rows, weight.shape[1]))
+        moved = rows.inputs * picked
+    if bias is not None:
+        moved = moved + bias[:, None, None, :]
+    return (rows.outputs * moved[:, :, None]).sum((0, 3, 4))
+
+
+def weighted_matrix(
+    rows: LayerRows, x: Float[Array, "N D"], size: int, *, weight: bool, bias: bool
+) -> tuple[Float[Array, "l i o"] | None, Float[Array, "l o"] | None]:
+    """The sum of the rows' gradients of a layer, each times its entry of ``x``.
+
+    Args:
+        rows: Rows of the layer.
+        x: One number for each row of the Jacobian.
+        size: Size of the input side.
+        weight: Whether the weight counts.
+        bias: Whether a joint bias counts.
+    """
+    g = jnp.einsum("lndso,nd->lnso", rows.outputs, x, precision=_EXACT)
+    matrix = None
+    if weight and rows.tokens is None:
+        matrix = jnp.einsum("lnsi,lnso->lio", rows.inputs, g, precision=_EXACT)
+    elif weight:
+        zeros = jnp.zeros((size, g.shape[-1]), g.dtype)
+        add = lambda at, g: zeros.at[at.ravel()].add(g.reshape(-1, g.shape[-1]))
+        matrix = jax.vmap(add)(_places(rows, size), rows.inputs * g)
+    return matrix, g.sum((1, 2)) if bias else None
+
+
+def _places(rows: LayerRows, size: int) -> Array:
+    return jnp.clip(rows.tokens, 0, size - 1).astype(jnp.int32)
+
+
 def row_gradients(rows: LayerRows, *, weight: bool, bias: bool) -> Float[Array, "N D n"]:
     """The gradients of a layer for each row of the Jacobian, flattened; see `pair_products`."""
     examples, columns = rows.outputs.shape[1:3]
@@ -337,6 +451,20 @@ def row_gradients(rows: LayerRows, *, weight: bool, bias: bool) -> Float[Array, 
         gradients = rows.outputs.sum(3).transpose(1, 2, 0, 3)
         parts.append(gradients.reshape(examples, columns, -1))
     return jnp.concatenate(parts, -1)
+
+
+def add_to_parameter(
+    leaf: Float[Array, "N D *parameter"],
+    layer: Layer,
+    matrix: ParameterMatrix,
+    gradients: Float[Array, "N D n"],
+) -> Float[Array, "N D *parameter"]:
+    """Add the gradients of a layer's matrix to those of its parameter."""
+    shape = leaf.shape
+    many = gradients.reshape(shape[0] * shape[1], *layer.stack, -1, layer.out_features)
+    flat = leaf.reshape(-1, *shape[2:])
+    total = read_many(flat, matrix, layer) + jnp.moveaxis(many, 0, len(layer.stack))
+    return write_many(flat, matrix, total, layer).reshape(shape)
 
 
 def leaf_products(

@@ -30,7 +30,31 @@ from jaxkfac.interception import (
 )
 from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
 from jaxkfac.kinds import LowRankMatrices
-from jaxkfac.uses._damped_gradients import read_many, write_many
+
+# ---------------- matrices of many gradients
+
+
+def read_many(
+    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, layer: Layer
+) -> Float[Array, "..."]:
+    """``ParameterMatrix.read`` for leaves stacked along a leading axis.
+
+    Returns:
+        ``(stack..., many, in, out)``; for a bias, ``in`` is 1.
+    """
+
+    def read(one: Array) -> Array:
+        return matrix.read(one).reshape(*layer.stack, -1, layer.out_features)
+
+    return jnp.moveaxis(jax.vmap(read)(leaf), 0, len(layer.stack))
+
+
+def write_many(
+    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, values: Array, layer: Layer
+) -> Float[Array, "many ..."]:
+    """The inverse of :func:`read_many`, on the elements that the matrix covers."""
+    return jax.vmap(matrix.write)(leaf, jnp.moveaxis(values, len(layer.stack), 0))
+
 
 # ---------------- prepared queries
 

@@ -1,4 +1,4 @@
-"""The Jacobian of outputs or losses as an operator: its Gram matrix, and its transpose."""
+"""The Jacobian of outputs or losses as an operator: products with it, and its Gram matrix."""
 
 import dataclasses
 import functools
@@ -8,125 +8,46 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Key
 
 from jaxkfac._arguments import (
     ArrayTree,
     check_arrays,
     check_function,
     is_differentiable,
+    leaves_by_path,
     path_of,
 )
-from jaxkfac._errors import one_of
+from jaxkfac._errors import check_key, one_of
+from jaxkfac._mapped_axes import AxisName, axis_names, check_mapped
+from jaxkfac.curvature.per_example._gram_plan import GramPlan, plan_of
+from jaxkfac.curvature.per_example._jacobian_rows import RowKind, RowSource
+from jaxkfac.curvature.per_example._row_products import GatheredProducts, RowProducts, sides_of
 from jaxkfac.factors import ModelCall, Objective, check_word
 from jaxkfac.interception.coupling import Word
-from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
-from jaxkfac.uses._gram_plan import (
-    GramPlan,
-    plan_of,
-)
-from jaxkfac.uses._jacobian_rows import JacobianRows, RowKind, RowSource
-from jaxkfac.uses._row_taps import GatheredRows, leaf_products, pair_norms, pair_products
+from jaxkfac.memory import ByteSize, parse_bytes
 
-# ---------------- products of two sides
-
-
-def _sides(source: RowSource, calls: Sequence[ModelCall]) -> list[JacobianRows]:
-    """The rows of each call."""
-    sides = [JacobianRows(source, call) for call in calls]
-    second: dict[str, str] = {}
-    for side in sides:
-        second |= side.second
-    for side in sides:
-        side.second = second
-    return sides
-
-
-def _gathered(
-    sides: Sequence[JacobianRows], plan: GramPlan, max_bytes: int | None
-) -> tuple[list[list[GatheredRows]], list[Bool[Array, " rows"]]]:
-    """What each side gathers, by group; and which rows exist.
-
-    Raises:
-        MemoryBudgetError: the plan takes more than ``max_bytes``.
-    """
-    if max_bytes is not None and plan.num_bytes > max_bytes:
-        result = " x ".join(map(str, plan.shape))
-        raise MemoryBudgetError(
-            f"max_bytes={max_bytes}: a result of {result} takes {bytes_text(plan.num_bytes)} "
-            f"({bytes_text(plan.result_bytes)} for itself, the rest for rows and gradients of the "
-            "layers, without the passes of the model): allow that much, give fewer rows, or choose "
-            "fewer layers="
-        )
-    by_pairs = [layer.name for layer in plan.layers if layer.method == "pairs"]
-    by_rows = [layer.name for layer in plan.layers if layer.from_rows]
-    both = [side.gathered(by_pairs, by_rows) for side in sides]
-    return [rows for rows, _ in both], [kept for _, kept in both]
-
-
-def _block(side: JacobianRows, one: GatheredRows, other: GatheredRows) -> Float[Array, "N D M E"]:
-    """Inner products of the rows of two groups."""
-    parts = [leaf_products(one.leaves[path], other.leaves[path]) for path in one.leaves]
-    for name, rows in one.rows.items():
-        weight, bias = side.parts(side.traced.table[name])
-        parts.append(pair_products(rows, other.rows[name], weight=weight, bias=bias))
-    return sum(parts[1:], parts[0])
-
-
-def _norms(side: JacobianRows, one: GatheredRows) -> Float[Array, "N D"]:
-    """Squared norms of the rows of a group."""
-    parts = [jnp.square(x).reshape(*x.shape[:2], -1).sum(-1) for x in one.leaves.values()]
-    for name, rows in one.rows.items():
-        weight, bias = side.parts(side.traced.table[name])
-        parts.append(pair_norms(rows, weight=weight, bias=bias))
-    return sum(parts[1:], parts[0])
-
-
-def _in_order(side: JacobianRows, groups: Sequence[Array], axis: int) -> Array:
-    """``(N, D)`` of each group at ``axis``, as rows in the order of the outputs."""
-    parts: dict[int, Array] = {}
-    for group, x in zip(side.groups, groups, strict=True):
-        start = 0
-        for output, number in zip(group.outputs, group.columns, strict=False):
-            part = jax.lax.slice_in_dim(x, start, start + number, axis=axis + 1)
-            shape = *x.shape[:axis], group.number * number, *x.shape[axis + 2 :]
-            parts[output], start = part.reshape(shape), start + number
-    return jnp.concatenate([parts[output] for output in sorted(parts)], axis)
+# ---------------- compiled products
 
 
 def _gram(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
-    """The Gram matrix of the rows of one call, or of the rows of two."""
-    sides = _sides(source, calls)
-    first, last = sides[0], sides[-1]
-    rows, kept = _gathered(sides, plan_of([first, last]), max_bytes)
-    blocks: dict[tuple[int, int], Array] = {}
-    for i, x in enumerate(rows[0]):
-        for j, y in enumerate(rows[-1]):
-            symmetric = len(sides) == 1 and j < i
-            blocks[i, j] = blocks[j, i].transpose(2, 3, 0, 1) if symmetric else _block(first, x, y)
-    lines = [
-        _in_order(last, [blocks[i, j] for j in range(len(rows[-1]))], 2)
-        for i in range(len(rows[0]))
-    ]
-    matrix = _in_order(first, lines, 0)
-    return jnp.where(kept[0][:, None] & kept[-1], matrix, jnp.zeros((), matrix.dtype))
+    return GatheredProducts(source, calls, max_bytes=max_bytes).gram()
 
 
 def _squared_norms(source: RowSource, calls: Sequence[ModelCall], max_bytes: int | None) -> Array:
-    (side,) = sides = _sides(source, calls)
-    (rows,), (kept,) = _gathered(sides, plan_of(sides), max_bytes)
-    norms = _in_order(side, [_norms(side, x) for x in rows], 0)
-    return jnp.where(kept, norms, jnp.zeros((), norms.dtype))
+    return GatheredProducts(source, calls, max_bytes=max_bytes, diagonal=True).squared_norms()
 
 
 def _vjp(source: RowSource, calls: Sequence[ModelCall], x: Array) -> dict[str, Array]:
-    (side,) = _sides(source, calls)
-    heads, vjp = side.outputs_and_vjp()
-    cotangents = side.cotangents_of(heads)
-    if x.shape != (number := len(cotangents.kept()),):
-        raise ValueError(f"x has shape {x.shape}, expected one number for each row, ({number},)")
-    gradients = vjp(cotangents.sums(x))
-    return {path: side.elements(path, gradients[path]) for path in side.selected}
+    return RowProducts(source, *calls).vjp(x)
+
+
+def _jvp(source: RowSource, calls: Sequence[ModelCall], vector: dict[str, Array]) -> Array:
+    return RowProducts(source, *calls).jvp(vector)
+
+
+def _residuals(source: RowSource, calls: Sequence[ModelCall]) -> Array:
+    return RowProducts(source, *calls).residuals()
 
 
 def _compiled(run: Callable[..., Any], source: RowSource, *static: Any) -> Callable[..., Any]:
@@ -164,18 +85,20 @@ class Jacobian:
         params: The parameters.
         batch: The batch.
         state: What a call of the model takes besides its inputs, or ``None``.
+        key: The model's key, for dropout, or ``None``.
         source: The objective, and what the rows are; static.
     """
 
     params: Any
     batch: Any
     state: Any
+    key: Any
     source: RowSource = dataclasses.field(metadata={"static": True})
 
     @property
     def call(self) -> ModelCall:
         """The call of the model or loss at which it is differentiated."""
-        return ModelCall(self.params, self.batch, state=self.state)
+        return ModelCall(self.params, self.batch, self.key, self.state)
 
     def gram(
         self, other: "Jacobian | None" = None, *, max_bytes: ByteSize | None = None
@@ -226,6 +149,39 @@ class Jacobian:
 
         return jax.tree_util.tree_map_with_path(of_leaf, self.params)
 
+    def jvp(self, vector: ArrayTree) -> Float[Array, " rows"]:
+        r"""$J v$, one number for each row, in one forward pass; ``J @ v`` is the same.
+
+        Args:
+            vector: A tree like the parameters. Entries of parameters that ``layers=`` leaves out
+                are ignored.
+
+        Raises:
+            ValueError: ``rows="losses"``, or ``vector`` has other leaves.
+        """
+        ours, theirs = leaves_by_path(self.params), leaves_by_path(vector)
+        shapes = [{path: np.shape(x) for path, x in leaves.items()} for leaves in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"vector: expected a tree like the parameters, {shapes[0]}, got {shapes[1]}"
+            )
+        leaves = {path: x for path, x in theirs.items() if is_differentiable(ours[path])}
+        return _compiled(_jvp, self.source)([self.call], leaves)
+
+    def __matmul__(self, vector: ArrayTree) -> Float[Array, " rows"]:
+        return self.jvp(vector)
+
+    def residuals(self) -> Float[Array, " rows"]:
+        r"""The residuals $r$ of ``rows="residuals"``; the loss is $\tfrac12 |r|^2$.
+
+        Their derivative is $J$, and the loss's gradient is $J^\top r$. A masked row is zero.
+
+        Raises:
+            ValueError: other rows; a mark in the rule of a custom derivative, or one that depends
+                on another; or a loss that depends on parameters past its marks.
+        """
+        return _compiled(_residuals, self.source)([self.call])
+
     def plan(self, other: "Jacobian | None" = None, *, diagonal: bool = False) -> GramPlan:
         """How :meth:`gram` or, with ``diagonal``, :meth:`squared_norms` computes each layer.
 
@@ -237,7 +193,7 @@ class Jacobian:
             diagonal: Whether the diagonal alone is computed.
         """
         self._check(other)
-        sides = _sides(self.source, [self.call] if other is None else [self.call, other.call])
+        sides = sides_of(self.source, [self.call] if other is None else [self.call, other.call])
         return plan_of(sides if diagonal else [sides[0], sides[-1]])
 
     def _check(self, other: "Jacobian | None") -> None:
@@ -262,13 +218,16 @@ def jacobian(
     state: ArrayTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
+    key: Key[Array, ""] | None = None,
+    axis_name: AxisName = None,
 ) -> Jacobian:
     r"""The Jacobian $J$ of a model on one batch, as an operator that is never formed.
 
     ``J.gram()`` is $J J^\top$ (see :func:`gram`), ``J.gram(other)`` the same with the rows of
-    another batch, ``J.squared_norms()`` its diagonal, ``J.vjp(x)`` is $J^\top x$ in one backward
-    pass, and ``print(J.plan())`` shows how each layer is computed. With them, a damped
-    least-squares step is $J^\top (J J^\top + \lambda)^{-1} r$.
+    another batch, ``J.squared_norms()`` its diagonal, ``J @ v`` is $J v$ in one forward pass,
+    ``J.vjp(x)`` is $J^\top x$ in one backward pass, and ``print(J.plan())`` shows how each layer is
+    computed. With ``rows="residuals"``, ``J.residuals()`` is $r$, and a damped least-squares step
+    is $J^\top (J J^\top + \lambda)^{-1} r$; :func:`jaxkfac.spring` is the optimizer.
 
     Args:
         objective: As for :func:`gram`.
@@ -279,6 +238,10 @@ def jacobian(
         state: As for :func:`gram`.
         experts: As for :func:`gram`.
         examples: As for :func:`gram`.
+        key: For a model or loss with a ``key=`` argument, as for dropout.
+        axis_name: Mapped axes (``jax.pmap``, ``jax.shard_map``) whose devices hold parts of the
+            batch. The rows are then those of all devices, output by output, and equal on each of
+            them; ``J.vjp`` sums over devices.
 
     Returns:
         A :class:`Jacobian`.
@@ -294,26 +257,30 @@ def jacobian(
         >>> params, batch = {"w": jnp.zeros((3, 1))}, (jnp.eye(2, 3), jnp.ones((2, 1)))
         >>> J = jk.jacobian(objective, params, batch)
         >>> step = J.vjp(jnp.linalg.solve(J.gram(), batch[1].ravel()))
-        >>> print(step["w"].ravel())
-        [1. 1. 0.]
+        >>> print(step["w"].ravel(), J @ step)
+        [1. 1. 0.] [1. 1.]
     """
     one_of("rows", rows, get_args(RowKind))
     check_word(examples)
     check_arrays("params", params)
-    source = RowSource(objective, rows, layers, experts, examples)
+    axes = axis_names(axis_name) or ()
+    check_mapped("jk.jacobian", axes)
+    if key is not None:
+        check_key(key)
+    source = RowSource(objective, rows, layers, experts, examples, axes)
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
         if state is not None:
             raise ValueError("state= needs a jk.Objective, not a scalar loss")
         check_arrays("batch", batch)
-        return Jacobian(params, batch, state, source)
+        return Jacobian(params, batch, state, key, source)
     batch, program = objective.batch(batch), source.program()
     # Targets and mask are checked here, where they may have values; for shapes a plan checks them.
-    traced = program.traced(ModelCall(params, batch, state=state))
+    traced = program.traced(ModelCall(params, batch, key, state))
     shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch[1:]))
     if not any(shapes):
         objective.check(program.output_shapes(traced), batch.targets, batch.mask)
-    return Jacobian(params, batch, state, source)
+    return Jacobian(params, batch, state, key, source)
 
 
 def gram(

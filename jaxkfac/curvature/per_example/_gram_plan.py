@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxkfac._text import number, ruled
+from jaxkfac.curvature.per_example._jacobian_rows import JacobianRows
+from jaxkfac.curvature.per_example._row_taps import RowGroup
 from jaxkfac.interception import Layer, Traced, Use
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.memory import bytes_text
-from jaxkfac.uses._jacobian_rows import JacobianRows
-from jaxkfac.uses._row_taps import RowGroup
 
 Method = Literal["pairs", "gradients", "second pass"]
+TIED = "another layer reads the same elements"
 TOKENS = 2**24  # whole numbers that float32 holds
 
 
@@ -50,6 +51,11 @@ class LayerPlan(NamedTuple):
     num_bytes: int
     reason: str = ""
     from_rows: bool = False
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether its gradients are added to those of another layer before the product."""
+        return self.reason == TIED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +179,8 @@ def planned(layer: Layer, sides: Sequence[RowCounts], itemsize: int, reason: str
     pair_bytes = stack * sum(x.examples * rows_in + x.rows * n_out for x in distinct)
     pairs = not reason and _is_cheaper(by_pairs, by_gradients)
     # Rows of many positions, such as a convolution's patches, would take more than the gradients.
-    from_rows = not (pairs or reason or layer.is_lookup) and pair_bytes <= 2 * gradient_bytes
+    from_rows = not (pairs or layer.is_lookup or elementwise) and reason in ("", TIED)
+    from_rows = from_rows and pair_bytes <= 2 * gradient_bytes
     num_bytes = pair_bytes if pairs else gradient_bytes + from_rows * pair_bytes
     return LayerPlan(
         layer.name,
@@ -212,7 +219,7 @@ def reasons_against_pairs(traced: Traced, layers: Sequence[Layer]) -> dict[str, 
         if layer.is_elementwise:
             reasons[layer.name] = "has no input side"
         elif layer.name in tied:
-            reasons[layer.name] = "another layer reads the same elements"
+            reasons[layer.name] = TIED
         elif any(_accumulates(use) for use in uses):
             reasons[layer.name] = "is read in every iteration of a loop, or in a branch"
         elif any(_repeats(traced, layer, use) for use in uses):
