@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 
 import jaxkfac as jk
 
-PATH = Path(__file__).parent.parent / "examples" / "atoms.py"
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "examples" / "atoms.py"
+# python -m benchmarks._kfac_jax_atoms updates benchmarks/results/atoms_updates.json
+RECORD = ROOT / "benchmarks" / "results" / "atoms_updates.json"
 SMALL: dict[str, Any] = {"widths": (4, 3), "layers": 2, "determinants": 2}
 KEY = 3
 # One compilation is slow enough for the slow suite.
@@ -184,3 +188,44 @@ def test_hydrogen_reaches_its_energy(atoms: ModuleType):
         train, (energy, *_) = step(train, jax.random.fold_in(jax.random.key(1), number))
         energies.append(float(energy[0]))
     assert abs(np.mean(energies[-20:]) - system.exact) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_updates_are_those_of_kfac_jax(atoms: ModuleType):
+    """The first one of every parameter, and the parameters after ten more on the same walkers."""
+    record = json.loads(RECORD.read_text())
+    about = record["about"]
+    system, atoms.mean = atoms.SYSTEMS[about["system"]], jnp.mean
+    form = jax.tree.structure(atoms.initial(jax.random.key(0), system, **about["network"]))
+    leaves = lambda name: [jnp.asarray(x) for x in record[name]]
+    params = first = jax.tree.unflatten(form, leaves("params"))
+    walkers = jnp.asarray(record["walkers"])
+    log_psi = jax.vmap(atoms.wave_function(system), (None, 0))(params, walkers)
+    tx = jk.kfac(
+        about["rate"],
+        damping=about["damping"],
+        damping_mode="pi",
+        momentum=0.0,
+        norm_constraint=about["norm_constraint"],
+        decay=about["decay"],
+        refresh_every=1,
+        max_condition=1e12,
+    )
+    opt = jk.Optimizer(atoms.energy_loss(system), tx, fisher="exact", has_aux=True)
+    batch = {"walkers": walkers, "log_psi": log_psi}
+    state, step = opt.init(params, batch), jax.jit(opt.step)
+
+    def assert_equal(params: Any, expected: list[Any], tolerance: float) -> None:
+        for (path, new), old, so in zip(
+            jax.tree.leaves_with_path(params), jax.tree.leaves(first), expected, strict=True
+        ):
+            error = np.linalg.norm(new - old - so) / np.linalg.norm(so)
+            assert error < tolerance, jax.tree_util.keystr(path)
+
+    params, state, _ = step(params, state, batch)
+    assert_equal(params, leaves("first_update"), 1e-9)
+    for _ in range(about["further"]):
+        params, state, _ = step(params, state, batch)
+    after = zip(leaves("after"), leaves("params"), strict=True)
+    assert_equal(params, [x - y for x, y in after], 1e-8)
