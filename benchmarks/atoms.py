@@ -114,7 +114,7 @@ def command_of(method: str, seed: int, args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer", help="the interpreter of an environment with kfac-jax")
     parser.add_argument("--json", type=Path, help="the record, to which parts are added")
     parser.add_argument("--parts", help="such as adam:0,kfac:1; by default all")
