@@ -17,6 +17,7 @@ the first step, compilation and all. ``step_cpu_s`` is the median of later steps
 import argparse
 import importlib.util
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -135,7 +136,11 @@ def main() -> None:
             continue
         about = stamp(command=command_of(method, int(seed), args)[1:])
         done = subprocess.run(
-            command_of(method, int(seed), args), stdout=subprocess.PIPE, text=True, check=True
+            command_of(method, int(seed), args),
+            env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
         record["parts"][name] = json.loads(done.stdout.splitlines()[-1]) | {"about": about}
         record["summary"] = summary(record["parts"], example().SYSTEMS[SYSTEM].exact)
