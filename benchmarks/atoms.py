@@ -1,9 +1,10 @@
-"""Beryllium by ``examples/atoms.py``: energies, time and memory of five optimizers.
+"""Beryllium by ``examples/atoms.py``: energies, time and memory of several optimizers.
 
 Run: python -m benchmarks.atoms --peer ENV/bin/python --json benchmarks/results/atoms-cpu.json
 
 Each part is one optimizer and one seed, in a process of its own: kfac-jax with FermiNet's numbers
-and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam``. All
+and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam``, and
+adaptive ``jk.kfac`` that compares plain means of local energies ("unweighted"). All
 have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves a step, 400 steps
 and float32. A part that the record has is not run again, so that a run that was stopped goes on;
 ``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment of its own, where
@@ -33,7 +34,7 @@ import numpy as np
 from benchmarks._record import stamp, write
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "atoms.py"
-METHODS = ("kfac_jax", "adam", "kfac", "kfac-adaptive", "kfe_adam")
+METHODS = ("kfac_jax", "adam", "kfac", "kfac-adaptive", "kfe_adam", "unweighted")
 SYSTEM, MOVES, SEEDS = "beryllium", 10, 5
 
 
@@ -50,6 +51,8 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
     """One part, in this process and on one device."""
     begun, atoms = time.process_time(), example()
     system, key, devices = atoms.SYSTEMS[SYSTEM], jax.random.key(seed), jax.devices()[:1]
+    if method == "unweighted":
+        atoms.energy_loss, method = unweighted(atoms), "kfac-adaptive"
     start, step = atoms.build(system, method, moves=MOVES, devices=devices)
     state, energies, times = start(key, walkers), [], []
     for number in range(steps):
@@ -63,6 +66,19 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
 
     alone = jax.pmap(moved, atoms.AXIS, in_axes=(0, None), devices=devices)
     return part(energies, times, lambda: alone(state, key))
+
+
+def unweighted(atoms: Any) -> Any:
+    """The example's loss, whose walkers count as if they were drawn from any parameters."""
+    weighted = atoms.energy_loss
+
+    def energy_loss(system: Any) -> Any:
+        loss, log_psi = weighted(system), jax.vmap(atoms.wave_function(system), (None, 0))
+        return lambda params, batch: loss(
+            params, batch | {"log_psi": log_psi(params, batch["walkers"])}
+        )
+
+    return energy_loss
 
 
 def part(energies: Sequence[float], times: Sequence[float], moves: Any) -> dict[str, Any]:
