@@ -19,6 +19,7 @@ PATH = ROOT / "examples" / "atoms.py"
 # python -m benchmarks._kfac_jax_atoms updates benchmarks/results/atoms_updates.json
 RECORD = ROOT / "benchmarks" / "results" / "atoms_updates.json"
 SMALL: dict[str, Any] = {"widths": (4, 3), "layers": 2, "determinants": 2}
+TINY: dict[str, Any] = {"widths": (3, 2), "layers": 1, "determinants": 1}
 KEY = 3
 # One compilation is slow enough for the slow suite.
 OPTIMIZERS = [
@@ -51,8 +52,8 @@ def trained(atoms: ModuleType, optimizer: str, number: int, *, change: Any = lam
     """Training before and after two steps of 16 walkers on so many devices, and the last energy."""
     still(atoms)
     devices = jax.devices()[:number]
-    start, step = atoms.build(atoms.SYSTEMS["lithium"], optimizer, devices=devices)
-    before = train = start(jax.random.key(KEY), 16, **SMALL)
+    start, step = atoms.build(atoms.SYSTEMS["hydrogen"], optimizer, devices=devices)
+    before = train = start(jax.random.key(KEY), 16, **TINY)
     energies = []
     for _ in range(2):
         train = train._replace(walkers=change(train.walkers))
@@ -135,7 +136,7 @@ def test_a_training_that_was_saved_goes_on_to_the_same_numbers(
     atoms: ModuleType, optimizer: str, tmp_path: Path
 ):
     start, step = atoms.build(atoms.SYSTEMS["hydrogen"], optimizer, moves=2)
-    begin = lambda: start(jax.random.key(KEY), 16, **SMALL)
+    begin = lambda: start(jax.random.key(KEY), 16, **TINY)
     train, about = begin(), {"seed": 0}
     for number in range(4):
         if number == 2:
@@ -165,6 +166,7 @@ def test_two_devices_take_the_steps_of_one(atoms: ModuleType, optimizer: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_energy_that_is_nan_on_one_device_moves_none(atoms: ModuleType, optimizer: str):
     before, after, energies = trained(atoms, optimizer, 2, change=lambda x: x.at[1, 0].set(jnp.nan))
@@ -173,6 +175,7 @@ def test_an_energy_that_is_nan_on_one_device_moves_none(atoms: ModuleType, optim
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
 def test_walkers_that_coincide_are_no_harm(atoms: ModuleType, optimizer: str):
     """All energies are equal, and so is nothing to be gained."""
