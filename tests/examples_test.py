@@ -13,6 +13,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 # An example that needs minutes has a mode of seconds.
 SHORT = {
+    "atoms": ["--system", "hydrogen", "--steps", "60", "--walkers", "128"],
     "fewshot": ["--width", "8", "--n-episode", "40", "--epochs", "2", "--n-test", "20"],
     "poisson": ["--seconds", "1"],
     "finetune_decoder": ["--tiny", "--steps", "30", "--rate", "0.02", "--questions", "20"],
@@ -20,7 +21,7 @@ SHORT = {
 
 
 # Most of their time is compilation, of which plain kernels take less.
-COMPILING = ("poisson", "finetune_decoder")
+COMPILING = ("atoms", "poisson", "finetune_decoder")
 
 
 def _by_place(path: Path) -> Any:

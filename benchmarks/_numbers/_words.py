@@ -56,6 +56,12 @@ _HELD_BY_TESTS = (
         "1e-9, float64",
         "pytest tests/kronfluence_test.py",
     ),
+    (
+        "updates of a small wave function, the first and ten more",
+        "kfac-jax 0.0.8, its record",
+        "1e-9; 1e-8, float64",
+        "pytest tests/atoms_test.py -m slow -k kfac_jax",
+    ),
     ("codes and scales of NF4", "bitsandbytes", "every bit", "pytest tests/nf4_test.py"),
     (
         "logits of an adapted Llama, files both ways",

@@ -155,7 +155,8 @@ def rule_of(eqn: Eqn) -> ClosedJaxpr:
     """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
     primals, tangents = operands_of(eqn)
 
-    def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
+    # A rule may return NumPy's numbers, such as the zeros of a result that is constant.
+    def tangents_out(values: list[Array], dots: list[Array]) -> list[Any]:
         run, at = _run_with(eqn, values)
         outs = jax.jvp(run, (at,), (dots,))[1]
         return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
