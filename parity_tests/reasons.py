@@ -48,8 +48,6 @@ NAMES = {
     "check_weights": _CHECK,
     "Head": _PART,
     "MarkedTerms": _PART,
-    "LossTerms": _TYPE,
-    "parameters_past_marks": _CHECK,
     "arguments": _PART,
     # types
     "Damping": _TYPE,

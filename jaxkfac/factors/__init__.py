@@ -16,8 +16,8 @@ from jaxkfac.factors._fisher import (
     estimator_of,
 )
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_of_terms
-from jaxkfac.factors._marks import MarkedTerms, parameters_past_marks
+from jaxkfac.factors._loss_terms import Head, kept_targets, number_of_terms
+from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
 from jaxkfac.factors._objective import Objective, arguments
 from jaxkfac.factors._passes import (
@@ -48,7 +48,6 @@ __all__ = [
     "Head",
     "Likelihood",
     "Linearised",
-    "LossTerms",
     "MarkedTerms",
     "ModelCall",
     "Objective",
@@ -70,7 +69,6 @@ __all__ = [
     "kept_targets",
     "largest_budget",
     "number_of_terms",
-    "parameters_past_marks",
     "per_example_diagonals",
     "plan_passes",
     "returned",

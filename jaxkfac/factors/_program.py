@@ -26,6 +26,7 @@ from jaxkfac.factors._marks import (
     MarkedTerms,
     check_marked_outputs,
     leads_past_marks,
+    parameters_past_marks,
     refuse_beside,
     refuse_chained,
     refuse_marks,
@@ -223,6 +224,10 @@ class Program:
         """
         answer = traced.examples_meet(question, alone=alone)
         return "" if answer.lets_pass(self.examples) else str(answer)
+
+    def parameters_past_marks(self, traced: Traced) -> list[str]:
+        """Paths of the parameters on which the loss depends past its marks."""
+        return parameters_past_marks(traced)
 
     def row_weights(self, traced: Traced, call: ModelCall) -> dict[str, Any]:
         """See ``_marks.row_weights``; runs the forward pass only if masks or weights need it."""

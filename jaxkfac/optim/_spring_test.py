@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
 
 from jaxkfac._errors import CoupledExamplesError
@@ -233,6 +234,25 @@ def test_rows_of_all_devices_make_the_step_of_one():
         other, states, _ = jax.tree.map(lambda x: x[0], step(other, states, parts))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-7), other, params)
     np.testing.assert_allclose(states.inner.damping, state.inner.damping, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_shard_map_knows_that_the_result_is_equal_on_all_devices():
+    objective, params, (x, y) = linear()
+    batch = jnp.concatenate([x, -x]), jnp.concatenate([y, y + 1])
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    one = Optimizer(objective, spring())
+    together = Optimizer(objective, spring(), axis_name="devices")
+    specs = {"in_specs": (P(), P(), P("devices")), "out_specs": P()}
+    mapped = lambda opt: jax.jit(jax.shard_map(opt.step, mesh=mesh, **specs))
+    state = one.init(params, batch)
+    expected, expected_state, loss = jax.jit(one.step)(params, state, batch)
+    found, found_state, found_loss = mapped(together)(params, state, batch)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-9)
+    np.testing.assert_allclose(found_state.inner.damping, expected_state.inner.damping)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-12)
+    with pytest.raises(ValueError, match=r"one device's batch.*axis_name"):
+        mapped(one)(params, state, batch)
 
 
 @pytest.mark.slow

@@ -36,13 +36,11 @@ from jaxkfac.factors import (
     Gaussian,
     Head,
     Linearised,
-    LossTerms,
     ModelCall,
     Objective,
     Program,
     kept_targets,
     number_of_terms,
-    parameters_past_marks,
 )
 from jaxkfac.interception import (
     Layer,
@@ -131,7 +129,7 @@ class Cotangents(NamedTuple):
         """Which rows exist, in the order of the outputs."""
         return jnp.concatenate([x.ravel() for x in self.kept_parts()])
 
-    def kept_parts(self) -> list[Bool[Array, "..."]]:
+    def kept_parts(self) -> list[Array]:
         """Which rows exist, for each output in its shape; for losses one entry, ``(examples,)``."""
         kept = []
         for head in self.heads:
@@ -241,7 +239,7 @@ class RowSource(NamedTuple):
         return self.objective.programs.get(key, make)
 
 
-def check_residuals(traced: Traced) -> None:
+def check_residuals(program: Program, traced: Traced) -> None:
     """Refuse a loss whose marks do not show its residuals.
 
     Raises:
@@ -255,7 +253,7 @@ def check_residuals(traced: Traced) -> None:
                 "own (custom_jvp), as in the energy of a wave function, which shows no residuals: "
                 "take rows='scores' of jk.spring, or rows='outputs' of jk.jacobian"
             )
-    if past := parameters_past_marks(traced):
+    if past := program.parameters_past_marks(traced):
         raise ValueError(
             f"rows='residuals': the loss depends on {past[0]!r} past its jk.mark_outputs, as with "
             "a penalty or an output that is not marked, and is not half the squared norm of its "
@@ -461,7 +459,7 @@ class JacobianRows:
         )
 
     @functools.cached_property
-    def terms(self) -> LossTerms:
+    def terms(self) -> Any:
         """The loss terms of the outputs, which know the devices that hold the others."""
         if not self.source.has_outputs:
             assert self._linearised.terms_of is not None
@@ -512,7 +510,7 @@ class JacobianRows:
         heads = self.heads if emitted is None else emitted.heads
         if self.source.has_outputs:
             return [_residuals_of(head) for head in heads]
-        check_residuals(self.traced)
+        check_residuals(self.program, self.traced)
         at = self._linearised if emitted is None else emitted.at
         assert at.cotangents is not None
         # What the Fisher takes is over the root of the number of terms.

@@ -142,13 +142,13 @@ class RowOrder:
         rows = [_of_all_devices(x.astype(dtype), self.axes).ravel() for x in parts]
         return jnp.where(self.kept, jnp.concatenate(rows), jnp.zeros((), dtype))
 
-    def parts(self, rows: Float[Array, "rows ..."]) -> list[Float[Array, "part ..."]]:
+    def parts(self, rows: Float[Array, "rows ..."]) -> list[Array]:
         """A vector of rows, or a matrix, by output."""
         number = num_devices(self.axes)
         sizes = [number * x.size for x in self._kept]
         return jnp.split(rows, np.cumsum(sizes)[:-1].tolist())
 
-    def local(self, rows: Float[Array, " rows"]) -> list[Float[Array, " part"]]:
+    def local(self, rows: Float[Array, " rows"]) -> list[Array]:
         """The entries of the rows of this device, by output.
 
         Raises:
@@ -291,7 +291,7 @@ class GatheredProducts:
         leaves = sum_over_devices(leaves, self.order.axes)
         return {path: side.elements(path, x) for path, x in leaves.items()}
 
-    def _in_order(self, groups: Sequence[Float[Array, "N D"]]) -> Float[Array, " rows"]:
+    def _in_order(self, groups: Sequence[Array]) -> Float[Array, " rows"]:
         """Numbers of this device's rows, by group, as those of all rows."""
         rows = _in_order(self.side, [_of_all_devices(x, self.order.axes) for x in groups], 0)
         return jnp.where(self.order.kept, rows, jnp.zeros((), rows.dtype))
