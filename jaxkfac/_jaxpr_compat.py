@@ -71,7 +71,7 @@ def call_kind(eqn: Eqn) -> str | None:
     A call of a named layer is a jit for all code that does not ask for the name.
     """
     name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call") or is_layer(eqn):
+    if name in ("jit", "pjit", "closed_call", "core_call") or name.startswith(LAYER):
         return "jit"
     if name in ("checkpoint", "remat2", "remat"):
         return "checkpoint"
