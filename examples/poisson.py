@@ -184,7 +184,7 @@ def draw(curves, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of CPU time, each optimizer")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of CPU time, each optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/poisson"))
     args = parser.parse_args()

@@ -1,15 +1,18 @@
 """Ours as documented, within the CPU seconds in which a tuned peer comes to its best value.
 
 Run: python -m benchmarks.optimizers._clock [--problem NAME ...] [--minutes 30]
-     [--json benchmarks/results/clock-cpu.json]
+     [--equal-time NAME ...] [--json benchmarks/results/clock-cpu.json]
 
 On each problem AdamW, SOAP and Muon take the problem's steps with the setting that the record of
 equal steps has chosen, seeds 0 to 5. Then ``jk.kfac(like=like)`` and ``jk.kfe_adam(0.01,
-like=like)`` run for as long as the longest of them with the same seed. Time is CPU time of training
-steps on one core, without compilation and evaluation. Of a peer the least validation counts, and
-when it came; of ours the least until then. Factors are collected at refreshes; ``jk.kfe_adam``
-takes the empirical Fisher, and ``jk.kfac`` the problem's. A part of the record is one optimizer on
-one problem; parts that are there are not made again.
+like=like)`` run as long as the longest of the peers with the same seed, and at least the same
+steps, unless ``--within`` is given. Time is CPU time of training steps on one core, without
+compilation and evaluation. Of a peer the least validation counts, and when it came; of ours the
+least until then, and the one after the problem's steps. Factors are collected at refreshes;
+``jk.kfe_adam`` takes the empirical Fisher, and ``jk.kfac`` the problem's. With ``--equal-time``, a
+problem that has a budget of CPU seconds is also run for as long with each optimizer, peers with the
+setting that the record of equal time has chosen. A part of the record is one optimizer on one
+problem; parts that are there are not made again.
 """
 
 import argparse
@@ -25,8 +28,8 @@ import benchmarks.optimizers.__main__  # noqa: F401, its XLA flags
 from benchmarks._record import shown, stamp, write
 from benchmarks.optimizers._equal_steps import best_choice
 from benchmarks.optimizers._problem import Problem
-from benchmarks.optimizers._record import FOLDER, SEEDS, Record
-from benchmarks.optimizers._summary import numbers
+from benchmarks.optimizers._record import FOLDER, SEEDS, Record, chosen
+from benchmarks.optimizers._summary import at, numbers
 from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
 
@@ -35,34 +38,57 @@ ALL_SEEDS = (0, *SEEDS)
 
 
 def peer(problem: Problem, data: Any, name: str) -> dict[str, Any]:
-    """The best value of each seed, and the CPU seconds until it."""
+    """The best value of each seed, the CPU seconds until it, and the value after the steps."""
     setting = best_choice(Record(FOLDER / f"{problem.name}.jsonl").lines, METHODS[name], problem)
-    best, seconds = [], []
+    best, seconds, ends = [], [], []
     for seed in ALL_SEEDS:
         run = METHODS[name].run(problem, data, setting, seed=seed, budget=0.0, steps=problem.steps)
-        times, values = numbers({"error": None, **run}, "cpu_s")
+        line = {"error": None, **run}
+        times, values = numbers(line, "cpu_s")
         best.append(float(values.min()))
         seconds.append(float(times[values.argmin()]))
-    return {"setting": setting, "best": best, "cpu_s": seconds}
+        ends.append(at(line, "steps", problem.steps))
+    return {"setting": setting, "best": best, "cpu_s": seconds, "at_steps": ends}
 
 
-def ours(problem: Problem, data: Any, name: str, peers: Mapping[str, Any]) -> dict[str, Any]:
-    """For each peer, the best value of each seed within the peer's CPU seconds."""
+def ours(
+    problem: Problem, data: Any, name: str, peers: Mapping[str, Any], *, steps: int
+) -> dict[str, Any]:
+    """For each peer, the best value of each seed within the peer's CPU seconds; and the value after
+    the problem's steps.
+    """
     setting, within = METHODS[name].documented[0], {peer: [] for peer in peers}
-    steps = []
+    speeds, ends = [], []
     for i, seed in enumerate(ALL_SEEDS):
         budget = max(part["cpu_s"][i] for part in peers.values())
-        run = METHODS[name].run(problem, data, setting, seed=seed, budget=budget)
-        times, values = numbers({"error": None, **run}, "cpu_s")
+        run = METHODS[name].run(problem, data, setting, seed=seed, budget=budget, steps=steps)
+        line = {"error": None, **run}
+        times, values = numbers(line, "cpu_s")
+        ends.append(at(line, "steps", problem.steps))
         for peer, part in peers.items():
             within[peer].append(float(values[times <= part["cpu_s"][i]].min()))
-        steps.append(run["steps"][-1] / run["cpu_s"][-1])
-    return {"setting": setting, "within": within, "steps_per_s": statistics.median(steps)}
+        speeds.append(run["steps"][-1] / run["cpu_s"][-1])
+    speed = statistics.median(speeds)
+    return {"setting": setting, "within": within, "at_steps": ends, "steps_per_s": speed}
+
+
+def equal_time(problem: Problem, data: Any, name: str) -> dict[str, Any]:
+    """The value of each seed after the problem's CPU seconds."""
+    method = METHODS[name]
+    lines = Record(FOLDER / f"{problem.name}.jsonl").lines
+    setting = method.documented[0] if name in OURS else chosen(lines, method, problem)
+    runs = [
+        method.run(problem, data, setting, seed=seed, budget=problem.budget) for seed in ALL_SEEDS
+    ]
+    ends = [at({"error": None, **run}, "cpu_s", problem.budget) for run in runs]
+    return {"setting": setting, "cpu_s": problem.budget, "values": ends}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problem", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
+    parser.add_argument("--equal-time", nargs="+", choices=tuple(PROBLEMS), default=())
+    parser.add_argument("--within", action="store_true", help="ours run no longer than the peers")
     parser.add_argument("--minutes", type=float, default=30, help="begin no part after them")
     parser.add_argument("--core", type=int, help="to run on; by default the last")
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -83,8 +109,20 @@ def main() -> None:
                 parts[method] = peer(problem, data, method)
                 shown(f"{name} {method}", parts[method])
             else:
-                parts[method] = ours(problem, data, method, {x: parts[x] for x in PEERS})
+                of_peers = {x: parts[x] for x in PEERS}
+                steps = 0 if args.within else problem.steps
+                parts[method] = ours(problem, data, method, of_peers, steps=steps)
                 shown(f"{name} {method}", parts[method])
+            write(record, args.json)
+    for name in args.equal_time:
+        problem, data = PROBLEMS[name], None
+        parts = record.setdefault("equal_time", {}).setdefault(name, {})
+        for method in ("muon", "kfe_adam", "adamw", "soap", "kfac"):
+            if method in parts or time.monotonic() > stop:
+                continue
+            data = problem.data() if data is None else data
+            parts[method] = equal_time(problem, data, method)
+            shown(f"{name} {method}, {problem.budget:g} s", parts[method])
             write(record, args.json)
 
 

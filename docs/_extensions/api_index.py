@@ -13,7 +13,9 @@ if TYPE_CHECKING:  # tests read the tables where there is no Sphinx
     from sphinx.application import Sphinx
 
 MARK = "<!-- every public name -->"
-DIRECTIVE = re.compile(r"^\.\. (currentmodule|automodule|autofunction|autoclass):: ([\w.]+)$", re.M)
+DIRECTIVE = re.compile(
+    r"^\.\. (currentmodule|automodule|autofunction|autoclass):: ([\w.]+)$", re.M
+)
 
 
 def documented(page: str) -> Iterator[str]:
@@ -32,11 +34,15 @@ def first_sentence(name: str) -> str:
     """The first sentence of the docstring of a function or a class; an alias is spelled out."""
     value: Any = pydoc.locate(name)
     if get_origin(value) is Literal:
-        return "One of " + ", ".join(f"`{choice!r}`" for choice in get_args(value)) + "."
+        return (
+            "One of " + ", ".join(f"`{choice!r}`" for choice in get_args(value)) + "."
+        )
     if get_origin(value) is not None:
         return f"`{inspect.formatannotation(value)}`".replace("|", r"\|")
     text = inspect.getdoc(value)
-    sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[0]
+    sentence = re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()))[
+        0
+    ]
     room = name.rpartition(".")[0]
 
     def role(match: re.Match[str]) -> str:
@@ -62,7 +68,9 @@ def tables(folder: Path, pages: list[str]) -> str:
         ]
         if rows:
             title = text.partition("\n")[0].removeprefix("# ")
-            parts.append(f"## [{title}]({page}.md)\n\n| | |\n|---|---|\n" + "\n".join(rows))
+            parts.append(
+                f"## [{title}]({page}.md)\n\n| | |\n|---|---|\n" + "\n".join(rows)
+            )
     return "\n\n".join(parts)
 
 

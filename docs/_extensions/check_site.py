@@ -20,14 +20,25 @@ class Page(HTMLParser):
         self.anchors = {"", "top"}
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attributes: list[tuple[str, str | None]]
+    ) -> None:
         """Note what the tag names, follows and loads."""
         of = {key: value or "" for key, value in attributes}
         self.anchors |= {of[key] for key in ("id", "name") if key in of}
         if tag == "a" and "href" in of:
             self.links.append(of["href"])
-        loads = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
-        if (key := loads.get(tag)) in of and of.get("rel") not in ("canonical", "search"):
+        loads = {
+            "link": "href",
+            "script": "src",
+            "img": "src",
+            "iframe": "src",
+            "source": "src",
+        }
+        if (key := loads.get(tag)) in of and of.get("rel") not in (
+            "canonical",
+            "search",
+        ):
             self.loaded.append(of[key])
 
 
@@ -46,7 +57,9 @@ def faults(root: Path) -> Iterator[str]:
             target = (path.parent / unquote(link.path)).resolve() if link.path else path
             if not target.is_file():
                 yield f"{where}: {address} is not there"
-            elif target in pages and unquote(link.fragment) not in pages[target].anchors:
+            elif (
+                target in pages and unquote(link.fragment) not in pages[target].anchors
+            ):
                 yield f"{where}: {address}: no such place on that page"
 
 

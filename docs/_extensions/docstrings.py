@@ -35,15 +35,25 @@ def _role(found: re.Match[str]) -> str:
     return f":math:`{' '.join(found[1].split())}`"
 
 
-def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _process(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     lines[:] = formulas("\n".join(lines)).split("\n")
 
 
 def _short(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: Any,
 ) -> tuple[str | None, Any]:
     def short(text: str | None) -> str | None:
-        return text and text.replace(ARRAY_LIKE, "ArrayLike").replace("jaxlib._jax.Array", "Array")
+        return text and text.replace(ARRAY_LIKE, "ArrayLike").replace(
+            "jaxlib._jax.Array", "Array"
+        )
 
     return short(signature), short(returns)
 
@@ -61,5 +71,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Read every docstring so, before napoleon reads its sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
     ModuleAnalyzer.analyze = _analyze_without_overloads
-    app.connect("autodoc-process-signature", _short)  # jaxtyping names the class behind jax.Array
+    app.connect(
+        "autodoc-process-signature", _short
+    )  # jaxtyping names the class behind jax.Array
     return {"parallel_read_safe": True, "parallel_write_safe": True}

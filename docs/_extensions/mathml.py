@@ -13,7 +13,9 @@ DIGITS = re.compile(r"(\\[dt]?frac)(\d)(\d)")
 
 
 def _mathml(node: nodes.Element, *, block: bool) -> str:
-    formula = DIGITS.sub(r"\1{\2}{\3}", node.astext())  # docutils reads 12 as one number
+    formula = DIGITS.sub(
+        r"\1{\2}{\3}", node.astext()
+    )  # docutils reads 12 as one number
     try:
         return latex2mathml.tex2mathml(formula, as_block=block)
     except MathError as error:

@@ -75,7 +75,11 @@ def _output(output: dict[str, Any], heading: str) -> Iterator[str]:
     if output["output_type"] == "stream":
         data = {"text/plain": "".join(output["text"])}
     if "image/svg+xml" in data:
-        yield _figure("svg+xml", base64.b64encode(data["image/svg+xml"].encode()).decode(), heading)
+        yield _figure(
+            "svg+xml",
+            base64.b64encode(data["image/svg+xml"].encode()).decode(),
+            heading,
+        )
     elif "image/png" in data:
         yield _figure("png", "".join(data["image/png"].split()), heading)
     elif "text/html" in data:
