@@ -60,7 +60,7 @@ EMPIRICAL = ("factors, empirical", "gradient")
 README = (
     Linked(
         "README.md",
-        "each for {:g} CPU seconds. The error of jk.spring() ends {:.0f} times below SOAP's, "
+        "each for {:g} CPU seconds. The error of `code` ends {:.0f} times below SOAP's, "
         "{:.0f} times below L-BFGS's and {:.0f} times below AdamW's.",
         "poisson/poisson.json",
         lambda record: [record["seconds"], *_errors(record)],
