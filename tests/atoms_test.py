@@ -130,6 +130,7 @@ def test_weights_give_the_energy_of_other_parameters(atoms: ModuleType):
     assert abs(unweighted - fresh) > 0.06
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_training_that_was_saved_goes_on_to_the_same_numbers(
@@ -167,6 +168,7 @@ def test_two_devices_take_the_steps_of_one(atoms: ModuleType, optimizer: str):
     assert max(moved) > 1e-3, moved
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -176,6 +178,7 @@ def test_an_energy_that_is_nan_on_one_device_moves_none(atoms: ModuleType, optim
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
@@ -195,6 +198,7 @@ def test_a_loss_without_its_mark_is_refused(atoms: ModuleType, monkeypatch: pyte
         trained(atoms, "kfac", 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_hydrogen_reaches_its_energy(atoms: ModuleType):
