@@ -221,6 +221,16 @@ ADAPTATION = (
     ),
 )
 OTHERS = (
+    *(
+        Exempt("docs/equations.md", f"| {equation}", BUDGET)
+        for equation in (
+            "Poisson's equation, 6 s",
+            "heat in a square, 8 s",
+            "Helmholtz's equation (1, 4), 8 s",
+            "Burgers' equation, new points, 8 s",
+            "Burgers' equation, fixed points, 12 s",
+        )
+    ),
     Exempt("docs/adapters.md", "with a 95% interval of -10 to +7 points", CONFIDENCE),
     Exempt("docs/adapters.md", "4.13 bits per element in blocks of 64", "4 + 8/64 + 32/(64 · 256)"),
     Exempt("docs/clusters.md", "- 30 seconds in which a process that fails waits", SETTING),
