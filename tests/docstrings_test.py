@@ -115,6 +115,7 @@ _UNITS = (
     "curvature of the mean loss",
     "operator's units",
     "added to $N \\lambda$",
+    "over the trace of $K$",
     "As for :func:`influence`",
     "The arguments are those of :func:`apply_power`",
 )

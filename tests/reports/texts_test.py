@@ -29,7 +29,7 @@ from jaxkfac.jobs.models.decoder import DecoderConfig, _generate
 from jaxkfac.jobs.models.evaluation import Requests
 
 RECORD = Path(__file__).with_name("lm_eval_rows.json")
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "finetuning.md"
 WORDS = ["<s>", "</s>", "<|im_end|>", "<unk>", *"Fe is iron Answer: user assistant Au gold".split()]
 _SPACE = "\u2581"
 TEMPLATES = {  # single text, pair of texts
