@@ -3,8 +3,8 @@
 Each does what ``tx.update`` and ``optax.apply_updates`` do. ``docs/loops.md`` shows them.
 """
 
-import dataclasses
 import ast
+import dataclasses
 import difflib
 import functools
 import re
