@@ -284,10 +284,10 @@ class GatheredProducts:
         parts = self.order.local(x)
         leaves = {path: jnp.zeros(side.traced.shapes[path], dtype) for path in side.selected}
         for group, found in zip(side.groups, self._found[0].groups, strict=True):
-            mine = [parts[k].reshape(group.number, -1) for k in group.outputs]
             # Losses have one row for each example, whatever the number of outputs.
-            mine = jnp.concatenate(mine, 1) if side.source.rows != "losses" else mine[0]
-            self._add(leaves, found, mine)
+            outputs = group.outputs[: len(group.columns)]
+            mine = [parts[k].reshape(group.number, -1) for k in outputs]
+            self._add(leaves, found, jnp.concatenate(mine, 1))
         leaves = sum_over_devices(leaves, self.order.axes)
         return {path: side.elements(path, x) for path, x in leaves.items()}
 
