@@ -151,6 +151,7 @@ def test_a_training_that_was_saved_goes_on_to_the_same_numbers(
     jax.tree.map(np.testing.assert_array_equal, again, train)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

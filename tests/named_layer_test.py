@@ -209,6 +209,7 @@ PROGRAMS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_statistics_are_equal_in_every_program(program):
     expected, found = statistics(model), statistics(PROGRAMS[program])
