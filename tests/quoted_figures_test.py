@@ -38,7 +38,7 @@ def test_a_figure_that_has_left_its_record_is_named():
     text = prose("README.md")
     off = linked._replace(values=lambda record: [1.05 * x for x in linked.values(record)])
     wrong = unlinked("README.md", text, [x if x is not linked else off for x in QUOTED])
-    assert wrong[0].startswith("README.md has no “each for 6.3 CPU seconds.")
+    assert wrong[0].startswith("README.md has no “each for 6.3 CPU seconds on")
     assert any("30 times is in no record and not exempt" in line for line in wrong)
 
 
