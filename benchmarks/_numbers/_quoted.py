@@ -134,7 +134,6 @@ ACCELERATORS = (
         lambda record: [record["rows"][f"h100/{REAL}/float32/decomposition"]["scratch"] / 2**30],
     ),
     Exempt(PAGE, "One matrix of 3072 would need 72 MiB, and the head's", "2 n² numbers of 4 bytes"),
-    Exempt(PAGE, "compiling took 2.4 times the gradient's time", COMPILER),
     Linked(
         PAGE,
         "Their {:.1f} MiB join the parameters' {:.1f} in the all-reduces",
@@ -200,10 +199,10 @@ ADAPTATION = (
     Exempt(PAGE, "its steps cost 2.4 times as much", "by the runs of the optimizers page"),
     Exempt(
         PAGE,
-        "kfac-jax makes four or five steps of the ResNet in 25 CPU seconds, 9.7 s each",
+        "It makes four or five steps of the ResNet in 25 CPU seconds, 9.7 s each",
         "by the runs of the optimizers page",
     ),
-    Exempt(PAGE, "it runs convolutions inside branches 28 times slower", ONCE),
+    Exempt(PAGE, "runs its [convolutions in branches](troubleshooting.md#training-is-too-slow) 28 times slower", ONCE),
     Exempt(
         PAGE,
         "reaches 3 % validation error after 220 updates and tuned AdamW after 924",
