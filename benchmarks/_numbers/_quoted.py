@@ -8,7 +8,6 @@ from benchmarks._numbers._figures import Exempt, Linked
 
 MIB = 2**20
 SETTING = "a constant of the code, which is no measurement"
-COMPILER = "the compiler's answer to one question, which no record keeps"
 ONCE = "measured once by the command beside it; its output is not kept"
 DOCUMENTS = "a figure of a document, quoted"
 ARITHMETIC = "arithmetic, shown beside it"
@@ -106,17 +105,15 @@ ACCELERATORS = (
             for dtype in ("float32", "bfloat16")
         ],
     ),
-    Exempt(PAGE, "the cotangent of the logits (128 MiB)", "8 × 512 × 8192 numbers of 4 bytes"),
     Linked(
         PAGE,
-        "the ratio is {:.2f}, {:.1f} MiB beside {:.1f}.",
+        "the ratio is {:.2f}, {:.1f} MiB beside {:.1f}:",
         "accelerators.json",
         lambda record: [
             *_over_gradient(SMALL, EMPIRICAL)(record),
             *_temporaries(*(f"{SMALL}/{name}" for name in EMPIRICAL))(record),
         ],
     ),
-    Exempt(PAGE, "the workspace of cuBLAS, 32 MiB", COMPILER),
     Exempt(PAGE, "the head's 256 MiB matrix", "8192² numbers of 4 bytes"),
     Linked(
         PAGE,
@@ -133,7 +130,6 @@ ACCELERATORS = (
         "accelerators.json",
         lambda record: [record["rows"][f"h100/{REAL}/float32/decomposition"]["scratch"] / 2**30],
     ),
-    Exempt(PAGE, "One matrix of 3072 would need 72 MiB, and the head's", "2 n² numbers of 4 bytes"),
     Linked(
         PAGE,
         "Their {:.1f} MiB join the parameters' {:.1f} in the all-reduces",
@@ -184,7 +180,6 @@ ADAPTATION = (
     ),
     Exempt(PAGE, "The tolerance is 1 % plus the parameters' rounding", SETTING),
     Exempt(PAGE, "a bias that has less than 1 % of the update's square", SETTING),
-    Exempt(PAGE, "ties (within 2 %)", "the rule of a tie"),
     Exempt(PAGE, "autoencoder, 20 CPU s:", BUDGET),
     Exempt(PAGE, "Poisson, 4 CPU s:", BUDGET),
     Exempt(PAGE, "Burgers, 12 CPU s:", BUDGET),
@@ -197,12 +192,6 @@ ADAPTATION = (
         "tests/optimizers_benchmark_test.py makes that page from its runs",
     ),
     Exempt(PAGE, "its steps cost 2.4 times as much", "by the runs of the optimizers page"),
-    Exempt(
-        PAGE,
-        "It makes four or five steps of the ResNet in 25 CPU seconds, 9.7 s each",
-        "by the runs of the optimizers page",
-    ),
-    Exempt(PAGE, "runs its [convolutions in branches](troubleshooting.md#training-is-too-slow) 28 times slower", ONCE),
     Exempt(
         PAGE,
         "reaches 3 % validation error after 220 updates and tuned AdamW after 924",
