@@ -10,7 +10,6 @@ MIB = 2**20
 SETTING = "a constant of the code, which is no measurement"
 ONCE = "measured once by the command beside it; its output is not kept"
 DOCUMENTS = "a figure of a document, quoted"
-ARITHMETIC = "arithmetic, shown beside it"
 BUDGET = "the time that each run was given"
 CONFIDENCE = "the level of an interval"
 ASSUMED = "an assumption of benchmarks/devices.py: tests/devices_page_test.py compares the table"
@@ -307,11 +306,6 @@ OTHERS = (
     Exempt("docs/analysis.md", "and allows 320 MiB for it to grow", SETTING),
     Exempt("docs/analysis.md", "and has 8 MiB to spare", SETTING),
     Exempt("docs/analysis.md", "10 MB is refused, and the error names 714 MiB", ONCE),
-    Exempt("docs/analysis.md", "Another pass took up to 1.14 times as much memory", ONCE),
-    Exempt("docs/analysis.md", "factors on the device take 30 to 50 GB", DOCUMENTS),
-    Exempt("docs/analysis.md", "needs a workspace of 43 GB", DOCUMENTS),
-    Exempt("docs/analysis.md", "4.4 GB in float64 with its input; 43 GB would be", ARITHMETIC),
-    Exempt("docs/analysis.md", "`code` holds 5 GB", DOCUMENTS),
     Exempt(
         "docs/repository.md",
         "`code` took 1171 s (2026-11-27)",
