@@ -18,6 +18,7 @@ import jaxkfac as jk
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
+MADE = ("numbers", "documents", "zoo")  # from records and programs, by commands
 
 
 API_INDEX = ROOT / "docs" / "_extensions" / "api_index.py"
@@ -55,6 +56,13 @@ def test_the_site_makes_the_pages_of_records_where_pytorch_is_not(tmp_path):
     subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, str(tmp_path)], check=True, cwd=ROOT)
     page = Path("docs") / "documents.md"
     assert (tmp_path / page).read_text() == (ROOT / page).read_text()
+
+
+def test_the_written_pages_are_short_enough_to_read():
+    """Words with a letter or a digit, code included, of the README and the pages."""
+    written = (page for page in PAGES if page.stem not in MADE and "records" not in page.parts)
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in written}
+    assert sum(words.values()) <= 36_000, sorted(words.items(), key=lambda item: -item[1])[:8]
 
 
 def test_every_notebook_has_its_page():
