@@ -3,10 +3,9 @@
 Run: python -m benchmarks.atoms --peer ENV/bin/python --json benchmarks/results/atoms-cpu.json
 
 Each part is one optimizer and one seed, in a process of its own: kfac-jax with FermiNet's numbers
-and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam``, and
-adaptive ``jk.kfac`` that compares plain means of local energies ("unweighted"). All
-have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves a step, 400 steps
-and float32. A part that the record has is not run again, so that a run that was stopped goes on;
+and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam`` and
+``jk.spring``. All have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves
+a step, 400 steps and float32. A part that the record has is not run again, so that a run that was stopped goes on;
 ``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment of its own, where
 ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; without ``--peer`` its parts are left out.
 
@@ -34,7 +33,7 @@ import numpy as np
 from benchmarks._record import stamp, write
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "atoms.py"
-METHODS = ("kfac_jax", "adam", "kfac", "kfac-adaptive", "kfe_adam", "unweighted")
+METHODS = ("kfac_jax", "adam", "kfac", "kfac-adaptive", "kfe_adam", "spring")
 SYSTEM, MOVES, SEEDS = "beryllium", 10, 5
 
 
@@ -51,8 +50,6 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
     """One part, in this process and on one device."""
     begun, atoms = time.process_time(), example()
     system, key, devices = atoms.SYSTEMS[SYSTEM], jax.random.key(seed), jax.devices()[:1]
-    if method == "unweighted":
-        atoms.energy_loss, method = unweighted(atoms), "kfac-adaptive"
     start, step = atoms.build(system, method, moves=MOVES, devices=devices)
     state, energies, times = start(key, walkers), [], []
     for number in range(steps):
@@ -62,23 +59,11 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
         times.append(time.process_time() - before)
 
     def moved(state: Any, key: Any) -> Any:
-        return atoms.metropolis(system, state.params, state.walkers, state.width, key, MOVES)[0]
+        batch, *_ = atoms.metropolis(system, state.params, state.walkers, state.width, key, MOVES)
+        return batch["walkers"]
 
     alone = jax.pmap(moved, atoms.AXIS, in_axes=(0, None), devices=devices)
     return part(energies, times, lambda: alone(state, key))
-
-
-def unweighted(atoms: Any) -> Any:
-    """The example's loss, whose walkers count as if they were drawn from any parameters."""
-    weighted = atoms.energy_loss
-
-    def energy_loss(system: Any) -> Any:
-        loss, log_psi = weighted(system), jax.vmap(atoms.wave_function(system), (None, 0))
-        return lambda params, batch: loss(
-            params, batch | {"log_psi": log_psi(params, batch["walkers"])}
-        )
-
-    return energy_loss
 
 
 def part(energies: Sequence[float], times: Sequence[float], moves: Any) -> dict[str, Any]:
