@@ -150,7 +150,9 @@ def energy_loss(system):
         r = jnp.exp(log_psi(params, batch["walkers"]) - batch["log_psi"])
         before = clip(batch["energies"], batch)
         after = clip(energies_of(params, batch["walkers"]), batch)
-        return mean(r * before + (r * r - r) * after) / mean(r * r)
+        energy = mean(r * before + (r * r - r) * after) / mean(r * r)
+        # Where few walkers have most of the weight, they say nothing of these parameters.
+        return jnp.where(mean(r * r) ** 2 > 0.9 * mean(r**4), energy, jnp.inf)
 
     @loss.defjvp
     def rule(primals, tangents):
@@ -198,7 +200,6 @@ def build(system, optimizer, *, moves=10, devices=None):
         key = jax.random.fold_in(key, lax.axis_index(AXIS))
         batch, accepted, width = metropolis(system, *train[:3], key, moves)
         params, state, _ = opt.step(train.params, train.state, batch)
-        # The energy, the variance of local energies, and the accepted part of the moves.
         energy = mean(batch["energies"])
         report = energy, mean((batch["energies"] - energy) ** 2), accepted
         return Training(params, batch["walkers"], width, state), report
