@@ -56,8 +56,7 @@ def example() -> Any:
 def optimizer_of(loss: Any, **options: Any) -> Any:
     """kfac-jax as FermiNet sets it, with momentum 0."""
     return kfac_jax.Optimizer(
-        jax.value_and_grad(loss, has_aux=True),
-        value_func_has_aux=True,
+        jax.value_and_grad(loss),
         l2_reg=0.0,
         norm_constraint=CONSTRAINT,
         curvature_ema=DECAY,
@@ -84,15 +83,18 @@ def updates(path: Path) -> None:
     system = atoms.SYSTEMS[SYSTEM]
     params = atoms.initial(jax.random.key(0), system, **NETWORK)
     walkers = 0.7 * jax.random.normal(jax.random.key(1), (WALKERS, sum(system.spins), 3))
-    log_psi = jax.vmap(atoms.wave_function(system), (None, 0))(params, walkers)
-    batch = {"walkers": walkers, "log_psi": log_psi}
+    log_psi, energies_of = (
+        jax.jit(jax.vmap(f(system), (None, 0))) for f in (atoms.wave_function, atoms.local_energy)
+    )
+    batch = {"walkers": walkers, "log_psi": log_psi(params, walkers)}
+    batch |= {"energies": energies_of(params, walkers)}
     optimizer = optimizer_of(atoms.energy_loss(system))
     leaves = lambda tree: [np.asarray(x).tolist() for x in jax.tree.leaves(tree)]
     record: dict[str, Any] = {"params": leaves(params), "walkers": walkers.tolist()}
     first = jax.tree.map(np.array, params)  # a copy: a step donates its parameters
     state = optimizer.init(params, jax.random.key(0), batch)
     for step in range(FURTHER + 1):
-        key = jax.random.key(step)
+        key, batch = jax.random.key(step), batch | {"energies": energies_of(params, walkers)}
         params, state, _ = optimizer.step(
             params, state, key, batch=batch, global_step_int=step, **numbers()
         )
@@ -117,24 +119,24 @@ def train(seed: int, steps: int, walkers: int) -> dict[str, Any]:
     moved = lambda moves: jax.jit(
         lambda params, x, width, key: atoms.metropolis(system, params, x, width, key, moves)
     )
-    x, log_psi, _, width = moved(100)(params, x, jnp.full((), 0.3), keys[2])
+    batch, _, width = moved(100)(params, x, jnp.full((), 0.3), keys[2])
     sample, optimizer = moved(10), optimizer_of(atoms.energy_loss(system))
-    state = optimizer.init(params, key, {"walkers": x, "log_psi": log_psi})
+    state = optimizer.init(params, key, batch)
     energies, times = [], []
     for number in range(steps):
         before = time.process_time() if number else begun
         step_key = jax.random.fold_in(key, number)
-        x, log_psi, _, width = sample(params, x, width, step_key)
+        batch, _, width = sample(params, batch["walkers"], width, step_key)
         given = numbers() | {"learning_rate": jnp.asarray(RATE / (1 + number / 1e4))}
-        batch = {"walkers": x, "log_psi": log_psi}
-        params, state, stats = optimizer.step(
+        params, state, _ = optimizer.step(
             params, state, step_key, batch=batch, global_step_int=number, **given
         )
-        energies.append(float(stats["loss"]))
+        energies.append(float(batch["energies"].mean()))
         times.append(time.process_time() - before)
     from benchmarks.atoms import part
 
-    return part(energies, times, lambda: sample(params, x, width, key)[0])
+    alone = jax.jit(lambda *args: sample(*args)[0]["walkers"])
+    return part(energies, times, lambda: alone(params, batch["walkers"], width, key))
 
 
 if __name__ == "__main__":

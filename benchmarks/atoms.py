@@ -1,18 +1,19 @@
 """Beryllium by ``examples/atoms.py``: energies, time and memory of several optimizers.
 
 Run: python -m benchmarks.atoms --peer ENV/bin/python --json benchmarks/results/atoms-cpu.json
+     python -m benchmarks.atoms --figure
 
 Each part is one optimizer and one seed, in a process of its own: kfac-jax with FermiNet's numbers
-and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam``, and
-adaptive ``jk.kfac`` that compares plain means of local energies ("unweighted"). All
-have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves a step, 400 steps
-and float32. A part that the record has is not run again, so that a run that was stopped goes on;
-``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment of its own, where
+and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam`` and
+``jk.spring``. All have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves
+a step, 400 steps and float32. A part that the record has is not run again, so that a run that was
+stopped goes on; ``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment of its own, where
 ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; without ``--peer`` its parts are left out.
 
 ``first_step_cpu_s`` is the CPU time of all threads from the first line of the setting to the end of
 the first step, compilation and all. ``step_cpu_s`` is the median of later steps, and
 ``moves_cpu_s`` that of the Metropolis moves alone. ``peak_mb`` is that of the process.
+``--figure`` prints the page's table and draws its figure from the record.
 """
 
 import argparse
@@ -34,7 +35,16 @@ import numpy as np
 from benchmarks._record import stamp, write
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "atoms.py"
-METHODS = ("kfac_jax", "adam", "kfac", "kfac-adaptive", "kfe_adam", "unweighted")
+RESULTS = Path(__file__).parent / "results"
+RECORD, FIGURE = RESULTS / "atoms-cpu.json", RESULTS / "atoms.svg"
+METHODS = {  # and colors of the figure, from kind to kind
+    "kfac_jax": ("kfac-jax", "0.5"),
+    "adam": ("Adam, 3e-3", "C1"),
+    "kfac": ("jk.kfac, the same numbers", "C0"),
+    "kfac-adaptive": ("jk.kfac()", "C4"),
+    "kfe_adam": ("jk.kfe_adam(1e-2)", "C2"),
+    "spring": ('jk.spring(rows="scores")', "C3"),
+}
 SYSTEM, MOVES, SEEDS = "beryllium", 10, 5
 
 
@@ -51,8 +61,6 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
     """One part, in this process and on one device."""
     begun, atoms = time.process_time(), example()
     system, key, devices = atoms.SYSTEMS[SYSTEM], jax.random.key(seed), jax.devices()[:1]
-    if method == "unweighted":
-        atoms.energy_loss, method = unweighted(atoms), "kfac-adaptive"
     start, step = atoms.build(system, method, moves=MOVES, devices=devices)
     state, energies, times = start(key, walkers), [], []
     for number in range(steps):
@@ -62,23 +70,11 @@ def train(method: str, seed: int, steps: int, walkers: int) -> dict[str, Any]:
         times.append(time.process_time() - before)
 
     def moved(state: Any, key: Any) -> Any:
-        return atoms.metropolis(system, state.params, state.walkers, state.width, key, MOVES)[0]
+        batch, *_ = atoms.metropolis(system, state.params, state.walkers, state.width, key, MOVES)
+        return batch["walkers"]
 
     alone = jax.pmap(moved, atoms.AXIS, in_axes=(0, None), devices=devices)
     return part(energies, times, lambda: alone(state, key))
-
-
-def unweighted(atoms: Any) -> Any:
-    """The example's loss, whose walkers count as if they were drawn from any parameters."""
-    weighted = atoms.energy_loss
-
-    def energy_loss(system: Any) -> Any:
-        loss, log_psi = weighted(system), jax.vmap(atoms.wave_function(system), (None, 0))
-        return lambda params, batch: loss(
-            params, batch | {"log_psi": log_psi(params, batch["walkers"])}
-        )
-
-    return energy_loss
 
 
 def part(energies: Sequence[float], times: Sequence[float], moves: Any) -> dict[str, Any]:
@@ -116,6 +112,7 @@ def summary(parts: dict[str, Any], exact: float) -> dict[str, dict[str, Any]]:
         last = [x[-50:].mean() for x in above]
         row["last 50"] = float(np.mean(last))
         row["error of last 50"] = float(np.std(last, ddof=1) / len(last) ** 0.5) if last[1:] else 0
+        row["scatter of last 50"] = float(np.mean([x[-50:].std(ddof=1) for x in above]))
         for name in ("first_step_cpu_s", "step_cpu_s", "moves_cpu_s", "peak_mb"):
             row[name] = statistics.median(run[name] for run in runs)
         out[method] = row
@@ -130,6 +127,49 @@ def command_of(method: str, seed: int, args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "benchmarks.atoms", "--one", method, *numbers]
 
 
+# ---------------- the table and the figure
+
+
+def table(record: dict[str, Any]) -> str:
+    """Energies above the exact one, in millihartree, and costs, as Markdown."""
+    titles = ("steps 51 to 100", "last 50 of 400", "scatter of their steps", "step, CPU ms")
+    titles += ("first step, CPU s", "peak, MB")
+    lines = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for method, row in record["summary"].items():
+        last = f"{1e3 * row['last 50']:.0f} ± {1e3 * row['error of last 50']:.0f}"
+        cells = [f"{1e3 * row['steps 51 to 100']:.0f}", last]
+        cells += [f"{1e3 * row['scatter of last 50']:.0f}"]
+        cells += [f"{1e3 * (row['step_cpu_s'] - row['moves_cpu_s']):.0f}"]
+        cells += [f"{row['first_step_cpu_s']:.0f}", f"{row['peak_mb']:.0f}"]
+        lines.append(f"| {METHODS[method][0]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Energies over steps: running means of 40 steps, the mean over seeds and their range."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from jaxkfac.plot import FIGURE_STYLE  # not where kfac-jax runs
+
+    exact, width = example().SYSTEMS[SYSTEM].exact, 40
+    with mpl.rc_context(FIGURE_STYLE):
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axis = figure.subplots()
+        for method, (title, color) in METHODS.items():
+            runs = [x["energies"] for key, x in record["parts"].items() if key[:-2] == method]
+            means = [np.convolve(x, np.full(width, 1 / width), "valid") for x in runs]
+            above = 1e3 * (np.asarray(means) - exact)
+            steps, above = np.arange(width, width + above.shape[1])[::4], above[:, ::4]
+            axis.plot(steps, above.mean(0), color=color, label=title)
+            axis.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, lw=0)
+        axis.axhline(0, color="black", lw=1, ls="--")
+        axis.set(xlabel="step", ylabel="energy above the exact one, millihartree", ylim=(-15, 90))
+        axis.legend(fontsize="small")
+        # Without a date, the same numbers give the same bytes.
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer", help="the interpreter of an environment with kfac-jax")
@@ -137,12 +177,18 @@ def main() -> None:
     parser.add_argument("--parts", help="such as adam:0,kfac:1; by default all")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--walkers", type=int, default=256)
+    parser.add_argument("--figure", action="store_true", help="from the record, without runs")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(train(args.one[0], *map(int, args.one[1:]))))
         return
-    record: dict[str, Any] = {"parts": {}}
+    if args.figure:
+        record = json.loads(RECORD.read_text())
+        print(table(record))
+        draw(record, FIGURE)
+        return
+    record: dict[str, Any] = stamp(parts={})
     if args.json and args.json.exists():
         record = json.loads(args.json.read_text())
     every = [f"{method}:{seed}" for seed in range(SEEDS) for method in METHODS]

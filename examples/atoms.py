@@ -4,9 +4,8 @@
 
 A network in the manner of FermiNet (streams of one and of two electrons, envelopes, determinants)
 is trained by variational Monte Carlo: walkers are drawn from psi squared, and the mean of their
-local energies is lowered. `--optimizer kfac-adaptive` is K-FAC without a number, `kfac` has those
-of physics codes. All devices share the walkers. With `--checkpoint DIR`, a later call goes on from
-the file there, to the same numbers. docs/atoms.md explains the lines that belong to K-FAC.
+local energies is lowered, by the optimizers of docs/atoms.md. All devices share the walkers. With
+`--checkpoint DIR`, a later call goes on from the file there, to the same numbers.
 """
 
 import argparse
@@ -32,6 +31,7 @@ SYSTEMS = {
     "beryllium": System(((0.0, 0.0, 0.0),), (4,), (2, 2), (3.7, 0.96), -14.66736),
 }
 OPTIMIZERS = {
+    "spring": lambda: jk.spring(rows="scores"),
     "kfac-adaptive": jk.kfac,
     "kfac": lambda: jk.kfac(
         lambda step: 0.05 / (1 + step / 1e4), damping=1e-3, damping_mode="pi", momentum=0.0,
@@ -131,44 +131,47 @@ def mean(x):
 
 
 def energy_loss(system):
-    """`loss(params, batch) -> (energy, variance)`, whose derivative is that of the true energy.
+    """`loss(params, batch)`, the energy, whose derivative is that of the true energy.
 
-    The walkers of a batch were drawn where log|psi| was `batch["log_psi"]`. Weighted by psi squared
-    over its value then, they give the energy of other parameters, which adaptation asks for.
+    For the parameters that drew the walkers it is the mean of `batch["energies"]`. Adaptation also
+    asks for others: psi' = r psi has <psi'|H|psi'> = <psi'|H|psi> + <psi'|H|psi' - psi>, where H
+    acts on psi in the first term. The derivative is then exact for these walkers, too.
     """
     log_psi, energies_of = (jax.vmap(f(system), (None, 0)) for f in (wave_function, local_energy))
 
+    def clip(energies, batch):
+        """Within five mean deviations: a walker beside a node may have any energy."""
+        center = mean(batch["energies"])
+        width = 5 * mean(jnp.abs(batch["energies"] - center))
+        return jnp.clip(energies, center - width, center + width)
+
     @jax.custom_jvp
     def loss(params, batch):
-        energies = energies_of(params, batch["walkers"])
-        weights = jnp.exp(2 * (log_psi(params, batch["walkers"]) - batch["log_psi"]))
-        energy = mean(weights * energies) / mean(weights)
-        return energy, mean(weights * (energies - energy) ** 2) / mean(weights)
+        r = jnp.exp(log_psi(params, batch["walkers"]) - batch["log_psi"])
+        before = clip(batch["energies"], batch)
+        after = clip(energies_of(params, batch["walkers"]), batch)
+        energy = mean(r * before + (r * r - r) * after) / mean(r * r)
+        # Where few walkers have most of the weight, they say nothing of these parameters.
+        return jnp.where(mean(r * r) ** 2 > 0.9 * mean(r**4), energy, jnp.inf)
 
     @loss.defjvp
     def rule(primals, tangents):
         params, batch = primals
-        energies = energies_of(params, batch["walkers"])
-        energy = mean(energies)
+        energies = clip(batch["energies"], batch)
         psi, moved = jax.jvp(lambda p: log_psi(p, batch["walkers"]), (params,), tangents[:1])
         jk.mark_outputs(psi, jk.Gaussian(), weight=2.0)
-        # A walker beside a node has any energy: all stay within five mean deviations.
-        width = 5 * mean(jnp.abs(energies - energy))
-        clipped = jnp.clip(energies, energy - width, energy + width)
-        variance = mean((energies - energy) ** 2)
-        slope = 2 * jnp.mean((clipped - mean(clipped)) * moved)
-        return (energy, variance), (slope, jnp.zeros_like(variance))
+        return mean(energies), 2 * jnp.mean((energies - mean(energies)) * moved)
 
     return loss
 
 
 # Everything that changes; each array has a leading axis of devices.
-Training = namedtuple("Training", "params state walkers width")
+Training = namedtuple("Training", "params walkers width state")
 
 
 def metropolis(system, params, walkers, width, key, moves):
-    """Walkers after moves of all their electrons, log|psi| there, the accepted part, new width."""
-    log_psi = jax.vmap(wave_function(system), (None, 0))
+    """A batch after moves of all electrons, the accepted part, and the width of further moves."""
+    log_psi, energies_of = (jax.vmap(f(system), (None, 0)) for f in (wave_function, local_energy))
 
     def move(number, carry):
         old, old_log, accepted = carry
@@ -183,31 +186,28 @@ def metropolis(system, params, walkers, width, key, moves):
     start = walkers, log_psi(params, walkers), jnp.zeros_like(width)
     walkers, log, accepted = lax.fori_loop(0, moves, move, start)
     accepted = mean(accepted) / moves
-    return walkers, log, accepted, width * jnp.exp(0.2 * (accepted - 0.5))
+    batch = {"walkers": walkers, "log_psi": log, "energies": energies_of(params, walkers)}
+    return batch, accepted, width * jnp.exp(0.2 * (accepted - 0.5))
 
 
 def build(system, optimizer, *, moves=10, devices=None):
-    """`start(key, walkers) -> Training`, `step(Training, key) -> (Training, report)`.
-
-    A report has the energy, the variance of local energies and the accepted part of the moves.
-    """
+    """`start(key, walkers) -> Training`, `step(Training, key) -> (Training, report)`."""
     devices = jax.local_devices() if devices is None else devices
-    tx = OPTIMIZERS[optimizer]()
-    opt = jk.Optimizer(energy_loss(system), tx, fisher="exact", has_aux=True, axis_name=AXIS)
-
-    def sampled(params, walkers, width, key, moves):
-        key = jax.random.fold_in(key, lax.axis_index(AXIS))
-        walkers, log, accepted, width = metropolis(system, params, walkers, width, key, moves)
-        return {"walkers": walkers, "log_psi": log}, accepted, width
+    tx, loss = OPTIMIZERS[optimizer](), energy_loss(system)
+    opt = jk.Optimizer(loss, tx, fisher="exact", axis_name=AXIS)
 
     def step(train, key):
-        batch, accepted, width = sampled(train.params, train.walkers, train.width, key, moves)
-        params, state, (energy, variance) = opt.step(train.params, train.state, batch)
-        return Training(params, state, batch["walkers"], width), (energy, variance, accepted)
+        key = jax.random.fold_in(key, lax.axis_index(AXIS))
+        batch, accepted, width = metropolis(system, *train[:3], key, moves)
+        params, state, _ = opt.step(train.params, train.state, batch)
+        energy = mean(batch["energies"])
+        report = energy, mean((batch["energies"] - energy) ** 2), accepted
+        return Training(params, batch["walkers"], width, state), report
 
     def begin(params, walkers, key):
-        batch, _, width = sampled(params, walkers, jnp.full((), 0.3, walkers.dtype), key, 100)
-        return Training(params, opt.init(params, batch), batch["walkers"], width)
+        key = jax.random.fold_in(key, lax.axis_index(AXIS))
+        batch, _, width = metropolis(system, params, walkers, jnp.full((), 0.3), key, 100)
+        return Training(params, batch["walkers"], width, opt.init(params, batch))
 
     def start(key, walkers, **network):
         keys, places = jax.random.split(key, 3), np.resize(system.atoms, (sum(system.spins), 3))
@@ -257,7 +257,7 @@ def draw(curve, exact, title, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--system", choices=SYSTEMS, default="beryllium")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="kfac-adaptive")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="spring")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--walkers", type=int, default=512, help="of all devices together")
     parser.add_argument("--seed", type=int, default=0)

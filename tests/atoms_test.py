@@ -24,7 +24,10 @@ KEY = 3
 # One compilation is slow enough for the slow suite.
 OPTIMIZERS = [
     "kfac-adaptive",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("kfac", "kfe_adam", "adam")),
+    *(
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in ("kfac", "kfe_adam", "adam", "spring")
+    ),
 ]
 
 
@@ -43,7 +46,9 @@ def still(atoms: ModuleType) -> None:
 
     def metropolis(system: Any, params: Any, walkers: Any, width: Any, key: Any, moves: int):
         log_psi = jax.vmap(atoms.wave_function(system), (None, 0))(params, walkers)
-        return walkers, log_psi, jnp.ones_like(width), width
+        energies = jax.vmap(atoms.local_energy(system), (None, 0))(params, walkers)
+        batch = {"walkers": walkers, "log_psi": log_psi, "energies": energies}
+        return batch, jnp.ones_like(width), width
 
     atoms.metropolis = metropolis
 
@@ -104,8 +109,8 @@ def test_the_local_energy_is_that_of_differences(atoms: ModuleType):
 
 
 @pytest.mark.slow
-def test_weights_give_the_energy_of_other_parameters(atoms: ModuleType):
-    """As walkers drawn from these parameters do, and as walkers without weights do not."""
+def test_the_loss_is_the_energy_of_other_parameters(atoms: ModuleType):
+    """As walkers drawn from these parameters give it, and as their plain mean does not."""
     system = atoms.SYSTEMS["hydrogen"]
     params = atoms.initial(jax.random.key(0), system, **SMALL)
     other = jax.tree.map(lambda x: x, params)
@@ -117,17 +122,36 @@ def test_weights_give_the_energy_of_other_parameters(atoms: ModuleType):
         start = jax.random.normal(jax.random.key(1), (4096, 2, 3))
         width = jnp.full((), 0.9)
         moved = [
-            atoms.metropolis(system, p, start, width, jax.random.key(2), 50)[:2]
+            atoms.metropolis(system, p, start, width, jax.random.key(2), 50)[0]
             for p in (params, other)
         ]
-        batches = [{"walkers": x, "log_psi": log_psi} for x, log_psi in moved]
         loss = atoms.energy_loss(system)
-        energies = jax.vmap(atoms.local_energy(system), (None, 0))(other, moved[0][0])
-        return loss(other, batches[0])[0], loss(other, batches[1])[0], energies.mean()
+        energies = jax.vmap(atoms.local_energy(system), (None, 0))(other, moved[0]["walkers"])
+        return *(loss(other, batch) for batch in moved), energies.mean()
 
-    weighted, fresh, unweighted = jax.jit(estimates)(params, other)
-    np.testing.assert_allclose(weighted, fresh, atol=0.02)
-    assert abs(unweighted - fresh) > 0.06
+    estimate, fresh, plain = jax.jit(estimates)(params, other)
+    np.testing.assert_allclose(estimate, fresh, atol=0.02)
+    assert abs(plain - fresh) > 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_the_rule_is_the_derivative_of_the_loss_on_the_same_walkers(atoms: ModuleType):
+    """So adaptation compares a predicted change with the true change of one function."""
+    system = atoms.SYSTEMS["hydrogen"]
+    params, atoms.mean = atoms.initial(jax.random.key(0), system, **SMALL), jnp.mean
+    log_psi, energies_of = (
+        jax.vmap(f(system), (None, 0)) for f in (atoms.wave_function, atoms.local_energy)
+    )
+    x = jax.random.normal(jax.random.key(1), (32, 2, 3))
+    batch = {"walkers": x, "log_psi": log_psi(params, x), "energies": energies_of(params, x)}
+    loss, h = atoms.energy_loss(system), 1e-4
+    along = jax.tree.map(jnp.ones_like, params)
+    moved = lambda t: jax.tree.map(lambda p, d: p + t * d, params, along)
+    _, slope = jax.jvp(lambda p: loss(p, batch), (params,), (along,))
+    difference = (loss(moved(h), batch) - loss(moved(-h), batch)) / (2 * h)
+    assert abs(slope) > 1e-2
+    np.testing.assert_allclose(slope, difference, rtol=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -223,7 +247,9 @@ def test_updates_are_those_of_kfac_jax(atoms: ModuleType):
     leaves = lambda name: [jnp.asarray(x) for x in record[name]]
     params = first = jax.tree.unflatten(form, leaves("params"))
     walkers = jnp.asarray(record["walkers"])
-    log_psi = jax.vmap(atoms.wave_function(system), (None, 0))(params, walkers)
+    log_psi, energies_of = (
+        jax.vmap(f(system), (None, 0)) for f in (atoms.wave_function, atoms.local_energy)
+    )
     tx = jk.kfac(
         about["rate"],
         damping=about["damping"],
@@ -234,9 +260,13 @@ def test_updates_are_those_of_kfac_jax(atoms: ModuleType):
         refresh_every=1,
         max_condition=1e12,
     )
-    opt = jk.Optimizer(atoms.energy_loss(system), tx, fisher="exact", has_aux=True)
-    batch = {"walkers": walkers, "log_psi": log_psi}
-    state, step = opt.init(params, batch), jax.jit(opt.step)
+    opt = jk.Optimizer(atoms.energy_loss(system), tx, fisher="exact")
+    batch = {"walkers": walkers, "log_psi": log_psi(params, walkers)}
+    state = opt.init(params, batch | {"energies": energies_of(params, walkers)})
+
+    @jax.jit
+    def step(params, state, batch):
+        return opt.step(params, state, batch | {"energies": energies_of(params, walkers)})
 
     def assert_equal(params: Any, expected: list[Any], tolerance: float) -> None:
         for (path, new), old, so in zip(

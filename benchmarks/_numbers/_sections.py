@@ -312,6 +312,33 @@ def _clock(record: Any) -> Iterator[Row]:
         yield Row(what, f"{ours:.3f} nats", f"{muon:.3f} (Muon)", Goal(ours / muon, 1.0))
 
 
+def _atoms(record: Any) -> Iterator[Row]:
+    rows = record["summary"]
+    peer, names = rows["kfac_jax"], {"kfac": "jk.kfac, same numbers", "kfac-adaptive": "jk.kfac()"}
+    names |= {"spring": "jk.spring", "kfe_adam": "jk.kfe_adam(1e-2)", "adam": "Adam"}
+    of_step = lambda row: 1e3 * (row["step_cpu_s"] - row["moves_cpu_s"])
+    bounds = {"kfac": (1.0, 1.0, 1.1), "kfac-adaptive": (None, 1.3, 1.3)}
+    for method, name in names.items():
+        row = rows[method]
+        step, first, peak = bounds.get(method, (None, None, None))
+        energies = 1e3 * row["steps 51 to 100"], 1e3 * peer["steps 51 to 100"]
+        goal = Goal(energies[0] / energies[1], 0.35) if method == "kfac-adaptive" else None
+        shown = (f"{energy:.1f} mHa" for energy in energies)
+        yield Row(f"energy above the exact one, steps 51 to 100: {name}", *shown, goal)
+        last = (
+            f"{1e3 * x['last 50']:.1f} ± {1e3 * x['error of last 50']:.1f} mHa" for x in (row, peer)
+        )
+        yield Row(f"the last 50 of 400 steps: {name}", *last)
+        pairs = (
+            ("step without the moves", of_step(row), of_step(peer), "CPU ms", step),
+            ("first step", row["first_step_cpu_s"], peer["first_step_cpu_s"], "CPU s", first),
+            ("peak of the process", row["peak_mb"], peer["peak_mb"], "MB", peak),
+        )
+        for what, ours, theirs, unit, bound in pairs:
+            goal = Goal(ours / theirs, bound, unit=" ×") if bound else None
+            yield Row(f"{what}: {name}", f"{ours:.0f} {unit}", f"{theirs:.0f} {unit}", goal)
+
+
 def _documents(record: Any) -> Iterator[Row]:
     verdicts = [claim["verdict"] for claim in record["claims"]]
     for verdict in ("true", "partly", "false", "not decidable", "needs a GPU"):
@@ -403,6 +430,18 @@ SECTIONS = (
         "best at equal time. Other work ran beside it on another core.",
         "the peer",
         _clock,
+    ),
+    Section(
+        "Beryllium by a wave function, beside kfac-jax",
+        "atoms-cpu",
+        "OPENBLAS_NUM_THREADS=1 taskset -c 0 python -m benchmarks.atoms --peer ENV/bin/python "
+        "--json benchmarks/results/atoms-cpu.json",
+        "`examples/atoms.py`: 9,136 parameters, 256 walkers, five seeds, float32. kfac-jax 0.0.8 "
+        "runs in an environment of its own with jax 0.8.1, with FermiNet's numbers and momentum 0. "
+        "Energies are means over seeds with the standard error, in millihartree; times are CPU "
+        "time on one core, compilation in the first step; other work ran on the other core.",
+        "kfac-jax",
+        _atoms,
     ),
     Section(
         "Adapters, beside PEFT and qwix",
