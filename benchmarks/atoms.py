@@ -7,8 +7,9 @@ Each part is one optimizer and one seed, in a process of its own: kfac-jax with 
 and momentum 0, Adam, ``jk.kfac`` with the same numbers, adaptive ``jk.kfac``, ``jk.kfe_adam`` and
 ``jk.spring``. All have the example's network (9,136 parameters), 256 walkers, ten Metropolis moves
 a step, 400 steps and float32. A part that the record has is not run again, so that a run that was
-stopped goes on; ``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment of its own, where
-``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; without ``--peer`` its parts are left out.
+stopped goes on; ``--parts adam:0,kfac:1`` runs these alone. The peer is kfac-jax in an environment
+of its own, where ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; without ``--peer`` its
+parts are left out.
 
 ``first_step_cpu_s`` is the CPU time of all threads from the first line of the setting to the end of
 the first step, compilation and all. ``step_cpu_s`` is the median of later steps, and
