@@ -4,7 +4,7 @@ from benchmarks._numbers._figures import figures, pages, prose, unlinked
 from benchmarks._numbers._page import page
 from benchmarks._numbers._quoted import QUOTED
 from benchmarks._numbers._row import Goal, Row, Section
-from benchmarks._numbers._sections import SECTIONS
+from benchmarks._numbers._sections import SECTIONS, clock_ratios
 
 __all__ = [
     "QUOTED",
@@ -12,6 +12,7 @@ __all__ = [
     "Goal",
     "Row",
     "Section",
+    "clock_ratios",
     "figures",
     "page",
     "pages",

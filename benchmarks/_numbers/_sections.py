@@ -263,7 +263,7 @@ def _compile_time(record: Any) -> Iterator[Row]:
             yield Row(f"{title}: {name}", f"{taken:.2f} CPU s", f"{least:.2f} CPU s", goal)
 
 
-def _clock_ratios(record: Any) -> dict[str, list[tuple[str, str, float]]]:
+def clock_ratios(record: Any) -> dict[str, list[tuple[str, str, float]]]:
     """For each peer ``(problem, ours, ratio)``; seed 0 has chosen ours, the others count."""
     out: dict[str, list[tuple[str, str, float]]] = {"adamw": [], "soap": [], "muon": []}
     for name, parts in record["problems"].items():
@@ -295,7 +295,7 @@ def _at_equal_steps(record: Any) -> Iterator[Row]:
 
 def _clock(record: Any) -> Iterator[Row]:
     goals = {"adamw": ("AdamW", 7), "soap": ("SOAP", 6), "muon": ("Muon", 6)}
-    for peer, found in _clock_ratios(record).items():
+    for peer, found in clock_ratios(record).items():
         title, bound = goals[peer]
         for name, ours, ratio in found:
             yield Row(f"{name}, at {title}'s", f"{ratio:.3f} × ({ours})", "1")

@@ -287,14 +287,10 @@ def _numbers(records: Mapping[str, Lines]) -> Iterable[tuple[str, str, str]]:
 def _step_times() -> Iterable[tuple[str, str, str]]:
     """From programs that take turns in one process: runs above were made on several machines."""
     found = json.loads((FOLDER / "step_times.json").read_text())["problems"]
-    said = {
-        ratio: ", ".join(f"{name} {times[ratio]:.2f}" for name, times in found.items())
-        for ratio in ("over_soap", "over_factors_and_soap")
-    }
-    title = "a `kfe_adam` step ÷"
-    yield f"{title} SOAP's, CPU time", said["over_soap"], "≤ 1.25 (decoder)"
-    yield (
-        f"{title} (gradient with factors + SOAP's − gradient)",
-        said["over_factors_and_soap"],
-        "≤ 1.1",
-    )
+    for name, title, goal in (
+        ("kfe_adam", "`jk.kfe_adam`", "≤ 1.15 (decoder), 1.5 (convolution), 2.5 (perceptron)"),
+        ("adaptive", "`jk.kfac()`", "≤ 2.0 (decoder), 2.7 (convolution), 4.0 (perceptron)"),
+        ("SOAP", "SOAP", ""),
+    ):
+        ratios = (f"{x} {times[f'{name} over AdamW']:.2f}" for x, times in found.items())
+        yield f"a step of {title} ÷ AdamW's, CPU time", ", ".join(ratios), goal
