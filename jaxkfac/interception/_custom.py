@@ -7,7 +7,7 @@ which the tangents of the parameters meet data.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, partition, with_leaves
+from jaxkfac._interpreter import live_inputs
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
     Var,
     body_of,
-    branches_of,
     call_kind,
     evaluate,
     is_var,
 )
 from jaxkfac.interception._functions import is_function
 from jaxkfac.interception._kind import Data, Value
-from jaxkfac.interception._plan import Facts, InputsOf, live_inputs, operands_of_call
+from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception.values._axes import fresh
 from jaxkfac.interception.values._values import Constant, Parameter
@@ -56,7 +56,7 @@ def step_without_derivative(eqn: Eqn) -> str:
     """
     primitives: list[str] = []
 
-    def note(inner: Eqn) -> None:
+    def note(_: int, inner: Eqn, results: set[int]) -> None:
         before = [v.aval for v in inner.invars[:1] if hasattr(v.aval, "dtype")]
         after = inner.outvars[0].aval
         cast = inner.primitive.name == "convert_element_type" and bool(before)
@@ -64,23 +64,10 @@ def step_without_derivative(eqn: Eqn) -> str:
         if inner.primitive.name in _NO_DERIVATIVE or coarse:
             primitives.append(inner.primitive.name)
 
-    def operands_read(_: int, inner: Eqn, results: set[int]) -> Iterable[int]:
-        note(inner)
-        kind = call_kind(inner)
-        # Whether a `while` runs another round may depend on every carry, so all of its operands
-        # count.
-        if kind is None or kind == "while":
-            return range(len(inner.invars))
-        bodies = branches_of(inner) if kind == "cond" else [body_of(inner)]
-        return operands_of_call(inner, results, [inputs_of(body) for body, _ in bodies])
-
-    def inputs_of(body: Jaxpr) -> InputsOf:
-        return lambda outputs: live_inputs(body, outputs, operands_read)
-
     # An equation counts only if a result depends on it: a `round` for a monitor does not make the
     # derivative useless.
     body, _ = body_of(eqn)
-    inputs_of(body)(set(range(len(body.outvars))))
+    live_inputs(body, range(len(body.outvars)), note)
     return primitives[-1] if primitives else ""
 
 

@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool
 
 from jaxkfac import _jaxpr_compat
+from jaxkfac._interpreter import Segment
 from jaxkfac._jaxpr_compat import Eqn, Literal, Var
 from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._elements import Elements, SlotRule, Slots, stacked_slots
 from jaxkfac.interception._kind import Site, Use
-from jaxkfac.interception._plan import Plan, Segment, steps_of
+from jaxkfac.interception._plan import Plan, plan_steps
 from jaxkfac.interception._row_masks import RowMask, row_weights, where_chosen
 from jaxkfac.interception.values._axes import Axes, AxisTable
 from jaxkfac.interception.values._encoded import (
@@ -96,7 +97,7 @@ class Rewriter:
         def read(operand: Var | Literal) -> Any:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
-        for step in steps_of(plan, self.encoded):
+        for step in plan_steps(plan, self.encoded):
             if isinstance(step, Segment):
                 refuse_deferred([(v, env[v]) for v in step.invars], step.reader_of)
                 out = step.run(*[env[v] for v in step.invars])
@@ -111,7 +112,7 @@ class Rewriter:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = [bind(eqn)(*values)]  # kept: a later trace of this program reads the mark too
             elif step in plan.views:
-                run = _jaxpr_compat.of_operands(eqn, plan.jaxpr)
+                run = _jaxpr_compat.of_operands(eqn)
                 out = bind_view(eqn, values, run)
                 rows, picks = plan.choices.get(step), step in plan.lookups
                 index, into = plan.views[step], self.traced_indices

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
-from jaxkfac._jaxpr_compat import body_of, call_kind
+from jaxkfac._jaxpr_compat import bodies_of
 from jaxkfac.blocks import Factors
 from jaxkfac.factors import (
     FISHER_TYPES,
@@ -51,8 +51,8 @@ def _convolutions(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
             yield eqn
-        elif call_kind(eqn) in ("jit", "checkpoint", "custom", "scan", "shard_map"):
-            yield from _convolutions(body_of(eqn)[0])
+        for body, _ in bodies_of(eqn):
+            yield from _convolutions(body)
 
 
 def _patch_bytes(eqn: Any) -> int:

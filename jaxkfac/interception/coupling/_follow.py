@@ -26,8 +26,8 @@ from jaxkfac._jaxpr_compat import (
     Literal,
     Var,
     VarOrLiteral,
+    bodies_of,
     body_of,
-    branches_of,
     call_kind,
     is_mutable,
     is_stateful,
@@ -266,7 +266,7 @@ class Follower(Follows):
         index, *operands = ins
         plans = {} if plan is None else plan.calls
         branch_results = [
-            self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
+            self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(bodies_of(eqn))
         ]
         # Only the value of the index counts: which branch runs has no derivative.
         choice = LabeledValue(index.value)

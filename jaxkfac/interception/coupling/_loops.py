@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkfac._jaxpr_compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
+from jaxkfac._jaxpr_compat import (
+    Eqn,
+    Jaxpr,
+    VarOrLiteral,
+    body_of,
+    jaxprs_in,
+    num_iterations,
+    open_jaxpr,
+    scan_counts,
+)
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,
@@ -302,19 +311,8 @@ def _constants_carry_xs(
 
 def _size_of(jaxpr: Jaxpr) -> int:
     """The number of equations in a jaxpr and its bodies; a scan counts each iteration."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        inner = [body for v in eqn.params.values() for body in _bodies(v)]
-        # The rounds of a `while` are unknown, and its body is followed a few times only
-        # (`MOST_ROUNDS`).
-        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += 1 + rounds * sum(map(_size_of, inner))
-    return total
-
-
-def _bodies(value: Any) -> list[Jaxpr]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+    # A `while` counts once: its body is followed a few times only (`MOST_ROUNDS`).
+    return sum(1 + num_iterations(eqn) * sum(map(_size_of, jaxprs_in(eqn))) for eqn in jaxpr.eqns)
 
 
 def while_loop(
