@@ -84,9 +84,9 @@ def steps_of(jaxpr: Jaxpr, is_special: Callable[[int, Eqn], bool]) -> list[Segme
 class Interpreter(abc.ABC, Generic[V]):
     """Runs a program over values of any kind."""
 
-    @abc.abstractmethod
     def constant(self, operand: VarOrLiteral, value: Any) -> V:
-        """The value of a literal, or of a constant of a jaxpr."""
+        """The value of a literal, or of a constant of a jaxpr; itself by default."""
+        return value
 
     @abc.abstractmethod
     def equation(self, eqn: Eqn, ins: list[V], position: int, within: Any) -> Sequence[V]:
@@ -132,9 +132,6 @@ class Emitter(Interpreter[Any]):
     @abc.abstractmethod
     def replaced(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         """The results of such an equation."""
-
-    def constant(self, operand: VarOrLiteral, value: Any) -> Any:
-        return value
 
     def steps(self, jaxpr: Jaxpr, within: Any) -> Iterable[Segment | int]:
         return steps_of(jaxpr, lambda _, eqn: self.touches(eqn))

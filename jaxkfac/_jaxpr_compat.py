@@ -307,6 +307,27 @@ def shard_map_like(
     )
 
 
+def call_like(
+    eqn: Eqn, bodies: Sequence[Callable[..., Any]], operands: Sequence[Any], extras: Sequence[Any]
+) -> Any:
+    """The results of a call or a cond whose bodies are other functions, which get extra operands.
+
+    Extra operands are on every device of a ``shard_map``. One that enters replicated has a
+    cotangent that is summed over the devices.
+    """
+    kind = call_kind(eqn)
+    if kind == "cond":
+        return jax.lax.switch(operands[0], bodies, *operands[1:], *extras)
+    (body,) = bodies
+    if kind == "checkpoint":
+        run = checkpoint_like(eqn, body)
+    elif kind == "shard_map":
+        run = shard_map_like(eqn, body, (PartitionSpec(),) * len(extras))
+    else:
+        run = jit_like(eqn, body, len(extras))
+    return run(*operands, *extras)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes over which a value, or a type, inside ``shard_map`` differs between devices."""
     kind = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type", None)

@@ -20,7 +20,6 @@ from jaxkfac._interpreter import Interpreter, run_in_place, run_scan
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
-    VarOrLiteral,
     bind,
     body_of,
     call_kind,
@@ -162,9 +161,6 @@ class _Repeating(Interpreter[Any]):
         # others stay calls.
         places = [where for where in todo.products if isinstance(where, tuple)]
         self.inside = {where[:k] for where in places for k in range(len(where))}
-
-    def constant(self, operand: VarOrLiteral, value: Any) -> Any:
-        return value
 
     def equation(
         self, eqn: Eqn, ins: list[Any], position: int, within: tuple[int, ...]
