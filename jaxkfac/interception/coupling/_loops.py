@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkfac._interpreter import Interpreter
 from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
@@ -51,7 +52,7 @@ from jaxkfac.interception.coupling._values import (
 MOST_ROUNDS = 20
 
 
-class Follows(abc.ABC):
+class Follows(Interpreter[LabeledValue]):
     """The interface of the interpreter for loops and calls."""
 
     number: int
@@ -59,16 +60,6 @@ class Follows(abc.ABC):
     unrolled: int
     shards: list["Columns"]
     rules: dict[tuple[int, ...], Any]
-
-    @abc.abstractmethod
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        ins: Sequence[LabeledValue],
-        plan: Plan | None = None,
-    ) -> list[LabeledValue]:
-        """The values of the results of a jaxpr."""
 
     @abc.abstractmethod
     def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
