@@ -9,7 +9,7 @@ goes back from results. How a structured equation is entered is written here and
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxkfac._jaxpr_compat import (
@@ -173,6 +173,19 @@ def run_scan(
     split = constants + carries
     last, stacked = scan_like(eqn, wrap(step), list(values[constants:split]), list(values[split:]))
     return [*last, *stacked]
+
+
+# ---------------- all equations
+
+
+def equations_in(
+    eqns: Iterable[Eqn], enters: Callable[[Eqn], bool] = lambda _: True
+) -> Iterator[Eqn]:
+    """The equations, each followed by those inside it if it is entered."""
+    for eqn in eqns:
+        yield eqn
+        for body, _ in bodies_of(eqn) if enters(eqn) else ():
+            yield from equations_in(body.eqns, enters)
 
 
 # ---------------- back: the inputs on which outputs depend

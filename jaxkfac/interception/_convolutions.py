@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac._interpreter import Emitter
+from jaxkfac._interpreter import Emitter, equations_in
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -58,10 +58,7 @@ class _FastConvolutions(Emitter):
     """Transposes convolutions to the order of the fast kernel."""
 
     def touches(self, eqn: Eqn) -> bool:
-        if eqn.primitive is jax.lax.conv_general_dilated_p:
-            return _numbers(eqn) != _canonical(eqn.invars[0].aval.ndim)
-        bodies = bodies_of(eqn) if _is_entered(eqn) else []
-        return any(self.touches(inner) for jaxpr, _ in bodies for inner in jaxpr.eqns)
+        return any(map(_is_slow, equations_in([eqn], _is_entered)))
 
     def replaced(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if call_kind(eqn) is None:
@@ -80,6 +77,11 @@ class _FastConvolutions(Emitter):
         # (`_lies_on_mesh`).
         like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
         return jax.make_jaxpr(lambda *args: self.run(jaxpr, consts, args))(*like)
+
+
+def _is_slow(eqn: Eqn) -> bool:
+    is_convolution = eqn.primitive is jax.lax.conv_general_dilated_p
+    return is_convolution and _numbers(eqn) != _canonical(eqn.invars[0].aval.ndim)
 
 
 def _is_entered(eqn: Eqn) -> bool:

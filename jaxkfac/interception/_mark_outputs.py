@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core as jex
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Shaped
@@ -29,7 +30,6 @@ from jaxkfac._jaxpr_compat import (
     body_of,
     call_kind,
     cast_varying,
-    evaluate,
     is_var,
     jaxprs_in,
     of_operands,
@@ -399,11 +399,8 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
 
         def function(values: list[Any], _: list[Any]) -> list[Any]:
             at = dict(zip(primals, values, strict=True))
-            jaxpr, consts = body_of(eqn)
             operands = [at[v] if is_var(v) else v.val for v in eqn.invars]
-            return evaluate(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr)(
-                *consts, *operands
-            )
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))(*operands)
 
         return jax.make_jaxpr(function)(shapes_of(primals), shapes_of(tangents))
     if not rules or is_function(eqn):

@@ -16,8 +16,8 @@ from jax.extend import core as jex
 from jaxkfac import lslora
 from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import JaxkfacError
-from jaxkfac._interpreter import Emitter, run_scan
-from jaxkfac._jaxpr_compat import Eqn, Jaxpr, body_of, call_kind, is_loop
+from jaxkfac._interpreter import Emitter, equations_in, run_scan
+from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind, is_loop
 from jaxkfac.factors import Objective, arguments, takes_key
 from jaxkfac.lslora.nf4 import quantize
 from jaxkfac.memory import bytes_text
@@ -66,8 +66,7 @@ class _Remat(Emitter):
     """Puts a checkpoint around each iteration of a scan whose body has none."""
 
     def touches(self, eqn: Eqn) -> bool:
-        inner = body_of(eqn)[0].eqns if call_kind(eqn) == "jit" else []
-        return _is_plain(eqn) or any(map(self.touches, inner))
+        return any(map(_is_plain, equations_in([eqn], _is_jit)))
 
     def replaced(self, eqn: Eqn, values: list[Any]) -> list[Any]:
         if not _is_plain(eqn):
@@ -78,15 +77,12 @@ class _Remat(Emitter):
 
 
 def _is_plain(eqn: Eqn) -> bool:
-    return is_loop(eqn) and not _has_checkpoint(body_of(eqn)[0])
+    inner = equations_in(body_of(eqn)[0].eqns, _is_jit) if is_loop(eqn) else ()
+    return is_loop(eqn) and all(call_kind(step) != "checkpoint" for step in inner)
 
 
-def _has_checkpoint(jaxpr: Jaxpr) -> bool:
-    kinds = [(call_kind(eqn), eqn) for eqn in jaxpr.eqns]
-    return any(
-        kind == "checkpoint" or (kind == "jit" and _has_checkpoint(body_of(eqn)[0]))
-        for kind, eqn in kinds
-    )
+def _is_jit(eqn: Eqn) -> bool:
+    return call_kind(eqn) == "jit"
 
 
 # ---------------- the options
