@@ -22,6 +22,7 @@ from jaxkfac._jaxpr_compat import (
     checkpoint_like,
     evaluate,
     is_var,
+    num_selectors,
     scan_counts,
     scan_like,
 )
@@ -229,15 +230,13 @@ def operands_of_call(eqn: Eqn, results: set[int], bodies: Sequence[InputsOf]) ->
         results: Positions of its results.
         bodies: The dependence of its body, or of each branch of a cond.
     """
-    kind = call_kind(eqn)
-    if kind is None or kind == "while":  # any carry may decide whether a `while` runs on
+    if call_kind(eqn) in (None, "while"):  # any carry may decide whether a `while` runs on
         return range(len(eqn.invars))
-    if kind == "cond":  # which branch runs is not known, so an operand counts if any reads it
-        return {0}.union(*({k + 1 for k in inputs_of(results)} for inputs_of in bodies))
-    (inputs_of,) = bodies
-    constants, carries = scan_counts(eqn)
-    while True:  # a carry that one iteration reads is a result of the one before
-        operands = inputs_of(results)
+    first, (constants, carries) = num_selectors(eqn), scan_counts(eqn)
+    while True:
+        # Which branch runs is not known, so an operand counts if any branch reads it.
+        operands = set(range(first)).union(*({k + first for k in f(results)} for f in bodies))
+        # A carry that one iteration reads is a result of the one before.
         more = {k - constants for k in operands if constants <= k < constants + carries}
         if more <= results:
             return operands

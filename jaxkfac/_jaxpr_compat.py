@@ -117,6 +117,11 @@ def bodies_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
             return [body_of(eqn)]
 
 
+def num_selectors(eqn: Eqn) -> int:
+    """Number of operands in front of those that the bodies get: of a cond its index."""
+    return 1 if call_kind(eqn) == "cond" else 0
+
+
 def jaxprs_in(eqn: Eqn) -> list[Jaxpr]:
     """All jaxprs among the parameters of any equation."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]

@@ -11,7 +11,15 @@ from jaxtyping import Array, Key
 from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
 from jaxkfac._errors import named
 from jaxkfac._interpreter import Interpreter, live_inputs
-from jaxkfac._jaxpr_compat import Eqn, Jaxpr, VarOrLiteral, bodies_of, call_kind, scan_counts
+from jaxkfac._jaxpr_compat import (
+    Eqn,
+    Jaxpr,
+    VarOrLiteral,
+    bodies_of,
+    call_kind,
+    num_selectors,
+    scan_counts,
+)
 
 # ---------------- results of a program that are unchanged operands, or depend on an operand
 #
@@ -34,9 +42,8 @@ class _Sources(Interpreter[int | None]):
     ) -> list[int | None]:
         if call_kind(eqn) in (None, "while", "shard_map"):
             return [None] * len(eqn.outvars)
-        bodies = bodies_of(eqn)
-        operands = ins[len(ins) - len(bodies[0][0].invars) :]  # a cond's index is not among them
-        ways = zip(*(passed_through(*body) for body in bodies), strict=True)
+        operands = ins[num_selectors(eqn) :]
+        ways = zip(*(passed_through(*body) for body in bodies_of(eqn)), strict=True)
         sources = [way[0] if len(set(way)) == 1 else None for way in ways]
         constants, carries = scan_counts(eqn)
         return [

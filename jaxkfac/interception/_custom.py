@@ -138,28 +138,42 @@ def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
     return evaluate([eqn], operands_of(eqn)[0], eqn.outvars, body_of(eqn)[0])
 
 
-def rule_of(eqn: Eqn) -> ClosedJaxpr:
-    """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
+def rule_of(eqn: Eqn, moving: Sequence[Var] | None = None, *, forward: bool = True) -> ClosedJaxpr:
+    """The program of a custom derivative's tangents, or of its operands' cotangents.
+
+    Args:
+        eqn: The call.
+        moving: The variables that have tangents; by default all that can have some.
+        forward: Whether the program is a function of the call's variables and of the tangents of
+            those that move; otherwise of its variables and the cotangents of its results.
+    """
     primals, tangents = operands_of(eqn)
+    moving = tangents if moving is None else moving
+    is_float = _floats(eqn.outvars)
 
     # A rule may return NumPy's numbers, such as the zeros of a result that is constant.
-    def tangents_out(values: list[Array], dots: list[Array]) -> list[Any]:
-        run, at = _run_with(eqn, values)
-        outs = jax.jvp(run, (at,), (dots,))[1]
-        return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
+    def derivative(values: list[Array], seeds: list[Array]) -> list[Any]:
+        run, at = _run_with(eqn, values, moving)
 
-    return jax.make_jaxpr(tangents_out)(shapes_of(primals), shapes_of(tangents))
+        def floats(diff: list[Array]) -> list[Any]:
+            return [x for x, d in zip(run(diff), is_float, strict=True) if d]
+
+        return jax.jvp(floats, (at,), (seeds,))[1] if forward else jax.vjp(floats, at)[1](seeds)[0]
+
+    results = [v for v, d in zip(eqn.outvars, is_float, strict=True) if d]
+    return jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(moving if forward else results))
 
 
-def _run_with(eqn: Eqn, values: Sequence[Array]) -> tuple[Callable[..., list[Any]], list[Array]]:
-    """The call as a function of its operands that have tangents, and their values."""
-    primals, tangents = operands_of(eqn)
+def _run_with(
+    eqn: Eqn, values: Sequence[Array], moving: Sequence[Var]
+) -> tuple[Callable[..., list[Any]], list[Array]]:
+    """The call as a function of its operands that move, and their values."""
+    at = dict(zip(operands_of(eqn)[0], values, strict=True))
 
     def run(diff: list[Array]) -> list[Any]:
-        at = dict(zip(tangents, diff, strict=True))
-        return call_of(eqn)(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
+        return call_of(eqn)(*(at | dict(zip(moving, diff, strict=True))).values())
 
-    return run, [x for v, x in zip(primals, values, strict=True) if v in tangents]
+    return run, [at[v] for v in moving]
 
 
 def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
@@ -283,10 +297,10 @@ def is_refused(eqn: Eqn) -> bool:
     """Whether JAX refuses a custom derivative's rule in a jaxpr, or it has other weak types."""
     if call_kind(eqn) != "custom" or is_function(eqn):
         return False
-    primals, _ = operands_of(eqn)
+    primals, tangents = operands_of(eqn)
 
     def results(values: list[Array]) -> list[Array]:
-        run, diff = _run_with(eqn, values)
+        run, diff = _run_with(eqn, values, tangents)
         return (jax.jvp(run, (diff,), (diff,)) if is_rule(eqn) else jax.vjp(run, diff))[0]
 
     try:

@@ -22,6 +22,7 @@ from jaxkfac._jaxpr_compat import (
     call_kind,
     call_like,
     is_loop,
+    num_selectors,
     of_operands,
     scan_counts,
     scan_like,
@@ -200,7 +201,7 @@ class Rewriter(Interpreter[Tapped]):
         )
 
         def run(plan: Plan, *flat: Any) -> list[Any]:
-            first = len(arrays) + len(extras) - len(flat)  # 1 in a cond, whose index is not passed
+            first = num_selectors(eqn)
             number = len(arrays) - first
             slots, mask_values, active, computed, deferred_values = jax.tree.unflatten(
                 tree, flat[number:]
