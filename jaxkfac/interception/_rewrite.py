@@ -7,7 +7,7 @@ scan (stacked if the parameter is scanned, constant if it is constant), cond and
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +96,13 @@ class Rewriter(Interpreter[Tapped]):
     windows: Mapping[str, Window]
     encoded: frozenset[str] = frozenset()
 
-    def rewrite(self, plan: Plan, ins: Iterable[Tapped], around: Around) -> list[Tapped]:
-        """The outputs of the plan's jaxpr; only those that are views have slots."""
-        around = around._replace(masks=list(around.masks))
-        return self.run(plan.jaxpr, plan.consts, list(ins), (plan, around))
+    def rewrite(
+        self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
+    ) -> list[Any]:
+        """Outputs of the plan's jaxpr; ``args`` and ``slots`` correspond to its inputs."""
+        within = plan, around._replace(masks=list(around.masks))
+        outs = self.run(plan.jaxpr, plan.consts, list(map(Tapped, args, slots)), within)
+        return [x for x, _ in outs]
 
     def constant(self, operand: VarOrLiteral, value: Any) -> Tapped:
         return Tapped(value, {})
@@ -133,15 +136,12 @@ class Rewriter(Interpreter[Tapped]):
         elif plan.calls[position].exports_views or _is_too_deep(eqn, around):
             # A call returns no slots, so a jit that returns a view (an indexing helper) is run in
             # place, as is a deeply nested one.
-            return self.rewrite(plan.calls[position], ins, around._replace(depth=around.depth + 1))
+            inner, masks = plan.calls[position], list(around.masks)
+            deeper = around._replace(masks=masks, depth=around.depth + 1)
+            return self.run(inner.jaxpr, inner.consts, ins, (inner, deeper))
         else:
             out = self._call(eqn, plan.calls[position], plan.bodies(position), ins, around)
         return [Tapped(x, {}) for x in out]
-
-    def _results(
-        self, plan: Plan, values: list[Operand], in_slots: list[Slots], around: Around
-    ) -> list[Any]:
-        return [x for x, _ in self.rewrite(plan, map(Tapped, values, in_slots), around)]
 
     def _use(self, eqn: Eqn, uses: list[Use], ins: list[Tapped], around: Around) -> Any:
         values = [x for x, _ in ins]
@@ -185,7 +185,7 @@ class Rewriter(Interpreter[Tapped]):
             return self._scan(eqn, inner, values, in_slots, around)
         if call_kind(eqn) == "custom":
             refuse_deferred(enumerate(values), lambda _: f"`{eqn.primitive.name}`")
-            beside = functools.partial(self._results, inner, around=around)
+            beside = functools.partial(self.rewrite, inner, around=around)
             return run_beside(eqn, beside, values, in_slots)
         if call_kind(eqn) == "shard_map":
             operands = zip(values, eqn.invars, inner.jaxpr.invars, strict=True)
@@ -215,7 +215,7 @@ class Rewriter(Interpreter[Tapped]):
                 for v, m in zip(mask_values, masks, strict=True)
             ]
             around_it = Around(inside, active, computed, around.depth + 1)
-            return self._results(plan, operands, slots[first:], around_it)
+            return self.rewrite(plan, operands, slots[first:], around_it)
 
         runs = [functools.partial(run, plan) for plan in bodies]
         return call_like(eqn, runs, arrays, extras)
@@ -267,7 +267,7 @@ class Rewriter(Interpreter[Tapped]):
                 active.update({k: self.windows[k].covers(iteration) for k in windowed})
             computed = around.computed | slots.pop()
             inside = around._replace(active=active, computed=computed, depth=around.depth + 1)
-            out = self._results(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
+            out = self.rewrite(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
         scanned = [

@@ -18,7 +18,7 @@ from jaxkfac.interception._examples import (
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix
 from jaxkfac.interception._mark_outputs import OutputMark
-from jaxkfac.interception._rewrite import Around, Handler, Rewriter, Tapped
+from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception.coupling import (
     Answer,
@@ -386,8 +386,7 @@ class Traced:
         flat += jax.tree.leaves(args)
         input_slots += [{}] * (len(flat) - len(input_slots))
         around = Around(masks or [], {}, computed)
-        ins = map(Tapped, flat, input_slots)
-        out = [x for x, _ in rewriter.rewrite(self.analysis.plan, ins, around)]
+        out = rewriter.rewrite(self.analysis.plan, flat, input_slots, around)
         # A deferred parameter is decoded where it is used; the caller would get an object, not an
         # array.
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
