@@ -131,8 +131,8 @@ class Rewriter(Interpreter[Tapped]):
             rows, picks = plan.choices.get(position), position in plan.lookups
             index, into = plan.views[position], self.traced_indices
             rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
-            out_slots = rule.propagate([slots for _, slots in ins])
-            return list(map(Tapped, bind_view(eqn, values, run), out_slots))
+            out = bind_view(eqn, values, run)
+            return list(map(Tapped, out, rule.propagate([slots for _, slots in ins])))
         elif plan.calls[position].exports_views or _is_too_deep(eqn, around):
             # A call returns no slots, so a jit that returns a view (an indexing helper) is run in
             # place, as is a deeply nested one.
