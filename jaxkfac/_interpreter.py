@@ -1,7 +1,7 @@
 """One interpreter of jaxprs: every walk over a program is a set of rules for it.
 
 ``Interpreter`` goes forward, over values of any kind: arrays (the program is emitted again), axes,
-labels, sizes. ``Emitter`` emits a program in which some equations are replaced. ``live_inputs``
+labels, sizes. ``Replacer`` emits a program in which some equations are replaced. ``live_inputs``
 goes back from results. How a structured equation is entered is written here and in
 ``_jaxpr_compat``, once.
 """
@@ -123,7 +123,7 @@ class Interpreter(abc.ABC, Generic[V]):
         return [read(v) for v in jaxpr.outvars]
 
 
-class Emitter(Interpreter[Any]):
+class Replacer(Interpreter[Any]):
     """Emits a program again, with some equations replaced; the others run in segments."""
 
     @abc.abstractmethod

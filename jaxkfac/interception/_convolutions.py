@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac._interpreter import Emitter, equations_in
+from jaxkfac._interpreter import Replacer, equations_in
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -54,7 +54,7 @@ def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-class _FastConvolutions(Emitter):
+class _FastConvolutions(Replacer):
     """Transposes convolutions to the order of the fast kernel."""
 
     def touches(self, eqn: Eqn) -> bool:

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Shaped
 
 from jaxkfac._errors import HiddenMarkError
-from jaxkfac._interpreter import Emitter, run_in_place
+from jaxkfac._interpreter import Replacer, run_in_place
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -353,7 +353,7 @@ def _lifted(
     return lifting.run(jaxpr, consts, args), lifting.marks
 
 
-class _Lifting(Emitter):
+class _Lifting(Replacer):
     """Emits a program, with the values that it marks in ``marks``, in the order of `marks_of`."""
 
     def __init__(self, shifts: Sequence[Any], *, rules: bool) -> None:

@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jaxkfac import lslora
 from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import JaxkfacError
-from jaxkfac._interpreter import Emitter, equations_in, run_scan
+from jaxkfac._interpreter import Replacer, equations_in, run_scan
 from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind, is_loop
 from jaxkfac.factors import Objective, arguments, takes_key
 from jaxkfac.lslora.nf4 import quantize
@@ -62,7 +62,7 @@ def has_scans_to_remat(fn: Callable[..., Any], *shapes: Any) -> bool:
     return any(map(_Remat().touches, jax.make_jaxpr(fn)(*shapes).jaxpr.eqns))
 
 
-class _Remat(Emitter):
+class _Remat(Replacer):
     """Puts a checkpoint around each iteration of a scan whose body has none."""
 
     def touches(self, eqn: Eqn) -> bool:

@@ -113,7 +113,7 @@ def exchanged(
 def _collectives(jaxpr: Any) -> int:
     """Bytes that the collectives in a program return.
 
-    Of branches, the most expensive counts; a ``while`` counts as one round.
+    The most expensive branch of a ``cond`` counts, and one round of a ``while``.
     """
     return sum(map(_of_equation, jaxpr.eqns))
 
