@@ -82,6 +82,16 @@ def call_kind(eqn: Eqn) -> str | None:
     return None
 
 
+def is_call(eqn: Eqn) -> bool:
+    """Whether an equation runs one body once, on its operands."""
+    return call_kind(eqn) in ("jit", "checkpoint", "custom", "shard_map")
+
+
+def is_loop(eqn: Eqn) -> bool:
+    """Whether an equation is a scan: it runs its body once for each slice, and carries values."""
+    return call_kind(eqn) == "scan"
+
+
 def body_of(eqn: Eqn) -> tuple[Jaxpr, list[ArrayLike]]:
     """The jaxpr inside a jit, checkpoint, scan, shard_map or custom-derivative equation."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -90,9 +100,37 @@ def body_of(eqn: Eqn) -> tuple[Jaxpr, list[ArrayLike]]:
     raise KeyError(eqn.primitive.name)
 
 
-def branches_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
-    """The jaxprs inside a cond equation, and their constants."""
-    return [open_jaxpr(branch) for branch in eqn.params["branches"]]
+def bodies_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
+    """The jaxprs inside an equation and their constants: of a cond one for each branch.
+
+    A ``while`` has its body first and then its predicate; an equation without a structure that is
+    followed has none.
+    """
+    match call_kind(eqn):
+        case None:
+            return []
+        case "cond":
+            return [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        case "while":
+            return [open_jaxpr(eqn.params[key]) for key in ("body_jaxpr", "cond_jaxpr")]
+        case _:
+            return [body_of(eqn)]
+
+
+def num_selectors(eqn: Eqn) -> int:
+    """Number of operands in front of those that the bodies get: of a cond its index."""
+    return 1 if call_kind(eqn) == "cond" else 0
+
+
+def jaxprs_in(eqn: Eqn) -> list[Jaxpr]:
+    """All jaxprs among the parameters of any equation."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+
+
+def num_iterations(eqn: Eqn) -> int:
+    """How often an equation runs its body: the length of a scan; 1 for others."""
+    return eqn.params["length"] if is_loop(eqn) else 1
 
 
 def read_order(eqn: Eqn) -> tuple[int, ...]:
@@ -172,22 +210,35 @@ def equation_signature(eqn: Eqn) -> Hashable:
     return signature
 
 
-def of_operands(eqn: Eqn, parent: Jaxpr) -> Callable[..., Any]:
-    """A function of all operands of any equation that has no inner scope.
+def of_operands(eqn: Eqn) -> Callable[..., Any]:
+    """A function of all operands of any equation.
 
-    An equation with a custom derivative cannot be bound with its parameters alone. Neither can the
-    ``closed_call`` that the derivative of a checkpoint leaves.
+    An equation with a custom derivative cannot be bound with its parameters alone. Neither can a
+    ``shard_map``, nor the ``closed_call`` that the derivative of a checkpoint leaves.
     """
-    if call_kind(eqn) != "custom" and eqn.primitive.name != "closed_call":
+    bound_otherwise = call_kind(eqn) in ("custom", "shard_map")
+    if not bound_otherwise and eqn.primitive.name not in ("closed_call", "core_call"):
         return bind(eqn)
     variables = [i for i, v in enumerate(eqn.invars) if is_var(v)]
+    parent, _ = body_of(eqn)
     run = evaluate([eqn], [eqn.invars[i] for i in variables], eqn.outvars, parent)
     return lambda *operands: run(*[operands[i] for i in variables])
 
 
+def results_of(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    """The results of any equation on some operands, always as a list."""
+    out = of_operands(eqn)(*values)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """Numbers of a scan's constants and carries; the remaining operands are scanned."""
+    """Numbers of a scan's constants and carries; the remaining operands are scanned.
+
+    Other equations have none of either.
+    """
     p = eqn.params
+    if not is_loop(eqn):
+        return 0, 0
     if "ft_in" in p:  # jax 0.11
         constants, carry, _ = p["ft_in"].unpack()
         return len(constants), len(carry)
@@ -259,6 +310,27 @@ def shard_map_like(
         axis_names=set(axes),
         check_vma=p["check_vma"],
     )
+
+
+def call_like(
+    eqn: Eqn, bodies: Sequence[Callable[..., Any]], operands: Sequence[Any], extras: Sequence[Any]
+) -> Any:
+    """The results of a call or a cond whose bodies are other functions, which get extra operands.
+
+    Extra operands are on every device of a ``shard_map``. One that enters replicated has a
+    cotangent that is summed over the devices.
+    """
+    kind = call_kind(eqn)
+    if kind == "cond":
+        return jax.lax.switch(operands[0], bodies, *operands[1:], *extras)
+    (body,) = bodies
+    if kind == "checkpoint":
+        run = checkpoint_like(eqn, body)
+    elif kind == "shard_map":
+        run = shard_map_like(eqn, body, (PartitionSpec(),) * len(extras))
+    else:
+        run = jit_like(eqn, body, len(extras))
+    return run(*operands, *extras)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -86,8 +86,8 @@ def test_the_house_stays_as_it_is_recorded():
     # 330, three for the object of training, mapped axes, and updates on them, one for sides,
     # and four for Gram matrices: taps, rows, plan, operator. Six for a step in sample space: the
     # door, readings and products of rows; the optimizer, drawn rows and their tests. Two for
-    # layers that a user names: the call, and the base of their kinds.
-    assert counted["files"] <= 348 and counted["median code lines"] >= 110
+    # layers that a user names: the call, and the base of their kinds. One for the interpreter.
+    assert counted["files"] <= 349 and counted["median code lines"] >= 110
     assert percent("below 40 code lines, __init__ left out") <= 3
     assert counted["circles of files"] == [] and counted["circles of rooms"] == []
     assert percent("vague names") <= 3

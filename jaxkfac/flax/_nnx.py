@@ -10,14 +10,14 @@ from jaxtyping import Array, Key
 
 from jaxkfac._arguments import ArrayTree, check_function, leaves_by_path
 from jaxkfac._errors import named
+from jaxkfac._interpreter import Interpreter, live_inputs
 from jaxkfac._jaxpr_compat import (
-    ClosedJaxpr,
     Eqn,
     Jaxpr,
-    body_of,
+    VarOrLiteral,
+    bodies_of,
     call_kind,
-    is_var,
-    open_jaxpr,
+    num_selectors,
     scan_counts,
 )
 
@@ -27,72 +27,34 @@ from jaxkfac._jaxpr_compat import (
 # its recurrent cells draw keys for zeros. Only the program shows what was changed or used.
 
 
-def passed_through(jaxpr: Jaxpr | ClosedJaxpr) -> list[int | None]:
-    """For each result of a program, the operand that it is, or ``None``.
+class _Sources(Interpreter[int | None]):
+    """For each value of a program, the operand that it is, or ``None``.
 
-    Operands are followed through jit, checkpoint, custom derivatives, scan (a carry that no
-    iteration writes, a scanned operand that is stacked again) and cond. Any other equation may have
-    changed what it returns.
+    Operands are followed through calls, scan (a carry that no iteration writes, a scanned operand
+    that is stacked again) and cond. Any other equation may have changed what it returns.
     """
-    opened, _ = open_jaxpr(jaxpr)
-    source: dict[Any, int | None] = {v: i for i, v in enumerate(opened.invars)}
-    for eqn in opened.eqns:
-        for var, operand in zip(eqn.outvars, _through(eqn), strict=True):
-            if operand is not None and is_var(eqn.invars[operand]):
-                source[var] = source.get(eqn.invars[operand])
-    return [source.get(v) if is_var(v) else None for v in opened.outvars]
 
+    def constant(self, operand: VarOrLiteral, value: Any) -> None:
+        return None
 
-def reading(jaxpr: Jaxpr | ClosedJaxpr, read: Sequence[bool]) -> list[bool]:
-    """For each result of a program, whether it may depend on one of the marked operands."""
-    opened, _ = open_jaxpr(jaxpr)
-    marked = {v for v, mark in zip(opened.invars, read, strict=True) if mark}
-    for eqn in opened.eqns:
-        into = [is_var(v) and v in marked for v in eqn.invars]
-        if any(into):
-            marked.update(v for v, out in zip(eqn.outvars, _reading(eqn, into), strict=True) if out)
-    return [is_var(v) and v in marked for v in opened.outvars]
-
-
-def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
-    """For each result of an equation, whether it may depend on one of the marked operands."""
-    kind = call_kind(eqn)
-    if kind in ("jit", "checkpoint", "custom"):
-        return reading(body_of(eqn)[0], read)
-    if kind == "cond" and not read[0]:
-        branches = [reading(branch, read[1:]) for branch in eqn.params["branches"]]
-        return [any(ways) for ways in zip(*branches, strict=True)]
-    if kind == "scan":
+    def equation(
+        self, eqn: Eqn, ins: list[int | None], position: int, within: Any
+    ) -> list[int | None]:
+        if call_kind(eqn) in (None, "while", "shard_map"):
+            return [None] * len(eqn.outvars)
+        operands = ins[num_selectors(eqn) :]
+        ways = zip(*(passed_through(*body) for body in bodies_of(eqn)), strict=True)
+        sources = [way[0] if len(set(way)) == 1 else None for way in ways]
         constants, carries = scan_counts(eqn)
-        while True:  # a dependence may take several iterations to reach a carry
-            out = reading(body_of(eqn)[0], read)
-            grown = [a or b for a, b in zip(read[constants : constants + carries], out)]
-            if grown == read[constants : constants + carries]:
-                return out
-            read = [*read[:constants], *grown, *read[constants + carries :]]
-    return [True] * len(eqn.outvars)
+        return [
+            None if i is None or not _same_place(k, i, constants, carries) else operands[i]
+            for k, i in enumerate(sources)
+        ]
 
 
-def _through(eqn: Eqn) -> list[int | None]:
-    """For each result of an equation, the operand that it is, or ``None``."""
-    kind = call_kind(eqn)
-    nothing: list[int | None] = [None] * len(eqn.outvars)
-    if kind in ("jit", "checkpoint", "custom"):
-        return passed_through(body_of(eqn)[0])
-    if kind == "scan":
-        constants, carries = scan_counts(eqn)
-        operands = passed_through(body_of(eqn)[0])
-        return [
-            i if i is not None and _same_place(out, i, constants, carries) else None
-            for out, i in enumerate(operands)
-        ]
-    if kind == "cond":
-        branches = [passed_through(branch) for branch in eqn.params["branches"]]
-        return [
-            ways[0] + 1 if ways[0] is not None and len(set(ways)) == 1 else None
-            for ways in zip(*branches, strict=True)
-        ]
-    return nothing
+def passed_through(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[int | None]:
+    """For each result of a program, the operand that it is, or ``None``."""
+    return _Sources().run(jaxpr, consts, range(len(jaxpr.invars)))
 
 
 def _same_place(out: int, operand: int, constants: int, carries: int) -> bool:
@@ -274,12 +236,15 @@ class NnxApply:
             return [(again.before[path], again.after[path]) for path in paths], again.out, carried
 
         closed = jax.make_jaxpr(ends)(*states)
-        sources = iter(passed_through(closed)[: 2 * len(paths)])
+        number = 2 * len(paths)
+        sources = iter(passed_through(closed.jaxpr, closed.consts)[:number])
         pairs = zip(paths, sources, sources, strict=True)
         unwritten = {path for path, before, after in pairs if before == after is not None}
         variables = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
         random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
-        return unwritten, any(reading(closed, random)[2 * len(paths) :])
+        results = range(number, len(closed.jaxpr.outvars))
+        read = live_inputs(closed.jaxpr, results, lambda *_: None)
+        return unwritten, any(random[k] for k in read)
 
     def _is_suspect(self, call: "_Call", path: Path, key: Key[Array, ""] | None) -> bool:
         """Whether a variable that no state carries may have a new value."""

@@ -38,6 +38,9 @@ it instead, which is applied at the use. At a use the handler gets the site and 
 returns the result. If its backward rule returns statistics as the slot's cotangent,
 differentiation sums them over uses and stacks them over iterations.
 
+Analysis, emission and every other walk over a program are rules of one interpreter
+(``jaxkfac._interpreter``).
+
 **Marks.** A scalar loss can name its outputs (``mark_outputs``). The analysis determines which
 layers lead to which mark (``leading_to``), and ``lifted`` runs the program so that it returns the
 marked outputs.

@@ -9,23 +9,26 @@ parameter ends up as a use, a view or a finding: that is the completeness argume
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import JaxkfacError, UnknownLayerError
+from jaxkfac._interpreter import Interpreter
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
-    Literal,
     Var,
+    VarOrLiteral,
     body_of,
     call_kind,
     is_complex,
     is_layer,
+    is_loop,
     is_var,
     scan_counts,
 )
@@ -61,7 +64,7 @@ _COMPLEX = (
 )
 
 
-class Analysis(EquationRules):
+class Analysis(EquationRules, Interpreter[Value]):
     """The interpreter of a program, and its results.
 
     Args:
@@ -137,47 +140,24 @@ class Analysis(EquationRules):
         plan = Plan(jaxpr, list(consts))
         # Results of the program count as readers: a product that is returned has a gradient of its
         # own.
-        readers = collections.Counter(
-            v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
-        ) + collections.Counter(v for v in jaxpr.outvars if is_var(v))
-        constants = [Constant(self.number(id(c)), holds_mask(c)) for c in consts]
-        env: dict[Var, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
-        env.update(zip(jaxpr.invars, ins, strict=True))
+        operands = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
+        readers = collections.Counter(filter(is_var, operands))
+        outs = self.run(jaxpr, consts, ins, (plan, scope, readers))
+        return _read(jaxpr.outvars, outs, readers), plan
 
-        def read(operand: Var | Literal) -> Value:
-            if isinstance(operand, Literal):
-                # Equal literals are one value, so that two products with the same constant share
-                # their inputs.
-                key = str(operand.aval), np.asarray(operand.val).tobytes()
-                return Constant(self.number(key), holds_mask(operand.val))
-            value = env[operand]
-            # A bias that one of two readers adds does not reach the other, so its gradient is not
-            # that of the product, and it is joined to none.
-            if isinstance(value, Data) and value.product is not None and readers[operand] > 1:
-                value = dataclasses.replace(value, product=None, product_axes=())
-            return value
+    def constant(self, operand: VarOrLiteral, value: Any) -> Constant:
+        # Equal literals are one value, so that two products with the same constant share their
+        # inputs.
+        literal = not is_var(operand)
+        key = (str(operand.aval), np.asarray(value).tobytes()) if literal else id(value)
+        return Constant(self.number(key), holds_mask(value))
 
-        for position, eqn in enumerate(jaxpr.eqns):
-            values = [read(v) for v in eqn.invars]
-            outs = self._equation(eqn, position, values, plan, scope)
-            if lookups := lookups_in(values):
-                uses = plan.uses.get(position, ())
-                # A lookup is only a stack of experts if every reader treats what was picked as a
-                # kernel; otherwise it is a table.
-                if not is_followed(eqn, call_kind(eqn), outs, uses):
-                    self.tables |= lookups
-            if products := _products_in(values):
-                outs = self._from_products(eqn, values, outs, products)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars], plan
-
-    def _equation(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
-    ) -> list[Value]:
+    def equation(self, eqn: Eqn, ins: Sequence[Value], position: int, within: Any) -> list[Value]:
         """The results of an equation; if its analysis raises, the equation is not covered."""
-        around = self.around
+        (plan, scope, readers), around = within, self.around
+        values = _read(eqn.invars, ins, readers)
         try:
-            return self._followed(eqn, position, ins, plan, scope)
+            outs = self._followed(eqn, position, values, plan, scope)
         except (JaxkfacError, RecursionError):  # meant for the user; nested too deep as a whole
             raise
         except Exception as error:
@@ -187,7 +167,16 @@ class Analysis(EquationRules):
                 records.pop(position, None)
             plan.lookups.discard(position)
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            return self.unread(eqn, ins, f"whose analysis failed ({message})")
+            outs = self.unread(eqn, values, f"whose analysis failed ({message})")
+        if lookups := lookups_in(values):
+            uses = plan.uses.get(position, ())
+            # A lookup is only a stack of experts if every reader treats what was picked as a
+            # kernel; otherwise it is a table.
+            if not is_followed(eqn, call_kind(eqn), outs, uses):
+                self.tables |= lookups
+        if products := _products_in(values):
+            outs = self._from_products(eqn, values, outs, products)
+        return outs
 
     def _followed(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
@@ -237,7 +226,7 @@ class Analysis(EquationRules):
         followed = call_kind(eqn) in ("jit", "checkpoint") and not _is_whole(eqn, ins)
         if followed or eqn.primitive.name == MARK_ROWS:
             return outs  # its body was followed, or it is an identity
-        if call_kind(eqn) == "scan":  # constants of its body were followed too
+        if is_loop(eqn):  # constants of its body were followed too
             constants, carries = scan_counts(eqn)
             for k, v in enumerate(ins):
                 if isinstance(v, Data) and v.products and k >= constants + carries:
@@ -291,6 +280,22 @@ class Analysis(EquationRules):
         elif views_in(x):
             plan.views[position] = None  # a parameter has no rows to mark, but its slots go on
         return [x]
+
+
+def _read(
+    operands: Sequence[VarOrLiteral], values: Sequence[Value], readers: Mapping[Var, int]
+) -> list[Value]:
+    """The values of operands; a product that is read more than once is followed no further.
+
+    A bias that one of two readers adds does not reach the other, so its gradient is not that of the
+    product, and it is joined to none.
+    """
+    return [
+        dataclasses.replace(x, product=None, product_axes=())
+        if isinstance(x, Data) and x.product is not None and readers[v] > 1
+        else x
+        for v, x in zip(operands, values, strict=True)
+    ]
 
 
 def _is_whole(eqn: Eqn, ins: Sequence[Value]) -> bool:

@@ -16,19 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkfac._interpreter import Interpreter, run_in_place, run_scan
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
-    Jaxpr,
     bind,
     body_of,
     call_kind,
-    checkpoint_like,
     is_layer,
-    is_var,
-    of_operands,
+    is_loop,
+    results_of,
     scan_counts,
-    scan_like,
 )
 from jaxkfac.interception._kind import Use
 from jaxkfac.interception.values._axes import ELEMENTWISE, Atoms, Axes, AxisTable
@@ -140,7 +138,7 @@ def repeated(closed: ClosedJaxpr, todo: Repeats) -> ClosedJaxpr:
     """The program with products of constants repeated for each example."""
 
     def run(*args: Any) -> list[Any]:
-        return _run(closed.jaxpr, closed.consts, args, (), todo)
+        return _Repeating(todo).run(closed.jaxpr, closed.consts, args, ())
 
     shapes = [
         jax.ShapeDtypeStruct(
@@ -154,51 +152,60 @@ def repeated(closed: ClosedJaxpr, todo: Repeats) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*shapes)
 
 
-def _run(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], around: tuple[int, ...], todo: Repeats
-) -> list[Any]:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    # Calls that contain a product, or read copies, are run again equation by equation; the others
-    # stay calls.
-    inside = {where[: len(around) + 1] for where in todo.products if isinstance(where, tuple)}
-    for position, eqn in enumerate(jaxpr.eqns):
-        values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-        where, path = (*around, id(eqn)), (*around, position)
-        copied = any(isinstance(v, _Copies) for v in values)
-        kind = call_kind(eqn)
-        if where in todo.products:
-            out = [_product(eqn, values, *todo.products[where])]
-        elif where in todo.meetings and copied:
+class _Repeating(Interpreter[Any]):
+    """Emits a program with its products repeated; its values are arrays and copies of arrays."""
+
+    def __init__(self, todo: Repeats) -> None:
+        self.todo = todo
+        # Calls that contain a product, or read copies, are run again equation by equation; the
+        # others stay calls.
+        places = [where for where in todo.products if isinstance(where, tuple)]
+        self.inside = {where[:k] for where in places for k in range(len(where))}
+
+    def equation(
+        self, eqn: Eqn, ins: list[Any], position: int, within: tuple[int, ...]
+    ) -> Sequence[Any]:
+        where, path = (*within, id(eqn)), (*within, position)
+        copied = any(isinstance(v, _Copies) for v in ins)
+        if where in self.todo.products:
+            return [_product(eqn, ins, *self.todo.products[where])]
+        if where in self.todo.meetings and copied:
             shape = eqn.outvars[0].aval.shape
-            rows = [_aligned(v, todo.meetings[where], len(shape)) for v in values]
+            rows = [_aligned(v, self.todo.meetings[where], len(shape)) for v in ins]
             # Copies may have size one along an axis that the program broadcast; so may the result.
-            out = [jnp.broadcast_to(bind(eqn)(*rows), shape)]
-        elif kind == "scan" and (copied or path in inside):
-            out = _scan(eqn, values, where, path, todo)
-        elif copied and eqn.primitive.name == "broadcast_in_dim":
-            out = [_broadcast(eqn, values[0])]
-        elif kind in ("jit", "checkpoint") and (
-            path in inside or (copied and not is_layer(eqn))  # under `vmap` it keeps its name
+            return [jnp.broadcast_to(bind(eqn)(*rows), shape)]
+        if is_loop(eqn) and (copied or path in self.inside):
+            return self._scan(eqn, ins, where, path)
+        if copied and eqn.primitive.name == "broadcast_in_dim":
+            return [_broadcast(eqn, ins[0])]
+        if call_kind(eqn) in ("jit", "checkpoint") and (
+            path in self.inside or (copied and not is_layer(eqn))  # under `vmap` it keeps its name
         ):
-            body, closed_over = body_of(eqn)
+            body = body_of(eqn)
+            return run_in_place(eqn, lambda *values: self.run(*body, values, path), ins)
+        if not copied:
+            return results_of(eqn, ins)
+        axes = [0 if isinstance(v, _Copies) else None for v in ins]
+        plain = [
+            jnp.broadcast_to(v.x, (len(v.x), *var.aval.shape)) if isinstance(v, _Copies) else v
+            for v, var in zip(ins, eqn.invars, strict=True)
+        ]
+        out = jax.vmap(lambda *values: results_of(eqn, values), axes)(*plain)
+        return [_Copies(x) for x in out]
 
-            def again(*values: Any, body=body, closed_over=closed_over, path=path) -> list[Any]:
-                return _run(body, closed_over, values, path, todo)
-
-            out = (checkpoint_like(eqn, again) if kind == "checkpoint" else again)(*values)
-        elif copied:
-            axes = [0 if isinstance(v, _Copies) else None for v in values]
-            plain = [
-                jnp.broadcast_to(v.x, (len(v.x), *var.aval.shape)) if isinstance(v, _Copies) else v
-                for v, var in zip(values, eqn.invars, strict=True)
-            ]
-            out = jax.vmap(of_operands(eqn, jaxpr), axes)(*plain)
-            out = [_Copies(x) for x in (out if eqn.primitive.multiple_results else [out])]
-        else:
-            out = of_operands(eqn, jaxpr)(*values)
-            out = out if kind == "custom" or eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
+    def _scan(
+        self, eqn: Eqn, values: Sequence[Any], where: Hashable, path: tuple[int, ...]
+    ) -> list[Any]:
+        """A scan whose body repeats the products in it."""
+        constants, carries = scan_counts(eqn)
+        values = list(values)
+        for k in range(constants, constants + carries):
+            shape = eqn.invars[k].aval.shape
+            if isinstance(values[k], _Copies):
+                rows = _aligned(values[k], self.todo.meetings[where, k], len(shape))
+                values[k] = jnp.broadcast_to(rows, shape)
+        body = body_of(eqn)
+        return run_scan(eqn, lambda *inside: self.run(*body, inside, path), values)
 
 
 def _product(eqn: Eqn, values: Sequence[Any], number: int, parameter: int) -> _Copies:
@@ -215,27 +222,6 @@ def _broadcast(eqn: Eqn, value: _Copies) -> _Copies:
     for d, size in zip(eqn.params["broadcast_dimensions"], value.x.shape[1:], strict=True):
         shape[d] = size
     return _Copies(value.x.reshape(-1, *shape))
-
-
-def _scan(
-    eqn: Eqn, values: Sequence[Any], where: Hashable, path: tuple[int, ...], todo: Repeats
-) -> list[Any]:
-    """A scan whose body repeats the products in it."""
-    (nc, nk), (body, consts) = scan_counts(eqn), body_of(eqn)
-    carry = []
-    for k in range(nc, nc + nk):
-        value, shape = values[k], eqn.invars[k].aval.shape
-        if isinstance(value, _Copies):
-            axis = todo.meetings[where, k]
-            value = jnp.broadcast_to(_aligned(value, axis, len(shape)), shape)
-        carry.append(value)
-
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _run(body, consts, [*values[:nc], *carry, *xs], path, todo)
-        return out[:nk], out[nk:]
-
-    last, stacked = scan_like(eqn, step, carry, list(values[nc + nk :]))
-    return [*last, *stacked]
 
 
 def _aligned(value: Any, axis: int, rank: int) -> Any:

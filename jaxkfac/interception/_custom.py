@@ -7,7 +7,7 @@ which the tangents of the parameters meet data.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._arguments import ArrayTree, partition, with_leaves
+from jaxkfac._interpreter import live_inputs
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
     Var,
     body_of,
-    branches_of,
     call_kind,
     evaluate,
     is_var,
 )
 from jaxkfac.interception._functions import is_function
 from jaxkfac.interception._kind import Data, Value
-from jaxkfac.interception._plan import Facts, InputsOf, live_inputs, operands_of_call
+from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception.values._axes import fresh
 from jaxkfac.interception.values._values import Constant, Parameter
@@ -56,7 +56,7 @@ def step_without_derivative(eqn: Eqn) -> str:
     """
     primitives: list[str] = []
 
-    def note(inner: Eqn) -> None:
+    def note(_: int, inner: Eqn, results: set[int]) -> None:
         before = [v.aval for v in inner.invars[:1] if hasattr(v.aval, "dtype")]
         after = inner.outvars[0].aval
         cast = inner.primitive.name == "convert_element_type" and bool(before)
@@ -64,23 +64,10 @@ def step_without_derivative(eqn: Eqn) -> str:
         if inner.primitive.name in _NO_DERIVATIVE or coarse:
             primitives.append(inner.primitive.name)
 
-    def operands_read(_: int, inner: Eqn, results: set[int]) -> Iterable[int]:
-        note(inner)
-        kind = call_kind(inner)
-        # Whether a `while` runs another round may depend on every carry, so all of its operands
-        # count.
-        if kind is None or kind == "while":
-            return range(len(inner.invars))
-        bodies = branches_of(inner) if kind == "cond" else [body_of(inner)]
-        return operands_of_call(inner, results, [inputs_of(body) for body, _ in bodies])
-
-    def inputs_of(body: Jaxpr) -> InputsOf:
-        return lambda outputs: live_inputs(body, outputs, operands_read)
-
     # An equation counts only if a result depends on it: a `round` for a monitor does not make the
     # derivative useless.
     body, _ = body_of(eqn)
-    inputs_of(body)(set(range(len(body.outvars))))
+    live_inputs(body, range(len(body.outvars)), note)
     return primitives[-1] if primitives else ""
 
 
@@ -151,28 +138,42 @@ def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
     return evaluate([eqn], operands_of(eqn)[0], eqn.outvars, body_of(eqn)[0])
 
 
-def rule_of(eqn: Eqn) -> ClosedJaxpr:
-    """The tangent program of a ``custom_jvp``, a function of its variables and their tangents."""
+def rule_of(eqn: Eqn, moving: Sequence[Var] | None = None, *, forward: bool = True) -> ClosedJaxpr:
+    """The program of a custom derivative's tangents, or of its operands' cotangents.
+
+    Args:
+        eqn: The call.
+        moving: The variables that have tangents; by default all that can have some.
+        forward: Whether the program is a function of the call's variables and of the tangents of
+            those that move; otherwise of its variables and the cotangents of its results.
+    """
     primals, tangents = operands_of(eqn)
+    moving = tangents if moving is None else moving
+    is_float = _floats(eqn.outvars)
 
     # A rule may return NumPy's numbers, such as the zeros of a result that is constant.
-    def tangents_out(values: list[Array], dots: list[Array]) -> list[Any]:
-        run, at = _run_with(eqn, values)
-        outs = jax.jvp(run, (at,), (dots,))[1]
-        return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
+    def derivative(values: list[Array], seeds: list[Array]) -> list[Any]:
+        run, at = _run_with(eqn, values, moving)
 
-    return jax.make_jaxpr(tangents_out)(shapes_of(primals), shapes_of(tangents))
+        def floats(diff: list[Array]) -> list[Any]:
+            return [x for x, d in zip(run(diff), is_float, strict=True) if d]
+
+        return jax.jvp(floats, (at,), (seeds,))[1] if forward else jax.vjp(floats, at)[1](seeds)[0]
+
+    results = [v for v, d in zip(eqn.outvars, is_float, strict=True) if d]
+    return jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(moving if forward else results))
 
 
-def _run_with(eqn: Eqn, values: Sequence[Array]) -> tuple[Callable[..., list[Any]], list[Array]]:
-    """The call as a function of its operands that have tangents, and their values."""
-    primals, tangents = operands_of(eqn)
+def _run_with(
+    eqn: Eqn, values: Sequence[Array], moving: Sequence[Var]
+) -> tuple[Callable[..., list[Any]], list[Array]]:
+    """The call as a function of its operands that move, and their values."""
+    at = dict(zip(operands_of(eqn)[0], values, strict=True))
 
     def run(diff: list[Array]) -> list[Any]:
-        at = dict(zip(tangents, diff, strict=True))
-        return call_of(eqn)(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
+        return call_of(eqn)(*(at | dict(zip(moving, diff, strict=True))).values())
 
-    return run, [x for v, x in zip(primals, values, strict=True) if v in tangents]
+    return run, [at[v] for v in moving]
 
 
 def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
@@ -296,10 +297,10 @@ def is_refused(eqn: Eqn) -> bool:
     """Whether JAX refuses a custom derivative's rule in a jaxpr, or it has other weak types."""
     if call_kind(eqn) != "custom" or is_function(eqn):
         return False
-    primals, _ = operands_of(eqn)
+    primals, tangents = operands_of(eqn)
 
     def results(values: list[Array]) -> list[Array]:
-        run, diff = _run_with(eqn, values)
+        run, diff = _run_with(eqn, values, tangents)
         return (jax.jvp(run, (diff,), (diff,)) if is_rule(eqn) else jax.vjp(run, diff))[0]
 
     try:

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
-from jaxkfac._jaxpr_compat import ClosedJaxpr, Eqn, call_kind, is_var, recomputes
+from jaxkfac._interpreter import InputsOf, live_inputs, operands_of_call
+from jaxkfac._jaxpr_compat import ClosedJaxpr, Eqn, call_kind, is_call, is_var, recomputes
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._kind import Data, Use
 from jaxkfac.interception._layer import EXAMPLES_LOST
-from jaxkfac.interception._plan import InputsOf, Plan, live_inputs, operands_of_call
+from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
@@ -46,15 +47,14 @@ def _inputs(
         uses.update((id(use), use) for use in plan.uses.get(position, ()))
         if position not in plan.calls:
             return range(len(eqn.invars))
-        inner, kind = plan.calls[position], call_kind(eqn)
+        inner = plan.calls[position]
         uses.update((id(use), use) for use in inner.entries.values())
-        if kind == "custom":  # a rule has other operands and results than its function
+        if call_kind(eqn) == "custom":  # a rule has other operands and results than its function
             uses.update((id(use), use) for use in inner.all_uses())
             return range(len(eqn.invars))
-        if kind in ("scan", "cond"):
-            within = []
-        bodies = inner.calls.values() if kind == "cond" else [inner]
-        return operands_of_call(eqn, results, [inputs_of(body, within) for body in bodies])
+        within = within if is_call(eqn) else []
+        bodies = [inputs_of(body, within) for body in plan.bodies(position)]
+        return operands_of_call(eqn, results, bodies)
 
     def inputs_of(body: Plan, past: Collection[int]) -> InputsOf:
         return lambda outputs: _inputs(body, outputs, uses, past)
@@ -103,11 +103,10 @@ def split_recomputed(
 
 def _recomputed(plan: Plan) -> Iterator[Use]:
     for position, inner in plan.calls.items():
-        eqn = plan.jaxpr.eqns[position]
-        if recomputes(eqn):
+        if recomputes(plan.jaxpr.eqns[position]):
             yield from inner.all_uses()
             continue
-        for body in inner.calls.values() if call_kind(eqn) == "cond" else [inner]:
+        for body in plan.bodies(position):
             yield from _recomputed(body)
 
 

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core as jex
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Shaped
 
 from jaxkfac._errors import HiddenMarkError
+from jaxkfac._interpreter import Replacer, run_in_place
 from jaxkfac._jaxpr_compat import (
     ClosedJaxpr,
     Eqn,
@@ -28,11 +30,10 @@ from jaxkfac._jaxpr_compat import (
     body_of,
     call_kind,
     cast_varying,
-    checkpoint_like,
-    evaluate,
     is_var,
+    jaxprs_in,
     of_operands,
-    open_jaxpr,
+    results_of,
 )
 from jaxkfac.interception._custom import (
     is_refused,
@@ -297,32 +298,28 @@ def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
             # A mark is known by its result and not by its operand: marking one value twice is two
             # means of one value and allowed, while a mark of a mark counts its terms twice.
             marked[eqn.outvars[0]] = len(marks)
-            aval = eqn.outvars[0].aval
-            marks.append(
-                OutputMark(
-                    eqn.params["likelihood"],
-                    jax.ShapeDtypeStruct(aval.shape, aval.dtype),
-                    eqn.params["weight"],
-                    eqn.params["masked"],
-                    aval,
-                )
-            )
-            continue
-        if is_rule(eqn):
-            beside = _beside(eqn, rules=rules)
-            inner = marks_of(beside.jaxpr, rules=False) if beside else []
-            marks += [mark._replace(beside=True) for mark in inner]
-            continue
-        inner = [m for body in _bodies(eqn) for m in marks_of(body, rules=rules)]
-        # Only these two run their body once, so that outputs, mask and weight can be returned from
-        # it.
-        if inner and call_kind(eqn) not in ("jit", "checkpoint"):
-            raise HiddenMarkError(
-                f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
-                "read: return these outputs from it, and mark them outside"
-            )
-        marks += inner
+        marks += _marks_in(eqn, rules=rules)
     return marks
+
+
+def _marks_in(eqn: Eqn, *, rules: bool) -> list[OutputMark]:
+    """The marks of an equation, and of the programs in it."""
+    if eqn.primitive is _primitive:
+        aval, p = eqn.outvars[0].aval, eqn.params
+        shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return [OutputMark(p["likelihood"], shape, p["weight"], p["masked"], aval)]
+    if is_rule(eqn):
+        beside = _beside(eqn, rules=rules)
+        inner = marks_of(beside.jaxpr, rules=False) if beside else []
+        return [mark._replace(beside=True) for mark in inner]
+    inner = [m for body in jaxprs_in(eqn) for m in marks_of(body, rules=rules)]
+    # Only these two run their body once, so that outputs, mask and weight can be returned from it.
+    if inner and call_kind(eqn) not in ("jit", "checkpoint"):
+        raise HiddenMarkError(
+            f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
+            "read: return these outputs from it, and mark them outside"
+        )
+    return inner
 
 
 def lifted(
@@ -339,66 +336,56 @@ def lifted(
             for reverse mode alone, and a solver that stores the full program could not run it
             forward.
     """
-    out = _run(jaxpr, consts, args, list(shifts), rules=True)
-    weights = {k: w for k, (_, w, _) in enumerate(out.marks) if w is not None}
-    masks = {k: m for k, (_, _, m) in enumerate(out.marks) if m is not None}
-    return Marked([x for x, _, _ in out.marks], out.result, weights, masks)
+    result, marks = _lifted(jaxpr, consts, args, shifts, rules=True)
+    weights = {k: w for k, (_, w, _) in enumerate(marks) if w is not None}
+    masks = {k: m for k, (_, _, m) in enumerate(marks) if m is not None}
+    return Marked([x for x, _, _ in marks], result, weights, masks)
 
 
-class _Run(NamedTuple):
-    result: list[Any]
-    marks: list[tuple[Any, Any, Any]]  # outputs, weight, mask
+_Ends = tuple[Any, Any, Any]  # outputs, weight and mask of a mark
 
 
-def _run(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: list[Any], *, rules: bool
-) -> _Run:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    marks: list[tuple[Any, Any, Any]] = []
+def _lifted(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: Sequence[Any], *, rules: bool
+) -> tuple[list[Any], list[_Ends]]:
+    """The results of a program, and its marks."""
+    lifting = _Lifting(shifts, rules=rules)
+    return lifting.run(jaxpr, consts, args), lifting.marks
 
-    def read(operand: Any) -> Any:
-        return env[operand] if is_var(operand) else operand.val
 
-    for eqn in jaxpr.eqns:
-        values = [read(v) for v in eqn.invars]
+class _Lifting(Replacer):
+    """Emits a program, with the values that it marks in ``marks``, in the order of `marks_of`."""
+
+    def __init__(self, shifts: Sequence[Any], *, rules: bool) -> None:
+        self.shifts, self.rules = shifts, rules
+        self.marks: list[_Ends] = []
+
+    def touches(self, eqn: Eqn) -> bool:
+        # A rule that is run beside its call calls functions that JAX does not differentiate there,
+        # and whose own rules it would refuse; their operands are stopped.
+        refused = not self.rules and is_refused(eqn)
+        return refused or bool(_marks_in(eqn, rules=self.rules))
+
+    def replaced(self, eqn: Eqn, values: list[Any]) -> list[Any]:
+        number = len(_marks_in(eqn, rules=self.rules))
+        shifts = self.shifts[len(self.marks) : len(self.marks) + number]
         if eqn.primitive is _primitive:
             further = values[1:]
             mask = further.pop() if eqn.params["masked"] else None
-            marks.append((values[0], further[0] if further else None, mask))
-            # Marks and shifts are in the order of `marks_of`, which walks the equations as this
-            # loop does.
-            shift = shifts[len(marks) - 1]
-            out = [values[0] if shift is None else _shifted(values[0], shift)]
-        elif number := _number_of_marks(eqn, rules=rules):
-            inner_shifts = shifts[len(marks) : len(marks) + number]
-            if is_rule(eqn):
-                marks += _run_beside(eqn, values, inner_shifts, rules=rules)
-                # The call itself runs unchanged, with its custom derivative. Its marks come from a
-                # second run of its function; nobody reads the results of that run, so the compiler
-                # drops what no mark needs.
-                out = opaque_call(of_operands(eqn, jaxpr))(*values)
-                env.update(zip(eqn.outvars, out, strict=True))
-                continue
-            inner = functools.partial(_run, *body_of(eqn), rules=rules)
-            again = checkpoint_like(eqn, inner) if call_kind(eqn) == "checkpoint" else inner
-            out, inner_marks = again(values, inner_shifts)
-            marks += inner_marks
-        else:
-            # A rule that is run beside its call calls functions that JAX does not differentiate
-            # there, and whose own rules it would refuse.
-            if not rules and is_refused(eqn):
-                values = jax.lax.stop_gradient(values)
-            out = of_operands(eqn, jaxpr)(*values)
-            out = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
-    return _Run([read(v) for v in jaxpr.outvars], marks)
-
-
-def _number_of_marks(eqn: Eqn, *, rules: bool) -> int:
-    if is_rule(eqn):
-        beside = _beside(eqn, rules=rules)
-        return len(marks_of(beside.jaxpr, rules=False)) if beside else 0
-    return sum(len(marks_of(body, rules=rules)) for body in _bodies(eqn))
+            self.marks.append((values[0], further[0] if further else None, mask))
+            return [values[0] if shifts[0] is None else _shifted(values[0], shifts[0])]
+        if not number:
+            return results_of(eqn, jax.lax.stop_gradient(values))
+        if is_rule(eqn):
+            self.marks += _run_beside(eqn, values, shifts, rules=self.rules)
+            # The call itself runs unchanged, with its custom derivative. Its marks come from a
+            # second run of its function; nobody reads the results of that run, so the compiler
+            # drops what no mark needs.
+            return opaque_call(of_operands(eqn))(*values)
+        inner = functools.partial(_lifted, *body_of(eqn), rules=self.rules)
+        out, marks = run_in_place(eqn, inner, [values, shifts])
+        self.marks += marks
+        return out
 
 
 def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
@@ -412,11 +399,8 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
 
         def function(values: list[Any], _: list[Any]) -> list[Any]:
             at = dict(zip(primals, values, strict=True))
-            jaxpr, consts = body_of(eqn)
             operands = [at[v] if is_var(v) else v.val for v in eqn.invars]
-            return evaluate(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr)(
-                *consts, *operands
-            )
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))(*operands)
 
         return jax.make_jaxpr(function)(shapes_of(primals), shapes_of(tangents))
     if not rules or is_function(eqn):
@@ -429,15 +413,15 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
 
 
 def _run_beside(
-    eqn: Eqn, values: Sequence[Any], shifts: list[Any], *, rules: bool
-) -> list[tuple[Any, Any, Any]]:
+    eqn: Eqn, values: Sequence[Any], shifts: Sequence[Any], *, rules: bool
+) -> list[_Ends]:
     """The marks of a function with a custom derivative, whose results nobody reads."""
     primals, tangents = operands_of(eqn)
     at = of_variables(eqn, values)
     beside = _beside(eqn, rules=rules)
     assert beside is not None
     operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
-    return _run(beside.jaxpr, beside.consts, operands, shifts, rules=False).marks
+    return _lifted(beside.jaxpr, beside.consts, operands, shifts, rules=False)[1]
 
 
 @jax.custom_vjp
@@ -447,12 +431,3 @@ def _shifted(x: Any, shift: Any) -> Any:
 
 
 _shifted.defvjp(lambda x, shift: (x, None), lambda _, cotangent: (cotangent, cotangent))
-
-
-def _bodies(eqn: Eqn) -> list[Jaxpr]:
-    bodies = []
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
-                bodies.append(open_jaxpr(one)[0])
-    return bodies

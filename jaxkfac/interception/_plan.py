@@ -1,21 +1,13 @@
 """The records of an analysis: facts about values, and the plan of what to do with each equation."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jax.typing import ArrayLike
 
-from jaxkfac._jaxpr_compat import (
-    Eqn,
-    Jaxpr,
-    Var,
-    call_kind,
-    evaluate,
-    is_stateful,
-    is_var,
-    scan_counts,
-)
+from jaxkfac._interpreter import Segment, steps_of
+from jaxkfac._jaxpr_compat import Eqn, Jaxpr, bodies_of, is_stateful
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._kind import Use, Value
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
@@ -179,7 +171,7 @@ class Plan:
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False
     scan: int = 0
-    steps: list[Any] | None = None
+    steps: list[Segment | int] | None = None
 
     def all_uses(self) -> list[Use]:
         """Every use, in program order."""
@@ -189,124 +181,30 @@ class Plan:
             uses += self.calls[position].all_uses() if position in self.calls else []
         return uses
 
+    def bodies(self, position: int) -> list["Plan"]:
+        """The plans of the bodies of a structured equation: of a cond one for each branch."""
+        inner = self.calls[position]
+        several = len(bodies_of(self.jaxpr.eqns[position])) > 1
+        return [inner.calls[k] for k in sorted(inner.calls)] if several else [inner]
+
     def all_marks(self) -> list[Mark]:
         inner = [m for plan in self.calls.values() for m in plan.all_marks()]
         return list(self.marks.values()) + inner
 
 
-# ---------------- the inputs on which outputs depend
-
-InputsOf = Callable[[set[int]], set[int]]
-"""Positions of the inputs of a jaxpr on which some of its outputs depend."""
-
-
-def live_inputs(
-    jaxpr: Jaxpr,
-    outputs: Iterable[int],
-    operands_read: Callable[[int, Eqn, set[int]], Iterable[int]],
-) -> set[int]:
-    """Positions of the inputs on which some outputs depend.
-
-    Args:
-        jaxpr: The jaxpr.
-        outputs: Positions of the outputs.
-        operands_read: Called with the position of an equation, the equation, and the positions of
-            its results that are needed; returns the positions of the operands that they depend on.
-            Equations without a needed result are left out, and the last one comes first.
-    """
-    live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}
-    for position in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[position]
-        if results := {k for k, v in enumerate(eqn.outvars) if v in live}:
-            operands = operands_read(position, eqn, results)
-            live |= {v for k in operands if is_var(v := eqn.invars[k])}
-    return {k for k, v in enumerate(jaxpr.invars) if v in live}
-
-
-def operands_of_call(eqn: Eqn, results: set[int], bodies: Iterable[InputsOf]) -> set[int]:
-    """Operands on which some results of a scan, a cond or a call depend.
-
-    Args:
-        eqn: The equation.
-        results: Positions of its results.
-        bodies: The dependence of its body, or of each branch of a cond.
-    """
-    if call_kind(eqn) == "cond":
-        # Which branch runs is not known, so an operand counts if any branch reads it.
-        return {0}.union(*({k + 1 for k in inputs_of(results)} for inputs_of in bodies))
-    (inputs_of,) = bodies
-    if call_kind(eqn) != "scan":
-        return inputs_of(results)
-    constants, carries = scan_counts(eqn)
-    while True:  # a carry that one iteration reads is a result of the one before
-        operands = inputs_of(results)
-        more = {k - constants for k in operands if constants <= k < constants + carries}
-        if more <= results:
-            return operands
-        results = results | more
-
-
-# ---------------- the steps of a plan: special equations, and runs of ordinary ones between them
-#
-# A run is one function that is built once and evaluated without change. Emission therefore costs
-# time in proportion to the uses, views and calls, not to the length of the program.
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """A run of equations that need no special treatment."""
-
-    run: Callable[..., list[Any]]
-    invars: list[Var]
-    outvars: list[Var]
-    eqns: list[Eqn]
-
-    def reader_of(self, var: Var) -> str:
-        """The first equation that reads a variable, for messages."""
-        eqn = next(e for e in self.eqns if any(v is var for v in e.invars))
-        inner = eqn.params.get("name")
-        name = eqn.primitive.name
-        return f"`{name}` (of `{inner}`)" if isinstance(inner, str) else f"`{name}`"
-
-
-def steps_of(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
+def plan_steps(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
     """The plan as runs of ordinary equations and positions of special ones; computed once."""
     if plan.steps is None:
-        plan.steps = _split(plan, encoded)
+
+        def is_special(use: Use) -> bool:
+            return use.layer is not None or use.view.path in encoded
+
+        special = {p for p, uses in plan.uses.items() if any(map(is_special, uses))}
+        special |= plan.views.keys() | plan.marks.keys()
+        special |= {
+            p
+            for p, c in plan.calls.items()
+            if c.exports_views or any(map(is_special, c.all_uses()))
+        }
+        plan.steps = steps_of(plan.jaxpr, lambda position, _: position in special)
     return plan.steps
-
-
-def _split(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
-    jaxpr = plan.jaxpr
-
-    def is_special(use: Use) -> bool:
-        return use.layer is not None or use.view.path in encoded
-
-    special = {p for p, uses in plan.uses.items() if any(map(is_special, uses))}
-    special |= plan.views.keys() | plan.marks.keys()
-    special |= {
-        p for p, c in plan.calls.items() if c.exports_views or any(map(is_special, c.all_uses()))
-    }
-    runs: list[list[int] | int] = []
-    for position in range(len(jaxpr.eqns)):
-        if position in special:
-            runs.append(position)
-        elif runs and isinstance(runs[-1], list):
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    needed = {v for v in jaxpr.outvars if is_var(v)}
-    steps: list[Segment | int] = []
-    for run in reversed(runs):
-        eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
-        written = {v: None for e in eqns for v in e.outvars}
-        read = {v: None for e in eqns for v in e.invars if is_var(v)}
-        if isinstance(run, list):
-            outvars = [v for v in written if v in needed]
-            invars = [v for v in read if v not in written]
-            run_eqns = evaluate(eqns, invars, outvars, jaxpr)
-            steps.append(Segment(run_eqns, invars, outvars, eqns))
-        else:
-            steps.append(run)
-        needed = (needed - written.keys()) | read.keys()
-    return steps[::-1]

@@ -7,20 +7,31 @@ scan (stacked if the parameter is scanned, constant if it is constant), cond and
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool
 
-from jaxkfac import _jaxpr_compat
-from jaxkfac._jaxpr_compat import Eqn, Literal, Var
+from jaxkfac._interpreter import Interpreter, Segment
+from jaxkfac._jaxpr_compat import (
+    Eqn,
+    Jaxpr,
+    VarOrLiteral,
+    call_kind,
+    call_like,
+    is_loop,
+    num_selectors,
+    of_operands,
+    scan_counts,
+    scan_like,
+    states_placement,
+)
 from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._elements import Elements, SlotRule, Slots, stacked_slots
 from jaxkfac.interception._kind import Site, Use
-from jaxkfac.interception._plan import Plan, Segment, steps_of
+from jaxkfac.interception._plan import Plan, plan_steps
 from jaxkfac.interception._row_masks import RowMask, row_weights, where_chosen
 from jaxkfac.interception.values._axes import Axes, AxisTable
 from jaxkfac.interception.values._encoded import (
@@ -56,8 +67,15 @@ class Around(NamedTuple):
     depth: int = 0
 
 
+class Tapped(NamedTuple):
+    """A value of the program, and the slots of the parameters that are seen in it."""
+
+    x: Operand
+    slots: Slots
+
+
 @dataclasses.dataclass(frozen=True)
-class Rewriter:
+class Rewriter(Interpreter[Tapped]):
     """Runs a plan with a handler.
 
     Args:
@@ -78,78 +96,62 @@ class Rewriter:
     windows: Mapping[str, Window]
     encoded: frozenset[str] = frozenset()
 
-    def run(
+    def rewrite(
         self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
     ) -> list[Any]:
         """Outputs of the plan's jaxpr; ``args`` and ``slots`` correspond to its inputs."""
-        return self._run(plan, args, slots, around)[0]
+        within = plan, around._replace(masks=list(around.masks))
+        outs = self.run(plan.jaxpr, plan.consts, list(map(Tapped, args, slots)), within)
+        return [x for x, _ in outs]
 
-    def _run(
-        self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
-    ) -> tuple[list[Operand], list[Slots]]:
-        """The outputs, and the slots of the outputs that are views."""
-        env: dict[Var, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
-        env.update(zip(plan.jaxpr.invars, args, strict=True))
-        slot_env = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
-        around = around._replace(masks=list(around.masks))
+    def constant(self, operand: VarOrLiteral, value: Any) -> Tapped:
+        return Tapped(value, {})
 
-        def read(operand: Var | Literal) -> Any:
-            return operand.val if isinstance(operand, Literal) else env[operand]
+    def steps(self, jaxpr: Jaxpr, within: tuple[Plan, Around]) -> Iterable[Segment | int]:
+        return plan_steps(within[0], self.encoded)
 
-        for step in steps_of(plan, self.encoded):
-            if isinstance(step, Segment):
-                refuse_deferred([(v, env[v]) for v in step.invars], step.reader_of)
-                out = step.run(*[env[v] for v in step.invars])
-                env.update(zip(step.outvars, out, strict=True))
-                continue
-            eqn = plan.jaxpr.eqns[step]
-            values = [read(v) for v in eqn.invars]
-            in_slots = [slot_env.get(v, {}) if _jaxpr_compat.is_var(v) else {} for v in eqn.invars]
-            if step in plan.uses:
-                out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
-            elif step in plan.marks:
-                around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
-                out = [bind(eqn)(*values)]  # kept: a later trace of this program reads the mark too
-            elif step in plan.views:
-                run = _jaxpr_compat.of_operands(eqn, plan.jaxpr)
-                out = bind_view(eqn, values, run)
-                rows, picks = plan.choices.get(step), step in plan.lookups
-                index, into = plan.views[step], self.traced_indices
-                rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
-                out_slots = rule.propagate(in_slots)
-                slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
-            elif plan.calls[step].exports_views or _is_too_deep(eqn, around):
-                # A call returns no slots, so a jit that returns a view (an indexing helper) is run
-                # in place, as is a deeply nested one.
-                deeper = around._replace(depth=around.depth + 1)
-                out, out_slots = self._run(plan.calls[step], values, in_slots, deeper)
-                slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
-            else:
-                inner = plan.calls[step]
-                tapped = tapped_layers(inner)
-                in_slots = [{k: s for k, s in d.items() if k in tapped} for d in in_slots]
-                out = self._call(eqn, inner, values, in_slots, around)
-            env.update(zip(eqn.outvars, out, strict=True))
-        outs = plan.jaxpr.outvars
-        return [read(v) for v in outs], [
-            slot_env.get(v, {}) if _jaxpr_compat.is_var(v) else {} for v in outs
-        ]
+    def segment(self, segment: Segment, ins: list[Tapped]) -> list[Tapped]:
+        values = [x for x, _ in ins]
+        refuse_deferred(zip(segment.invars, values, strict=True), segment.reader_of)
+        return [Tapped(x, {}) for x in segment.run(*values)]
 
-    def _use(
-        self,
-        eqn: Eqn,
-        uses: list[Use],
-        values: list[Operand],
-        in_slots: list[Slots],
-        around: Around,
-    ) -> Any:
+    def equation(
+        self, eqn: Eqn, ins: list[Tapped], position: int, within: tuple[Plan, Around]
+    ) -> list[Tapped]:
+        plan, around = within
+        values = [x for x, _ in ins]
+        if position in plan.uses:
+            out = [self._use(eqn, plan.uses[position], ins, around)]
+        elif position in plan.marks:
+            mask: Any = values[1]
+            around.masks.append(RowMask(mask, plan.marks[position].axes, complete=False))
+            out = [bind(eqn)(*values)]  # kept: a later trace of this program reads the mark too
+        elif position in plan.views:
+            run = of_operands(eqn)
+            rows, picks = plan.choices.get(position), position in plan.lookups
+            index, into = plan.views[position], self.traced_indices
+            rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
+            out = bind_view(eqn, values, run)
+            return list(map(Tapped, out, rule.propagate([slots for _, slots in ins])))
+        elif plan.calls[position].exports_views or _is_too_deep(eqn, around):
+            # A call returns no slots, so a jit that returns a view (an indexing helper) is run in
+            # place, as is a deeply nested one.
+            inner, masks = plan.calls[position], list(around.masks)
+            deeper = around._replace(masks=masks, depth=around.depth + 1)
+            return self.run(inner.jaxpr, inner.consts, ins, (inner, deeper))
+        else:
+            out = self._call(eqn, plan.calls[position], plan.bodies(position), ins, around)
+        return [Tapped(x, {}) for x in out]
+
+    def _use(self, eqn: Eqn, uses: list[Use], ins: list[Tapped], around: Around) -> Any:
+        values = [x for x, _ in ins]
         not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
         refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         # A layer that this pass does not gather has no slot.
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
-        beside = [around.computed if u.view.computed_from else in_slots[u.operand] for u in uses]
+        beside = [around.computed if u.view.computed_from else ins[u.operand].slots for u in uses]
         slots = [dict(_at_use(its[u.layer or ""])) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
@@ -174,73 +176,57 @@ class Rewriter:
         return self.handler(Site(eqn, uses, slots, rows, active, self.table), [*values, *picked])
 
     def _call(
-        self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, bodies: list[Plan], ins: list[Tapped], around: Around
     ) -> list[Any]:
-        kind = _jaxpr_compat.call_kind(eqn)
-        if kind == "scan":
+        tapped = tapped_layers(inner)
+        values = [x for x, _ in ins]
+        in_slots = [{k: s for k, s in d.items() if k in tapped} for _, d in ins]
+        if is_loop(eqn):
             return self._scan(eqn, inner, values, in_slots, around)
-        if kind == "custom":
+        if call_kind(eqn) == "custom":
             refuse_deferred(enumerate(values), lambda _: f"`{eqn.primitive.name}`")
-            beside = functools.partial(self.run, inner, around=around)
+            beside = functools.partial(self.rewrite, inner, around=around)
             return run_beside(eqn, beside, values, in_slots)
-        masks, index = around.masks, None
-        if kind == "cond":
-            index, values, in_slots = values[0], values[1:], in_slots[1:]
-        if kind == "shard_map":
-            split = [
-                (i, values[i])
-                for i, (v, w) in enumerate(
-                    zip(eqn.invars, _jaxpr_compat.body_of(eqn)[0].invars, strict=True)
-                )
-                if v.aval.shape != w.aval.shape
-            ]
+        if call_kind(eqn) == "shard_map":
+            operands = zip(values, eqn.invars, inner.jaxpr.invars, strict=True)
+            split = [(x, x) for x, v, w in operands if v.aval.shape != w.aval.shape]
             refuse_deferred(split, lambda _: "`shard_map`, which splits it over mesh axes")
         # A deferred parameter has no sharding and no donation, so it is passed with the slots.
         deferred = [v if isinstance(v, DeferredParameter) else None for v in values]
         arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
-        tapped = tapped_layers(inner)
+        masks = around.masks
         computed = {name: slot for name, slot in around.computed.items() if name in tapped}
         extras, tree = jax.tree.flatten(
             (in_slots, [m.mask for m in masks], around.active, computed, deferred)
         )
 
         def run(plan: Plan, *flat: Any) -> list[Any]:
-            n = len(arrays)
+            first = num_selectors(eqn)
+            number = len(arrays) - first
             slots, mask_values, active, computed, deferred_values = jax.tree.unflatten(
-                tree, flat[n:]
+                tree, flat[number:]
             )
             operands = [
-                h if h is not None else v for v, h in zip(flat[:n], deferred_values, strict=True)
+                h if h is not None else v
+                for v, h in zip(flat[:number], deferred_values[first:], strict=True)
             ]
             inside = [
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
             around_it = Around(inside, active, computed, around.depth + 1)
-            return self._run(plan, operands, slots, around_it)[0]
+            return self.rewrite(plan, operands, slots[first:], around_it)
 
-        if kind == "cond":
-            branches = [functools.partial(run, inner.calls[k]) for k in sorted(inner.calls)]
-            return jax.lax.switch(index, branches, *arrays, *extras)
-
-        def body(*flat: Any) -> list[Any]:
-            return run(inner, *flat)
-
-        if kind == "checkpoint":
-            return _jaxpr_compat.checkpoint_like(eqn, body)(*arrays, *extras)
-        if kind == "shard_map":
-            # A slot that enters replicated has a cotangent that is summed over the devices.
-            specs = (PartitionSpec(),) * len(extras)
-            return _jaxpr_compat.shard_map_like(eqn, body, specs)(*arrays, *extras)
-        return _jaxpr_compat.jit_like(eqn, body, len(extras))(*arrays, *extras)
+        runs = [functools.partial(run, plan) for plan in bodies]
+        return call_like(eqn, runs, arrays, extras)
 
     def _scan(
         self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
     ) -> list[Any]:
-        (nc, nk), length = _jaxpr_compat.scan_counts(eqn), eqn.params["length"]
+        (nc, nk), length = scan_counts(eqn), eqn.params["length"]
         values = list(values)
         for k, use in inner.entries.items():  # states that the first iteration starts from
-            values[k] = self._use(use.eqn, [use], [values[k]], [in_slots[k]], around)
+            values[k] = self._use(use.eqn, [use], [Tapped(values[k], in_slots[k])], around)
         fixed = in_slots[: nc + nk]  # a parameter carried unchanged is a constant
         stacks = {
             u.layer: u.layers
@@ -281,13 +267,13 @@ class Rewriter:
                 active.update({k: self.windows[k].covers(iteration) for k in windowed})
             computed = around.computed | slots.pop()
             inside = around._replace(active=active, computed=computed, depth=around.depth + 1)
-            out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
+            out = self.rewrite(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
         scanned = [
             v.scanned() if isinstance(v, DeferredParameter) else v for v in values[nc + nk :]
         ]
-        (state, _), ys = _jaxpr_compat.scan_like(
+        (state, _), ys = scan_like(
             eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )
         return [*state, *ys]
@@ -299,8 +285,8 @@ def _is_too_deep(eqn: Eqn, around: Around) -> bool:
     As a jit it takes 13 frames, and 10 more when it is differentiated: 77 levels would exhaust
     Python's limit of 1,000 frames, while JAX itself traces 120.
     """
-    deep = around.depth >= _NESTED_JITS and _jaxpr_compat.call_kind(eqn) == "jit"
-    return deep and not _jaxpr_compat.states_placement(eqn)
+    deep = around.depth >= _NESTED_JITS and call_kind(eqn) == "jit"
+    return deep and not states_placement(eqn)
 
 
 def _at_use(slot: Slot | Elements) -> Slot:

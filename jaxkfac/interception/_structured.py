@@ -8,8 +8,8 @@ from jax.typing import ArrayLike
 from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
+    bodies_of,
     body_of,
-    branches_of,
     copy_like,
     read_order,
     scan_counts,
@@ -273,13 +273,13 @@ def interpret_cond(
     """The results of a cond, and a plan whose calls are the plans for its branches."""
     index, *operands = map(without_product, ins)
     branches = []
-    for body, consts in branches_of(eqn):
+    for body, consts in bodies_of(eqn):
         # Each branch has a scope of its own, because what one branch reads of an input does not
         # count in another.
         branch = len(facts.scanned) + 1
         facts.scanned[branch] = ()
         branches.append(interpret(body, consts, operands, (*scope, branch)))
-    plan = Plan(branches_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
+    plan = Plan(bodies_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
     results = zip(*[outs for outs, _ in branches], strict=True)
     return [
         _any_of(facts, eqn, [index, *values], v.aval.shape)

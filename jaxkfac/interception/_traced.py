@@ -385,7 +385,8 @@ class Traced:
         input_slots = [by_path.get(path, {}) for path in paths]
         flat += jax.tree.leaves(args)
         input_slots += [{}] * (len(flat) - len(input_slots))
-        out = rewriter.run(self.analysis.plan, flat, input_slots, Around(masks or [], {}, computed))
+        around = Around(masks or [], {}, computed)
+        out = rewriter.rewrite(self.analysis.plan, flat, input_slots, around)
         # A deferred parameter is decoded where it is used; the caller would get an object, not an
         # array.
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")

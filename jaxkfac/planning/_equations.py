@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Literal, body_of, call_kind, open_jaxpr, scan_counts
+from jaxkfac._interpreter import Interpreter
+from jaxkfac._jaxpr_compat import bodies_of, body_of, call_kind, is_call, is_loop, scan_counts
 
 # Computed once even with several readers, because recomputing them would cost time.
 DEAR = frozenset(
@@ -91,6 +92,10 @@ class Equation:
     bodies: Sequence[Body] = ()
     copies: int = 0
 
+    @property
+    def is_scan(self) -> bool:
+        return self.name == "scan"
+
     def drop_unread(self, read: set[Value]) -> None:
         """For a scan, drop the results that are not in ``read``, and what only they need."""
         (body,), number = self.bodies, len(self.bodies[0].results)
@@ -115,7 +120,7 @@ class Equation:
         self.makes = [*(self.makes[k] for k in sorted(kept_carries)), *read_stacked]
 
 
-class EquationList:
+class EquationList(Interpreter[Value]):
     """Equations in the order of the trace.
 
     Args:
@@ -127,36 +132,29 @@ class EquationList:
         self._platform = platform
         self._equal: dict[Any, Sequence[Value]] = {}
 
-    def expand(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
-        """Append the equations of ``jaxpr`` and return its results."""
-        environment: dict[Any, Value] = {v: Value() for v in jaxpr.constvars}
-        environment |= dict(zip(jaxpr.invars, operands, strict=True))
+    def constant(self, operand: Any, value: Any) -> Value:
+        return Value()
 
-        for eqn in jaxpr.eqns:
-            reads = [Value() if isinstance(x, Literal) else environment[x] for x in eqn.invars]
-            environment.update(zip(eqn.outvars, self._results(eqn, reads), strict=True))
-        return [Value() if isinstance(x, Literal) else environment[x] for x in jaxpr.outvars]
-
-    def _results(self, eqn: Any, reads: list[Value]) -> Sequence[Value]:
-        name, kind = eqn.primitive.name, call_kind(eqn)
-        if kind in ("jit", "checkpoint", "custom", "shard_map"):
-            return self.expand(body_of(eqn)[0], reads)
+    def equation(self, eqn: Any, ins: list[Value], position: int, within: Any) -> Sequence[Value]:
+        """Append an equation, or the equations of a call, and return its results."""
+        name, kind, reads = eqn.primitive.name, call_kind(eqn), ins
+        if is_call(eqn):
+            return self.run(*body_of(eqn), reads)
         if name == "platform_index":
             return [Value(branch=_branch_of(self._platform, eqn.params["platforms"]))]
         if kind == "cond" and reads[0].branch is not None:
-            branch_jaxpr, _ = open_jaxpr(eqn.params["branches"][reads[0].branch])
-            return self.expand(branch_jaxpr, reads[1:])
+            return self.run(*bodies_of(eqn)[reads[0].branch], reads[1:])
         if name in _VIEWS:
             return reads[: len(eqn.outvars)]
         if name == "optimization_barrier":  # new values, so that later equations stay distinct
             return [self._append(name, [x], [x.nbytes], fused=True)[0] for x in reads]
         equal = _signature(eqn, kind, reads)
         if equal not in self._equal:
-            if kind == "scan":
+            if is_loop(eqn):
                 read = self._without_constants(eqn, reads)
                 bodies, reads = [self._iteration(eqn, read)], [reads[k] for k in read]
             else:
-                bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
+                bodies = [self._body(*body) for body in bodies_of(eqn)]
             sizes = list(map(self._nbytes, eqn.outvars))
             self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
             if name == "conv_general_dilated" and self._platform == "cpu":
@@ -186,20 +184,19 @@ class EquationList:
         widened = self._platform == "cpu" and dtype == jnp.bfloat16
         return math.prod(shape) * (4 if widened else dtype.itemsize)
 
-    def _body(self, jaxpr: Any) -> Body:
-        inner, _ = open_jaxpr(jaxpr)
+    def _body(self, jaxpr: Any, consts: Sequence[Any]) -> Body:
         program = EquationList(self._platform)
-        return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
+        return Body(program, program.run(jaxpr, consts, [Value() for _ in jaxpr.invars]))
 
     def _iteration(self, eqn: Any, read: Sequence[int]) -> Body:
         """One iteration of a scan: carries and constants are inputs, xs are fused slices."""
-        inner, _ = body_of(eqn)
+        inner, consts = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
         program = EquationList(self._platform)
         inner_inputs = [Value() for _ in inner.invars[: num_consts + num_carry]]
         for var in inner.invars[num_consts + num_carry :]:
             inner_inputs += program._append("dynamic_slice", [], [self._nbytes(var)], fused=True)
-        outs = program.expand(inner, inner_inputs)
+        outs = program.run(inner, consts, inner_inputs)
         inputs, carried = (
             [inner_inputs[k] for k in read],
             inner_inputs[num_consts : num_consts + num_carry],
@@ -234,7 +231,7 @@ class EquationList:
         for equation in reversed(self.equations):
             if read.isdisjoint(equation.makes):
                 continue
-            if equation.name == "scan":
+            if equation.is_scan:
                 equation.drop_unread(read)
             read.update(equation.reads)
 
@@ -271,11 +268,6 @@ def _signature(eqn: Any, kind: str | None, reads: Sequence[Value]) -> Any:
     if eqn.effects or kind or -1 in map(_MAKER, reads):
         return object()
     return eqn.primitive.name, tuple(map(id, reads)), repr(eqn.params)
-
-
-def _inner(eqn: Any) -> list[Any]:
-    p = eqn.params
-    return [*p.get("branches", ()), *(p[k] for k in ("body_jaxpr", "cond_jaxpr") if k in p)]
 
 
 def _transposed_bytes(eqn: Any) -> int:

@@ -6,7 +6,7 @@ A new option is a class registered in ``OPTIONS``, in this file or by a user.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.extend import core as jex
 from jaxkfac import lslora
 from jaxkfac._arguments import leaves_by_path
 from jaxkfac._errors import JaxkfacError
-from jaxkfac._jaxpr_compat import body_of, call_kind, evaluate, is_var, scan_counts, scan_like
+from jaxkfac._interpreter import Replacer, equations_in, run_scan
+from jaxkfac._jaxpr_compat import Eqn, body_of, call_kind, is_loop
 from jaxkfac.factors import Objective, arguments, takes_key
 from jaxkfac.lslora.nf4 import quantize
 from jaxkfac.memory import bytes_text
@@ -50,72 +51,38 @@ def remat_scans(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        out = _run(closed.jaxpr, closed.consts, leaves)
+        out = _Remat().run(closed.jaxpr, closed.consts, leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-def scans_to_remat(fn: Callable[..., Any], *shapes: Any) -> int:
-    """Number of scans that :func:`remat_scans` would change; computes nothing."""
-    return _count(jax.make_jaxpr(fn)(*shapes).jaxpr)
+def has_scans_to_remat(fn: Callable[..., Any], *shapes: Any) -> bool:
+    """Whether :func:`remat_scans` would change any scan; computes nothing."""
+    return any(map(_Remat().touches, jax.make_jaxpr(fn)(*shapes).jaxpr.eqns))
 
 
-def _is_plain(eqn: Any) -> bool:
-    if call_kind(eqn) != "scan":
-        return False
-    return not _has_checkpoint(body_of(eqn)[0])
+class _Remat(Replacer):
+    """Puts a checkpoint around each iteration of a scan whose body has none."""
+
+    def touches(self, eqn: Eqn) -> bool:
+        return any(map(_is_plain, equations_in([eqn], _is_jit)))
+
+    def replaced(self, eqn: Eqn, values: list[Any]) -> list[Any]:
+        if not _is_plain(eqn):
+            return self.run(*body_of(eqn), values)
+        body = jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))
+        # Iterations share no subexpressions, so preventing CSE would only cost time.
+        return run_scan(eqn, body, values, functools.partial(jax.checkpoint, prevent_cse=False))
 
 
-def _has_checkpoint(jaxpr: Any) -> bool:
-    kinds = [(call_kind(eqn), eqn) for eqn in jaxpr.eqns]
-    return any(
-        kind == "checkpoint" or (kind == "jit" and _has_checkpoint(body_of(eqn)[0]))
-        for kind, eqn in kinds
-    )
+def _is_plain(eqn: Eqn) -> bool:
+    inner = equations_in(body_of(eqn)[0].eqns, _is_jit) if is_loop(eqn) else ()
+    return is_loop(eqn) and all(call_kind(step) != "checkpoint" for step in inner)
 
 
-def _count(jaxpr: Any) -> int:
-    inner = (body_of(e)[0] for e in jaxpr.eqns if call_kind(e) == "jit")
-    return sum(map(_is_plain, jaxpr.eqns)) + sum(map(_count, inner))
-
-
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return environment[atom] if is_var(atom) else atom.val
-
-    used = {x for eqn in jaxpr.eqns for x in eqn.invars if is_var(x)}
-    used.update(x for x in jaxpr.outvars if is_var(x))
-    for eqn in jaxpr.eqns:
-        outvars = eqn.outvars
-        if _is_plain(eqn):
-            out = _rematted(eqn, [read(x) for x in eqn.invars])
-        elif call_kind(eqn) == "jit" and _count(body_of(eqn)[0]):
-            out = _run(*body_of(eqn), [read(x) for x in eqn.invars])
-        else:
-            needed = list(dict.fromkeys(x for x in eqn.invars if is_var(x)))
-            outvars = [x for x in eqn.outvars if x in used]
-            out = evaluate([eqn], needed, outvars, jaxpr)(*(read(x) for x in needed))
-        environment.update(zip(outvars, out, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluate a scan equation with its body under a checkpoint."""
-    num_consts, num_carry = scan_counts(eqn)
-    consts, carry_and_xs = operands[:num_consts], operands[num_consts:]
-    body = jex.jaxpr_as_fun(jex.ClosedJaxpr(*body_of(eqn)))
-
-    # Iterations share no subexpressions, so preventing CSE would only cost time.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = body(*consts, *carry, *xs)
-        return list(out[:num_carry]), list(out[num_carry:])
-
-    carry, ys = scan_like(eqn, step, carry_and_xs[:num_carry], carry_and_xs[num_carry:])
-    return [*carry, *ys]
+def _is_jit(eqn: Eqn) -> bool:
+    return call_kind(eqn) == "jit"
 
 
 # ---------------- the options
@@ -216,12 +183,12 @@ class Remat(Option):
         extra = {"key": shape_of_key()} if takes_key(fn) else {}
         extra |= {} if program.state is None else {"state": program.state}
         try:
-            num_scans = scans_to_remat(
+            has_scans = has_scans_to_remat(
                 lambda p, d, kw: run(p, d, **kw), program.trained, data, extra
             )
         except (JaxkfacError, ValueError, TypeError) as error:
             raise UnavailableError(first_line(error)) from None
-        if not num_scans:
+        if not has_scans:
             raise UnavailableError("there is no scan whose body is not rematted already")
         again = remat_scans(fn)
         objective = dataclasses.replace(objective, apply_fn=again) if wrapped else again

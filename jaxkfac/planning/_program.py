@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jaxkfac import lslora
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import JaxkfacError
-from jaxkfac._jaxpr_compat import body_of, call_kind
+from jaxkfac._interpreter import equations_in
 from jaxkfac.blocks import Factors
 from jaxkfac.factors import (
     FISHER_TYPES,
@@ -44,18 +44,12 @@ def convolution_scratch(jaxpr: Any) -> int:
     References:
         NVIDIA, cuDNN documentation, ``cudnnConvolutionFwdAlgo_t``.
     """
-    return max(map(_patch_bytes, _convolutions(jaxpr)), default=0)
-
-
-def _convolutions(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "conv_general_dilated":
-            yield eqn
-        elif call_kind(eqn) in ("jit", "checkpoint", "custom", "scan", "shard_map"):
-            yield from _convolutions(body_of(eqn)[0])
+    return max(map(_patch_bytes, equations_in(jaxpr.eqns)), default=0)
 
 
 def _patch_bytes(eqn: Any) -> int:
+    if eqn.primitive.name != "conv_general_dilated":
+        return 0
     numbers, kernel, out = eqn.params["dimension_numbers"], eqn.invars[1].aval, eqn.outvars[0].aval
     window = math.prod(kernel.shape) // kernel.shape[numbers.rhs_spec[0]]
     positions = math.prod(out.shape) // out.shape[numbers.out_spec[1]]

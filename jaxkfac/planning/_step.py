@@ -9,7 +9,7 @@ import optax
 
 from jaxkfac._arguments import ArrayTree, partition
 from jaxkfac._errors import CompilerError, JaxkfacError
-from jaxkfac._jaxpr_compat import body_of, call_kind, open_jaxpr
+from jaxkfac._jaxpr_compat import bodies_of, num_iterations
 from jaxkfac.blocks import Factors
 from jaxkfac.curvature import Eigenbases, Inverses, natural_gradient
 from jaxkfac.factors import exchanged_bytes
@@ -111,24 +111,18 @@ def exchanged(
 
 
 def _collectives(jaxpr: Any) -> int:
-    """Bytes that the collectives in a program return; of branches, the most expensive counts."""
+    """Bytes that the collectives in a program return.
+
+    The most expensive branch of a ``cond`` counts, and one round of a ``while``.
+    """
     return sum(map(_of_equation, jaxpr.eqns))
 
 
 def _of_equation(eqn: Any) -> int:
     if eqn.primitive.name in _COLLECTIVES:
         return sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    match call_kind(eqn):
-        case "cond":
-            return max(_collectives(open_jaxpr(x)[0]) for x in eqn.params["branches"])
-        case "while":  # the number of iterations is unknown
-            return _collectives(open_jaxpr(eqn.params["body_jaxpr"])[0])
-        case "scan":
-            return eqn.params["length"] * _collectives(body_of(eqn)[0])
-        case None:
-            return 0
-        case _:
-            return _collectives(body_of(eqn)[0])
+    bodies = [_collectives(body) for body, _ in bodies_of(eqn)]
+    return num_iterations(eqn) * max(bodies, default=0)
 
 
 # ---------------- the program of the update, alone or with the gradient

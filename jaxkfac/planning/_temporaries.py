@@ -58,7 +58,7 @@ def live_bytes(
     """
     traced = jax.make_jaxpr(fn)(*args) if traced is None else traced
     program, jaxpr = EquationList(platform), traced.jaxpr
-    results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])[:only]
+    results = program.run(jaxpr, traced.consts, [Value() for _ in jaxpr.invars])[:only]
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]
     places = []  # results that do not overwrite an argument
@@ -171,10 +171,9 @@ class _Lives:
         peaks = []
         for body in equation.bodies:
             order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
-            is_scan = equation.name == "scan"
-            stacked = body.stacked if is_scan else None
+            stacked = body.stacked if equation.is_scan else None
             lives = _Lives(order, body.results, stacked, platform=self._platform)
-            peaks.append(lives.peak(() if is_scan else body.results))
+            peaks.append(lives.peak(() if equation.is_scan else body.results))
         return max(peaks)
 
     def _is_fused(self, value: Value) -> bool:

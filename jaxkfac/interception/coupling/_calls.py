@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jaxkfac._jaxpr_compat import Eqn, Var, body_of, is_var, open_jaxpr
-from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
+from jaxkfac.interception._custom import is_rule, operands_of, rule_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified
 from jaxkfac.interception.coupling._loops import Follows, scan, while_loop
@@ -143,24 +143,9 @@ def _program(follower: Follows, eqn: Eqn, moving: Sequence[Var], *, forward: boo
     """
     # A loop follows its body several times, and tracing a rule takes longer than following it.
     key = (id(eqn), *map(id, moving))
-    if key in follower.rules:
-        return follower.rules[key][1]
-    primals, run = operands_of(eqn)[0], call_of(eqn)
-    is_float, ids = [is_inexact(v) for v in eqn.outvars], set(map(id, moving))
-
-    def derivative(values: list[Any], seeds: list[Any]) -> list[Any]:
-        def of(diff: list[Any]) -> list[Any]:
-            diff_by_id = {id(v): x for v, x in zip(moving, diff, strict=True)}
-            outs = run(*[diff_by_id.get(id(v), x) for v, x in zip(primals, values, strict=True)])
-            return [x for x, k in zip(outs, is_float, strict=True) if k]
-
-        points = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
-        return jax.jvp(of, (points,), (seeds,))[1] if forward else jax.vjp(of, points)[1](seeds)[0]
-
-    floats = moving if forward else [v for v, k in zip(eqn.outvars, is_float, strict=True) if k]
-    closed = jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(floats))
-    follower.rules[key] = eqn, closed  # with the equation: its id is unique only while it lives
-    return closed
+    if key not in follower.rules:  # with the equation: its id is unique only while it lives
+        follower.rules[key] = eqn, rule_of(eqn, moving, forward=forward)
+    return follower.rules[key][1]
 
 
 def _one_or_other(first: Labels, second: Labels) -> Labels:

@@ -23,15 +23,12 @@ import numpy as np
 from jaxkfac._jaxpr_compat import (
     Eqn,
     Jaxpr,
-    Literal,
-    Var,
     VarOrLiteral,
+    bodies_of,
     body_of,
-    branches_of,
     call_kind,
     is_mutable,
     is_stateful,
-    is_var,
 )
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._calls import CALLS, COLLECTIVES
@@ -95,39 +92,34 @@ class Follower(Follows):
         jaxpr: Jaxpr,
         consts: Sequence[Any],
         ins: Sequence[LabeledValue],
-        plan: Plan | None = None,
+        within: Plan | None = None,
     ) -> list[LabeledValue]:
-        """The values of the results of a jaxpr.
-
-        Args:
-            jaxpr: The program.
-            consts: Its constants.
-            ins: The values of its inputs.
-            plan: The layers in it, if they are known.
-        """
+        """The values of the results of a jaxpr; ``within`` has the layers in it, if known."""
         # The plan knows equations by position, and positions differ in a program that JAX has
         # rebuilt.
-        if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
-            plan = None
-        env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = _constant(var, const)
+        if within is not None and list(map(id, within.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
+            within = None
+        return super().run(jaxpr, consts, ins, within)
 
-        def read(operand: Var | Literal) -> LabeledValue:
-            return env[operand] if is_var(operand) else _constant(operand, operand.val)
+    def constant(self, operand: VarOrLiteral, value: Any) -> LabeledValue:
+        if not can_be_known(operand):
+            return LabeledValue()
 
-        for position, eqn in enumerate(jaxpr.eqns):
-            outs = self.equation(eqn, [read(v) for v in eqn.invars], plan, position)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        def ask() -> KnownArray | None:
+            try:
+                return KnownArray.of(np.asarray(value))
+            except Exception:  # a tracer: the constant is not known yet
+                return None
+
+        return LabeledValue(integers=computed_once(ask))
 
     def equation(
-        self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None, position: int
+        self, eqn: Eqn, ins: Sequence[LabeledValue], position: int, within: Plan | None
     ) -> list[LabeledValue]:
         """The values of the results of an equation."""
         name = eqn.primitive.name
         try:
-            outs = self._followed(eqn, ins, plan, position)
+            outs = self._followed(eqn, ins, within, position)
         except TooManyLabelsError as error:
             outs = self._unknown(eqn, ins, f"at `{name}` ({error})")
         except Exception as error:  # a rule that fails proves nothing
@@ -266,7 +258,7 @@ class Follower(Follows):
         index, *operands = ins
         plans = {} if plan is None else plan.calls
         branch_results = [
-            self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
+            self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(bodies_of(eqn))
         ]
         # Only the value of the index counts: which branch runs has no derivative.
         choice = LabeledValue(index.value)
@@ -283,19 +275,6 @@ class Follower(Follows):
         value = first_reason([x.value for x in ins]) or reason
         has_derivative = any(x.derivative.labels is not None or x.parameter for x in ins)
         return [unknown(v, value, derivative=has_derivative) for v in eqn.outvars]
-
-
-def _constant(var: VarOrLiteral, value: Any) -> LabeledValue:
-    if not can_be_known(var):
-        return LabeledValue()
-
-    def ask() -> KnownArray | None:
-        try:
-            return KnownArray.of(np.asarray(value))
-        except Exception:  # a tracer: the constant is not known yet
-            return None
-
-    return LabeledValue(integers=computed_once(ask))
 
 
 def _may_know(eqn: Eqn) -> bool:

@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkfac._jaxpr_compat import Eqn, Jaxpr, VarOrLiteral, body_of, open_jaxpr, scan_counts
+from jaxkfac._interpreter import Interpreter
+from jaxkfac._jaxpr_compat import (
+    Eqn,
+    Jaxpr,
+    VarOrLiteral,
+    body_of,
+    jaxprs_in,
+    num_iterations,
+    open_jaxpr,
+    scan_counts,
+)
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import (
     FREE,
@@ -33,7 +43,6 @@ from jaxkfac.interception.coupling._values import (
     Question,
     Reason,
     equal_labels,
-    joined_examples,
     joined_values,
     rank_of,
     unknown,
@@ -42,7 +51,7 @@ from jaxkfac.interception.coupling._values import (
 MOST_ROUNDS = 20
 
 
-class Follows(abc.ABC):
+class Follows(Interpreter[LabeledValue]):
     """The interface of the interpreter for loops and calls."""
 
     number: int
@@ -50,16 +59,6 @@ class Follows(abc.ABC):
     unrolled: int
     shards: list["Columns"]
     rules: dict[tuple[int, ...], Any]
-
-    @abc.abstractmethod
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        ins: Sequence[LabeledValue],
-        plan: Plan | None = None,
-    ) -> list[LabeledValue]:
-        """The values of the results of a jaxpr."""
 
     @abc.abstractmethod
     def as_rows(self, var: VarOrLiteral, out: LabeledValue) -> LabeledValue:
@@ -161,7 +160,7 @@ def _at_once(
     body, consts = body_of(eqn)
     constants, carries = scan_counts(eqn)
     fixed, carry, xs = _constants_carry_xs(ins, constants, carries)
-    columns, slices = _slices(follower, xs)
+    columns, slices = slices_of(follower, xs, [x.of(q).labels for x in xs for q in QUESTIONS])
     where = "at `scan`, whose carry goes from example to example"
     # The first value of a counter is known, but not its value in every iteration, which this single
     # run stands for.
@@ -172,60 +171,31 @@ def _at_once(
         for before, out in zip(carry, outs[:carries], strict=True):
             # The value is joined with the one before and does not replace it: labels then only
             # grow, which ends the search for a fixed point.
-            grown.append(joined_values(before, _carried(columns, out, where), where=where))
-        if all(
-            equal_labels(a.of(q), b.of(q))
-            for a, b in zip(carry, grown, strict=True)
-            for q in QUESTIONS
-        ):
+            after = out.with_labels(columns.carried, reason=Reason(True, where))
+            grown.append(joined_values(before, after, where=where))
+        if all(map(equal_labels, carry, grown)):
             break
         carry = [x._replace(integers=no_integers) for x in grown]
     else:
         # Labels still grow from round to round, so those of the last one prove nothing: neither for
         # the carry nor for the stacked results.
         return [unknown(v, Reason(False, "at `scan`")) for v in eqn.outvars]
-    stacked = [
-        x._replace(
-            value=x.value._replace(labels=columns.stacked(x.value.labels)),
-            derivative=x.derivative._replace(labels=columns.stacked(x.derivative.labels)),
-            integers=no_integers,
-            moved=x.moved,
-        )
-        for x in outs[carries:]
-    ]
-    return [*carry, *stacked]
+    return [*carry, *(x.with_labels(columns.stacked) for x in outs[carries:])]
 
 
-def _carried(columns: Columns, out: LabeledValue, where: str) -> LabeledValue:
-    reason = Reason(True, where)
-    of = {
-        q: joined_examples(
-            Dependence(columns.carried(out.of(q).labels), out.of(q).reason), reason=reason
-        )
-        for q in QUESTIONS
-    }
-    return out._replace(value=of["value"], derivative=of["derivative"], integers=no_integers)
+def slices_of(
+    follower: Follows, xs: Sequence[LabeledValue], all_labels: Sequence[Labels]
+) -> tuple[Columns, list[LabeledValue]]:
+    """Operands as one iteration sees them, for all iterations at once.
 
-
-def _slices(follower: Follows, xs: Sequence[LabeledValue]) -> tuple[Columns, list[LabeledValue]]:
-    """Scanned operands as one iteration sees them, for all iterations at once."""
-    labels = [x.of(q).labels for x in xs for q in QUESTIONS]
-    columns, iteration_labels = columns_of(follower, labels)
-    slices = []
-    for k, x in enumerate(xs):
-        value, derivative = iteration_labels[2 * k], iteration_labels[2 * k + 1]
-        # Identity is kept, because later rules compute both questions once where their labels are
-        # one object.
-        if x.value.labels is x.derivative.labels:
-            derivative = value
-        slices.append(
-            x._replace(
-                value=x.value._replace(labels=value),
-                derivative=x.derivative._replace(labels=derivative),
-                integers=no_integers,
-            )
-        )
-    return columns, slices
+    Args:
+        follower: The interpreter.
+        xs: The operands.
+        all_labels: Their labels for each question, stacked along the iterations.
+    """
+    columns, inside = columns_of(follower, all_labels)
+    each = zip(xs, map(iter, zip(inside[::2], inside[1::2], strict=True)), strict=True)
+    return columns, [x.with_labels(lambda _, labels=labels: next(labels)) for x, labels in each]
 
 
 def _one_by_one(
@@ -249,15 +219,10 @@ def _one_by_one(
 
 
 def _slice(x: LabeledValue, t: int) -> LabeledValue:
-    def of(examples: Dependence) -> Dependence:
-        labels = examples.labels
-        if labels is None:
-            return examples
-        return examples._replace(labels=simplified(labels[t if labels.shape[0] > 1 else 0]))
+    def entry(labels: Labels) -> Labels:
+        return None if labels is None else simplified(labels[t if labels.shape[0] > 1 else 0])
 
-    value = of(x.value)
-    derivative = value if x.value is x.derivative else of(x.derivative)
-    return x._replace(value=value, derivative=derivative, integers=_entry(x.integers, t))
+    return x.with_labels(entry, integers=_entry(x.integers, t))
 
 
 def _entry(ask: LazyIntegers, t: int) -> LazyIntegers:
@@ -302,19 +267,8 @@ def _constants_carry_xs(
 
 def _size_of(jaxpr: Jaxpr) -> int:
     """The number of equations in a jaxpr and its bodies; a scan counts each iteration."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        inner = [body for v in eqn.params.values() for body in _bodies(v)]
-        # The rounds of a `while` are unknown, and its body is followed a few times only
-        # (`MOST_ROUNDS`).
-        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += 1 + rounds * sum(map(_size_of, inner))
-    return total
-
-
-def _bodies(value: Any) -> list[Jaxpr]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+    # A `while` counts once: its body is followed a few times only (`MOST_ROUNDS`).
+    return sum(1 + num_iterations(eqn) * sum(map(_size_of, jaxprs_in(eqn))) for eqn in jaxpr.eqns)
 
 
 def while_loop(
@@ -350,11 +304,7 @@ def while_loop(
             grown.append(
                 joined_values(before, out, when, where=where)._replace(integers=no_integers)
             )
-        if all(
-            equal_labels(a.of(q), b.of(q))
-            for a, b in zip(carry, grown, strict=True)
-            for q in QUESTIONS
-        ):
+        if all(map(equal_labels, carry, grown)):
             return grown
         carry = grown
     return [unknown(v, Reason(False, where)) for v in eqn.outvars]

@@ -3,6 +3,7 @@
 The devices are the columns of ``_loops``.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,14 @@ from jaxkfac.interception.coupling._labels import (
     Labels,
     check_size,
     joined,
-    no_integers,
     reduced,
     simplified,
 )
-from jaxkfac.interception.coupling._loops import Follows, columns_of
+from jaxkfac.interception.coupling._loops import Follows, slices_of
 from jaxkfac.interception.coupling._values import (
     QUESTIONS,
-    Dependence,
     LabeledValue,
     Reason,
-    joined_examples,
     rank_of,
 )
 
@@ -53,38 +51,20 @@ def shard_map(
         for q in QUESTIONS
     ]
     # Devices are treated like the iterations of a scan: one run of the body stands for all of them.
-    columns, device_labels = columns_of(follower, labels)
-    inside = [
-        x._replace(
-            value=x.value._replace(labels=device_labels[2 * k]),
-            derivative=x.derivative._replace(
-                labels=device_labels[2 * k]
-                if x.value.labels is x.derivative.labels
-                else device_labels[2 * k + 1]
-            ),
-            integers=no_integers,
-        )
-        for k, x in enumerate(ins)
-    ]
+    columns, inside = slices_of(follower, ins, labels)
     follower.shards.append(columns)
     try:
         outs = follower.run(body, consts, inside, plan)
     finally:
         follower.shards.pop()
-    results = []
+    reason, results = Reason(True, "at `shard_map`"), []
     for out, var, spec in zip(outs, eqn.outvars, p["out_specs"], strict=True):
-        dims, by_question = _divided(spec, rank_of(var)), {}
-        for q in QUESTIONS:
-            stacked = columns.stacked(out.of(q).labels)
-            full_labels = _gathered(stacked, dims, devices, sizes, var.aval.shape)
-            by_question[q] = joined_examples(
-                Dependence(full_labels, out.of(q).reason), reason=Reason(True, "at `shard_map`")
-            )
-        results.append(
-            LabeledValue(
-                by_question["value"], by_question["derivative"], out.parameter, moved=out.moved
-            )
-        )
+        dims, shape = _divided(spec, rank_of(var)), var.aval.shape
+
+        def gathered(labels: Labels, dims: Any = dims, shape: Any = shape) -> Labels:
+            return _gathered(columns.stacked(labels), dims, devices, sizes, shape)
+
+        results.append(out.with_labels(gathered, reason=reason))
     return results
 
 
@@ -160,26 +140,24 @@ def collective(
     ``vmap(axis_name=)`` turns a collective into a sum over an axis of the operand.
     """
     summed = [a for a in eqn.params.get("axes", ()) if isinstance(a, int)]
-    reason, outs = Reason(True, f"at `{eqn.primitive.name}`"), []
-    for k, var in enumerate(eqn.outvars):
-        x, rank, by_question = ins[min(k, len(ins) - 1)], rank_of(var), {}
-        for q in QUESTIONS:
-            labels = reduced(x.of(q).labels, summed)
-            for columns in follower.shards:
-                # What differs between devices is mixed, because a collective reads it from all of
-                # them.
-                labels = columns.carried(labels)
-            if labels is not None and summed:
-                labels = labels.squeeze(tuple(summed))
-            # `all_gather`, `all_to_all` and the like also move entries along an axis, so no entry
-            # keeps its label.
-            if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _IN_PLACE):
-                labels = reduced(labels, range(labels.ndim))
-                labels = None if labels is None else labels.reshape((1,) * rank)
-            by_question[q] = joined_examples(Dependence(labels, x.of(q).reason), reason=reason)
-        outs.append(
-            LabeledValue(
-                by_question["value"], by_question["derivative"], x.parameter, moved=x.moved
-            )
+    name, moves = eqn.primitive.name, eqn.primitive.name not in _IN_PLACE
+
+    def change(labels: Labels, rank: int) -> Labels:
+        labels = reduced(labels, summed)
+        for columns in follower.shards:
+            # What differs between devices is mixed, because a collective reads it from all of them.
+            labels = columns.carried(labels)
+        if labels is not None and summed:
+            labels = labels.squeeze(tuple(summed))
+        # `all_gather`, `all_to_all` and the like also move entries along an axis, so no entry keeps
+        # its label.
+        if labels is not None and (labels.ndim != rank or moves):
+            labels = reduced(labels, range(labels.ndim)).reshape((1,) * rank)
+        return labels
+
+    return [
+        ins[min(k, len(ins) - 1)].with_labels(
+            functools.partial(change, rank=rank_of(var)), reason=Reason(True, f"at `{name}`")
         )
-    return outs
+        for k, var in enumerate(eqn.outvars)
+    ]

@@ -1,6 +1,6 @@
 """The examples that one value depends on, and the reason why they meet in it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -75,6 +75,26 @@ class LabeledValue(NamedTuple):
     def of(self, question: Question) -> Dependence:
         return self.value if question == "value" else self.derivative
 
+    def with_labels(
+        self,
+        change: Callable[[Labels], Labels],
+        *,
+        reason: Reason | None = None,
+        integers: LazyIntegers = no_integers,
+    ) -> "LabeledValue":
+        """The value with other labels for both questions; ``reason`` is where they get mixed."""
+        value, before = change(self.value.labels), self.derivative.labels
+        # Identity is kept, because later rules compute both questions once where their labels are
+        # one object.
+        derivative = value if before is self.value.labels else change(before)
+        return self._replace(
+            value=joined_examples(Dependence(value, self.value.reason), reason=reason),
+            derivative=joined_examples(
+                Dependence(derivative, self.derivative.reason), reason=reason
+            ),
+            integers=integers,
+        )
+
 
 def first_reason(dependences: Sequence[Dependence]) -> Reason | None:
     """The first reason in these; a certain one, if there is any."""
@@ -104,11 +124,13 @@ def joined_values(*values: LabeledValue, where: str) -> LabeledValue:
     )
 
 
-def equal_labels(first: Dependence, second: Dependence) -> bool:
-    """Whether the labels are equal."""
-    if first.labels is None or second.labels is None:
-        return first.labels is second.labels
-    return first.labels.shape == second.labels.shape and bool((first.labels == second.labels).all())
+def equal_labels(first: LabeledValue, second: LabeledValue) -> bool:
+    """Whether the labels are equal, for both questions."""
+    pairs = [(first.of(q).labels, second.of(q).labels) for q in QUESTIONS]
+    return all(
+        x is y if x is None or y is None else x.shape == y.shape and bool((x == y).all())
+        for x, y in pairs
+    )
 
 
 def is_inexact(var: VarOrLiteral) -> bool:
