@@ -38,8 +38,8 @@ def test_a_figure_that_has_left_its_record_is_named():
     text = prose("README.md")
     off = linked._replace(values=lambda record: [1.05 * x for x in linked.values(record)])
     wrong = unlinked("README.md", text, [x if x is not linked else off for x in QUOTED])
-    assert wrong[0].startswith("README.md has no “each for 6.3 CPU seconds on")
-    assert any("30 times is in no record and not exempt" in line for line in wrong)
+    assert wrong[0].startswith("README.md has no “error 32 × below SOAP's after 6.3 CPU s”")
+    assert any("30 × is in no record and not exempt" in line for line in wrong)
 
 
 def test_a_new_figure_is_named_and_an_exempt_one_is_not():
