@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 MADE_FROM_RECORDS = ("docs/documents.md", "docs/numbers.md")
 _UNITS = (
     r"%|×(?!\s*\d)|[KMGT]i?B/s|[KMGT]i?B|kB|bytes?|bits?|TFLOP/s|µs|ms|s|seconds?|min|minutes?|h|hours?|"
-    r"days?|times|millihartree|CPU (?:seconds|s|minutes)"
+    r"days?|times|wins|millihartree|CPU (?:seconds|s|minutes)"
 )
 _NUMBER = r"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 _FIGURE = re.compile(rf"{_NUMBER}(?:\s|\u00a0)?(?:{_UNITS})(?![\w-])")
