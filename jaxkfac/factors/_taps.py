@@ -6,29 +6,28 @@ returns the original cotangents and, as the cotangent of the slot, the statistic
 cotangents of a variable over its readers, stacks them along a scanned axis, and sums them over
 devices. So the statistics are added, stacked and summed too, without any code for it.
 
-A slot is a dictionary of arrays. The arrays under ``"constants"`` (an eigenbasis) are not
-differentiated; the tap passes them to the code that computes the statistics.
+Of a slot, only ``sums`` is differentiated. ``constants`` (an eigenbasis) goes to the code that
+computes the statistics, in ``LayerVjp``.
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import automatic, cast_varying
 from jaxkfac.interception import Handler, Layer, LayerVjp, Site, Use
-from jaxkfac.interception.values import Atoms, Entries, Slot
-from jaxkfac.kinds import Products, Rows, by_example, in_own_order
+from jaxkfac.interception.values import Atoms, Slot
+from jaxkfac.kinds import InputRows, Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import gram, symmetric_gram
 
 # True for rows that exist, or their weights; None if all do.
 Weights = Bool[Array, "..."] | Float[Array, "..."] | None
-Active = Bool[Array, ""] | None  # whether statistics are needed
 
 
 @runtime_checkable
@@ -45,13 +44,8 @@ class ArrayType(Protocol):
 class Emitter(Protocol):
     """What the taps of a program emit: the slots of its layers, and the statistics in them."""
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter."""
-        ...
-
     def slots(self) -> dict[str, Slot]:
-        """``{layer: zeros}``; their cotangents are the statistics."""
+        """``{layer: slot}``; the cotangents of ``sums`` are the statistics."""
         ...
 
     def comes_first(self, use: Use) -> bool:
@@ -66,31 +60,48 @@ class Emitter(Protocol):
         """
         ...
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """Compute the statistics of one use, in its backward pass.
 
         Args:
-            vjp: The use, its operands and its cotangent.
-            like: Shapes and dtypes of the slot.
-            constants: The slot's ``"constants"``, and those that every tap receives.
+            vjp: The use, its operands, its cotangent and the constants of its slot.
+            like: Shapes and dtypes of the slot's ``sums``.
         """
         ...
 
 
-def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
+class _Saved(NamedTuple):
+    """What the backward rule of a tap keeps besides the operands, for each use.
+
+    Attributes:
+        rows: Which rows exist, or their weights; ``None`` for all.
+        active: Whether statistics are needed; ``None`` for always.
+        constants: The slot's constants.
+        derivative: The slot's derivative.
+        key: The key that every tap receives.
+    """
+
+    rows: Weights
+    active: Bool[Array, ""] | None
+    constants: Any
+    derivative: Array | None
+    key: Key[Array, ""] | None
+
+
+def tap(emitter: Emitter, key: Key[Array, ""] | None = None) -> Handler:
     """A handler that emits statistics.
 
     Args:
         emitter: What the taps emit into which slots.
-        constants: Arrays that every tap receives, besides those in its slot.
+        key: A random key that every tap receives.
     """
     shared: dict[Hashable, Callable[..., Array]] = {}
 
     def handler(site: Site, operands: list[Any]) -> Any:
-        bare = site.without_values()
-        slots = [
-            {**slot, "constants": {**constants, **slot.get("constants", {})}} if constants else slot
-            for slot in site.slots
+        bare, sums = site.without_values(), [slot.sums for slot in site.slots]
+        saved = [
+            _Saved(rows, active, slot.constants, slot.derivative, key)
+            for rows, active, slot in zip(site.rows, site.active, site.slots, strict=True)
         ]
         if site.uses[0].kind.inserts:
             # The tap is on the broadcast: its cotangent has a row for each position, while the
@@ -99,11 +110,10 @@ def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), emitter, bare, [use], [slots[k]], shared)
-                operands[use.operand] = op([parameter], [site.rows[k]], [site.active[k]])
+                op = _tapped(_broadcast_to(shape), emitter, bare, [use], [sums[k]], shared)
+                operands[use.operand] = op([parameter], [saved[k]])
             return site.bind(*operands)
-        op = _tapped(bare.bind, emitter, bare, site.uses, slots, shared)
-        return op(operands, site.rows, site.active)
+        return _tapped(bare.bind, emitter, bare, site.uses, sums, shared)(operands, saved)
 
     return handler
 
@@ -113,12 +123,10 @@ def _tapped(
     emitter: Emitter,
     site: Site,
     uses: list[Use],
-    slots: list[Slot],
+    sums: list[Any],
     shared: dict[Hashable, Callable[..., Array]],
-) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
-    constants = [slot.get("constants") for slot in slots]
-    slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
-    likes = jax.tree.map(jax.typeof, slots)  # a backward rule must not close over traced arrays
+) -> Callable[[list[Any], list[_Saved]], Array]:
+    likes = jax.tree.map(jax.typeof, sums)  # a backward rule must not close over traced arrays
     signatures = tuple(emitter.signature(site, use) for use in uses)
     if None in signatures:
         op = _operation(fn, emitter, site, uses, likes)
@@ -129,80 +137,68 @@ def _tapped(
             shared[signature_key] = jax.jit(_operation(fn, emitter, site, uses, likes))
         op = shared[signature_key]
 
-    def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
+    def run(operands: list[Any], saved: list[_Saved]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         # Inside ``shard_map`` a slot varies as the data does; the transpose of that cast sums its
         # cotangent over the devices.
-        varying = slots
+        varying = sums
         for operand in operands:
             varying = jax.tree.map(lambda s, like=operand: cast_varying(s, like), varying)
-        return op(operands, rows, active, constants, varying)
+        return op(operands, saved, varying)
 
     return run
 
 
 def _operation(
-    fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Slot]
+    fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Any]
 ) -> Callable[..., Array]:
-    """``fn`` on operands, rows, active, constants and slots, with the backward rule of a tap."""
+    """``fn`` on operands, what is saved and sums, with the backward rule of a tap."""
 
     @jax.custom_vjp
-    def op(
-        operands: list[Array],
-        rows: list[Weights],
-        active: list[Active],
-        constants: list[Slot | None],
-        slots: list[Slot],
-    ) -> Array:
+    def op(operands: list[Array], saved: list[_Saved], sums: list[Any]) -> Array:
         return fn(*operands)
 
     def forward(
-        operands: list[Array],
-        rows: list[Weights],
-        active: list[Active],
-        constants: list[Slot | None],
-        slots: list[Slot],
-    ) -> tuple[Array, tuple[list[Array], list[Weights], list[Active], list[Slot | None]]]:
-        return fn(*operands), (operands, rows, active, constants)
+        operands: list[Array], saved: list[_Saved], sums: list[Any]
+    ) -> tuple[Array, tuple[list[Array], list[_Saved]]]:
+        return fn(*operands), (operands, saved)
 
     def backward(
-        saved: tuple[list[Array], list[Weights], list[Active], list[Slot | None]],
-        cotangent: Array,
-    ) -> tuple[list[Array | np.ndarray], None, None, None, list[Slot]]:
-        operands, rows, active, constants = saved
+        residuals: tuple[list[Array], list[_Saved]], cotangent: Array
+    ) -> tuple[list[Array | np.ndarray], None, list[Any]]:
+        operands, saved = residuals
 
         def typed(x: Array, of: ArrayType) -> Array:
             return cast_varying(x.astype(of.dtype), cotangent)
 
-        def statistics(k: int) -> Slot:
-            like = likes[k]
-
-            def emitted() -> Slot:
-                def emit(
-                    operands: list[Array], cotangent: Array, rows: Weights, constants: Slot | None
-                ) -> Slot:
-                    vjp = LayerVjp(site, uses[k], operands, cotangent, rows)
+        def statistics(use: Use, beside: _Saved, like: Any) -> Any:
+            def emitted() -> Any:
+                def emit(operands: list[Array], cotangent: Array, beside: _Saved) -> Any:
+                    rows, _, *others = beside
+                    vjp = LayerVjp(site, use, operands, cotangent, rows, None, *others)
                     if rows is not None and rows.dtype != jnp.bool_:
                         vjp = dataclasses.replace(vjp, weights=rows != 0, input_weights=rows)
-                    return emitter.emit(vjp, like, constants)
+                    return emitter.emit(vjp, like)
 
-                out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])
+                inside = beside._replace(active=None)
+                out = automatic(emit, like)(operands, cotangent, inside)
                 return jax.tree.map(typed, out, like)
 
-            def nothing() -> Slot:
+            def nothing() -> Any:
                 return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
-            is_active = active[k]
-            return emitted() if is_active is None else jax.lax.cond(is_active, emitted, nothing)
+            if beside.active is None:
+                return emitted()
+            return jax.lax.cond(beside.active, emitted, nothing)
 
-        out = [statistics(k) for k in range(len(uses))]
+        out = list(map(statistics, uses, saved, likes))
         if any(map(emitter.comes_first, uses)):
             # A scheduler puts off what frees no memory at once. Without the barrier it would run
             # these products last, and so keep the cotangent that they read (for logits: rows x
             # vocabulary) alive to the end of the backward pass.
             out, cotangent = jax.lax.optimization_barrier((out, cotangent))
         cotangents = jax.vjp(fn, *operands)[1](cotangent)
-        return list(cotangents), None, None, None, out
+        return list(cotangents), None, out
 
     op.defvjp(forward, backward)
     return op
@@ -293,8 +289,7 @@ def _sums(
 
 
 def input_means(
-    a_rows: Float[Array, "*stack examples n"],
-    a_numbers: Float[Array, "*stack examples"],
+    inputs: InputRows,
     *,
     ones: bool,
     dense: bool,
@@ -302,9 +297,9 @@ def input_means(
     precision: Any,
 ) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
     """Sum of outer products of each example's mean input row, and the number of examples."""
-    present = a_numbers > 0
+    present = inputs.numbers > 0
     # An example without positions has a mean of zero, not 0 / 0, and is not counted.
-    mean = a_rows / jnp.where(present, a_numbers, 1)[..., None]
+    mean = inputs.rows / jnp.where(present, inputs.numbers, 1)[..., None]
     if ones:
         mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)
     sums = outer_products(mean, dense=dense, products=products, precision=precision)

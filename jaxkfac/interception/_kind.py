@@ -8,16 +8,16 @@ in ``jaxkfac.kinds``. The records are defined here because they and ``Kind`` nam
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxkfac._jaxpr_compat import LAYER, Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._encoded import bind
-from jaxkfac.interception.values._slots import Slot, SlotEntry
+from jaxkfac.interception.values._slots import Slot
 from jaxkfac.interception.values._values import Constant, Parameter, View
 
 
@@ -147,6 +147,10 @@ class LayerVjp:
         weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do. For the
             moments of inputs these may be floating weights of rows.
         input_weights: Those weights, where positions have some; else ``None``.
+        constants: Those of the slot.
+        derivative: If the program reads a function of the parameter, the derivative of the operand
+            with respect to the parameter, element by element.
+        rows_key: A random key for rows that are drawn, if some are.
     """
 
     site: Site
@@ -155,6 +159,9 @@ class LayerVjp:
     cotangent: Shaped[Array, "..."]
     weights: Bool[Array, "..."] | Float[Array, "..."] | None = None
     input_weights: Float[Array, "..."] | None = None
+    constants: Any = None
+    derivative: Shaped[Array, "..."] | None = None
+    rows_key: Key[Array, ""] | None = None
 
     @property
     def table(self) -> AxisTable:
@@ -182,7 +189,6 @@ class Kind(abc.ABC):
         name: The name, as in ``Layer.kind``.
         primitives: The primitives that it reads; no other kind reads them. The calls of
             ``jk.layer("fourier", fn)`` are of the primitive ``layer:fourier``.
-        entries: The entries of its slots; see ``SlotEntry``.
         rank: If a parameter has several blocks, the block of the lowest rank answers for it.
         suffix: The name of a further block of the same parameter, after ``@``.
         elementwise: Whether each element of the parameter meets data by itself. The block is then
@@ -209,7 +215,6 @@ class Kind(abc.ABC):
 
     name: ClassVar[str]
     primitives: ClassVar[frozenset[str]] = frozenset()
-    entries: ClassVar[Mapping[str, SlotEntry]] = {}
     rank: ClassVar[int] = 0
     suffix: ClassVar[str]
     elementwise: ClassVar[bool] = False
@@ -287,21 +292,13 @@ class Kind(abc.ABC):
         """The parameter's gradient at each position, before any sum (elementwise kinds only)."""
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
-    def elements(
-        self,
-        vjp: LayerVjp,
-        like: Mapping[str, Any],
-        examples: Atoms,
-        derivative: Shaped[Array, "..."] | None,
-    ) -> dict[str, Any]:
-        """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
+    def elements(self, vjp: LayerVjp, like: Any, examples: Atoms) -> Any:
+        """The statistics of the elements (elementwise kinds only).
 
         Args:
             vjp: The use.
-            like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
+            like: Their shapes and dtypes, ``kinds.ElementSquares`` or ``ElementGradients``.
             examples: The atoms of the example axis.
-            derivative: If the program reads a function of the parameter, the derivative of the
-                operand with respect to the parameter, element by element.
         """
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
@@ -327,10 +324,8 @@ class Kind(abc.ABC):
         """
         return self.input_rows(vjp)
 
-    def input_moments(
-        self, vjp: LayerVjp, like: Mapping[str, Any], products: Any
-    ) -> dict[str, Any]:
-        """The entries of the input side: ``a``, ``a_count`` and, if ``like`` has it, ``a_sum``.
+    def input_moments(self, vjp: LayerVjp, like: Any, products: Any) -> Any:
+        """The statistics of the input side, ``like`` the given ``kinds.InputMoments``.
 
         ``products`` says how Gram products are computed: ``kinds.Products``.
         """
@@ -340,7 +335,7 @@ class Kind(abc.ABC):
         """The sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
         raise NotImplementedError(f"{self.name!r} has no rows")
 
-    def both_sides(self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]) -> Any:
+    def both_sides(self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]) -> Any:
         """Both sides of a use by example.
 
         The result has methods ``squares``, ``gradients``, ``scores`` and ``both_rows``.
@@ -348,7 +343,7 @@ class Kind(abc.ABC):
         Args:
             vjp: The use, its operands and its cotangent.
             examples: The atoms of the example axis; ``None`` if examples need not be separated.
-            like: The slot, for the shape of the stack.
+            stack: Shape of the stacked axes.
 
         Raises:
             LostRowsError: the rows cannot be attributed to examples.

@@ -1,6 +1,6 @@
-"""Re-emit a traced function with handlers in place of its layer uses.
+"""Run a traced function with handlers in place of its layer uses.
 
-Each layer has a *slot*: a pytree of extra inputs. A slot is propagated with the variable that holds
+Each layer has a *slot* (``Slot``): extra inputs. A slot is propagated with the variable that holds
 its parameter, as a tangent is with its primal, down to the handler: through views, jit, checkpoint,
 scan (stacked if the parameter is scanned, constant if it is constant), cond and shard_map.
 """
@@ -30,7 +30,7 @@ from jaxkfac.interception.values._encoded import (
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception.values._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
+from jaxkfac.interception.values._slots import Slot, Window, row_of
 
 # A function of the site and its operands that returns the equation's result. If rows pick entries
 # of a stack, the operands end with the indices.
@@ -63,7 +63,6 @@ class Rewriter:
     Args:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
-        entries: Declarations of the entries of slots.
         marks: The axes of every mark of the program.
         traced_indices: For each layer with a slot, the traced indices into its stack.
         windows: For layers with a window, the iterations for which their slot has rows.
@@ -72,7 +71,6 @@ class Rewriter:
 
     table: AxisTable
     handler: Handler
-    entries: Entries
     marks: tuple[Axes, ...]
     traced_indices: Mapping[str, set[tuple[str, int]]]
     windows: Mapping[str, Window]
@@ -115,7 +113,7 @@ class Rewriter:
                 out = bind_view(eqn, values, run)
                 rows, picks = plan.choices.get(step), step in plan.lookups
                 index, into = plan.views[step], self.traced_indices
-                rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
+                rule = SlotRule(eqn, run, values, index, into, rows, picks)
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             elif plan.calls[step].exports_views or _is_too_deep(eqn, around):
@@ -150,11 +148,11 @@ class Rewriter:
         if not uses:
             return bind(eqn)(*values)
         beside = [around.computed if u.view.computed_from else in_slots[u.operand] for u in uses]
-        slots = [dict(_at_use(its[u.layer or ""])) for u, its in zip(uses, beside, strict=True)]
+        slots = [_at_use(its[u.layer or ""]) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
                 RowMask(mask, [axis for _, axis in choice], complete=False)
-                for mask, choice in zip(s.pop(CHOSEN, ()), u.view.chosen, strict=False)
+                for mask, choice in zip(s.chosen, u.view.chosen, strict=False)
             ]
             for s, u in zip(slots, uses, strict=True)
         ]
@@ -169,7 +167,7 @@ class Rewriter:
             )
             for u, chosen_rows in zip(uses, chosen, strict=True)
         ]
-        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # one lookup's, for all uses
+        picked = [s.picked for s in slots if s.picked is not None][:1]  # one lookup's, for all uses
         active = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, active, self.table), [*values, *picked])
 

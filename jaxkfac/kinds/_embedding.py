@@ -1,7 +1,7 @@
 """Embeddings: a lookup of rows of a table."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
 from jaxkfac.interception import LayerVjp, Lookup, Use, register_kind
 from jaxkfac.interception.values import Atoms, AxisTable
-from jaxkfac.kinds._moments import Products
+from jaxkfac.kinds._moments import InputMoments, Moment, Products
 from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
-from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
+from jaxkfac.kinds._two_sided import TokenRows, TwoSided
 
 
 @register_kind
@@ -73,26 +73,25 @@ class Embedding(TwoSided):
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
         return Rows(cotangent, rows, (), tuple(zip(offset, vjp.use.out_axes, strict=True)))
 
-    def input_moments(
-        self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
-    ) -> dict[str, Any]:
+    def input_moments(self, vjp: LayerVjp, like: InputMoments, products: Products) -> InputMoments:
         eqn, weights = vjp.use.eqn, vjp.weights
         table, indices = vjp.operands[0], _lookup(eqn).entries(eqn, vjp.operands)
-        dtype = like["a"].dtype
+        dtype = like.count.dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         # Constants do not vary over devices inside `shard_map`, and a scatter needs operands of one
         # type.
         ones = cast_varying(ones, indices)
         zeros = cast_varying(jnp.zeros(table.shape[_lookup(eqn).axis], dtype), indices)
         # An index out of range stands for a row that picks nothing (``Lookup.entries``).
-        return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
+        a = Moment(zeros.at[indices].add(ones, mode="drop"), like.a.form)
+        return InputMoments(a, ones.sum())
 
     def both_sides(
-        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
+        self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]
     ) -> TokenRows:
         num_rows = len(vjp.use.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
-        g = aligned(vjp, self.output_rows(vjp), stack_of_slot(like))
+        g = aligned(vjp, self.output_rows(vjp), stack)
         entries = _lookup(vjp.use.eqn).entries(vjp.use.eqn, vjp.operands)
         return TokenRows(split(entries), split(g))
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import Kind, LayerVjp, Use
-from jaxkfac.interception.values import Atoms, Axes, SlotEntry
-from jaxkfac.kinds._both_sides import BothSides, LowRankMatrices
-from jaxkfac.kinds._moments import Products, input_moments, sum_of_outer_products
+from jaxkfac.interception.values import Atoms, Axes
+from jaxkfac.kinds._both_sides import BasisSquares, BothSides, Gradients, LowRankMatrices, Scores
+from jaxkfac.kinds._moments import InputMoments, Products, input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_token
 
@@ -37,29 +37,29 @@ class TokenRows:
         """Tokens, ``(examples, positions, 1)``, and output rows."""
         return self.tokens[..., None], self.g
 
-    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
+    def squares(self, like: BasisSquares, basis: Basis) -> BasisSquares:
         """Sums of squares in a basis.
 
         Memory:
             Some copies of the output rows.
         """
         g = rotate_outputs(scaled(self.g, basis), basis, 2)
-        return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
+        return BasisSquares(squares_by_token(self.tokens, g, like.weight.shape[0]))
 
-    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
+    def gradients(self, like: Gradients) -> Gradients:
         """Gradients by example, each a full table."""
-        table = like["gradients"]
+        table = like.weight
         examples = jnp.arange(len(self.tokens))[:, None]
         rows = self.g.astype(table.dtype)
         zeros = jnp.zeros(table.shape, table.dtype)
-        return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
+        return Gradients(zeros.at[examples, self.tokens].add(rows, mode="drop"))
 
     def scores(
         self,
-        like: dict[str, Any],
+        like: Scores,
         queries: ArrayOrShape | LowRankMatrices,
         bias_queries: ArrayOrShape | None,
-    ) -> dict[str, Any]:
+    ) -> Scores:
         """Inner products of the queries' tables with the examples' gradients.
 
         Memory:
@@ -77,7 +77,7 @@ class TokenRows:
             moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)
             return (read(query.left) * moved).sum((1, 2))
 
-        return {"scores": jax.lax.map(one, queries)}
+        return Scores(jax.lax.map(one, queries))
 
 
 # ---------------- the base class
@@ -88,17 +88,6 @@ class TwoSided(Kind):
 
     A new kind defines how it is found (``find``, ``reading``), and ``inputs`` and ``outputs``.
     """
-
-    entries: ClassVar = {
-        "a": SlotEntry(2),  # second moment of input rows
-        "a_sum": SlotEntry(1),  # sum of input rows
-        "a_count": SlotEntry(0),
-        "a_rows": SlotEntry(1),  # sum of input rows by example
-        "a_numbers": SlotEntry(0),
-        # The cotangent of the product does not change with a constant factor of the parameter.
-        "g": SlotEntry(0),
-        "g_rows": SlotEntry(0),
-    }
 
     def place(self, use: Use, axes: Axes) -> None:
         """Nothing to store: the rows are those of the data operand."""
@@ -129,46 +118,32 @@ class TwoSided(Kind):
         """
         return statistic(self.input_rows(vjp), vjp.weights)
 
-    def input_moments(
-        self, vjp: LayerVjp, like: Mapping[str, Any], products: Products
-    ) -> dict[str, Any]:
-        def sums(side: Rows, exists: ArrayOrShape | None) -> dict[str, Any]:
+    def input_moments(self, vjp: LayerVjp, like: InputMoments, products: Products) -> InputMoments:
+        def sums(side: Rows, exists: ArrayOrShape | None) -> InputMoments:
             return input_moments(vjp, like, side, exists, products)
 
-        out = self.over_input_rows(vjp, sums)
+        out, exists = self.over_input_rows(vjp, sums), self.reached(vjp)
+        if exists is None:
+            return out
         # A row that does not reach an expert is zero in its sum, so its count leaves the row out.
-        exists = self.reached(vjp)
-        if exists is not None:
-            if vjp.weights is not None:
-                weights = vjp.weights.astype(like["a_count"].dtype)
-                exists = jnp.where(exists, weights, jnp.zeros((), weights.dtype))
-            lead, stack = exists.ndim - len(vjp.use.rows), like["a_count"].shape
-            count = exists.sum(range(lead, exists.ndim), dtype=like["a_count"].dtype)
-            trailing = (1,) * (len(stack) - lead)
-            out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *trailing), stack)
-        return out
+        if vjp.weights is not None:
+            weights = vjp.weights.astype(like.count.dtype)
+            exists = jnp.where(exists, weights, jnp.zeros((), weights.dtype))
+        lead, stack = exists.ndim - len(vjp.use.rows), like.count.shape
+        count = exists.sum(range(lead, exists.ndim), dtype=like.count.dtype)
+        count = count.reshape(*count.shape, *(1,) * (len(stack) - lead))
+        return dataclasses.replace(out, count=jnp.broadcast_to(count, stack))
 
     def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
         return sum_of_outer_products(side, precision)
 
     def both_sides(
-        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
+        self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]
     ) -> BothSides | TokenRows:
         num_rows = len(vjp.use.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
-        stack = stack_of_slot(like)
         g = aligned(vjp, self.output_rows(vjp), stack)
         x = aligned(vjp, self.input_rows(vjp), stack)
         if examples is None:
             return BothSides((x, g), by_example=False)
         return BothSides((split(x), split(g)), by_example=True)
-
-
-def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of the stacked axes of a layer, from its slot."""
-    for key in ("gradients", "rotated"):
-        if key in like:
-            return like[key].shape[:-3]
-    return next(
-        like[key] for key in ("squares", "scores", "outputs", "products") if key in like
-    ).shape[:-2]
