@@ -1,7 +1,7 @@
 """Kronecker factors: objectives, Fisher types, collection in passes."""
 
 from jaxkfac.factors._budgeted import BudgetedCollector
-from jaxkfac.factors._build import check_word, value_grad_and_factors
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._diagonal_pass import (
     apart_remedy,
@@ -20,6 +20,7 @@ from jaxkfac.factors._loss_terms import Head, kept_targets, number_of_terms
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
 from jaxkfac.factors._objective import Objective, arguments
+from jaxkfac.factors._options import check_word
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac._mapped_axes import axes_apart, check_mapped, is_mapped, sum_over_devices
 from jaxkfac.blocks import (
-    BiasMode,
     Corrections,
     Factors,
     Origin,
@@ -42,6 +41,7 @@ from jaxkfac.factors._diagonal_pass import (
 from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._model_call import ModelCall, check_array
 from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._options import GatheringOptions
 from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
@@ -52,7 +52,7 @@ from jaxkfac.factors._scalar_loss import (
     share_of_loss,
     warn_of_sum,
 )
-from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
+from jaxkfac.factors._statistics import PassPart, Statistics
 from jaxkfac.interception import (
     Layer,
     Staged,
@@ -62,13 +62,11 @@ from jaxkfac.interception import (
     fast_convolutions,
 )
 from jaxkfac.interception.values import Window
-from jaxkfac.kinds import Precision, Products
+from jaxkfac.kinds import Products
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.linalg.spectral import Spectrum
 
 ROWS_FOLD = 0x726F  # folded into the caller's key for the rows of ``subsample=``
-
-Uncovered = Literal["raise", "diagonal", "ignore"]
 
 
 class Call(NamedTuple):
@@ -133,22 +131,14 @@ class Measurable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FactorCollector:
-    """The function that ``value_grad_and_factors`` returns. Pure; jit it."""
+    """The function that ``value_grad_and_factors`` returns. Pure; jit it.
+
+    Attributes:
+        options: What it was built with.
+    """
 
     _program: Program
-    _estimator: Estimator
-    _sharing: Sharing
-    _bias: BiasMode
-    _scales: Scales
-    _uncovered: Uncovered
-    _has_aux: bool
-    _loss_terms: int | None
-    _subsample: float | None = None
-    _every: int = 1
-    _precision: Precision = "highest"
-    _packed: bool = False
-    _collect: int = 1
-    _axis_names: tuple[str, ...] | None = None
+    options: GatheringOptions
     # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -232,9 +222,10 @@ class FactorCollector:
 
     def at_steps(self, every: int) -> "FactorCollector":
         """The collector of the same statistics with another ``every=``."""
-        if every == self._every:
+        if every == self.options.every:
             return self
-        return dataclasses.replace(self, _every=every, _staged=TraceCache())
+        options = dataclasses.replace(self.options, every=every)
+        return dataclasses.replace(self, options=options, _staged=TraceCache())
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -253,7 +244,7 @@ class FactorCollector:
 
     def _warn_of_sum(self, params: ArrayTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
-        is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
+        is_mean = isinstance(self._program.objective, Objective) or self.options.loss_terms == 1
         if is_mean or self._warned:
             return
         value = lambda some: self._program.value(ModelCall(params, some, call.key, call.state))
@@ -266,20 +257,21 @@ class FactorCollector:
         Raises:
             ValueError: ``every=`` is above 1, and the step is missing or is no whole number.
         """
-        if self._every == 1:
+        if self.options.every == 1:
             return True
-        due = _number_of(step, f"every={self._every} collects at some steps") % self._every == 0
+        why = f"every={self.options.every} collects at some steps"
+        due = _number_of(step, why) % self.options.every == 0
         return due if isinstance(due, Tracer) else bool(due)
 
     def _turn(self, step: ArrayLike | None) -> Turn | None:
         """The group of a step; ``None`` if every step collects all factors."""
-        if self._collect == 1:
+        if self.options.collect == 1:
             return None
-        why = f"collect={self._collect} collects some factors at each step"
-        number = _number_of(step, why) % self._collect
+        why = f"collect={self.options.collect} collects some factors at each step"
+        number = _number_of(step, why) % self.options.collect
         if not isinstance(number, Tracer):
-            return Turn(np.asarray(number, np.int32), {}, self._collect)
-        return Turn(number.astype(jnp.int32), {}, self._collect)
+            return Turn(np.asarray(number, np.int32), {}, self.options.collect)
+        return Turn(number.astype(jnp.int32), {}, self.options.collect)
 
     def _gather_turn(self, turn: Turn, params: ArrayTree, call: Call) -> ValueGradAndFactors:
         """``gather`` for one group of the layers."""
@@ -293,31 +285,31 @@ class FactorCollector:
 
     def largest_group(self, traced: Traced) -> int | None:
         """With ``collect=``, the group with the most bytes; ``None`` if one program serves all."""
-        return largest_turn(self.statistics(traced), self._collect)
+        return largest_turn(self.statistics(traced), self.options.collect)
 
     def statistics_of_step(self, traced: Traced) -> Statistics:
         """What a step gathers; with ``collect=``, the statistics of the largest group."""
         statistics = self.statistics(traced)
-        if self._collect == 1:
+        if self.options.collect == 1:
             return statistics
         group = self.largest_group(traced)
-        turn = Turn(np.int32(group or 0), {}, self._collect)
+        turn = Turn(np.int32(group or 0), {}, self.options.collect)
         parts, _ = part_of_turn(statistics, turn, static=group is not None)
         return dataclasses.replace(statistics, parts=parts)
 
     def _in_turns(self, factors: Factors, traced: Traced) -> Factors:
         """Shapes of complete factors, and of the counts of an average if they come in turns."""
-        if self._collect == 1:
+        if self.options.collect == 1:
             return factors
         statistics, dtype = self.statistics(traced), factors.terms.dtype
-        largest_turn(statistics, self._collect)  # refuses more groups than layers
+        largest_turn(statistics, self.options.collect)  # refuses more groups than layers
         iterations = iterations_in_turns(statistics)
         counts = {
             layer.name: jax.ShapeDtypeStruct(layer.stack[: layer.name in iterations], dtype)
             for layer in factors.layers
         }
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return dataclasses.replace(factors, turn=Turn(number, counts, self._collect))
+        return dataclasses.replace(factors, turn=Turn(number, counts, self.options.collect))
 
     def _gather_where(
         self, due: Bool[Array, ""], params: ArrayTree, call: Call
@@ -344,12 +336,12 @@ class FactorCollector:
     def has_aux(self) -> bool:
         """Whether a call returns ``(value, aux)``."""
         objective = self._program.objective
-        return objective.has_aux if isinstance(objective, Objective) else self._has_aux
+        return objective.has_aux if isinstance(objective, Objective) else self.options.has_aux
 
     @property
     def vjps(self) -> int:
         """How many vector-Jacobian products' output sides are alive besides their sum."""
-        return self._estimator.concurrent
+        return self.options.estimator.concurrent
 
     def checked(
         self,
@@ -361,20 +353,20 @@ class FactorCollector:
         bases: Measurable | None = None,
     ) -> Call:
         """Check that the arguments fit together, and return them in the program's form."""
-        if self._subsample is not None and key is None:
-            raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
-        if self._subsample is not None:
+        if self.options.subsample is not None and key is None:
+            raise ValueError(f"subsample={self.options.subsample} draws rows: pass key=")
+        if self.options.subsample is not None:
             check_key(key)
         if positions is not None:
             check_array("positions", positions)
             check_weights("positions", positions)  # here they have values; the program is staged
         has_outputs = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if has_outputs else batch
-        estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
-        if bases is not None and self._collect > 1:
+        estimator = self.options.estimator.bound(key, labels, batch if has_outputs else None)
+        if bases is not None and self.options.collect > 1:
             raise ValueError(
-                f"collect={self._collect} and bases=: measured eigenvalues have one count for all "
-                "layers, and some layers come at each step: leave out one of the two"
+                f"collect={self.options.collect} and bases=: measured eigenvalues have one count "
+                "for all layers, and some layers come at each step: leave out one of the two"
             )
         if bases is not None:
             remedy = "as state.bases or jk.eigendecompose(factors) gives them"
@@ -388,17 +380,17 @@ class FactorCollector:
         rows_key: Key[Array, ""] | None = None,
     ) -> Statistics:
         """The statistics of a traced program, or of some parts of its layers."""
-        forward = self._estimator.unit_outputs
-        products = Products(self._subsample or 1.0, self._precision, rows_key)
+        forward = self.options.estimator.unit_outputs
+        products = Products(self.options.subsample or 1.0, self.options.precision, rows_key)
         return Statistics(
             traced,
-            self._bias,
-            self._sharing,
-            self._scales,
+            self.options.bias,
+            self.options.sharing,
+            self.options.scales,
             forward,
             parts,
             products=products,
-            packed=self._packed,
+            packed=self.options.packed,
             axes=self._program.axes,
         )
 
@@ -423,7 +415,7 @@ class FactorCollector:
         objective = self._program.objective
         params = jax.tree.map(jnp.asarray, params)  # a Python number is a parameter too
         traced = self.traced(params, call)
-        key = None if self._subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
+        key = None if self.options.subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts, key)
@@ -435,7 +427,7 @@ class FactorCollector:
             statistics,
             call.of_model(params),
             positions=call.positions,
-            loss_terms=self._loss_terms,
+            loss_terms=self.options.loss_terms,
             windows=windows,
             differentiate=gradient,
             rows_key=key,
@@ -471,14 +463,16 @@ class FactorCollector:
             traced,
             self.statistics(traced, {}),
             call.of_model(params),
-            loss_terms=self._loss_terms,
+            loss_terms=self.options.loss_terms,
         )
         factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _counted(self, factors: Factors, terms: Any) -> Factors:
         """Add the gradient's own count, if ``terms`` may be zero at steps without collection."""
-        return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
+        return (
+            factors if self.options.every == 1 else dataclasses.replace(factors, loss_terms=terms)
+        )
 
     def _value(self, at: Linearised, call: Call) -> Any:
         return (at.value, at.aux) if self.has_aux or call.state is not None else at.value
@@ -486,16 +480,14 @@ class FactorCollector:
     def _check_scalar(self, traced: Traced, call: Call) -> None:
         """Refuse options that need outputs, if a loss marks none."""
         if traced.marks:
-            check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
+            check_marked(traced, call.estimator, self.options)
             return
         if call.positions is not None or call.estimator.labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective, or jk.mark_outputs inside the loss: a "
                 "scalar loss has no outputs"
             )
-        check_scalar_loss(
-            call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
-        )
+        check_scalar_loss(self.options, call.estimator)
 
     def adaptation(
         self,
@@ -537,7 +529,7 @@ class FactorCollector:
             1.0 1 0
         """
         objective: Any = self._program.objective
-        if not isinstance(objective, Objective) and self._loss_terms is not None:
+        if not isinstance(objective, Objective) and self.options.loss_terms is not None:
             raise TypeError(
                 "adaptation: a scalar loss whose outputs are not known (loss_terms=) has no "
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
@@ -546,7 +538,7 @@ class FactorCollector:
             )
         self.check_mapped()
         call = ModelCall(params, batch, key, state)
-        return adaptation_of(objective, call, self._program.axes, has_aux=self._has_aux)
+        return adaptation_of(objective, call, self._program.axes, has_aux=self.options.has_aux)
 
     def step(
         self,
@@ -593,10 +585,10 @@ class FactorCollector:
         objective: Any = self._program.objective
         value = out.value[0] if self.has_aux or state is not None else out.value
         extra: dict[str, Any] = {"factors": out.factors, "value": value}
-        if isinstance(objective, Objective) or self._loss_terms is None:
+        if isinstance(objective, Objective) or self.options.loss_terms is None:
             call = ModelCall(params, batch, key, state)
             extra |= adaptation_of(
-                objective, call, self._program.axes, has_aux=self._has_aux, value=value
+                objective, call, self._program.axes, has_aux=self.options.has_aux, value=value
             )
         return TrainingStep(out.value, out.grads, extra)
 
@@ -643,7 +635,9 @@ class FactorCollector:
         """
         check_arrays("params", params)
         check_arrays("batch", batch)
-        if key is None and (self._estimator.samples_labels or self._subsample is not None):
+        if key is None and (
+            self.options.estimator.samples_labels or self.options.subsample is not None
+        ):
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # the trace shows whether they reach every layer
@@ -683,13 +677,14 @@ class FactorCollector:
         objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
         has_outputs = isinstance(objective, Objective)
         likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
-        declared, axes = self._program.examples, self._axis_names
-        return Origin.of(self._estimator.name, likelihoods, declared, axes, self._every)
+        declared, options = self._program.examples, self.options
+        name, axes = options.estimator.name, options.axis_names
+        return Origin.of(name, likelihoods, declared, axes, options.every)
 
     def _second_pass(self, traced: Traced, params: ArrayTree) -> list[Layer]:
         """The layers whose diagonals come from gradients of single examples."""
         behind = list(traced.table.second_pass)
-        if self._uncovered != "diagonal":
+        if self.options.uncovered != "diagonal":
             return behind
         return behind + diagonal_layers(traced.table, params)
 

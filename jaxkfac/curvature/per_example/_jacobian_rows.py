@@ -14,8 +14,8 @@ from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
-from jaxkfac.curvature.per_example._readings import (
+from jaxkfac.curvature.per_example._example_gradients import (
+    ExampleGradients,
     check_readings,
     leaves_out_readings,
     refuse_meeting,
