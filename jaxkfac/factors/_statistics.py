@@ -29,11 +29,13 @@ from jaxkfac.kinds import (
     EVERY_ROW,
     ElementGradients,
     ElementSquares,
+    Elementwise,
     InputMoments,
     InputRows,
     Moment,
     Products,
     SideSums,
+    TwoSided,
     output_moments,
     packs,
 )
@@ -117,7 +119,7 @@ class Statistics:
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
         # The mean of one-hot rows is not one-hot: its second moment would be no diagonal.
-        if kind_named(layer.kind).by_position:
+        if kind_named(layer.kind).reads.tokens:
             return False
         exact_scales = layer.is_elementwise and self._has_exact_scales(layer)
         sums = any(use.whole_examples for use in self.traced.uses_of(layer))
@@ -338,9 +340,8 @@ class Statistics:
 
     def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """See ``_taps.Emitter``."""
-        use, cotangent = vjp.use, vjp.cotangent
-        kind = use.kind
-        if kind.elementwise:
+        use, cotangent, kind = vjp.use, vjp.cotangent, vjp.use.kind
+        if isinstance(kind, Elementwise):
             if self.forward and jnp.iscomplexobj(cotangent):
                 raise ValueError(
                     f"layer {use.layer!r}: fisher='forward' has one cotangent of each number, and "
@@ -350,6 +351,7 @@ class Statistics:
             if self.forward:
                 vjp = dataclasses.replace(vjp, cotangent=jnp.ones_like(cotangent))
             return kind.elements(vjp, like, self.traced.examples)
+        assert isinstance(kind, TwoSided)
         inputs, outputs, examples = like.inputs, like.outputs, self.traced.example_axes
         products = self.products_of(use.layer or "", vjp.rows_key)
         if isinstance(inputs, InputMoments):

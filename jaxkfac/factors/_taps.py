@@ -6,8 +6,8 @@ returns the original cotangents and, as the cotangent of the slot, the statistic
 cotangents of a variable over its readers, stacks them along a scanned axis, and sums them over
 devices. So the statistics are added, stacked and summed too, without any code for it.
 
-Of a slot, only ``sums`` is differentiated. ``constants`` (an eigenbasis) goes to the code that
-computes the statistics, in ``LayerVjp``.
+Only the ``sums`` of a slot are differentiated. Its ``constants`` (an eigenbasis) go to the code
+that computes the statistics, in ``LayerVjp``.
 """
 
 import dataclasses

@@ -60,7 +60,16 @@ from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup
-from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
+from jaxkfac.interception._kind import (
+    Data,
+    Kind,
+    LayerVjp,
+    Reads,
+    Site,
+    Use,
+    kind_named,
+    register_kind,
+)
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     Marked,
@@ -91,6 +100,7 @@ __all__ = [
     "Marked",
     "OutputMark",
     "ParameterMatrix",
+    "Reads",
     "RowMask",
     "Site",
     "Staged",

@@ -141,7 +141,7 @@ class Rewriter:
         in_slots: list[Slots],
         around: Around,
     ) -> Any:
-        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
+        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads.encoded]
         refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         # A layer that this pass does not gather has no slot.
         uses = [u for u in uses if u.layer in self.traced_indices]

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, is_complex
-from jaxkfac.interception import LayerVjp, Use, broadcast_axes, kind_named, register_kind
+from jaxkfac.interception import LayerVjp, Reads, Use, broadcast_axes, kind_named, register_kind
 from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
@@ -22,12 +22,14 @@ class Dense(TwoSided):
     primitives = frozenset(("dot_general",))
     suffix = "transposed"
     product = True
-    stacks_outputs = True
-    unless_matrix = "transformed"
-    unless_one = "gathered"
     packs_inputs = True
-    reads_encoded = True
-    reads_complex = True
+    reads = Reads(
+        encoded=True,
+        complex=True,
+        experts=True,
+        unless_matrix="transformed",
+        unless_one="gathered",
+    )
 
     def find(
         self,
@@ -134,7 +136,7 @@ class ComplexDense(Dense):
     name = "complex"
     primitives = frozenset()
     suffix = "complex"
-    reads_encoded = False
+    reads = Reads(complex=True, experts=True)
 
     def product_axes(self, use: Use, ndim: int) -> None:
         """None: a bias that is added has no row of ones in the imaginary part."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, bind
-from jaxkfac.interception import Data, Kind, LayerVjp, Use, register_kind
+from jaxkfac.interception import Data, Kind, LayerVjp, Reads, Use, register_kind
 from jaxkfac.interception.values import (
     Atoms,
     Axes,
@@ -51,12 +51,17 @@ class Elementwise(Kind):
     A new kind defines how it is found (``find``), and ``gradient``.
     """
 
-    rank = 2
     elementwise = True
-    reads_complex = True
+
+    rank = 2
+    reads = Reads(complex=True)
 
     def place(self, use: Use, axes: Axes) -> None:
         use.result = axes
+
+    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
+        """The parameter's gradient at each position, before any sum."""
+        raise NotImplementedError(f"{self.name!r} has no gradient at a position")
 
     def elements(
         self,
@@ -64,6 +69,13 @@ class Elementwise(Kind):
         like: ElementSquares | ElementGradients,
         examples: Atoms,
     ) -> ElementSquares | ElementGradients:
+        """The statistics of the elements.
+
+        Args:
+            vjp: The use.
+            like: Their shapes and dtypes.
+            examples: The atoms of the example axis.
+        """
         use, dtype, weights = vjp.use, jax.tree.leaves(like)[0].dtype, vjp.weights
         ones = masked(jnp.ones(vjp.cotangent.shape, dtype), weights)
         cotangent = masked(_in_dtype(vjp.cotangent, dtype), weights)
@@ -256,7 +268,7 @@ class Reparameterised(Elementwise):
     name = "reparameterised"
     suffix = "reparameterised"
     rank = 2
-    contracts = True
+    reads = Reads(complex=True, contracts=True)
     covered = False
 
     def find(

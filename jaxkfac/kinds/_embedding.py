@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
-from jaxkfac.interception import LayerVjp, Lookup, Use, register_kind
+from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, register_kind
 from jaxkfac.interception.values import Atoms, AxisTable
 from jaxkfac.kinds._moments import InputMoments, Moment, Products
 from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
@@ -22,8 +22,7 @@ class Embedding(TwoSided):
     primitives = frozenset(("gather",))
     suffix = "embedding"
     rank = 1
-    diagonal_inputs = True
-    by_position = True
+    reads = Reads(tokens=True)
 
     def find(
         self,

@@ -215,8 +215,9 @@ def moments(
         product = gram_panels if like.form == "panels" else symmetric_gram
         return Moment(product(side.x, side.features[0][0], precision=precision), like.form)
     use, lead = vjp.use, len(side.batch)
+    kind: Any = use.kind
     if like.form != "diagonal":
-        sums = use.kind.second_moment(side, precision)
+        sums = kind.second_moment(side, precision)
         sums = in_own_order(vjp, side, sums, lead=lead, copies=2)
         sums = fold_triangle(sums) if like.form == "folded" else sums
     else:
@@ -250,7 +251,7 @@ def sum_over_patches(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrSha
 def packs(uses: Sequence[Use], side: str) -> bool:
     """Whether a factor can be gathered in panels: each use has one feature axis and no experts."""
     return all(
-        (side == "g" or u.kind.packs_inputs)
+        (side == "g" or getattr(u.kind, "packs_inputs", False))
         and not u.batch_axes
         and not u.free_stack
         and len(u.in_axes if side == "a" else u.out_axes) == 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import LayerVjp, Use, register_kind
+from jaxkfac.interception import LayerVjp, Reads, Use, register_kind
 from jaxkfac.interception.values import Atoms, AxisTable
 from jaxkfac.kinds._elementwise import ElementGradients, ElementSquares, Elementwise
 from jaxkfac.kinds._moments import sum_to
@@ -31,8 +31,7 @@ class Transformed(Elementwise):
     name = "transformed"
     suffix = "transformed"
     rank = 2
-    contracts = True
-    reads_complex = False
+    reads = Reads(contracts=True)
 
     def find(
         self,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,13 @@ class TwoSided(Kind):
     """A kind whose parameter is a matrix between input rows and output rows.
 
     A new kind defines how it is found (``find``, ``reading``), and ``inputs`` and ``outputs``.
+
+    Attributes:
+        packs_inputs: Whether the input rows form a matrix, so that panels of their second moment
+            can be gathered.
     """
+
+    packs_inputs: ClassVar[bool] = False
 
     def place(self, use: Use, axes: Axes) -> None:
         """Nothing to store: the rows are those of the data operand."""
@@ -101,10 +107,26 @@ class TwoSided(Kind):
         raise NotImplementedError
 
     def input_rows(self, vjp: LayerVjp) -> Rows:
+        """The rows that a use reads; rows that do not exist are zero."""
         return part_of_rows(vjp, self.inputs(vjp).masked(vjp.weights))
 
     def output_rows(self, vjp: LayerVjp) -> Rows:
+        """The cotangent of the result; rows that do not exist are zero."""
         return part_of_rows(vjp, self.outputs(vjp).masked(vjp.weights))
+
+    def reached(self, vjp: LayerVjp) -> ArrayOrShape | None:
+        """Which rows reach which entry of the stack, ``(stack, rows...)``; ``None`` if all do.
+
+        A row that does not reach an entry is zero among the rows of that entry.
+        """
+        return None
+
+    def summed_input_rows(self, vjp: LayerVjp) -> Rows:
+        """Input rows for a caller that needs only their sums over positions.
+
+        A kind may return rows that are already summed.
+        """
+        return self.input_rows(vjp)
 
     def over_input_rows(
         self, vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]
@@ -119,6 +141,8 @@ class TwoSided(Kind):
         return statistic(self.input_rows(vjp), vjp.weights)
 
     def input_moments(self, vjp: LayerVjp, like: InputMoments, products: Products) -> InputMoments:
+        """The statistics of the input side, by position."""
+
         def sums(side: Rows, exists: ArrayOrShape | None) -> InputMoments:
             return input_moments(vjp, like, side, exists, products)
 
@@ -135,11 +159,22 @@ class TwoSided(Kind):
         return dataclasses.replace(out, count=jnp.broadcast_to(count, stack))
 
     def second_moment(self, side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrShape:
+        """The sum of outer products of rows."""
         return sum_of_outer_products(side, precision)
 
     def both_sides(
         self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]
     ) -> BothSides | TokenRows:
+        """Both sides of a use by example.
+
+        Args:
+            vjp: The use, its operands and its cotangent.
+            examples: The atoms of the example axis; ``None`` if examples need not be separated.
+            stack: Shape of the stacked axes.
+
+        Raises:
+            LostRowsError: the rows cannot be attributed to examples.
+        """
         num_rows = len(vjp.use.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
         g = aligned(vjp, self.output_rows(vjp), stack)

@@ -133,7 +133,8 @@ class SquaredGradients:
         if layer.name in self._elements:
             return self._elements[layer.name].emit(vjp, like)
         examples = self._traced.examples if self._per == "example" else None
-        sides = vjp.use.kind.both_sides(vjp, examples, like.stack)
+        kind: Any = vjp.use.kind
+        sides = kind.both_sides(vjp, examples, like.stack)
         if isinstance(like, Gradients):
             return sides.gradients(like)
         return sides.squares(like, vjp.constants)

@@ -273,10 +273,11 @@ class ExampleGradients:
         Rows that a mask leaves out of the curvature still belong to the gradient.
         """
         vjp, use = vjp.masked_by(None), vjp.use
+        kind: Any = use.kind
         try:
-            if use.kind.elementwise:
-                return use.kind.elements(vjp, like, self._rows)
-            sides = use.kind.both_sides(vjp, self._rows, like.stack)
+            if kind.elementwise:
+                return kind.elements(vjp, like, self._rows)
+            sides = kind.both_sides(vjp, self._rows, like.stack)
         except LostRowsError as error:
             raise LostRowsError(
                 f"layer {use.layer!r} cannot be told apart by example, or with per='token' by "
