@@ -16,13 +16,7 @@ from jaxtyping import Array, Float, Key
 from jaxkfac._jaxpr_compat import call_kind, cast_varying, equation_signature
 from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
 from jaxkfac.blocks import BiasMode, Factors, Place, Side, Sides
-from jaxkfac.factors._taps import (
-    example_counts,
-    example_sums,
-    gradient_block,
-    input_means,
-    outer_products,
-)
+from jaxkfac.factors._diagonal_pass import gradient_block, input_means, outer_products
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
 from jaxkfac.interception.values import Atoms, Slot
 from jaxkfac.kinds import (
@@ -36,6 +30,8 @@ from jaxkfac.kinds import (
     Products,
     SideSums,
     TwoSided,
+    example_counts,
+    example_sums,
     output_moments,
     packs,
 )

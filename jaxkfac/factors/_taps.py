@@ -11,7 +11,7 @@ that computes the statistics, in ``LayerVjp``.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -19,12 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Key
 
-from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import automatic, cast_varying
-from jaxkfac.interception import Handler, Layer, LayerVjp, Site, Use
-from jaxkfac.interception.values import Atoms, Slot
-from jaxkfac.kinds import InputRows, Products, Rows, by_example, in_own_order
-from jaxkfac.linalg import gram, symmetric_gram
+from jaxkfac.interception import Handler, LayerVjp, Site, Use
+from jaxkfac.interception.values import Slot
 
 # True for rows that exist, or their weights; None if all do.
 Weights = Bool[Array, "..."] | Float[Array, "..."] | None
@@ -212,130 +209,3 @@ def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:
 
 def _broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return lambda x: jnp.broadcast_to(x, shape) if x.shape != shape else x
-
-
-# ---------------- statistics by example (``sharing="reduce"``)
-#
-# Rows are summed over the positions of each example. Cotangents of a slot add up over the uses of
-# a parameter and the iterations of a scan, so the slot holds each example's sum over all of them;
-# outer products and squares are formed afterwards, because they are not linear.
-
-
-ExampleAxes = Sequence[tuple[Atoms, int]]  # atoms and length of each leading axis of the outputs
-
-
-def example_sums(
-    vjp: LayerVjp, side: Rows, examples: ExampleAxes, like: ArrayType
-) -> Float[Array, "*stack examples n"]:
-    """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
-    total = _sums(vjp, side, examples, like.dtype)
-    lead = 1 + len(side.batch)
-    total = in_own_order(vjp, side, total, lead=lead)
-    return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
-
-
-def example_counts(
-    vjp: LayerVjp,
-    side: Rows,
-    reached: Bool[Array, "..."] | None,
-    examples: ExampleAxes,
-    like: ArrayType,
-) -> Float[Array, "*stack examples"]:
-    """The number of positions of each example, ``(stack..., examples)``.
-
-    ``reached`` says which positions each entry of a stack reads; ``None`` means all.
-    """
-    use, weights = vjp.use, vjp.weights
-    if reached is not None:
-        present = reached if weights is None else reached & weights
-        every = Rows(present, tuple(range(1, present.ndim)), (0,), ())
-        counts = _sums(vjp, every, examples, like.dtype).T
-        ones = (1,) * (len(like.shape) - 2)
-        return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
-    if weights is None and len(examples) > 1:
-        axes = range(len(use.rows))
-        weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
-    if weights is None:
-        return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
-    every = Rows(weights, tuple(range(weights.ndim)), (), ())
-    counts = _sums(vjp, every, examples, like.dtype)
-    return jnp.broadcast_to(counts, like.shape)
-
-
-def _sums(
-    vjp: LayerVjp, side: Rows, examples: ExampleAxes, dtype: Any
-) -> Float[Array, "examples ..."]:
-    """Sum rows over positions; the examples of all example axes follow one another.
-
-    A use has rows for the examples of one axis; the sums of all other examples are zero.
-    """
-    table, axes = vjp.table, vjp.use.rows
-    mine = {a for axis in axes for a in table.atoms(axis)}
-    axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
-    if len(axis_numbers) > 1:
-        raise LostRowsError(
-            f"layer {vjp.use.view.path!r}: its rows run over pairs of examples of two "
-            "jk.mark_outputs, and statistics of whole examples were asked for: take "
-            'sharing="expand" and scales="diagonal", or leave the layer out with layers='
-        )
-    chosen = axis_numbers[0] if axis_numbers else 0
-    x = by_example(vjp, side, axes, examples[chosen][0])
-    total = x.sum(1, dtype=dtype)
-    if len(examples) == 1:
-        return total
-    sizes = [size for _, size in examples]
-    before, after = sum(sizes[:chosen]), sum(sizes[chosen + 1 :])
-    return jnp.pad(total, [(before, after), *[(0, 0)] * (total.ndim - 1)])
-
-
-def input_means(
-    inputs: InputRows,
-    *,
-    ones: bool,
-    dense: bool,
-    products: Products,
-    precision: Any,
-) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
-    """Sum of outer products of each example's mean input row, and the number of examples."""
-    present = inputs.numbers > 0
-    # An example without positions has a mean of zero, not 0 / 0, and is not counted.
-    mean = inputs.rows / jnp.where(present, inputs.numbers, 1)[..., None]
-    if ones:
-        mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)
-    sums = outer_products(mean, dense=dense, products=products, precision=precision)
-    return sums, present.sum(-1, dtype=mean.dtype)
-
-
-def outer_products(
-    rows: Float[Array, "*stack rows n"], *, dense: bool, products: Products, precision: Any
-) -> Float[Array, "*sums"]:
-    """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
-    lead = rows.ndim - 2
-    if not dense:
-        return jnp.square(rows).sum(-2)
-    rows, times = products.sampled_examples(rows)
-    if lead:
-        sums = gram(rows, (lead,), tuple(range(lead)), precision=precision)
-    else:
-        sums = symmetric_gram(rows, 1, precision=precision)
-    return sums if times is None else sums * times.astype(sums.dtype)
-
-
-def gradient_block(
-    layer: Layer,
-    gradient: Float[Array, "*parameter examples"],
-    products: Products,
-    precision: Any,
-) -> Float[Array, "*stack n n"]:
-    """The dense block of per-example gradients ``(parameter..., examples)``."""
-    rows = gradient_rows(layer, gradient)
-    return outer_products(rows, dense=True, products=products, precision=precision)
-
-
-def gradient_rows(
-    layer: Layer, gradient: Float[Array, "*parameter examples"]
-) -> Float[Array, "*stack examples n"]:
-    """Gradients ``(parameter..., examples)`` of a scale or bias as ``(stack..., examples, n)``."""
-    weight = dataclasses.replace(layer.weight, index=())
-    rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)
-    return rows.reshape(*layer.stack, -1, layer.out_features)

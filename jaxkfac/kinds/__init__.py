@@ -26,7 +26,7 @@ from jaxkfac.kinds._moments import (
     packs,
 )
 from jaxkfac.kinds._named_layer import NamedLayer
-from jaxkfac.kinds._rows import Rows, by_example, in_own_order, matrix_problem
+from jaxkfac.kinds._rows import Rows, example_counts, example_sums, in_own_order, matrix_problem
 from jaxkfac.kinds._squares import ArrayOrShape, Basis, in_unit, rotate_gradients
 from jaxkfac.kinds._transformed import Transformed
 from jaxkfac.kinds._two_sided import TwoSided
@@ -62,7 +62,8 @@ __all__ = [
     "Transformed",
     "TwoSided",
     "Uncovered",
-    "by_example",
+    "example_counts",
+    "example_sums",
     "in_own_order",
     "in_unit",
     "matrix_problem",

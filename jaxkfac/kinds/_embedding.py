@@ -1,17 +1,95 @@
 """Embeddings: a lookup of rows of a table."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
 from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, register_kind
 from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.kinds._both_sides import BasisSquares, Gradients, LowRankMatrices, Scores
 from jaxkfac.kinds._moments import InputMoments, Moment, Products
-from jaxkfac.kinds._rows import Rows, aligned, matrix_problem, order_problem, split_examples
-from jaxkfac.kinds._two_sided import TokenRows, TwoSided
+from jaxkfac.kinds._rows import (
+    ArrayOrShape,
+    Rows,
+    aligned,
+    matrix_problem,
+    order_problem,
+    split_examples,
+)
+from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_token
+from jaxkfac.kinds._two_sided import TwoSided
+
+# ---------------- rows of an embedding
+
+
+_EXACT = jax.lax.Precision.HIGHEST  # never TF32: scores add terms of both signs, which cancel
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """Tokens and output rows of one use of an embedding.
+
+    Attributes:
+        tokens: ``(examples, positions)``; one position each if examples need not be separated.
+        g: ``(examples, positions, features)``.
+    """
+
+    tokens: ArrayOrShape
+    g: ArrayOrShape
+
+    def both_rows(self) -> tuple[ArrayOrShape, ArrayOrShape]:
+        """Tokens, ``(examples, positions, 1)``, and output rows."""
+        return self.tokens[..., None], self.g
+
+    def squares(self, like: BasisSquares, basis: Basis) -> BasisSquares:
+        """Sums of squares in a basis.
+
+        Memory:
+            Some copies of the output rows.
+        """
+        g = rotate_outputs(scaled(self.g, basis), basis, 2)
+        return BasisSquares(squares_by_token(self.tokens, g, like.weight.shape[0]))
+
+    def gradients(self, like: Gradients) -> Gradients:
+        """Gradients by example, each a full table."""
+        table = like.weight
+        examples = jnp.arange(len(self.tokens))[:, None]
+        rows = self.g.astype(table.dtype)
+        zeros = jnp.zeros(table.shape, table.dtype)
+        return Gradients(zeros.at[examples, self.tokens].add(rows, mode="drop"))
+
+    def scores(
+        self,
+        like: Scores,
+        queries: ArrayOrShape | LowRankMatrices,
+        bias_queries: ArrayOrShape | None,
+    ) -> Scores:
+        """Inner products of the queries' tables with the examples' gradients.
+
+        Memory:
+            One copy of the output rows: queries are processed one by one, and no example's table
+            is formed.
+        """
+
+        def read(table: ArrayOrShape) -> ArrayOrShape:
+            return table.at[self.tokens].get(mode="fill", fill_value=0)
+
+        def one(query: ArrayOrShape | LowRankMatrices) -> ArrayOrShape:
+            if not isinstance(query, LowRankMatrices):
+                return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
+            rows = self.g.astype(query.right.dtype)
+            moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)
+            return (read(query.left) * moved).sum((1, 2))
+
+        return Scores(jax.lax.map(one, queries))
+
+
+# ---------------- the kind
 
 
 @register_kind
