@@ -235,7 +235,6 @@ def group_uses(
     for use, of_iteration in names.items():
         number = len(use.view.members) or 1
         use.layers = tuple(of_iteration.get(k) for k in range(number))
-        use.layer = next(name for name in use.layers if name is not None)
     return layers, notes
 
 

@@ -69,13 +69,10 @@ class Use:
             over them before it is squared.
         parts: If the parameter is one part of an array, the uses of all parts.
         join: For a bias, the product that it is added to, if nothing else reads that product.
-        layer: Name of the layer that this use belongs to; ``None`` if the layer is not tapped. A
-            parameter that is the whole tree has the name ``""``.
-        layers: If each iteration reads another layer, the names of all of them, with ``None`` for
-            a layer that is not tapped.
+        layers: Name of the layer that this use belongs to, or ``None`` if it is not tapped; if each
+            iteration reads another layer, the names of all of them. A parameter that is the whole
+            tree has the name ``""``.
         free_stack: Whether the first free axis is read as a stack of experts.
-        row_batch: For a dense layer, which pairs of shared axes are rows because the parameter was
-            broadcast along them.
         detail: What the kind alone has to know of the equation, a record of its own.
         where: The equation and the calls around it; equal in every analysis of one program.
     """
@@ -96,12 +93,15 @@ class Use:
     features: tuple[int, ...] = ()
     parts: Sequence["Use"] = ()
     join: "Use | None" = None
-    layer: str | None = None
     layers: tuple[str | None, ...] = ()
     free_stack: bool = False
-    row_batch: tuple[int, ...] = ()
     detail: Any = None
     where: Hashable = None
+
+    @property
+    def layer(self) -> str | None:
+        """Name of the layer, or of the first one in a stack; ``None`` if none is tapped."""
+        return next((name for name in self.layers if name is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ class ProductAxes:
     def of(
         cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
     ) -> "ProductAxes":
-        if use.row_batch:
+        if use.detail.row_batch:
             raise ValueError(
                 f"layer {use.view.path!r} is broadcast along rows (a cond under vmap, which runs "
                 "all branches): adapters have no rule for it; leave it out of target="
