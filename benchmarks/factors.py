@@ -39,6 +39,7 @@ from flax import linen as nn
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
 from jaxkfac.interception import trace
+from jaxkfac.interception.values import Slot
 
 
 class DenseNet(nn.Module):
@@ -173,13 +174,13 @@ def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) ->
         return stats(params, batch, jax.random.key(0))
 
     def again(params: Any, batch: Any) -> Any:
-        """The gradient of the program re-emitted with a handler that changes nothing."""
+        """The gradient of the program run again with a handler that changes nothing."""
         inputs, targets = batch
         traced = trace(lambda p, x: objective.apply_fn(p, x), params, inputs)  # not cached
-        slots = {name: {} for name in traced.table}
+        slots = {name: Slot() for name in traced.table}
 
         def loss(params: Any) -> Any:
-            outputs = traced.emit(lambda site, xs: site.bind(*xs), params, slots, inputs)
+            outputs = traced.run(lambda site, xs: site.bind(*xs), params, slots, inputs)
             return objective.loss(outputs, targets, None)[0]
 
         return jax.value_and_grad(loss)(params)

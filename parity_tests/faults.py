@@ -73,7 +73,7 @@ def padding_counted(patch: Patch) -> None:
 
     def moments(original: Any, vjp: Any, slot: Any, side: Any, weights: Any, products: Any) -> Any:
         out = original(vjp, slot, side, weights, products)
-        return out | {"a_count": jnp.full_like(out["a_count"], side.number)}
+        return dataclasses.replace(out, count=jnp.full_like(out.count, side.number))
 
     _wrap(patch, _two_sided, "input_moments", moments)
 

@@ -130,7 +130,7 @@ NAMES = {
     "Kind": _PART,
     "LayerVjp": _PART,
     "RowMask": _PART,
-    "SlotEntry": _PART,
+    "Statistic": _PART,
     "Use": _PART,
     "Staged": _PART,
     "TraceCache": _PART,

@@ -129,7 +129,7 @@ def assert_reported_and_raises(
 
 
 def assert_gradient_is_exact(objective: Any, params: Any, batch: tuple, **options: Any) -> None:
-    """Operation by operation, the re-emitted program gives the bits of the original."""
+    """Operation by operation, the program run again gives the bits of the original."""
     with jax.disable_jit():
         _, grads, _ = jk.value_grad_and_factors(objective, **options)(params, batch)
         expected = jax.grad(objective)(params, batch)

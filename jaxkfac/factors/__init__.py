@@ -1,11 +1,12 @@
 """Kronecker factors: objectives, Fisher types, collection in passes."""
 
 from jaxkfac.factors._budgeted import BudgetedCollector
-from jaxkfac.factors._build import check_word, value_grad_and_factors
-from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._build import value_grad_and_factors
+from jaxkfac.factors._collect import FactorCollector
 from jaxkfac.factors._diagonal_pass import (
     apart_remedy,
     check_alone,
+    gradient_rows,
     per_example_diagonals,
 )
 from jaxkfac.factors._fisher import (
@@ -15,11 +16,13 @@ from jaxkfac.factors._fisher import (
     check_label_values,
     estimator_of,
 )
+from jaxkfac.factors._gather import ValueGradAndFactors
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._loss_terms import Head, kept_targets, number_of_terms
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import Batch, ModelCall, as_batch, returned, takes_key
 from jaxkfac.factors._objective import Objective, arguments
+from jaxkfac.factors._options import check_word
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,
@@ -32,7 +35,6 @@ from jaxkfac.factors._passes import (
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import BatchCurvature
 from jaxkfac.factors._statistics import Statistics
-from jaxkfac.factors._taps import gradient_rows
 
 __all__ = [
     "FISHER_TYPES",

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.blocks import Factors, Side, Sides
-from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._collect import FactorCollector
+from jaxkfac.factors._gather import Call, ValueGradAndFactors
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,

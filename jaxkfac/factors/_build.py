@@ -1,102 +1,59 @@
-"""Check the options of ``value_grad_and_factors`` and build its collector."""
+"""Build the collector that the options of ``value_grad_and_factors`` describe."""
 
-import numbers
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, get_args, overload
+from typing import Any, ParamSpec, Protocol, overload, runtime_checkable
 
 from jaxkfac._arguments import check_function
-from jaxkfac._errors import at_least_one, one_of
-from jaxkfac._mapped_axes import AxisName, axis_names
-from jaxkfac.blocks import BiasMode
 from jaxkfac.factors._budgeted import BudgetedCollector
-from jaxkfac.factors._collect import FactorCollector, Uncovered
-from jaxkfac.factors._fisher import Estimator, Fisher, estimator_of
+from jaxkfac.factors._collect import FactorCollector
 from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._options import BudgetOptions, CollectOptions
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
-from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception.coupling import Word
-from jaxkfac.kinds import Precision
-from jaxkfac.memory import ByteSize, parse_bytes
+from jaxkfac.memory import parse_bytes
+
+Plain = ParamSpec("Plain")
+Budgeted = ParamSpec("Budgeted")
 
 
-@overload
-def value_grad_and_factors(
-    objective: Callable[..., Any],
-    *,
-    fisher: Fisher | Estimator = ...,
-    sharing: Sharing = ...,
-    bias: BiasMode = ...,
-    scales: Scales = ...,
-    layers: str | None = ...,
-    experts: str | None = ...,
-    uncovered: Uncovered = ...,
-    max_dense: int = ...,
-    has_aux: bool = ...,
-    loss_terms: int | None = ...,
-    samples: int = ...,
-    chunk: int = ...,
-    max_factor_bytes: None = ...,
-    sink: None = ...,
-    subsample: float | None = ...,
-    every: int = ...,
-    precision: Precision = ...,
-    examples: Word | None = ...,
-    packed: bool = ...,
-    collect: int = ...,
-    axis_name: AxisName = ...,
-) -> FactorCollector: ...
-@overload
-def value_grad_and_factors(
-    objective: Callable[..., Any],
-    *,
-    fisher: Fisher | Estimator = ...,
-    sharing: Sharing = ...,
-    bias: BiasMode = ...,
-    scales: Scales = ...,
-    layers: str | None = ...,
-    experts: str | None = ...,
-    uncovered: Uncovered = ...,
-    max_dense: int = ...,
-    has_aux: bool = ...,
-    loss_terms: int | None = ...,
-    samples: int = ...,
-    chunk: int = ...,
-    max_factor_bytes: ByteSize,
-    sink: tuple[Any, int] | None = ...,
-    subsample: float | None = ...,
-    every: int = ...,
-    precision: Precision = ...,
-    examples: Word | None = ...,
-    packed: bool = ...,
-    collect: Literal[1] = ...,
-    axis_name: None = ...,
-) -> BudgetedCollector: ...
-def value_grad_and_factors(
-    objective: Callable[..., Any],
-    *,
-    fisher: Fisher | Estimator = "empirical",
-    sharing: Sharing = "expand",
-    bias: BiasMode = "joint",
-    scales: Scales = "auto",
-    layers: str | None = None,
-    experts: str | None = None,
-    uncovered: Uncovered = "raise",
-    max_dense: int = 16384,
-    has_aux: bool = False,
-    loss_terms: int | None = None,
-    samples: int = 1,
-    chunk: int = 1,
-    max_factor_bytes: ByteSize | None = None,
-    sink: tuple[Any, int] | None = None,
-    subsample: float | None = None,
-    every: int = 1,
-    precision: Precision = "highest",
-    examples: Word | None = None,
-    packed: bool = False,
-    collect: int = 1,
-    axis_name: AxisName = None,
-) -> FactorCollector | BudgetedCollector:
+@runtime_checkable
+class CollectorBuilder(Protocol[Plain, Budgeted]):
+    """The type of ``value_grad_and_factors``; its options are the fields of two classes."""
+
+    @overload
+    def __call__(
+        self, objective: Callable[..., Any], *args: Plain.args, **options: Plain.kwargs
+    ) -> FactorCollector: ...
+    @overload
+    def __call__(
+        self, objective: Callable[..., Any], *args: Budgeted.args, **options: Budgeted.kwargs
+    ) -> BudgetedCollector: ...
+
+
+def _with_options_of(
+    plain: Callable[Plain, CollectOptions], budgeted: Callable[Budgeted, BudgetOptions]
+) -> Callable[[Callable[..., Any]], CollectorBuilder[Plain, Budgeted]]:
+    """A decorator that gives a function of ``**options`` the signature of the options."""
+
+    def decorated(function: Any) -> CollectorBuilder[Plain, Budgeted]:
+        (objective, _) = inspect.signature(function).parameters.values()
+        types = inspect.signature(budgeted).parameters
+        options = [
+            option.replace(annotation=types[name].annotation | None)
+            if option.default is None
+            else option
+            for name, option in inspect.signature(plain).parameters.items()
+        ]
+        result = FactorCollector | BudgetedCollector
+        function.__signature__ = inspect.Signature([objective, *options], return_annotation=result)
+        return function
+
+    return decorated
+
+
+@_with_options_of(CollectOptions, BudgetOptions)
+def value_grad_and_factors(objective: Callable[..., Any], **options: Any) -> Any:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
     With $a$ the input row of a layer and $g$ the gradient of the sum of one example's loss
@@ -233,106 +190,35 @@ def value_grad_and_factors(
     """
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
-    estimator = estimator_of(fisher, samples=samples, chunk=chunk)
-    one_of("sharing", sharing, get_args(Sharing))
-    one_of("bias", bias, ("joint", "separate"))
-    one_of("scales", scales, get_args(Scales))
-    one_of("uncovered", uncovered, get_args(Uncovered))
-    one_of("precision", precision, get_args(Precision))
-    check_word(examples)
-    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every, collect=collect)
-    check_sparing(every, subsample)
-    check_collect(collect, every, max_factor_bytes)
-    names = axis_names(axis_name)
-    if names is not None and max_factor_bytes is not None:
-        raise ValueError(
-            f"axis_name={axis_name!r} and max_factor_bytes=: passes under a budget are compiled "
-            "one by one, outside of jax.pmap and jax.shard_map: leave out one of the two"
-        )
-    # With a unit G no gradient is gathered, so a diagonal has nothing to square.
-    if estimator.unit_outputs and uncovered == "diagonal":
-        raise ValueError(
-            f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
-            'choose another Fisher type, or uncovered="ignore"'
-        )
-    if isinstance(objective, Objective):
-        if loss_terms is not None:
-            raise ValueError("loss_terms: an Objective counts its terms itself")
-    elif loss_terms is not None:  # else the first trace shows whether it marks outputs, and checks
-        check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
-    finding = {
-        "layers": layers,
-        "max_dense": max_dense,
-        "experts": experts,
-        "scale_blocks": scales == "full_block",
-    }
-    program = Program(
-        objective,
-        finding,
-        cover=uncovered == "raise",
-        second_pass=not estimator.unit_outputs,
-        has_aux=has_aux,
-        examples=examples,
-        axes=names or (),
-    )
-    collector = FactorCollector(
-        program,
-        estimator,
-        sharing,
-        bias,
-        scales,
-        uncovered,
-        has_aux,
-        loss_terms,
-        subsample,
-        every,
-        precision,
-        packed,
-        collect,
-        names,
-    )
-    if max_factor_bytes is not None:
-        budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")
-        return BudgetedCollector(collector, budget, sink)
-    if sink is not None:
+    budget = options.get("max_factor_bytes")
+    if budget is None and options.get("sink") is not None:
         raise ValueError(
             "sink= takes the factors of each pass under max_factor_bytes=; without a budget, "
             "push the factors that the function returns"
         )
-    return collector
-
-
-def check_word(examples: Any) -> None:
-    """Refuse values of ``examples=`` other than ``None`` and ``"apart"``."""
-    if examples not in (None, "apart"):
-        raise ValueError(f"examples={examples!r}: expected None, or 'apart'")
-
-
-def check_sparing(every: Any, subsample: Any) -> None:
-    """Refuse an ``every`` that is no whole number, and a ``subsample`` outside (0, 1]."""
-    # True is an int in Python, and `every=True` most likely means something else.
-    if isinstance(every, bool) or every != int(every):
-        raise ValueError(f"every={every}: expected a whole number of steps")
-    if subsample is None:
-        return
-    number = isinstance(subsample, numbers.Real) and not isinstance(subsample, bool)
-    if not number or not 0 < subsample <= 1:
-        raise ValueError(f"subsample={subsample!r}: expected a part of the rows, in (0, 1]")
-
-
-def check_collect(collect: Any, every: int, max_factor_bytes: Any) -> None:
-    """Refuse a ``collect`` that is no whole number, or stands beside what it cannot go with."""
-    if isinstance(collect, bool) or collect != int(collect):
-        raise ValueError(f"collect={collect}: expected a whole number of groups")
-    if collect == 1:
-        return
-    if every > 1:
-        raise ValueError(
-            f"collect={collect} collects some factors at each step, and every={every} all of them "
-            "at some steps: choose one of the two"
-        )
-    if max_factor_bytes is not None:
-        raise ValueError(
-            f"collect={collect} gathers some layers at each step, and max_factor_bytes= all of "
-            "them in several passes: choose one of the two"
-        )
+    checked = (CollectOptions if budget is None else BudgetOptions)(**options)
+    if isinstance(objective, Objective):
+        if checked.loss_terms is not None:
+            raise ValueError("loss_terms: an Objective counts its terms itself")
+    elif checked.loss_terms is not None:  # else the first trace shows whether it marks outputs
+        check_scalar_loss(checked, checked.estimator)
+    finding = {
+        "layers": checked.layers,
+        "max_dense": checked.max_dense,
+        "experts": checked.experts,
+        "scale_blocks": checked.scales == "full_block",
+    }
+    program = Program(
+        objective,
+        finding,
+        cover=checked.uncovered == "raise",
+        second_pass=not checked.estimator.unit_outputs,
+        has_aux=checked.has_aux,
+        examples=checked.examples,
+        axes=checked.axis_names or (),
+    )
+    collector = FactorCollector(program, checked)
+    if isinstance(checked, CollectOptions):
+        return collector
+    nbytes = parse_bytes(checked.max_factor_bytes, name="max_factor_bytes")
+    return BudgetedCollector(collector, nbytes, checked.sink)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import sys
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,95 +14,40 @@ from jaxtyping import Array, Bool, Float, Key
 from jaxkfac._arguments import (
     ArrayTree,
     check_arrays,
-    leaves_by_path,
     partition,
     with_leaves,
 )
 from jaxkfac._errors import check_key, instance_of
 from jaxkfac._jaxpr_compat import cast_varying
-from jaxkfac._mapped_axes import axes_apart, check_mapped, is_mapped, sum_over_devices
+from jaxkfac._mapped_axes import axes_apart, check_mapped, sum_over_devices
 from jaxkfac.blocks import (
-    BiasMode,
-    Corrections,
     Factors,
-    Origin,
     Turn,
-    corrections_of,
-    with_origin,
-    zeros_like,
 )
-from jaxkfac.factors._diagonal_pass import (
-    check_alone,
-    diagonal_layers,
-    marked_diagonals,
-    per_example_diagonals,
+from jaxkfac.factors._gather import (
+    Call,
+    Measurable,
+    PassCollector,
+    ValueGradAndFactors,
+    gradient_tree,
 )
-from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._model_call import ModelCall, check_array
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._passes import iterations_in_turns, largest_turn, part_of_turn
-from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import (
     AdaptationOfBatch,
     adaptation_of,
-    check_marked,
-    check_scalar_loss,
     share_of_loss,
     warn_of_sum,
 )
-from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
+from jaxkfac.factors._statistics import Statistics
 from jaxkfac.interception import (
-    Layer,
     Staged,
     TraceCache,
     Traced,
     check_weights,
     fast_convolutions,
 )
-from jaxkfac.interception.values import Window
-from jaxkfac.kinds import Precision, Products
-from jaxkfac.linalg import statistics_dtype
-from jaxkfac.linalg.spectral import Spectrum
-
-ROWS_FOLD = 0x726F  # folded into the caller's key for the rows of ``subsample=``
-
-Uncovered = Literal["raise", "diagonal", "ignore"]
-
-
-class Call(NamedTuple):
-    """The arguments of one call, checked.
-
-    Attributes:
-        batch: A ``Batch``, or whatever the scalar loss takes.
-        key: The model's own key.
-        positions: Which positions exist, or ``None``.
-        estimator: The Fisher type, with the call's key and labels.
-        state: What a call of the model changes, or ``None``.
-        bases: Eigenbases in which gradients are squared, or ``None``.
-    """
-
-    batch: Any
-    key: Any
-    positions: Any
-    estimator: Estimator
-    state: Any = None
-    bases: Any = None
-
-    def of_model(self, params: ArrayTree) -> ModelCall:
-        """The model's own arguments."""
-        return ModelCall(params, self.batch, self.key, self.state)
-
-    def quiet(self) -> "Call":
-        """The call for computing shapes only, without printing what it would cost."""
-        return self._replace(estimator=dataclasses.replace(self.estimator, prints=False))
-
-
-class ValueGradAndFactors(NamedTuple):
-    """What one call returns."""
-
-    value: Any
-    grads: ArrayTree
-    factors: Factors
 
 
 class TrainingStep(NamedTuple):
@@ -121,34 +64,10 @@ class TrainingStep(NamedTuple):
     extra: dict[str, Any]
 
 
-@runtime_checkable
-class Measurable(Protocol):
-    """Eigenbases, in which gradients are squared."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class FactorCollector:
+class FactorCollector(PassCollector):
     """The function that ``value_grad_and_factors`` returns. Pure; jit it."""
 
-    _program: Program
-    _estimator: Estimator
-    _sharing: Sharing
-    _bias: BiasMode
-    _scales: Scales
-    _uncovered: Uncovered
-    _has_aux: bool
-    _loss_terms: int | None
-    _subsample: float | None = None
-    _every: int = 1
-    _precision: Precision = "highest"
-    _packed: bool = False
-    _collect: int = 1
-    _axis_names: tuple[str, ...] | None = None
     # Outside of jit, differentiation is staged too, so later calls only run equations.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -232,28 +151,48 @@ class FactorCollector:
 
     def at_steps(self, every: int) -> "FactorCollector":
         """The collector of the same statistics with another ``every=``."""
-        if every == self._every:
+        if every == self.options.every:
             return self
-        return dataclasses.replace(self, _every=every, _staged=TraceCache())
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mapped axes whose devices hold different examples."""
-        return self._program.axes
+        options = dataclasses.replace(self.options, every=every)
+        return dataclasses.replace(self, options=options, _staged=TraceCache())
 
     def check_mapped(self) -> None:
         """Refuse an ``axis_name`` that no map around the call has."""
         check_mapped("jk.value_grad_and_factors", self._program.axes)
 
-    def on_one_device(self) -> "FactorCollector":
-        """The collector for shapes, which need no map: outside of one without its axes."""
-        if all(map(is_mapped, self._program.axes)):
-            return self
-        return dataclasses.replace(self, _program=self._program.on_one_device())
+    def checked(
+        self,
+        batch: ArrayTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
+        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
+        labels: ArrayTree = None,
+        state: ArrayTree | None = None,
+        bases: Measurable | None = None,
+    ) -> Call:
+        """Check that the arguments fit together, and return them in the program's form."""
+        if self.options.subsample is not None and key is None:
+            raise ValueError(f"subsample={self.options.subsample} draws rows: pass key=")
+        if self.options.subsample is not None:
+            check_key(key)
+        if positions is not None:
+            check_array("positions", positions)
+            check_weights("positions", positions)  # here they have values; the program is staged
+        has_outputs = isinstance(self._program.objective, Objective)
+        batch = self._program.objective.batch(batch) if has_outputs else batch
+        estimator = self.options.estimator.bound(key, labels, batch if has_outputs else None)
+        if bases is not None and self.options.collect > 1:
+            raise ValueError(
+                f"collect={self.options.collect} and bases=: measured eigenvalues have one count "
+                "for all layers, and some layers come at each step: leave out one of the two"
+            )
+        if bases is not None:
+            remedy = "as state.bases or jk.eigendecompose(factors) gives them"
+            instance_of("bases", bases, Measurable, remedy)
+        return Call(batch, key, positions, estimator, state, bases)
 
     def _warn_of_sum(self, params: ArrayTree, call: Call) -> None:
         """See ``warn_of_sum``; once for each collector."""
-        is_mean = isinstance(self._program.objective, Objective) or self._loss_terms == 1
+        is_mean = isinstance(self._program.objective, Objective) or self.options.loss_terms == 1
         if is_mean or self._warned:
             return
         value = lambda some: self._program.value(ModelCall(params, some, call.key, call.state))
@@ -266,20 +205,21 @@ class FactorCollector:
         Raises:
             ValueError: ``every=`` is above 1, and the step is missing or is no whole number.
         """
-        if self._every == 1:
+        if self.options.every == 1:
             return True
-        due = _number_of(step, f"every={self._every} collects at some steps") % self._every == 0
+        why = f"every={self.options.every} collects at some steps"
+        due = _number_of(step, why) % self.options.every == 0
         return due if isinstance(due, Tracer) else bool(due)
 
     def _turn(self, step: ArrayLike | None) -> Turn | None:
         """The group of a step; ``None`` if every step collects all factors."""
-        if self._collect == 1:
+        if self.options.collect == 1:
             return None
-        why = f"collect={self._collect} collects some factors at each step"
-        number = _number_of(step, why) % self._collect
+        why = f"collect={self.options.collect} collects some factors at each step"
+        number = _number_of(step, why) % self.options.collect
         if not isinstance(number, Tracer):
-            return Turn(np.asarray(number, np.int32), {}, self._collect)
-        return Turn(number.astype(jnp.int32), {}, self._collect)
+            return Turn(np.asarray(number, np.int32), {}, self.options.collect)
+        return Turn(number.astype(jnp.int32), {}, self.options.collect)
 
     def _gather_turn(self, turn: Turn, params: ArrayTree, call: Call) -> ValueGradAndFactors:
         """``gather`` for one group of the layers."""
@@ -293,31 +233,31 @@ class FactorCollector:
 
     def largest_group(self, traced: Traced) -> int | None:
         """With ``collect=``, the group with the most bytes; ``None`` if one program serves all."""
-        return largest_turn(self.statistics(traced), self._collect)
+        return largest_turn(self.statistics(traced), self.options.collect)
 
     def statistics_of_step(self, traced: Traced) -> Statistics:
         """What a step gathers; with ``collect=``, the statistics of the largest group."""
         statistics = self.statistics(traced)
-        if self._collect == 1:
+        if self.options.collect == 1:
             return statistics
         group = self.largest_group(traced)
-        turn = Turn(np.int32(group or 0), {}, self._collect)
+        turn = Turn(np.int32(group or 0), {}, self.options.collect)
         parts, _ = part_of_turn(statistics, turn, static=group is not None)
         return dataclasses.replace(statistics, parts=parts)
 
     def _in_turns(self, factors: Factors, traced: Traced) -> Factors:
         """Shapes of complete factors, and of the counts of an average if they come in turns."""
-        if self._collect == 1:
+        if self.options.collect == 1:
             return factors
         statistics, dtype = self.statistics(traced), factors.terms.dtype
-        largest_turn(statistics, self._collect)  # refuses more groups than layers
+        largest_turn(statistics, self.options.collect)  # refuses more groups than layers
         iterations = iterations_in_turns(statistics)
         counts = {
             layer.name: jax.ShapeDtypeStruct(layer.stack[: layer.name in iterations], dtype)
             for layer in factors.layers
         }
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return dataclasses.replace(factors, turn=Turn(number, counts, self._collect))
+        return dataclasses.replace(factors, turn=Turn(number, counts, self.options.collect))
 
     def _gather_where(
         self, due: Bool[Array, ""], params: ArrayTree, call: Call
@@ -338,163 +278,6 @@ class FactorCollector:
             skip,
             params,
             call,
-        )
-
-    @property
-    def has_aux(self) -> bool:
-        """Whether a call returns ``(value, aux)``."""
-        objective = self._program.objective
-        return objective.has_aux if isinstance(objective, Objective) else self._has_aux
-
-    @property
-    def vjps(self) -> int:
-        """How many vector-Jacobian products' output sides are alive besides their sum."""
-        return self._estimator.concurrent
-
-    def checked(
-        self,
-        batch: ArrayTree,
-        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
-        positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
-        labels: ArrayTree = None,
-        state: ArrayTree | None = None,
-        bases: Measurable | None = None,
-    ) -> Call:
-        """Check that the arguments fit together, and return them in the program's form."""
-        if self._subsample is not None and key is None:
-            raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
-        if self._subsample is not None:
-            check_key(key)
-        if positions is not None:
-            check_array("positions", positions)
-            check_weights("positions", positions)  # here they have values; the program is staged
-        has_outputs = isinstance(self._program.objective, Objective)
-        batch = self._program.objective.batch(batch) if has_outputs else batch
-        estimator = self._estimator.bound(key, labels, batch if has_outputs else None)
-        if bases is not None and self._collect > 1:
-            raise ValueError(
-                f"collect={self._collect} and bases=: measured eigenvalues have one count for all "
-                "layers, and some layers come at each step: leave out one of the two"
-            )
-        if bases is not None:
-            remedy = "as state.bases or jk.eigendecompose(factors) gives them"
-            instance_of("bases", bases, Measurable, remedy)
-        return Call(batch, key, positions, estimator, state, bases)
-
-    def statistics(
-        self,
-        traced: Traced,
-        parts: Mapping[str, PassPart] | None = None,
-        rows_key: Key[Array, ""] | None = None,
-    ) -> Statistics:
-        """The statistics of a traced program, or of some parts of its layers."""
-        forward = self._estimator.unit_outputs
-        products = Products(self._subsample or 1.0, self._precision, rows_key)
-        return Statistics(
-            traced,
-            self._bias,
-            self._sharing,
-            self._scales,
-            forward,
-            parts,
-            products=products,
-            packed=self._packed,
-            axes=self._program.axes,
-        )
-
-    def traced(self, params: ArrayTree, call: Call) -> Traced:
-        """The program for these shapes."""
-        return self._program.traced(call.of_model(params))
-
-    def gather(
-        self,
-        params: ArrayTree,
-        call: Call,
-        *,
-        parts: Mapping[str, PassPart] | None = None,
-        windows: Mapping[str, Window] | None = None,
-        gradient: bool = True,
-    ) -> ValueGradAndFactors:
-        """Run one backward pass, for all of the factors or some parts of them.
-
-        Without ``gradient`` the pass differentiates with respect to slots only, and the returned
-        gradient is zero.
-        """
-        objective = self._program.objective
-        params = jax.tree.map(jnp.asarray, params)  # a Python number is a parameter too
-        traced = self.traced(params, call)
-        key = None if self._subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
-        if not isinstance(objective, Objective):
-            self._check_scalar(traced, call)
-        statistics = self.statistics(traced, parts, key)
-        if traced.marks:
-            weights = self._program.row_weights(traced, call.of_model(params))
-            statistics = dataclasses.replace(statistics, row_weights=weights)
-        at = self._program.linearise(
-            traced,
-            statistics,
-            call.of_model(params),
-            positions=call.positions,
-            loss_terms=self._loss_terms,
-            windows=windows,
-            differentiate=gradient,
-            rows_key=key,
-        )
-        outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.all_terms, at.squares_to_sums)
-        if gradient and (layers := self._second_pass(traced, params)):
-            factors = self._with_diagonals(traced, layers, params, call, factors, at)
-        factors = self._counted(with_origin(factors, self._origin(traced)), factors.terms)
-        if call.bases is not None:
-            factors = dataclasses.replace(factors, corrections=self._corrections(params, call))
-        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
-
-    def _corrections(self, params: ArrayTree, call: Call) -> Corrections:
-        at = call.of_model(params)
-        return corrections_of(call.bases, self._program, call.estimator, at, call.positions)
-
-    def without_factors(
-        self, params: ArrayTree, call: Call, like: Factors | None = None
-    ) -> ValueGradAndFactors:
-        """Value and gradient, with factors whose sums and counts are zero.
-
-        Args:
-            params: The parameters.
-            call: The call.
-            like: Types of the factors, if already computed.
-        """
-        params = jax.tree.map(jnp.asarray, params)
-        traced = self.traced(params, call)
-        if like is None:
-            like = self.types(params, call)
-        at = self._program.linearise(
-            traced,
-            self.statistics(traced, {}),
-            call.of_model(params),
-            loss_terms=self._loss_terms,
-        )
-        factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
-        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
-
-    def _counted(self, factors: Factors, terms: Any) -> Factors:
-        """Add the gradient's own count, if ``terms`` may be zero at steps without collection."""
-        return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
-
-    def _value(self, at: Linearised, call: Call) -> Any:
-        return (at.value, at.aux) if self.has_aux or call.state is not None else at.value
-
-    def _check_scalar(self, traced: Traced, call: Call) -> None:
-        """Refuse options that need outputs, if a loss marks none."""
-        if traced.marks:
-            check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
-            return
-        if call.positions is not None or call.estimator.labels is not None:
-            raise ValueError(
-                "positions= and labels= need an Objective, or jk.mark_outputs inside the loss: a "
-                "scalar loss has no outputs"
-            )
-        check_scalar_loss(
-            call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
         )
 
     def adaptation(
@@ -537,7 +320,7 @@ class FactorCollector:
             1.0 1 0
         """
         objective: Any = self._program.objective
-        if not isinstance(objective, Objective) and self._loss_terms is not None:
+        if not isinstance(objective, Objective) and self.options.loss_terms is not None:
             raise TypeError(
                 "adaptation: a scalar loss whose outputs are not known (loss_terms=) has no "
                 "curvature that could be computed: give a jk.Objective, or mark its outputs with "
@@ -546,7 +329,7 @@ class FactorCollector:
             )
         self.check_mapped()
         call = ModelCall(params, batch, key, state)
-        return adaptation_of(objective, call, self._program.axes, has_aux=self._has_aux)
+        return adaptation_of(objective, call, self._program.axes, has_aux=self.options.has_aux)
 
     def step(
         self,
@@ -593,10 +376,10 @@ class FactorCollector:
         objective: Any = self._program.objective
         value = out.value[0] if self.has_aux or state is not None else out.value
         extra: dict[str, Any] = {"factors": out.factors, "value": value}
-        if isinstance(objective, Objective) or self._loss_terms is None:
+        if isinstance(objective, Objective) or self.options.loss_terms is None:
             call = ModelCall(params, batch, key, state)
             extra |= adaptation_of(
-                objective, call, self._program.axes, has_aux=self._has_aux, value=value
+                objective, call, self._program.axes, has_aux=self.options.has_aux, value=value
             )
         return TrainingStep(out.value, out.grads, extra)
 
@@ -624,7 +407,7 @@ class FactorCollector:
         (value, beside), grads = jax.value_and_grad(share, has_aux=True)(free)
         value, grads = sum_over_devices((value, grads), axes_apart(axes, value))
         value = (value, beside) if has_aux or state is not None else value
-        return value, _gradient(params, grads)
+        return value, gradient_tree(params, grads)
 
     def factor_shapes(
         self,
@@ -643,7 +426,9 @@ class FactorCollector:
         """
         check_arrays("params", params)
         check_arrays("batch", batch)
-        if key is None and (self._estimator.samples_labels or self._subsample is not None):
+        if key is None and (
+            self.options.estimator.samples_labels or self.options.subsample is not None
+        ):
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # the trace shows whether they reach every layer
@@ -664,67 +449,6 @@ class FactorCollector:
         """``(parameter path, reason)`` of what no layer covers, though it has a gradient."""
         return self.traced(params, self.checked(batch, key, state=state)).table.problems
 
-    def types(self, params: ArrayTree, call: Call) -> Factors:
-        """Shapes of the factors of a call; from the layers alone, if one pass covers them."""
-        traced, objective = self.traced(params, call), self._program.objective
-        if self._second_pass(traced, params) or traced.marks or call.bases is not None:
-            return jax.eval_shape(self.on_one_device().gather, params, call.quiet()).factors
-        if not isinstance(objective, Objective):
-            self._check_scalar(traced, call)
-            terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
-        else:
-            outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
-            terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
-        jax.eval_shape(self.statistics(traced).slots)  # refuses what cannot be gathered
-        shapes = with_origin(self.statistics(traced).shapes(terms), self._origin(traced))
-        return self._counted(shapes, terms)
-
-    def _origin(self, traced: Traced) -> Origin:
-        objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
-        has_outputs = isinstance(objective, Objective)
-        likelihoods = jax.tree.leaves(objective.likelihood) if has_outputs else marks
-        declared, axes = self._program.examples, self._axis_names
-        return Origin.of(self._estimator.name, likelihoods, declared, axes, self._every)
-
-    def _second_pass(self, traced: Traced, params: ArrayTree) -> list[Layer]:
-        """The layers whose diagonals come from gradients of single examples."""
-        behind = list(traced.table.second_pass)
-        if self._uncovered != "diagonal":
-            return behind
-        return behind + diagonal_layers(traced.table, params)
-
-    def _with_diagonals(
-        self,
-        traced: Traced,
-        layers: list[Layer],
-        params: ArrayTree,
-        call: Call,
-        factors: Factors,
-        at: Linearised,
-    ) -> Factors:
-        if not traced.marks:
-            check_alone(self._program, traced, layers)
-        number = sum(size for _, size in traced.example_axes)
-        if call.estimator.prints:
-            cost = f"{number} more gradients" if traced.marks else "about one more gradient"
-            print(
-                f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
-                f"{number} examples, {cost}",
-                file=sys.stderr,
-            )
-        if traced.marks:
-            sums = marked_diagonals(
-                self._program.objective, traced, at, layers, call.estimator, self._program.axes
-            )
-        else:
-            arguments = call.of_model(params), layers, call.estimator, self._program.axes
-            sums = per_example_diagonals(self._program.objective, *arguments)
-        return dataclasses.replace(
-            factors,
-            diagonals={**factors.diagonals, **at.poisoned(sums)},
-            layers=(*factors.layers, *layers),
-        )
-
 
 def _number_of(step: Any, why: str) -> Any:
     """The number of a step.
@@ -738,13 +462,3 @@ def _number_of(step: Any, why: str) -> Any:
     if np.ndim(step) or not jnp.issubdtype(kind, jnp.integer):
         raise ValueError(f"step={step!r}: expected the number of this step, a whole number")
     return step
-
-
-def _gradient(params: ArrayTree, grads: dict[str, Array]) -> ArrayTree:
-    """The gradient tree; leaves without a gradient get zeros, or stay if they are no numbers."""
-    without_gradient = {p: x for p, x in leaves_by_path(params).items() if p not in grads}
-    zeros = {
-        path: jnp.zeros(jnp.shape(x), x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
-        for path, x in without_gradient.items()
-    }
-    return with_leaves(params, zeros | grads)

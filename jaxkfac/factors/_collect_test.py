@@ -11,7 +11,7 @@ import pytest
 
 from jaxkfac.blocks._random_factors_test import layer
 from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
-from jaxkfac.factors._taps import gradient_block, gradient_rows, outer_products
+from jaxkfac.factors._diagonal_pass import gradient_block, gradient_rows, outer_products
 from jaxkfac.kinds import Products
 from jaxkfac.linalg import PANELS_FROM
 

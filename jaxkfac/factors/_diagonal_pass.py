@@ -1,11 +1,12 @@
-"""The second pass: per-example diagonals for parameters that no rule covers."""
+"""Statistics of whole examples: from their sums in the backward pass, or from a second pass."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkfac._arguments import ArrayTree, leaves_by_path, with_leaves
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
@@ -17,9 +18,72 @@ from jaxkfac.factors._model_call import Batch, ModelCall
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.interception import Layer, LayerTable, ParameterMatrix, Traced, fast_convolutions
-from jaxkfac.linalg import map_over_chunks, statistics_dtype, sum_over_axis
+from jaxkfac.kinds import InputRows, Products
+from jaxkfac.linalg import (
+    gram,
+    map_over_chunks,
+    statistics_dtype,
+    sum_over_axis,
+    symmetric_gram,
+)
 
-# ---------------- examples run one by one
+# ---------------- outer products of sums over the positions of each example
+
+
+def input_means(
+    inputs: InputRows,
+    *,
+    ones: bool,
+    dense: bool,
+    products: Products,
+    precision: Any,
+) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
+    """Sum of outer products of each example's mean input row, and the number of examples."""
+    present = inputs.numbers > 0
+    # An example without positions has a mean of zero, not 0 / 0, and is not counted.
+    mean = inputs.rows / jnp.where(present, inputs.numbers, 1)[..., None]
+    if ones:
+        mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)
+    sums = outer_products(mean, dense=dense, products=products, precision=precision)
+    return sums, present.sum(-1, dtype=mean.dtype)
+
+
+def outer_products(
+    rows: Float[Array, "*stack rows n"], *, dense: bool, products: Products, precision: Any
+) -> Float[Array, "*sums"]:
+    """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
+    lead = rows.ndim - 2
+    if not dense:
+        return jnp.square(rows).sum(-2)
+    rows, times = products.sampled_examples(rows)
+    if lead:
+        sums = gram(rows, (lead,), tuple(range(lead)), precision=precision)
+    else:
+        sums = symmetric_gram(rows, 1, precision=precision)
+    return sums if times is None else sums * times.astype(sums.dtype)
+
+
+def gradient_block(
+    layer: Layer,
+    gradient: Float[Array, "*parameter examples"],
+    products: Products,
+    precision: Any,
+) -> Float[Array, "*stack n n"]:
+    """The dense block of per-example gradients ``(parameter..., examples)``."""
+    rows = gradient_rows(layer, gradient)
+    return outer_products(rows, dense=True, products=products, precision=precision)
+
+
+def gradient_rows(
+    layer: Layer, gradient: Float[Array, "*parameter examples"]
+) -> Float[Array, "*stack examples n"]:
+    """Gradients ``(parameter..., examples)`` of a scale or bias as ``(stack..., examples, n)``."""
+    weight = dataclasses.replace(layer.weight, index=())
+    rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)
+    return rows.reshape(*layer.stack, -1, layer.out_features)
+
+
+# ---------------- the second pass: diagonals of parameters that no rule covers
 
 
 CHUNK = 8  # examples whose gradients are alive at once

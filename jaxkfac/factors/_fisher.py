@@ -18,7 +18,6 @@ from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._model_call import Batch, check_array
 from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import fast_convolutions
-from jaxkfac.interception.values import Slot
 from jaxkfac.linalg import sum_over_chunks
 
 # ---------------- the interface of a Fisher type
@@ -107,7 +106,7 @@ class Estimator(abc.ABC):
         objective: Callable[..., ArrayTree],
         at: Linearised,
         batch: ArrayTree,
-        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+        outputs: Callable[[Mapping[str, Any]], ArrayTree],
     ) -> ArrayTree:
         """Compute the output sides of a linearized program.
 
@@ -232,7 +231,7 @@ class Empirical(Estimator):
         objective: Callable[..., ArrayTree],
         at: Linearised,
         batch: ArrayTree,
-        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+        outputs: Callable[[Mapping[str, Any]], ArrayTree],
     ) -> ArrayTree:
         # The loss's cotangents may need another factor for each output to become the Fisher's. The
         # emitted sums hold only their total, so the given targets then take a pass of their own.
@@ -351,7 +350,7 @@ class ExactIfTermsDoNotMix(Estimator):
         objective: Callable[..., ArrayTree],
         at: Linearised,
         batch: ArrayTree,
-        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+        outputs: Callable[[Mapping[str, Any]], ArrayTree],
     ) -> ArrayTree:
         heads = [] if at.terms_of is None else at.terms_of.heads(at.outputs)
         if meeting := next(filter(None, (head.meeting() for head in heads)), ""):
@@ -388,7 +387,7 @@ class Forward(Empirical):
         objective: Callable[..., ArrayTree],
         at: Linearised,
         batch: ArrayTree,
-        outputs: Callable[[Mapping[str, Slot]], ArrayTree],
+        outputs: Callable[[Mapping[str, Any]], ArrayTree],
     ) -> ArrayTree:
         # Without output sides the loss's cotangents do not matter, so they need no pass of their
         # own, and none of them is refused.

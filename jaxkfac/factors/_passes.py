@@ -1,6 +1,7 @@
 """Which layers a backward pass gathers: all within a budget of bytes, or a group in turn."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.blocks import Place, Side, Turn, places_of
+from jaxkfac.blocks import Place, Turn, places_of
 from jaxkfac.factors._marks import weighed
 from jaxkfac.factors._statistics import PassPart, Statistics
 from jaxkfac.interception import Layer, scanned_by
 from jaxkfac.interception.values import Window
+from jaxkfac.kinds import ElementGradients, ElementSquares, InputRows, Moment, SideSums
 from jaxkfac.linalg import has_panels, panel_shapes
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
@@ -169,34 +171,36 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     )
     slots, number = jax.eval_shape(one.slots), jnp.ones((), jnp.float32)
     shapes = jax.eval_shape(
-        lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
+        lambda sums: one.factors(sums, one.outputs(sums), number, number),
+        {name: slot.sums for name, slot in slots.items()},
     )
     for layer in traced.table.tapped:
         scan, slot = scans[layer.name], slots[layer.name]
-        a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
-        g = {key: leaf for key, leaf in slot.items() if key not in a}
-        if a:
+        inputs, outputs = None, slot.sums
+        if isinstance(slot.sums, SideSums):
+            inputs, outputs = slot.sums.inputs, slot.sums.outputs
+        if inputs is not None:
             sums = shapes.side(Place("a", layer.name)).data
-            written = _written(a, dense=layer.a_dense) if scan else 0
-            yield _Side(layer, True, _extra(a, sums), _bytes(sums), written, scan)
+            written = _written(inputs, getattr(inputs, "a", None)) if scan else 0
+            yield _Side(layer, True, _extra(inputs, sums), _bytes(sums), written, scan)
         sums = shapes.side(places_of(layer)[-1]).data
+        g = (outputs, slot.constants)
         extra = _extra(g, sums) + vjps * _bytes(g)
-        if statistics.unpacks(layer) and "g" in g:
+        if statistics.unpacks(layer) and isinstance(outputs, Moment):
             panels = panel_shapes(layer.out_features)
-            extra += sum(rows * columns for rows, columns in panels) * g["g"].dtype.itemsize
-        written = _written(g, dense=layer.g_dense) if scan else 0
+            extra += sum(rows * columns for rows, columns in panels) * outputs.data.dtype.itemsize
+        written = _written(g, outputs) if scan else 0
         yield _Side(layer, False, extra, _bytes(sums), written, scan)
 
 
-def _written(slot: Mapping[str, Any], *, dense: bool) -> int:
+def _written(sums: ArrayTree, moment: Any) -> int:
     """Bytes of a row that is written: the row itself, and the row that it replaces.
 
     A folded row is made of its full matrix, which is larger than the row that it replaces.
     """
-    total = 2 * _bytes(slot)
-    for leaf in (slot[key] for key in ("a", "g") if dense and key in slot):
-        full = leaf.dtype.itemsize * Side(leaf, is_matrix=True).size ** 2
-        total += max(full - _bytes(leaf), 0)
+    total = 2 * _bytes(sums)
+    if isinstance(moment, Moment) and moment.form == "folded":
+        total += max(moment.data.dtype.itemsize * moment.size**2 - _bytes(moment), 0)
     return total
 
 
@@ -398,9 +402,6 @@ def balanced_groups(
 # ---------------- bytes that devices exchange
 
 
-_OWN = ("count", "counts", "a_count", "a_numbers")  # known from shapes if there is no mask
-
-
 def exchanged_bytes(statistics: Statistics, platform: str) -> int:
     """Bytes that devices sum in one backward pass, each device holding some of the examples.
 
@@ -416,19 +417,28 @@ def exchanged_bytes(statistics: Statistics, platform: str) -> int:
 
 
 def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
-    slot: dict[str, Any] = jax.eval_shape(lambda: statistics.slot(layer))
-    total = 0
-    for key, entry in slot.items():
-        itemsize = max(x.dtype.itemsize for x in jax.tree.leaves(entry))
-        formed = key in ("a_rows", "g_rows")  # products are formed after the pass
-        if formed or isinstance(entry, tuple) or (key == "g" and statistics.unpacks(layer)):
-            size = jax.tree.leaves(entry)[0].shape[-1]  # the first panel is as wide as the matrix
-            total += itemsize * _elements(layer, size, platform)
-        elif key == "gradient":
-            total += itemsize * entry.size // entry.shape[-1]
-        elif key not in (*_OWN, "constants"):
-            total += itemsize * entry.size
-    return total
+    # Numbers of rows are known from shapes if there is no mask.
+    match jax.eval_shape(lambda: statistics.slot(layer)).sums:
+        case ElementSquares(squares=squares):
+            return _bytes(squares)
+        case ElementGradients(gradient=gradient):
+            return _bytes(gradient) // gradient.shape[-1]
+        case SideSums(inputs=inputs, outputs=outputs):
+            of_side = functools.partial(_of_side, layer, platform)
+            total = of_side(outputs, unpacks=statistics.unpacks(layer))
+            if isinstance(inputs, InputRows):
+                return total + of_side(inputs.rows)
+            return total + (of_side(inputs.a) + _bytes(inputs.sum) if inputs else 0)
+    raise AssertionError(f"{layer.name!r} gathers another record")
+
+
+def _of_side(layer: Layer, platform: str, side: Any, *, unpacks: bool = False) -> int:
+    if isinstance(side, Moment) and side.form != "panels" and not unpacks:
+        return _bytes(side)
+    if side is None:
+        return 0
+    first = jax.tree.leaves(side)[0]  # of rows, products are formed after the pass
+    return first.dtype.itemsize * _elements(layer, first.shape[-1], platform)
 
 
 def _elements(layer: Layer, size: int, platform: str) -> int:

@@ -1,6 +1,7 @@
 """A loss traced once and linearized with taps; factors and EKFAC both build on it."""
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ from jaxkfac.interception import (
     trace_marked,
 )
 from jaxkfac.interception.coupling import Question, Word
-from jaxkfac.interception.values import Slot, Window
+from jaxkfac.interception.values import Window
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -78,7 +79,7 @@ class Linearised(NamedTuple):
     value: Any
     aux: Any
     grads: dict[str, Any]
-    emitted: dict[str, Slot]
+    emitted: dict[str, Any]
     terms: Any
     outputs: Any = None
     vjp: Any = None
@@ -238,7 +239,7 @@ class Program:
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
             params, *args = call
-            out = traced.emit(_no_handler, params, {}, *args, shifts)
+            out = traced.run(_no_handler, params, {}, *args, shifts)
             weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
         terms = MarkedTerms(traced.marks, weights, masks).over_devices(shifts, self.axes)
         return row_weights(traced, terms.heads(shifts))
@@ -248,20 +249,18 @@ class Program:
         traced: Traced,
         run: Callable[..., Marked],
         free: dict[str, Array],
-        zero_slots: dict[str, Slot],
+        zeros: dict[str, Any],
     ) -> Linearised:
         """Value, gradient and statistics of a loss that marks its outputs."""
 
-        def forward(
-            free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]
-        ) -> ArrayTree:
-            out = run(free, slots, shifts)
+        def forward(free: dict[str, Array], sums: dict[str, Any], shifts: list[Array]) -> ArrayTree:
+            out = run(free, sums, shifts)
             value, aux = out.result
             return (out.outputs, value), (aux, out.weights, out.masks)
 
         shifts = [mark.zeros() for mark in traced.marks]
         (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
-            forward, free, zero_slots, shifts, has_aux=True
+            forward, free, zeros, shifts, has_aux=True
         )
         # The value alone is differentiated; the marked outputs are results only so that later
         # passes can start from them.
@@ -366,39 +365,20 @@ class Program:
         # With no free parameter the backward pass ends at the lowest layer's slot. It then forms no
         # gradient of a parameter, which is half of a layer's backward products.
         free = partition(params)[0] if differentiate else {}
-        constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
-        # Constants of a slot (eigenvectors, queries) go around the differentiation: a cotangent of
-        # theirs would be as large as they are.
-        zero_slots = {
-            name: {k: v for k, v in slot.items() if k != "constants"}
-            for name, slot in slots.items()
-        }
+        zeros = {name: slot.sums for name, slot in slots.items()}
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
-        handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
+        handler = tap(emitter, rows_key)
 
-        def run(free: dict[str, Array], slots: dict[str, Slot], *more: ArrayTree) -> ArrayTree:
-            # The differentiated function closes over the constants and puts them back here, so they
-            # get no cotangent.
-            slots_with_constants = {
-                n: {**s, "constants": constants[n]} if n in constants else s
-                for n, s in slots.items()
-            }
-            return traced.emit(
-                handler,
-                with_leaves(params, free),
-                slots_with_constants,
-                data,
-                key,
-                state,
-                *more,
-                entries=emitter.entries,
-                masks=masks,
-                windows=windows,
-            )
+        def run(free: dict[str, Array], sums: dict[str, Any], *more: ArrayTree) -> ArrayTree:
+            # Constants of a slot (eigenvectors, queries) go around the differentiation: a cotangent
+            # of theirs would be as large as they are.
+            filled = {n: dataclasses.replace(slots[n], sums=zero) for n, zero in sums.items()}
+            args = with_leaves(params, free), filled, data, key, state, *more
+            return traced.run(handler, *args, masks=masks, windows=windows)
 
         if traced.marks:
-            return self._linearise_marked(traced, run, free, zero_slots)
+            return self._linearise_marked(traced, run, free, zeros)
         if not isinstance(objective, Objective):
 
             def share(*args: ArrayTree) -> tuple[Array, ArrayTree]:
@@ -407,9 +387,8 @@ class Program:
                 axes = axes_apart(self.axes, value)
                 return value / num_devices(axes) if axes else value, aux
 
-            (value, aux), (grads, emitted) = jax.value_and_grad(share, (0, 1), has_aux=True)(
-                free, zero_slots
-            )
+            differentiated = jax.value_and_grad(share, (0, 1), has_aux=True)
+            (value, aux), (grads, emitted) = differentiated(free, zeros)
             axes = axes_apart(self.axes, value, batch)
             value, grads = sum_over_devices((value, grads), axes)
             # The loss does not show its number of terms; the caller gave it, and it may be too
@@ -419,7 +398,7 @@ class Program:
             )
             return Linearised(value, aux, grads, emitted, terms)
 
-        outputs, vjp, aux = jax.vjp(run, free, zero_slots, has_aux=True)
+        outputs, vjp, aux = jax.vjp(run, free, zeros, has_aux=True)
         meeting = lambda: self.meeting(traced, "derivative")
         terms_of = objective.of_batch(outputs, batch, self.axes, meeting)
 

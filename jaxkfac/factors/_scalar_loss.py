@@ -17,7 +17,7 @@ from jaxkfac.factors._loss_terms import Head
 from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._model_call import ModelCall, check_array, returned
 from jaxkfac.factors._objective import Objective
-from jaxkfac.factors._statistics import Scales, Sharing
+from jaxkfac.factors._options import GatheringOptions
 from jaxkfac.interception import Traced, jaxpr_of, lifted, marks_of
 
 # ---------------- the loss of one batch, for adaptive optimizers
@@ -176,15 +176,14 @@ def share_of_loss(
 # ---------------- options that a scalar loss cannot serve
 
 
-def check_marked(
-    traced: Traced, estimator: Estimator, uncovered: str, loss_terms: int | None
-) -> None:
+def check_marked(traced: Traced, estimator: Estimator, options: GatheringOptions) -> None:
     """Refuse options that do not go with marks, and labels that do not fit them."""
-    if loss_terms is not None:
+    if options.loss_terms is not None:
         raise ValueError(
-            f"loss_terms={loss_terms} beside jk.mark_outputs, which counts its terms: leave one out"
+            f"loss_terms={options.loss_terms} beside jk.mark_outputs, which counts its terms: "
+            "leave one out"
         )
-    if uncovered == "diagonal":
+    if options.uncovered == "diagonal":
         raise ValueError(
             'uncovered="diagonal" runs each example by itself, which a scalar loss does not show: '
             "give a jk.Objective"
@@ -214,14 +213,12 @@ def _check_labels(traced: Traced, labels: Any) -> None:
         jax.eval_shape(lambda targets, head=head: head._replace(targets=targets).check(), one)
 
 
-def check_scalar_loss(
-    estimator: Estimator, sharing: Sharing, scales: Scales, uncovered: str, terms: int | None
-) -> None:
+def check_scalar_loss(options: GatheringOptions, estimator: Estimator) -> None:
     """Refuse what needs a model's outputs, which a scalar loss does not show."""
     wrong = {
         "fisher": (estimator.name, estimator.needs_outputs),
-        "sharing": (sharing, sharing != "expand"),
-        "scales": (scales, scales not in ("auto", "diagonal")),
+        "sharing": (options.sharing, options.sharing != "expand"),
+        "scales": (options.scales, options.scales not in ("auto", "diagonal")),
     }
     for name, (value, refused) in wrong.items():
         if refused:
@@ -229,8 +226,9 @@ def check_scalar_loss(
                 f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
                 "scalar loss, or name them inside the loss with jk.mark_outputs"
             )
-    if uncovered == "diagonal":
+    if options.uncovered == "diagonal":
         raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
+    terms = options.loss_terms
     if terms is None or terms < 1:
         raise ValueError(
             f"loss_terms={terms}: expected the number of rows that the loss is the mean of, or "

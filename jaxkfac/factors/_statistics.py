@@ -16,16 +16,25 @@ from jaxtyping import Array, Float, Key
 from jaxkfac._jaxpr_compat import call_kind, cast_varying, equation_signature
 from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
 from jaxkfac.blocks import BiasMode, Factors, Place, Side, Sides
-from jaxkfac.factors._taps import (
+from jaxkfac.factors._diagonal_pass import gradient_block, input_means, outer_products
+from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
+from jaxkfac.interception.values import Atoms, Slot
+from jaxkfac.kinds import (
+    EVERY_ROW,
+    ElementGradients,
+    ElementSquares,
+    Elementwise,
+    InputMoments,
+    InputRows,
+    Moment,
+    Products,
+    SideSums,
+    TwoSided,
     example_counts,
     example_sums,
-    gradient_block,
-    input_means,
-    outer_products,
+    output_moments,
+    packs,
 )
-from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
-from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
-from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import (
     PANELS_FROM,
     panel_shapes,
@@ -35,6 +44,7 @@ from jaxkfac.linalg import (
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["auto", "diagonal", "exact_diagonal", "full_block"]
+Zeros = Callable[[tuple[int, ...]], Array]  # of the dtype of a layer's statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Statistics:
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
         # The mean of one-hot rows is not one-hot: its second moment would be no diagonal.
-        if kind_named(layer.kind).by_position:
+        if kind_named(layer.kind).reads.tokens:
             return False
         exact_scales = layer.is_elementwise and self._has_exact_scales(layer)
         sums = any(use.whole_examples for use in self.traced.uses_of(layer))
@@ -138,13 +148,6 @@ class Statistics:
 
     # -- slots ------------------------------------------------------------------------
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter."""
-        kinds = {layer.kind for layer in self.layers}
-        entries = {k: v for name in kinds for k, v in kind_named(name).entries.items()}
-        return entries | ({"constants": {"row_weights": SlotEntry(0)}} if self.row_weights else {})
-
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer. Their cotangents are the statistics; their values are unread."""
         zeros_by_type: dict[Any, Array] = {}
@@ -168,75 +171,76 @@ class Statistics:
 
     def slot(self, layer: Layer, zeros: Callable[..., Array] = jnp.zeros) -> Slot:
         """Zeros for one layer."""
-        dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
+        typed = lambda shape: zeros(shape, self._dtype(layer))
         if layer.is_elementwise:
-            shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
-            if self.by_example(layer):
-                if not self.traced.out_shapes[0].shape and not self.traced.marks:
-                    raise ValueError(
-                        f"the diagonal of {layer.name!r} is one of whole examples' gradients, and "
-                        "a scalar loss does not show its examples: give a jk.Objective, mark the "
-                        "outputs with jk.mark_outputs, or leave the parameter out with layers="
-                    )
-                shape = (*shape, self.traced.num_examples)
-                kinds = ("gradient", "counts")
-            # With a unit G the output side is a mean (`_unit_output`), which needs the count.
-            slot = {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
-            return jax.tree.map(self.of_examples, slot) if self.by_example(layer) else slot
-        gathered = self._pass_part(layer)
-        rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
-        gradients = gathered.outputs and not self.forward
-        if gradients and rows:
-            shape = (*layer.stack, *rows, layer.out_features)
-            slot["g_rows"] = self.of_examples(zeros(shape, dtype))
-        elif gradients:
-            # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
-            packed = packs(uses, "g") and any(u.scope for u in uses)
-            slot["g"] = _moment(
-                layer.stack,
-                layer.out_features,
-                layer.g_dense,
-                packed,
-                dtype,
-                zeros,
-                folds=self.packed,
-            )
-        if layer.input != layer.name or not gathered.inputs:
-            return slot
-        if rows and layer.name in self.row_weights:
+            return Slot(self._element_sums(layer, typed))
+        part = self._pass_part(layer)
+        reads = layer.input == layer.name and part.inputs
+        outputs = self._output_sums(layer, typed) if part.outputs and not self.forward else None
+        sums = SideSums(self._input_sums(layer, typed) if reads else None, outputs)
+        if not reads or layer.name not in self.row_weights:
+            return Slot(sums)
+        if self.by_example(layer):
             raise ValueError(
                 f"layer {layer.name!r} is used on rows that lead to different jk.mark_outputs, "
                 'which weigh its inputs by position: take sharing="expand", not "reduce"'
             )
-        if rows:
-            shape = (*layer.stack, *rows)
-            slot["a_rows"] = self.of_examples(zeros((*shape, layer.in_features), dtype))
-            slot["a_numbers"] = self.of_examples(zeros(shape, dtype))
-            return slot
-        if layer.name in self.row_weights:
-            if gathered.rows is not None:  # slots in a window are read as zeros, without weights
-                raise ValueError(
-                    f"layer {layer.name!r} is used on rows that lead to different "
-                    "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "
-                    "at a time: leave the layer out with layers=, or take a larger budget"
-                )
-            weights = self.row_weights[layer.name].astype(dtype)
-            stacked_weights = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
-            slot["constants"] = {"row_weights": stacked_weights}
-        packed = packs(uses, "a")
-        slot["a"] = _moment(
-            layer.stack,
-            layer.in_features,
-            layer.a_dense,
-            packed,
-            dtype,
-            zeros,
-            folds=self.packed,
-        )
-        slot["a_count"] = zeros(layer.stack, dtype)
-        if self._has_ones(layer):
-            slot["a_sum"] = zeros((*layer.stack, layer.in_features), dtype)
-        return slot
+        if part.rows is not None:  # slots in a window are read as zeros, without weights
+            raise ValueError(
+                f"layer {layer.name!r} is used on rows that lead to different "
+                "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "
+                "at a time: leave the layer out with layers=, or take a larger budget"
+            )
+        weights = self.row_weights[layer.name].astype(self._dtype(layer))
+        return Slot(sums, jnp.broadcast_to(weights, (*layer.stack, *weights.shape)))
+
+    def _element_sums(self, layer: Layer, zeros: Zeros) -> ElementSquares | ElementGradients:
+        shape = self.traced.part_shape(layer.weight)
+        # With a unit G the output side is a mean (`_unit_output`), which needs the count.
+        if not self.by_example(layer):
+            return ElementSquares(zeros(shape) if self.forward else None, zeros(shape))
+        if not self.traced.out_shapes[0].shape and not self.traced.marks:
+            raise ValueError(
+                f"the diagonal of {layer.name!r} is one of whole examples' gradients, and "
+                "a scalar loss does not show its examples: give a jk.Objective, mark the "
+                "outputs with jk.mark_outputs, or leave the parameter out with layers="
+            )
+        sums = self.of_examples(zeros((*shape, self.traced.num_examples)))
+        return ElementGradients(sums if self.forward else None, sums)
+
+    def _input_sums(self, layer: Layer, zeros: Zeros) -> InputMoments | InputRows:
+        stack, size = layer.stack, layer.in_features
+        if self.by_example(layer):
+            rows = (*stack, self._num_examples)
+            return InputRows(self.of_examples(zeros(rows)), self.of_examples(zeros((*rows, size))))
+        panels = packs(self.traced.uses_of(layer), "a")
+        a = self._moment(stack, size, zeros, dense=layer.a_dense, panels=panels)
+        total = zeros((*stack, size)) if self._has_ones(layer) else None
+        return InputMoments(a, zeros(stack), total)
+
+    def _output_sums(self, layer: Layer, zeros: Zeros) -> Any:
+        stack, size, uses = layer.stack, layer.out_features, self.traced.uses_of(layer)
+        if self.by_example(layer):
+            return self.of_examples(zeros((*stack, self._num_examples, size)))
+        # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
+        panels = packs(uses, "g") and any(u.scope for u in uses)
+        return self._moment(stack, size, zeros, dense=layer.g_dense, panels=panels)
+
+    def _moment(
+        self, stack: tuple[int, ...], size: int, zeros: Zeros, *, dense: bool, panels: bool
+    ) -> Moment:
+        if not dense:
+            return Moment(zeros((*stack, size)), "diagonal")
+        full = (*stack, size, size)
+        if self.packed and stack:
+            # Each iteration folds its own matrix: stacked in full, the matrices of a scan would
+            # take twice the bytes of the result, beside the backward pass.
+            side = Side(jax.ShapeDtypeStruct(full, jnp.float32), is_matrix=True)
+            shape = side.packed().data.shape
+            return Moment(zeros(shape), "full" if shape == full else "folded")
+        if panels and not stack and size >= PANELS_FROM:
+            return Moment(tuple(map(zeros, panel_shapes(size))), "panels")
+        return Moment(zeros(full), "full")
 
     def _dtype(self, layer: Layer) -> Any:
         uses = self.traced.uses_of(layer)
@@ -330,12 +334,10 @@ class Statistics:
         by_row = not (self.forward or self.by_example(layer))
         return large and by_row and not any(u.scope for u in uses)
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """See ``_taps.Emitter``."""
-        use, cotangent = vjp.use, vjp.cotangent
-        kind = use.kind
-        if kind.elementwise:
-            derivative = (constants or {}).get("derivative")
+        use, cotangent, kind = vjp.use, vjp.cotangent, vjp.use.kind
+        if isinstance(kind, Elementwise):
             if self.forward and jnp.iscomplexobj(cotangent):
                 raise ValueError(
                     f"layer {use.layer!r}: fisher='forward' has one cotangent of each number, and "
@@ -344,34 +346,30 @@ class Statistics:
                 )
             if self.forward:
                 vjp = dataclasses.replace(vjp, cotangent=jnp.ones_like(cotangent))
-            return kind.elements(vjp, like, self.traced.examples, derivative)
-        out: Slot = {}
-        examples = self.traced.example_axes
-        products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
-        if "a" in like:
-            out |= kind.input_moments(vjp.with_input_weights(), like, products)
-            if constants is not None and "row_weights" in constants:
-                out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
-        elif "a_rows" in like:
+            return kind.elements(vjp, like, self.traced.examples)
+        assert isinstance(kind, TwoSided)
+        inputs, outputs, examples = like.inputs, like.outputs, self.traced.example_axes
+        products = self.products_of(use.layer or "", vjp.rows_key)
+        if isinstance(inputs, InputMoments):
+            inputs = kind.input_moments(vjp.with_input_weights(), inputs, products)
+            if vjp.constants is not None:
+                inputs = _weighed(inputs, vjp.constants[..., self._number_of(use)])
+        elif inputs is not None:
             if vjp.input_weights is not None:
                 raise ValueError(
                     f"layer {use.layer!r}: positions= has weights, and the layer is read by "
                     'example, which averages its positions: take sharing="expand", or bool '
                     "positions"
                 )
-            side = kind.summed_input_rows(vjp)
-            out["a_rows"] = example_sums(vjp, side, examples, like["a_rows"])
-            outputs = kind.output_rows(vjp.masked_by(None))
-            reached, numbers = kind.reached(vjp), like["a_numbers"]
-            out["a_numbers"] = example_counts(vjp, outputs, reached, examples, numbers)
-        if "g" in like:
-            side = kind.output_rows(vjp)
-            panels = self.comes_first(use)
-            out["g"] = output_moments(vjp, side, like["g"], products, panels=panels)
-        elif "g_rows" in like:
-            side = kind.output_rows(vjp)
-            out["g_rows"] = example_sums(vjp, side, examples, like["g_rows"])
-        return out
+            rows = example_sums(vjp, kind.summed_input_rows(vjp), examples, inputs.rows)
+            every, reached = kind.output_rows(vjp.masked_by(None)), kind.reached(vjp)
+            inputs = InputRows(example_counts(vjp, every, reached, examples, inputs.numbers), rows)
+        if isinstance(outputs, Moment):
+            side, panels = kind.output_rows(vjp), self.comes_first(use)
+            outputs = output_moments(vjp, side, outputs, products, panels=panels)
+        elif outputs is not None:
+            outputs = example_sums(vjp, kind.output_rows(vjp), examples, outputs)
+        return SideSums(inputs, outputs)
 
     def _number_of(self, use: Use) -> int:
         """The position of a use among its layer's uses."""
@@ -409,19 +407,17 @@ class Statistics:
         factors = Factors.of_sides(sides, terms=terms, layers=self.layers, bias=self.bias)
         return factors.packed() if self.packed else factors
 
-    def inputs(self, emitted: Mapping[str, Slot]) -> Sides:
+    def inputs(self, emitted: Mapping[str, Any]) -> Sides:
         """The input sides; they are equal for every Fisher type."""
         sides: Sides = {}
         for layer in self.layers:
-            slot = emitted[layer.name]
-            if "a" in slot:
-                moments = {key: slot[key] for key in ("a", "a_sum", "a_count") if key in slot}
-                moments = sum_over_devices(moments, self.axes)
-                sides[Place("a", layer.name)] = Side(_with_ones(moments), moments["a_count"])
-            elif "a_rows" in slot:
+            sums = getattr(emitted[layer.name], "inputs", None)
+            if isinstance(sums, InputMoments):
+                sums = sum_over_devices(sums, self.axes)
+                sides[Place("a", layer.name)] = Side(_with_ones(sums), sums.count)
+            elif sums is not None:
                 means = input_means(
-                    slot["a_rows"],
-                    slot["a_numbers"],
+                    sums,
                     ones=self._has_ones(layer),
                     dense=layer.a_dense,
                     **self._after(layer),
@@ -430,7 +426,7 @@ class Statistics:
                 sides[Place("a", layer.name)] = Side(*means)
         return sides
 
-    def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
+    def outputs(self, emitted: Mapping[str, Any]) -> dict[str, Any]:
         """Sums of the output sides and diagonals; they add up over vector-Jacobian products.
 
         They are sums over all devices where JAX tracks them; elsewhere over this device's rows, and
@@ -442,25 +438,25 @@ class Statistics:
             if self._pass_part(layer).outputs
         }
 
-    def output(self, layer: Layer, slot: Slot) -> Any:
+    def output(self, layer: Layer, sums: Any) -> Any:
         """The sum of one layer's output side, or of its diagonal."""
-        if layer.is_elementwise and self.forward:
+        if self.forward:
             return None
-        if "gradient" in slot:
-            if layer.g_dense:
-                block = gradient_block(layer, slot["gradient"], **self._after(layer))
-                return sum_of_varying(block)
-            return sum_of_varying(jnp.square(slot["gradient"]).sum(-1))
-        if "diagonal" in slot:
-            return slot["diagonal"]
-        if "g_rows" in slot:
-            dense = layer.g_dense
-            return sum_of_varying(outer_products(slot["g_rows"], dense=dense, **self._after(layer)))
-        return slot.get("g")
+        match sums:
+            case ElementGradients(gradient=gradient) if layer.g_dense:
+                return sum_of_varying(gradient_block(layer, gradient, **self._after(layer)))
+            case ElementGradients(gradient=gradient):
+                return sum_of_varying(jnp.square(gradient).sum(-1))
+            case ElementSquares(squares=squares):
+                return squares
+            case SideSums(outputs=Moment() as moment):
+                return moment
+        rows, dense = sums.outputs, layer.g_dense
+        return sum_of_varying(outer_products(rows, dense=dense, **self._after(layer)))
 
     def factors(
         self,
-        emitted: Mapping[str, Slot],
+        emitted: Mapping[str, Any],
         outputs: Mapping[str, Any],
         terms: Float[Array, ""],
         scale: Float[Array, ""],
@@ -479,7 +475,7 @@ class Statistics:
             else:
                 total = sum_over_devices(outputs[layer.name], self.axes)
                 total = jax.tree.map(lambda x: x * scale.astype(x.dtype), total)
-                total = unpack_panels(total) if isinstance(total, tuple) else total
+                total = _matrices(total) if isinstance(total, Moment) else total
             table = "diagonals" if layer.is_diagonal else "g"
             sides[Place(table, layer.name)] = Side(total, terms)
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block; its A is one
@@ -487,18 +483,18 @@ class Statistics:
                 sides[Place("a", layer.name)] = Side(count[..., None], count)
         return self._made_of(sides, terms)
 
-    def _unit_output(self, layer: Layer, slot: Slot) -> Array:
+    def _unit_output(self, layer: Layer, sums: Any) -> Array:
         """The mean output side if gradients with respect to output rows are orthonormal."""
         if not layer.is_elementwise:
             ones = jnp.ones((*layer.stack, layer.out_features), self._dtype(layer))
             return _diagonal_matrix(ones) if layer.g_dense else ones
-        if "diagonal" in slot:
-            slot = sum_over_devices(slot, self.axes)
-            return slot["diagonal"] / jnp.maximum(slot["count"], 1)
-        present = slot["counts"] > 0
-        mean = slot["gradient"] / jnp.where(present, slot["counts"], 1)
-        sums = jnp.square(mean).sum(-1), present.sum(-1, dtype=mean.dtype)
-        squares, number = sum_over_devices(sum_of_varying(sums), self.axes)
+        if isinstance(sums, ElementSquares):
+            sums = sum_over_devices(sums, self.axes)
+            return sums.squares / jnp.maximum(sums.count, 1)
+        present = sums.counts > 0
+        mean = sums.gradient / jnp.where(present, sums.counts, 1)
+        totals = jnp.square(mean).sum(-1), present.sum(-1, dtype=mean.dtype)
+        squares, number = sum_over_devices(sum_of_varying(totals), self.axes)
         diagonal = squares / jnp.maximum(number, 1)
         if not layer.g_dense:
             return diagonal
@@ -510,7 +506,7 @@ def _diagonal_matrix(values: Float[Array, "*stack n"]) -> Float[Array, "*stack n
     return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
 
 
-def _weighed(moments: Slot, weight: Float[Array, "*stack"]) -> Slot:
+def _weighed(moments: InputMoments, weight: Float[Array, "*stack"]) -> InputMoments:
     """Multiply sums over rows by the weight of these rows."""
     return jax.tree.map(
         lambda x: x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype), moments
@@ -520,28 +516,6 @@ def _weighed(moments: Slot, weight: Float[Array, "*stack"]) -> Slot:
 def _floats(use: Use) -> list[Any]:
     variables = (*use.eqn.invars, *use.eqn.outvars)
     return [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-
-
-def _moment(
-    stack: tuple[int, ...],
-    size: int,
-    dense: bool,
-    packed: bool,
-    dtype: DTypeLike,
-    zeros: Callable[..., Array],
-    *,
-    folds: bool,
-) -> Array | tuple[Array, ...]:
-    if not dense:
-        return zeros((*stack, size), dtype)
-    if folds and stack:
-        # Each iteration folds its own matrix: stacked in full, the matrices of a scan would take
-        # twice the bytes of the result, beside the backward pass.
-        matrix = Side(jax.ShapeDtypeStruct((*stack, size, size), dtype), is_matrix=True)
-        return zeros(matrix.packed().data.shape, dtype)
-    if packed and not stack and size >= PANELS_FROM:
-        return tuple(zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
-    return zeros((*stack, size, size), dtype)
 
 
 def _packed_with_ones(a: Array, total: Array, count: Array) -> Array:
@@ -557,18 +531,22 @@ def _packed_with_ones(a: Array, total: Array, count: Array) -> Array:
     return out.reshape(*count.shape, *out.shape[1:])
 
 
-def _with_ones(slot: Slot) -> Array:
+def _matrices(moment: Moment) -> Array:
+    """The matrices or diagonals of a moment."""
+    return unpack_panels(moment.data) if moment.form == "panels" else moment.data
+
+
+def _with_ones(sums: InputMoments) -> Array:
     """The sum over input rows, with the ones column last if its sum was gathered."""
-    a = slot["a"]
-    if "a_sum" not in slot:
-        return unpack_panels(a) if isinstance(a, tuple) else a
-    total, count = slot["a_sum"], slot["a_count"]
-    if not isinstance(a, tuple) and a.ndim == total.ndim + 1 and Side(a, is_matrix=True).is_packed:
+    (a, form), total, count = (sums.a.data, sums.a.form), sums.sum, sums.count
+    if total is None:
+        return _matrices(sums.a)
+    if form == "folded":
         return _packed_with_ones(a, total, count)
     # On a diagonal side the column of ones adds its own square alone, whose sum is the count.
-    if not isinstance(a, tuple) and a.ndim == total.ndim:
+    if form == "diagonal":
         return jnp.concatenate([a, count[..., None]], -1)
-    return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))
+    return unpack_panels(a if form == "panels" else (a,), (total, count))
 
 
 def _runs_along(use: Use, traced: Traced, examples: Atoms) -> bool:

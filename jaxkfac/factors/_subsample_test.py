@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._build import check_sparing
+from jaxkfac.factors._options import check_sparing
 
 KEYS = jax.random.split(jax.random.key(5), 4000)
 INPUTS = jax.random.randint(jax.random.key(0), (5, 7), 0, 11)

@@ -6,29 +6,25 @@ returns the original cotangents and, as the cotangent of the slot, the statistic
 cotangents of a variable over its readers, stacks them along a scanned axis, and sums them over
 devices. So the statistics are added, stacked and summed too, without any code for it.
 
-A slot is a dictionary of arrays. The arrays under ``"constants"`` (an eigenbasis) are not
-differentiated; the tap passes them to the code that computes the statistics.
+Only the ``sums`` of a slot are differentiated. Its ``constants`` (an eigenbasis) go to the code
+that computes the statistics, in ``LayerVjp``.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
-from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import automatic, cast_varying
-from jaxkfac.interception import Handler, Layer, LayerVjp, Site, Use
-from jaxkfac.interception.values import Atoms, Entries, Slot
-from jaxkfac.kinds import Products, Rows, by_example, in_own_order
-from jaxkfac.linalg import gram, symmetric_gram
+from jaxkfac.interception import Handler, LayerVjp, Site, Use
+from jaxkfac.interception.values import Slot
 
 # True for rows that exist, or their weights; None if all do.
 Weights = Bool[Array, "..."] | Float[Array, "..."] | None
-Active = Bool[Array, ""] | None  # whether statistics are needed
 
 
 @runtime_checkable
@@ -45,13 +41,8 @@ class ArrayType(Protocol):
 class Emitter(Protocol):
     """What the taps of a program emit: the slots of its layers, and the statistics in them."""
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter."""
-        ...
-
     def slots(self) -> dict[str, Slot]:
-        """``{layer: zeros}``; their cotangents are the statistics."""
+        """``{layer: slot}``; the cotangents of ``sums`` are the statistics."""
         ...
 
     def comes_first(self, use: Use) -> bool:
@@ -66,31 +57,48 @@ class Emitter(Protocol):
         """
         ...
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """Compute the statistics of one use, in its backward pass.
 
         Args:
-            vjp: The use, its operands and its cotangent.
-            like: Shapes and dtypes of the slot.
-            constants: The slot's ``"constants"``, and those that every tap receives.
+            vjp: The use, its operands, its cotangent and the constants of its slot.
+            like: Shapes and dtypes of the slot's ``sums``.
         """
         ...
 
 
-def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
+class _Saved(NamedTuple):
+    """What the backward rule of a tap keeps besides the operands, for each use.
+
+    Attributes:
+        rows: Which rows exist, or their weights; ``None`` for all.
+        active: Whether statistics are needed; ``None`` for always.
+        constants: The slot's constants.
+        derivative: The slot's derivative.
+        key: The key that every tap receives.
+    """
+
+    rows: Weights
+    active: Bool[Array, ""] | None
+    constants: Any
+    derivative: Array | None
+    key: Key[Array, ""] | None
+
+
+def tap(emitter: Emitter, key: Key[Array, ""] | None = None) -> Handler:
     """A handler that emits statistics.
 
     Args:
         emitter: What the taps emit into which slots.
-        constants: Arrays that every tap receives, besides those in its slot.
+        key: A random key that every tap receives.
     """
     shared: dict[Hashable, Callable[..., Array]] = {}
 
     def handler(site: Site, operands: list[Any]) -> Any:
-        bare = site.without_values()
-        slots = [
-            {**slot, "constants": {**constants, **slot.get("constants", {})}} if constants else slot
-            for slot in site.slots
+        bare, sums = site.without_values(), [slot.sums for slot in site.slots]
+        saved = [
+            _Saved(rows, active, slot.constants, slot.derivative, key)
+            for rows, active, slot in zip(site.rows, site.active, site.slots, strict=True)
         ]
         if site.uses[0].kind.inserts:
             # The tap is on the broadcast: its cotangent has a row for each position, while the
@@ -99,11 +107,10 @@ def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), emitter, bare, [use], [slots[k]], shared)
-                operands[use.operand] = op([parameter], [site.rows[k]], [site.active[k]])
+                op = _tapped(_broadcast_to(shape), emitter, bare, [use], [sums[k]], shared)
+                operands[use.operand] = op([parameter], [saved[k]])
             return site.bind(*operands)
-        op = _tapped(bare.bind, emitter, bare, site.uses, slots, shared)
-        return op(operands, site.rows, site.active)
+        return _tapped(bare.bind, emitter, bare, site.uses, sums, shared)(operands, saved)
 
     return handler
 
@@ -113,12 +120,10 @@ def _tapped(
     emitter: Emitter,
     site: Site,
     uses: list[Use],
-    slots: list[Slot],
+    sums: list[Any],
     shared: dict[Hashable, Callable[..., Array]],
-) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
-    constants = [slot.get("constants") for slot in slots]
-    slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
-    likes = jax.tree.map(jax.typeof, slots)  # a backward rule must not close over traced arrays
+) -> Callable[[list[Any], list[_Saved]], Array]:
+    likes = jax.tree.map(jax.typeof, sums)  # a backward rule must not close over traced arrays
     signatures = tuple(emitter.signature(site, use) for use in uses)
     if None in signatures:
         op = _operation(fn, emitter, site, uses, likes)
@@ -129,80 +134,68 @@ def _tapped(
             shared[signature_key] = jax.jit(_operation(fn, emitter, site, uses, likes))
         op = shared[signature_key]
 
-    def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
+    def run(operands: list[Any], saved: list[_Saved]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         # Inside ``shard_map`` a slot varies as the data does; the transpose of that cast sums its
         # cotangent over the devices.
-        varying = slots
+        varying = sums
         for operand in operands:
             varying = jax.tree.map(lambda s, like=operand: cast_varying(s, like), varying)
-        return op(operands, rows, active, constants, varying)
+        return op(operands, saved, varying)
 
     return run
 
 
 def _operation(
-    fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Slot]
+    fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Any]
 ) -> Callable[..., Array]:
-    """``fn`` on operands, rows, active, constants and slots, with the backward rule of a tap."""
+    """``fn`` on operands, what is saved and sums, with the backward rule of a tap."""
 
     @jax.custom_vjp
-    def op(
-        operands: list[Array],
-        rows: list[Weights],
-        active: list[Active],
-        constants: list[Slot | None],
-        slots: list[Slot],
-    ) -> Array:
+    def op(operands: list[Array], saved: list[_Saved], sums: list[Any]) -> Array:
         return fn(*operands)
 
     def forward(
-        operands: list[Array],
-        rows: list[Weights],
-        active: list[Active],
-        constants: list[Slot | None],
-        slots: list[Slot],
-    ) -> tuple[Array, tuple[list[Array], list[Weights], list[Active], list[Slot | None]]]:
-        return fn(*operands), (operands, rows, active, constants)
+        operands: list[Array], saved: list[_Saved], sums: list[Any]
+    ) -> tuple[Array, tuple[list[Array], list[_Saved]]]:
+        return fn(*operands), (operands, saved)
 
     def backward(
-        saved: tuple[list[Array], list[Weights], list[Active], list[Slot | None]],
-        cotangent: Array,
-    ) -> tuple[list[Array | np.ndarray], None, None, None, list[Slot]]:
-        operands, rows, active, constants = saved
+        residuals: tuple[list[Array], list[_Saved]], cotangent: Array
+    ) -> tuple[list[Array | np.ndarray], None, list[Any]]:
+        operands, saved = residuals
 
         def typed(x: Array, of: ArrayType) -> Array:
             return cast_varying(x.astype(of.dtype), cotangent)
 
-        def statistics(k: int) -> Slot:
-            like = likes[k]
-
-            def emitted() -> Slot:
-                def emit(
-                    operands: list[Array], cotangent: Array, rows: Weights, constants: Slot | None
-                ) -> Slot:
-                    vjp = LayerVjp(site, uses[k], operands, cotangent, rows)
+        def statistics(use: Use, beside: _Saved, like: Any) -> Any:
+            def emitted() -> Any:
+                def emit(operands: list[Array], cotangent: Array, beside: _Saved) -> Any:
+                    rows, _, *others = beside
+                    vjp = LayerVjp(site, use, operands, cotangent, rows, None, *others)
                     if rows is not None and rows.dtype != jnp.bool_:
                         vjp = dataclasses.replace(vjp, weights=rows != 0, input_weights=rows)
-                    return emitter.emit(vjp, like, constants)
+                    return emitter.emit(vjp, like)
 
-                out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])
+                inside = beside._replace(active=None)
+                out = automatic(emit, like)(operands, cotangent, inside)
                 return jax.tree.map(typed, out, like)
 
-            def nothing() -> Slot:
+            def nothing() -> Any:
                 return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
-            is_active = active[k]
-            return emitted() if is_active is None else jax.lax.cond(is_active, emitted, nothing)
+            if beside.active is None:
+                return emitted()
+            return jax.lax.cond(beside.active, emitted, nothing)
 
-        out = [statistics(k) for k in range(len(uses))]
+        out = list(map(statistics, uses, saved, likes))
         if any(map(emitter.comes_first, uses)):
             # A scheduler puts off what frees no memory at once. Without the barrier it would run
             # these products last, and so keep the cotangent that they read (for logits: rows x
             # vocabulary) alive to the end of the backward pass.
             out, cotangent = jax.lax.optimization_barrier((out, cotangent))
         cotangents = jax.vjp(fn, *operands)[1](cotangent)
-        return list(cotangents), None, None, None, out
+        return list(cotangents), None, out
 
     op.defvjp(forward, backward)
     return op
@@ -216,131 +209,3 @@ def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:
 
 def _broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return lambda x: jnp.broadcast_to(x, shape) if x.shape != shape else x
-
-
-# ---------------- statistics by example (``sharing="reduce"``)
-#
-# Rows are summed over the positions of each example. Cotangents of a slot add up over the uses of
-# a parameter and the iterations of a scan, so the slot holds each example's sum over all of them;
-# outer products and squares are formed afterwards, because they are not linear.
-
-
-ExampleAxes = Sequence[tuple[Atoms, int]]  # atoms and length of each leading axis of the outputs
-
-
-def example_sums(
-    vjp: LayerVjp, side: Rows, examples: ExampleAxes, like: ArrayType
-) -> Float[Array, "*stack examples n"]:
-    """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
-    total = _sums(vjp, side, examples, like.dtype)
-    lead = 1 + len(side.batch)
-    total = in_own_order(vjp, side, total, lead=lead)
-    return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
-
-
-def example_counts(
-    vjp: LayerVjp,
-    side: Rows,
-    reached: Bool[Array, "..."] | None,
-    examples: ExampleAxes,
-    like: ArrayType,
-) -> Float[Array, "*stack examples"]:
-    """The number of positions of each example, ``(stack..., examples)``.
-
-    ``reached`` says which positions each entry of a stack reads; ``None`` means all.
-    """
-    use, weights = vjp.use, vjp.weights
-    if reached is not None:
-        present = reached if weights is None else reached & weights
-        every = Rows(present, tuple(range(1, present.ndim)), (0,), ())
-        counts = _sums(vjp, every, examples, like.dtype).T
-        ones = (1,) * (len(like.shape) - 2)
-        return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
-    if weights is None and len(examples) > 1:
-        axes = range(len(use.rows))
-        weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
-    if weights is None:
-        return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
-    every = Rows(weights, tuple(range(weights.ndim)), (), ())
-    counts = _sums(vjp, every, examples, like.dtype)
-    return jnp.broadcast_to(counts, like.shape)
-
-
-def _sums(
-    vjp: LayerVjp, side: Rows, examples: ExampleAxes, dtype: Any
-) -> Float[Array, "examples ..."]:
-    """Sum rows over positions; the examples of all example axes follow one another.
-
-    A use has rows for the examples of one axis; the sums of all other examples are zero.
-    """
-    table, axes = vjp.table, vjp.use.rows
-    mine = {a for axis in axes for a in table.atoms(axis)}
-    axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
-    if len(axis_numbers) > 1:
-        raise LostRowsError(
-            f"layer {vjp.use.view.path!r}: its rows run over pairs of examples of two "
-            "jk.mark_outputs, and statistics of whole examples were asked for: take "
-            'sharing="expand" and scales="diagonal", or leave the layer out with layers='
-        )
-    chosen = axis_numbers[0] if axis_numbers else 0
-    x = by_example(vjp, side, axes, examples[chosen][0])
-    total = x.sum(1, dtype=dtype)
-    if len(examples) == 1:
-        return total
-    sizes = [size for _, size in examples]
-    before, after = sum(sizes[:chosen]), sum(sizes[chosen + 1 :])
-    return jnp.pad(total, [(before, after), *[(0, 0)] * (total.ndim - 1)])
-
-
-def input_means(
-    a_rows: Float[Array, "*stack examples n"],
-    a_numbers: Float[Array, "*stack examples"],
-    *,
-    ones: bool,
-    dense: bool,
-    products: Products,
-    precision: Any,
-) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
-    """Sum of outer products of each example's mean input row, and the number of examples."""
-    present = a_numbers > 0
-    # An example without positions has a mean of zero, not 0 / 0, and is not counted.
-    mean = a_rows / jnp.where(present, a_numbers, 1)[..., None]
-    if ones:
-        mean = jnp.concatenate([mean, present[..., None].astype(mean.dtype)], -1)
-    sums = outer_products(mean, dense=dense, products=products, precision=precision)
-    return sums, present.sum(-1, dtype=mean.dtype)
-
-
-def outer_products(
-    rows: Float[Array, "*stack rows n"], *, dense: bool, products: Products, precision: Any
-) -> Float[Array, "*sums"]:
-    """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
-    lead = rows.ndim - 2
-    if not dense:
-        return jnp.square(rows).sum(-2)
-    rows, times = products.sampled_examples(rows)
-    if lead:
-        sums = gram(rows, (lead,), tuple(range(lead)), precision=precision)
-    else:
-        sums = symmetric_gram(rows, 1, precision=precision)
-    return sums if times is None else sums * times.astype(sums.dtype)
-
-
-def gradient_block(
-    layer: Layer,
-    gradient: Float[Array, "*parameter examples"],
-    products: Products,
-    precision: Any,
-) -> Float[Array, "*stack n n"]:
-    """The dense block of per-example gradients ``(parameter..., examples)``."""
-    rows = gradient_rows(layer, gradient)
-    return outer_products(rows, dense=True, products=products, precision=precision)
-
-
-def gradient_rows(
-    layer: Layer, gradient: Float[Array, "*parameter examples"]
-) -> Float[Array, "*stack examples n"]:
-    """Gradients ``(parameter..., examples)`` of a scale or bias as ``(stack..., examples, n)``."""
-    weight = dataclasses.replace(layer.weight, index=())
-    rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)
-    return rows.reshape(*layer.stack, -1, layer.out_features)

@@ -10,7 +10,7 @@ import pytest
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.blocks import LongSum, of_parameters, update_average, zeros_like
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._build import check_collect
+from jaxkfac.factors._options import check_collect
 from jaxkfac.interception import mark_outputs
 
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -141,7 +141,7 @@ def average_of(stats, params, batches, *, decay, static, rounds=1, **arguments):
         lambda params, batch, key, step: stats(params, batch, key, step=step, **arguments).factors,
         static_argnames="step" if static else (),
     )
-    groups = stats._collect
+    groups = stats.options.collect
     average = zeros_like(stats.factor_shapes(params, batches[0]))
     # With more groups than iterations, neighboring groups contain the same one.
     full = min([len(x) for x in average.turn.counts.values() if x.ndim] + [groups])
@@ -394,7 +394,7 @@ def test_a_wide_scan_in_turns_holds_a_part_of_its_factors():
 
 def test_a_broken_number_of_groups_is_refused():
     with pytest.raises(ValueError, match="collect=2.5: expected a whole number"):
-        check_collect(2.5, 1, None)
+        check_collect(2.5, 1)
 
 
 BUILT = [

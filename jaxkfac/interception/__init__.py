@@ -28,15 +28,15 @@ unknown primitive makes fresh ones. A mask of the outputs therefore finds the ro
 layer by identity, never by equal sizes. Only axes of data propagate: a constant of shape
 ``(S, S)`` would make queries and keys the same axis.
 
-**Plan and emission.** The analysis leaves a plan: for each jaxpr, which equations are uses, views
-or calls. ``Traced.emit`` runs it through jit, checkpoint (with its policy), scan, cond and
-shard_map, and runs all other equations unchanged. Each layer has a **slot**, a dictionary of extra
-inputs that is propagated with its parameter. A scanned parameter has a stacked slot. If the
-parameter is multiplied by a constant, each entry of the slot is multiplied by the power of the
-constant that it declares (``SlotEntry``). A slot shaped like the parameter has a derivative beside
-it instead, which is applied at the use. At a use the handler gets the site and the operands, and
-returns the result. If its backward rule returns statistics as the slot's cotangent,
-differentiation sums them over uses and stacks them over iterations.
+**Plan and run.** The analysis leaves a plan: for each jaxpr, which equations are uses, views
+or calls. ``Traced.run`` runs it through jit, checkpoint (with its policy), scan, cond and
+shard_map, and runs all other equations unchanged. Each layer has a **slot** (``values.Slot``),
+extra inputs that are propagated with its parameter. A scanned parameter has a stacked slot. If the
+parameter is multiplied by a constant, each field of a record of statistics is multiplied by the
+power of the constant that it declares (``values.entry``). A slot shaped like the parameter has a
+derivative beside it instead, which is applied at the use. At a use the handler gets the site and
+the operands, and returns the result. If its backward rule returns statistics as the cotangent of
+the slot's ``sums``, differentiation sums them over uses and stacks them over iterations.
 
 Analysis, emission and every other walk over a program are rules of one interpreter
 (``jaxkfac._interpreter``).
@@ -52,9 +52,9 @@ Example:
     >>> fn = lambda p, x: jnp.tanh(x @ (2 * p["w"]) + p["b"])
     >>> params, x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, jnp.ones((5, 3))
     >>> traced = interception.trace(fn, params, x)
-    >>> handler = lambda site, operands: site.bind(*operands) * site.slots[0]["gain"]
-    >>> slots, entries = {"w": {"gain": jnp.ones(())}}, {"gain": values.SlotEntry(power=0)}
-    >>> bool((traced.emit(handler, params, slots, x, entries=entries) == fn(params, x)).all())
+    >>> handler = lambda site, operands: site.bind(*operands) * site.slots[0].constants
+    >>> slots = {"w": values.Slot(constants=jnp.ones(()))}
+    >>> bool((traced.run(handler, params, slots, x) == fn(params, x)).all())
     True
 """
 
@@ -63,7 +63,16 @@ from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup
-from jaxkfac.interception._kind import Data, Kind, LayerVjp, Site, Use, kind_named, register_kind
+from jaxkfac.interception._kind import (
+    Data,
+    Kind,
+    LayerVjp,
+    Reads,
+    Site,
+    Use,
+    kind_named,
+    register_kind,
+)
 from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     Marked,
@@ -94,6 +103,7 @@ __all__ = [
     "Marked",
     "OutputMark",
     "ParameterMatrix",
+    "Reads",
     "RowMask",
     "Site",
     "Staged",

@@ -40,7 +40,7 @@ def test_the_program_still_runs_as_it_was(monkeypatch):
     expected = model(PARAMS, x)
     monkeypatch.setitem(_analysis._STRUCTURED, "scan", fails)
     traced = trace(model, PARAMS, x)
-    found = traced.emit(lambda site, operands: site.bind(*operands), PARAMS, {}, x)
+    found = traced.run(lambda site, operands: site.bind(*operands), PARAMS, {}, x)
     assert (found == expected).all()
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Shaped
 
 from jaxkfac._jaxpr_compat import Eqn, bind, cast_varying, reshape_groups
 from jaxkfac.interception._functions import JOINS, Lookup, is_function
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 from jaxkfac.interception.values._encoded import Operand
 from jaxkfac.interception.values._index import Index, shape_of, slices
-from jaxkfac.interception.values._slots import CHOSEN, PICKED, Entries, Slot, SlotEntry
+from jaxkfac.interception.values._slots import Slot, Statistic
 
 # ---------------- slots shaped like the parameter
 #
@@ -30,27 +30,31 @@ class Elements(NamedTuple):
     """The slot of one layer that goes with a value in which its parameter is seen.
 
     Attributes:
-        slot: Arrays shaped like the value. In a slot by example, axes along which the value was
-            broadcast may have size one, because their elements are sums over the broadcast.
+        sums: Arrays shaped like the value. By example, axes along which the value was broadcast may
+            have size one, because their elements are sums over the broadcast.
         derivative: Derivative of the value with respect to the parameter, element by element;
             ``None`` stands for 1.
     """
 
-    slot: Slot
+    sums: Any
     derivative: Array | None = None
 
     @classmethod
-    def of(cls, slot: Slot, index: Index, shape: Sequence[int]) -> "Elements":
+    def of(cls, sums: Any, index: Index, shape: Sequence[int]) -> "Elements":
         """The slot of ``parameter[index]``, extended with zeros to the parameter's ``shape``."""
         if not index:
-            return cls(slot)
+            return cls(sums)
         lead = len(shape_of(index, shape))
-        return cls(
-            {
-                key: jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
-                for key, s in slot.items()
-            }
-        )
+
+        def extended(s: Array) -> Array:
+            return jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
+
+        return cls(jax.tree.map(extended, sums))
+
+    @property
+    def by_example(self) -> bool:
+        """Whether the last axis of each array is the examples."""
+        return isinstance(self.sums, Statistic) and self.sums.by_example
 
     def scanned(self, length: int) -> "Elements":
         """Broadcast so that the first axis has one entry for each iteration of a scan."""
@@ -58,15 +62,7 @@ class Elements(NamedTuple):
 
     def at_use(self) -> Slot:
         """The slot in the form that a handler gets."""
-        if self.derivative is None:
-            return self.slot
-        return {**self.slot, "constants": {"derivative": self.derivative}}
-
-
-def is_by_example(slot: Slot, entries: Entries) -> bool:
-    """Whether the last axis of each entry is the examples."""
-    declared = [entries[key] for key in slot]
-    return any(isinstance(entry, SlotEntry) and entry.by_example for entry in declared)
+        return Slot(self.sums, derivative=self.derivative)
 
 
 def through_function(
@@ -74,7 +70,6 @@ def through_function(
     run: Callable[..., Any],
     slots_by_operand: Mapping[int, Elements],
     values: Sequence[ArrayLike],
-    entries: Entries,
 ) -> Elements:
     """The slot behind an elementwise function: its derivative becomes that of the result.
 
@@ -84,7 +79,6 @@ def through_function(
         slots_by_operand: The slot of each operand in which the parameter is seen, by position. The
             parameter's elements have the same arrangement in all of them.
         values: The operands.
-        entries: Declarations of the entries of slots.
     """
     # Only statistics read this derivative, so it is not differentiated with the loss.
     values = [jax.lax.stop_gradient(jnp.asarray(v)) for v in values]
@@ -105,19 +99,18 @@ def through_function(
     derivative = jax.jvp(of_parameter, [values[i] for i in slots_by_operand], tangents)[1]
     position, elements = next(iter(slots_by_operand.items()))
     if values[position].shape == shape:
-        return Elements(elements.slot, derivative)
-    by_example = is_by_example(elements.slot, entries)
-    spread = {
-        key: s.reshape(*(1,) * (len(shape) + 1 - s.ndim), *s.shape)
-        if by_example  # axes that are broadcast stay at size one
-        else jnp.broadcast_to(s, shape)
-        for key, s in elements.slot.items()
-    }
-    return Elements(spread, derivative)
+        return Elements(elements.sums, derivative)
+
+    def spread(s: Array) -> Array:
+        if elements.by_example:  # axes that are broadcast stay at size one
+            return s.reshape(*(1,) * (len(shape) + 1 - s.ndim), *s.shape)
+        return jnp.broadcast_to(s, shape)
+
+    return Elements(jax.tree.map(spread, elements.sums), derivative)
 
 
 def move_elements(
-    eqn: Eqn, elements: Elements, position: int, values: Sequence[ArrayLike], entries: Entries
+    eqn: Eqn, elements: Elements, position: int, values: Sequence[ArrayLike]
 ) -> list[Elements]:
     """The slot of each result of a view.
 
@@ -126,35 +119,37 @@ def move_elements(
         elements: The slot of the operand.
         position: Position of the parameter among the operands.
         values: The operands.
-        entries: Declarations of the entries of slots.
     """
-    by_example = is_by_example(elements.slot, entries)
+    by_example = elements.by_example
     move = _move_by_example if by_example else _move
 
     def moved(x: Array) -> list[Array]:
         return move(eqn, x, position, values)
 
-    slots = {key: moved(s) for key, s in elements.slot.items()}
+    arrays, form = jax.tree.flatten(elements.sums)
+    by_result = zip(*map(moved, arrays), strict=True)
     derivatives: list[Any] = [None] * len(eqn.outvars)
     if elements.derivative is not None:
         derivative = elements.derivative
         derivatives = moved(derivative[..., None] if by_example else derivative)
         derivatives = [d[..., 0] if by_example else d for d in derivatives]
-    return [Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)]
+    return [
+        Elements(form.unflatten(result), d)
+        for result, d in zip(by_result, derivatives, strict=True)
+    ]
 
 
 def join_elements(
     eqn: Eqn,
     slots_by_operand: Mapping[int, Elements],
     values: Sequence[ArrayLike],
-    entries: Entries,
 ) -> Elements:
     """The slot behind parameters put side by side; it is zero where the others are."""
     if eqn.primitive.name == "pad":
-        return move_elements(eqn, slots_by_operand[0], 0, values, entries)[0]
+        return move_elements(eqn, slots_by_operand[0], 0, values)[0]
     lead = [jnp.shape(v) for v in values]
     first = next(iter(slots_by_operand.values()))
-    by_example = is_by_example(first.slot, entries)
+    by_example = first.by_example
 
     def joined(arrays: Mapping[int, Array], tail: tuple[int, ...], dtype: DTypeLike) -> Array:
         arrays_in_full = [
@@ -167,22 +162,19 @@ def join_elements(
             return jnp.stack(arrays_in_full, eqn.params["axis"])
         return jnp.concatenate(arrays_in_full, eqn.params["dimension"])
 
-    slot = {
-        key: joined(
-            {i: elements.slot[key] for i, elements in slots_by_operand.items()},
-            s.shape[-1:] if by_example else (),
-            s.dtype,
-        )
-        for key, s in first.slot.items()
-    }
+    def of_operands(*arrays: Array) -> Array:
+        tail = arrays[0].shape[-1:] if by_example else ()
+        return joined(dict(zip(slots_by_operand, arrays, strict=True)), tail, arrays[0].dtype)
+
+    sums = jax.tree.map(of_operands, *(elements.sums for elements in slots_by_operand.values()))
     if all(elements.derivative is None for elements in slots_by_operand.values()):
-        return Elements(slot)
+        return Elements(sums)
     ones = {i: jnp.ones((), jnp.result_type(values[i])) for i in slots_by_operand}
     derivatives = {
         i: ones[i] if elements.derivative is None else elements.derivative
         for i, elements in slots_by_operand.items()
     }
-    return Elements(slot, joined(derivatives, (), next(iter(derivatives.values())).dtype))
+    return Elements(sums, joined(derivatives, (), next(iter(derivatives.values())).dtype))
 
 
 def stack_elements(layer_slots: Sequence[Elements | None]) -> Elements:
@@ -194,19 +186,19 @@ def stack_elements(layer_slots: Sequence[Elements | None]) -> Elements:
     distinct_slots = list(
         {id(elements): elements for elements in layer_slots if elements is not None}.values()
     )
-    slot = jax.tree.map(
-        lambda *x: sum(x[1:], x[0]), *[elements.slot for elements in distinct_slots]
+    sums = jax.tree.map(
+        lambda *x: sum(x[1:], x[0]), *[elements.sums for elements in distinct_slots]
     )
     like = next((p.derivative for p in distinct_slots if p.derivative is not None), None)
     if like is None:
-        return Elements(slot)
+        return Elements(sums)
     rows = [
         jnp.ones_like(like[k])
         if elements is None or elements.derivative is None
         else elements.derivative[k]
         for k, elements in enumerate(layer_slots)
     ]
-    return Elements(slot, jnp.stack(rows))
+    return Elements(sums, jnp.stack(rows))
 
 
 def _move_by_example(
@@ -260,20 +252,15 @@ def _move(
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def scale_slot(
-    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot:
+def scale_slot(eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand]) -> Slot:
     """The slot behind a view of the operand at ``position``, multiplied by a scalar constant.
 
     Behind an elementwise function the value is no matrix of the parameter, so no use reads the
     slot, and the function returns it unchanged.
     """
-    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
-    if beside:
-        slot = {key: value for key, value in slot.items() if key not in beside}
-        return scale_slot(eqn, slot, position, values, entries) | beside
+    name = eqn.primitive.name
     if is_negated(eqn, position):
-        return _times(slot, jnp.asarray(-1.0), entries)
+        return slot.times(jnp.asarray(-1.0))
     # `w / c` is a multiple of w, and `c / w` is none.
     if name in ("mul", "div") and position <= (name == "mul"):
         # The constant may be data without the examples, whose gradient no slot may change.
@@ -281,20 +268,8 @@ def scale_slot(
         if c.size == 1:
             c = c.reshape(())
             c = jnp.abs(c) if jnp.iscomplexobj(c) else c  # what remains of it is the view's phase
-            return _times(slot, c if name == "mul" else 1 / c, entries)
+            return slot.times(c if name == "mul" else 1 / c)
     return slot
-
-
-def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
-    def times(value: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
-        if not isinstance(entry, SlotEntry):
-            return _times(value, c, entry)
-        # Counts, and cotangents of products, do not change with the scale of the parameter.
-        if entry.power == 0:
-            return value
-        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, value)
-
-    return {key: times(value, entries[key]) for key, value in slot.items()}
 
 
 # ---------------- the rule by which an equation of parameters propagates slots
@@ -315,7 +290,6 @@ class SlotRule:
         values: The operands.
         traced_index: The scan or dynamic index by which it selects an entry of a stack, if any.
         traced_indices: For each layer with a slot, the traced indices into its stack.
-        entries: Declarations of the entries of slots.
         rows: For a choice of rows, the axes along which the rows run.
         picks: Whether each row picks its own entry of a stack.
     """
@@ -325,7 +299,6 @@ class SlotRule:
     values: Sequence[Any]
     traced_index: tuple[str, int] | None
     traced_indices: Mapping[str, set[tuple[str, int]]]
-    entries: Entries
     rows: tuple[int, ...] | None = None
     picks: bool = False
 
@@ -350,36 +323,28 @@ class SlotRule:
     def _matrix(self, name: str, slot: Slot, position: int) -> Slot | None:
         if self.rows is not None:
             over = tuple(d for d in range(self.values[0].ndim) if d not in self.rows)
-            return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
+            return dataclasses.replace(slot, chosen=(*slot.chosen, self.values[0].any(over)))
         if self.picks:
             lookup = Lookup.of(self.eqn)
             assert lookup is not None
-            return {**slot, PICKED: lookup.entries(self.eqn, self.values)}
+            return dataclasses.replace(slot, picked=lookup.entries(self.eqn, self.values))
         if self.traced_index is None:
-            return scale_slot(self.eqn, slot, position, self.values, self.entries)
+            return scale_slot(self.eqn, slot, position, self.values)
         # No use of the layer is behind this index, so its slot has no axis to select from.
         if self.traced_index not in self.traced_indices[name]:
             return None
         # The primitive moves an index below zero to zero; the function would count it from the end.
-        index = jnp.maximum(self.values[1 - position], 0)
-        beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
-        entries = {key: value for key, value in slot.items() if key not in beside}
-        selected = jax.tree.map(
-            lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), entries
-        )
-        return selected | beside
+        return slot.entry_at(jnp.maximum(self.values[1 - position], 0))
 
     def _elements(self, slots_by_operand: dict[int, Elements]) -> list[Elements]:
         if self.rows is not None:  # a row that does not choose it has no cotangent
             return list(slots_by_operand.values())
         if is_function(self.eqn):
-            return [
-                through_function(self.eqn, self.run, slots_by_operand, self.values, self.entries)
-            ]
+            return [through_function(self.eqn, self.run, slots_by_operand, self.values)]
         if self.eqn.primitive.name in JOINS:
-            return [join_elements(self.eqn, slots_by_operand, self.values, self.entries)]
+            return [join_elements(self.eqn, slots_by_operand, self.values)]
         ((position, elements),) = slots_by_operand.items()
-        return move_elements(self.eqn, elements, position, self.values, self.entries)
+        return move_elements(self.eqn, elements, position, self.values)
 
 
 def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str | None]]) -> Slots:
@@ -393,17 +358,24 @@ def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str | None]]) -> S
     out: Slots = {name: slot for name, slot in slots.items() if name not in joined}
     for first, names in stacks.items():
         elements = [None if name is None else slots.get(name) for name in names]
-        matrices = [slot if isinstance(slot, dict) else {} for slot in elements]
+        matrices = [slot if isinstance(slot, Slot) else None for slot in elements]
         if any(isinstance(slot, Elements) for slot in elements):
             out[first] = stack_elements([s if isinstance(s, Elements) else None for s in elements])
-        elif any(matrices):
+        elif any(slot is not None for slot in matrices):
             out[first] = _stack_matrices(matrices)
     return out
 
 
-def _stack_matrices(slots: Sequence[Slot]) -> Slot:
+def _stack_matrices(slots: Sequence[Any]) -> Any:
     """A stack of slots; zeros fill the entries that a layer does not gather."""
-    likes = {key: value for slot in reversed(slots) for key, value in slot.items()}
-    zeros = jax.tree.map(jnp.zeros_like, likes)
-    full_slots = [{key: slot.get(key, zeros[key]) for key in likes} for slot in slots]
+    first = next((slot for slot in slots if slot is not None), None)
+    if isinstance(first, Slot | Statistic):
+        stacked = {
+            f.name: _stack_matrices([s if s is None else getattr(s, f.name) for s in slots])
+            for f in dataclasses.fields(first)
+            if not f.metadata.get("static")
+        }
+        return dataclasses.replace(first, **stacked)
+    zeros = jax.tree.map(jnp.zeros_like, first)
+    full_slots = [zeros if slot is None else slot for slot in slots]
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *full_slots)

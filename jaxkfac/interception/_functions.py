@@ -389,7 +389,7 @@ def is_followed(eqn: Eqn, kind: str | None, outs: Sequence[Value], uses: Sequenc
         uses: The uses in the equation.
     """
     if uses:
-        return all(use.kind.picks or not use.view.picked for use in uses)
+        return all(use.kind.reads.picked or not use.view.picked for use in uses)
     if kind is not None:
         return kind != "shard_map" and not any(isinstance(v, Derived) for v in outs)
     if eqn.primitive.name in JOINS or not any(map(views_in, outs)):

@@ -214,7 +214,7 @@ def group_uses(
             names[use].update(dict.fromkeys(iterations, block.name))
             use.free_stack = reads_experts(use, experts)
         ones = id(owner) in with_ones
-        elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
+        elementwise, diagonal = block.kind.elementwise, block.kind.reads.tokens
         n_in, n_out = block.weight.in_features, block.weight.out_features
         layers.append(
             Layer(
@@ -235,7 +235,6 @@ def group_uses(
     for use, of_iteration in names.items():
         number = len(use.view.members) or 1
         use.layers = tuple(of_iteration.get(k) for k in range(number))
-        use.layer = next(name for name in use.layers if name is not None)
     return layers, notes
 
 
@@ -301,7 +300,7 @@ def _looked_up_matrices(table: AxisTable, blocks: list[UseGroup]) -> list[Covera
     notes = []
     for block in blocks:
         sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
-        if block.kind.diagonal_inputs and len(sizes) > 1:
+        if block.kind.reads.tokens and len(sizes) > 1:
             entry, width = "x".join(map(str, sizes)), block.weight.out_features
             reason = (
                 f"is read as a table, each row of it {entry}, so its output side has {width} "

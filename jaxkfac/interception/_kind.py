@@ -8,16 +8,15 @@ in ``jaxkfac.kinds``. The records are defined here because they and ``Kind`` nam
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-import jax
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxkfac._jaxpr_compat import LAYER, Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._encoded import bind
-from jaxkfac.interception.values._slots import Slot, SlotEntry
+from jaxkfac.interception.values._slots import Slot
 from jaxkfac.interception.values._values import Constant, Parameter, View
 
 
@@ -70,13 +69,10 @@ class Use:
             over them before it is squared.
         parts: If the parameter is one part of an array, the uses of all parts.
         join: For a bias, the product that it is added to, if nothing else reads that product.
-        layer: Name of the layer that this use belongs to; ``None`` if the layer is not tapped. A
-            parameter that is the whole tree has the name ``""``.
-        layers: If each iteration reads another layer, the names of all of them, with ``None`` for
-            a layer that is not tapped.
+        layers: Name of the layer that this use belongs to, or ``None`` if it is not tapped; if each
+            iteration reads another layer, the names of all of them. A parameter that is the whole
+            tree has the name ``""``.
         free_stack: Whether the first free axis is read as a stack of experts.
-        row_batch: For a dense layer, which pairs of shared axes are rows because the parameter was
-            broadcast along them.
         detail: What the kind alone has to know of the equation, a record of its own.
         where: The equation and the calls around it; equal in every analysis of one program.
     """
@@ -97,12 +93,15 @@ class Use:
     features: tuple[int, ...] = ()
     parts: Sequence["Use"] = ()
     join: "Use | None" = None
-    layer: str | None = None
     layers: tuple[str | None, ...] = ()
     free_stack: bool = False
-    row_batch: tuple[int, ...] = ()
     detail: Any = None
     where: Hashable = None
+
+    @property
+    def layer(self) -> str | None:
+        """Name of the layer, or of the first one in a stack; ``None`` if none is tapped."""
+        return next((name for name in self.layers if name is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +140,16 @@ class LayerVjp:
         site: The equation and the axis atoms, without arrays.
         use: The use of the layer in the equation.
         operands: The operands of the equation; for an insertion, the parameter alone. For a kind
-            that ``picks``, they end with the indices.
+            that reads ``picked`` entries, they end with the indices.
         cotangent: The cotangent of the result, with its shape; for an insertion, that of the
             parameter after it was broadcast.
         weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do. For the
             moments of inputs these may be floating weights of rows.
         input_weights: Those weights, where positions have some; else ``None``.
+        constants: Those of the slot.
+        derivative: If the program reads a function of the parameter, the derivative of the operand
+            with respect to the parameter, element by element.
+        rows_key: A random key for rows that are drawn, if some are.
     """
 
     site: Site
@@ -155,6 +158,9 @@ class LayerVjp:
     cotangent: Shaped[Array, "..."]
     weights: Bool[Array, "..."] | Float[Array, "..."] | None = None
     input_weights: Float[Array, "..."] | None = None
+    constants: Any = None
+    derivative: Shaped[Array, "..."] | None = None
+    rows_key: Key[Array, ""] | None = None
 
     @property
     def table(self) -> AxisTable:
@@ -175,59 +181,65 @@ class LayerVjp:
         return self if self.input_weights is None else self.masked_by(self.input_weights)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """How a kind reads the operands of its equations; the defaults are those of a plain product.
+
+    Attributes:
+        encoded: Whether it accepts a parameter that is stored in another form than an array.
+        complex: Whether it accepts data and cotangents that are complex.
+        tokens: Whether the data is indices, as if each row were one-hot. The input side is then a
+            diagonal, and its rows are positions with ``sharing="reduce"`` too.
+        experts: Whether a free axis may be read as a stack of experts.
+        picked: Whether each row picks its entry of the stack. The operands that a handler gets then
+            end with the indices.
+        contracts: For an elementwise kind, whether rows are summed over, so that none of their axes
+            is an axis of the parameter.
+        unless_matrix: The kind that applies instead if the parameter is no matrix.
+        unless_one: The kind that applies instead if each row reads another entry of the parameter.
+    """
+
+    encoded: bool = False
+    complex: bool = False
+    tokens: bool = False
+    experts: bool = False
+    picked: bool = False
+    contracts: bool = False
+    unless_matrix: str | None = None
+    unless_one: str | None = None
+
+
 class Kind(abc.ABC):
     """A kind of layer: one operation in which a parameter meets data linearly.
+
+    This is what the analysis of a program asks. How statistics are computed is the part of
+    ``kinds.TwoSided`` and ``kinds.Elementwise``, of which each kind is one.
 
     Attributes:
         name: The name, as in ``Layer.kind``.
         primitives: The primitives that it reads; no other kind reads them. The calls of
             ``jk.layer("fourier", fn)`` are of the primitive ``layer:fourier``.
-        entries: The entries of its slots; see ``SlotEntry``.
-        rank: If a parameter has several blocks, the block of the lowest rank answers for it.
         suffix: The name of a further block of the same parameter, after ``@``.
+        rank: If a parameter has several blocks, the block of the lowest rank answers for it.
+        reads: How it reads the operands of its equations.
         elementwise: Whether each element of the parameter meets data by itself. The block is then
             a diagonal, or one dense matrix, and has no input side.
-        contracts: For an elementwise kind, whether rows are summed over, so that none of their axes
-            is an axis of the parameter.
-        unless_matrix: The kind that applies instead if the parameter is no matrix.
-        unless_one: The kind that applies instead if each row reads another entry of the parameter.
-        picks: Whether each row picks its entry of the stack. The operands that a handler gets then
-            end with the indices.
         inserts: Whether the parameter is placed beside data instead of multiplying it. One equation
             may then read several, and if the result is a scalar, it is a penalty.
         product: Whether the result is a product of rows. A bias may be joined to it, and its rows
             may be constants.
-        diagonal_inputs: Whether the input side is a diagonal.
-        by_position: Whether its rows are positions, with ``sharing="reduce"`` too.
-        stacks_outputs: Whether a free axis may be read as a stack of experts.
-        packs_inputs: Whether the input rows form a matrix, so that panels of their second moment
-            can be gathered.
-        reads_encoded: Whether it accepts a parameter that is stored in another form than an array.
-        reads_complex: Whether it accepts data and cotangents that are complex.
         covered: Whether its statistics are gathered in the gradient's backward pass.
     """
 
     name: ClassVar[str]
     primitives: ClassVar[frozenset[str]] = frozenset()
-    entries: ClassVar[Mapping[str, SlotEntry]] = {}
-    rank: ClassVar[int] = 0
     suffix: ClassVar[str]
+    rank: ClassVar[int] = 0
+    reads: ClassVar[Reads] = Reads()
     elementwise: ClassVar[bool] = False
-    contracts: ClassVar[bool] = False
-    unless_matrix: ClassVar[str | None] = None
-    unless_one: ClassVar[str | None] = None
-    picks: ClassVar[bool] = False
     inserts: ClassVar[bool] = False
     product: ClassVar[bool] = False
-    diagonal_inputs: ClassVar[bool] = False
-    by_position: ClassVar[bool] = False
-    stacks_outputs: ClassVar[bool] = False
-    packs_inputs: ClassVar[bool] = False
-    reads_encoded: ClassVar[bool] = False
-    reads_complex: ClassVar[bool] = False
     covered: ClassVar[bool] = True
-
-    # -- finding ----------------------------------------------------------------------
 
     @abc.abstractmethod
     def find(
@@ -277,83 +289,9 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
-    # -- statistics of one use, in its backward pass ----------------------------------
-
     def signature(self, use: Use) -> Hashable:
         """What else two uses of equal equations must have in common to share one program."""
         return ()
-
-    def gradient(self, vjp: LayerVjp) -> Shaped[Array, "..."]:
-        """The parameter's gradient at each position, before any sum (elementwise kinds only)."""
-        raise NotImplementedError(f"{self.name!r} is not elementwise")
-
-    def elements(
-        self,
-        vjp: LayerVjp,
-        like: Mapping[str, Any],
-        examples: Atoms,
-        derivative: Shaped[Array, "..."] | None,
-    ) -> dict[str, Any]:
-        """The entries of the slot, shaped ``like`` the given ones (elementwise kinds only).
-
-        Args:
-            vjp: The use.
-            like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
-            examples: The atoms of the example axis.
-            derivative: If the program reads a function of the parameter, the derivative of the
-                operand with respect to the parameter, element by element.
-        """
-        raise NotImplementedError(f"{self.name!r} is not elementwise")
-
-    def input_rows(self, vjp: LayerVjp) -> Any:
-        """The rows that a use reads, as ``Rows``; rows that do not exist are zero."""
-        raise NotImplementedError(f"{self.name!r} has no rows of inputs")
-
-    def output_rows(self, vjp: LayerVjp) -> Any:
-        """The cotangent of the result, as ``Rows``; rows that do not exist are zero."""
-        raise NotImplementedError(f"{self.name!r} has no rows of outputs")
-
-    def reached(self, vjp: LayerVjp) -> Bool[Array, "..."] | None:
-        """Which rows reach which entry of the stack, ``(stack, rows...)``; ``None`` if all do.
-
-        A row that does not reach an entry is zero among the rows of that entry.
-        """
-        return None
-
-    def summed_input_rows(self, vjp: LayerVjp) -> Any:
-        """Input rows for a caller that needs only their sums over positions.
-
-        A kind may return rows that are already summed.
-        """
-        return self.input_rows(vjp)
-
-    def input_moments(
-        self, vjp: LayerVjp, like: Mapping[str, Any], products: Any
-    ) -> dict[str, Any]:
-        """The entries of the input side: ``a``, ``a_count`` and, if ``like`` has it, ``a_sum``.
-
-        ``products`` says how Gram products are computed: ``kinds.Products``.
-        """
-        raise NotImplementedError(f"{self.name!r} has no input side")
-
-    def second_moment(self, side: Any, precision: jax.lax.PrecisionLike) -> Any:
-        """The sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
-        raise NotImplementedError(f"{self.name!r} has no rows")
-
-    def both_sides(self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]) -> Any:
-        """Both sides of a use by example.
-
-        The result has methods ``squares``, ``gradients``, ``scores`` and ``both_rows``.
-
-        Args:
-            vjp: The use, its operands and its cotangent.
-            examples: The atoms of the example axis; ``None`` if examples need not be separated.
-            like: The slot, for the shape of the stack.
-
-        Raises:
-            LostRowsError: the rows cannot be attributed to examples.
-        """
-        raise NotImplementedError(f"{self.name!r} has no two sides")
 
 
 # Mutable, because importing the module that defines a kind registers it, as with JAX's registries

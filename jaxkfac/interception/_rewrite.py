@@ -1,6 +1,6 @@
-"""Re-emit a traced function with handlers in place of its layer uses.
+"""Run a traced function with handlers in place of its layer uses.
 
-Each layer has a *slot*: a pytree of extra inputs. A slot is propagated with the variable that holds
+Each layer has a *slot* (``Slot``): extra inputs. A slot is propagated with the variable that holds
 its parameter, as a tangent is with its primal, down to the handler: through views, jit, checkpoint,
 scan (stacked if the parameter is scanned, constant if it is constant), cond and shard_map.
 """
@@ -41,7 +41,7 @@ from jaxkfac.interception.values._encoded import (
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception.values._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
+from jaxkfac.interception.values._slots import Slot, Window, row_of
 
 # A function of the site and its operands that returns the equation's result. If rows pick entries
 # of a stack, the operands end with the indices.
@@ -81,7 +81,6 @@ class Rewriter(Interpreter[Tapped]):
     Args:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
-        entries: Declarations of the entries of slots.
         marks: The axes of every mark of the program.
         traced_indices: For each layer with a slot, the traced indices into its stack.
         windows: For layers with a window, the iterations for which their slot has rows.
@@ -90,7 +89,6 @@ class Rewriter(Interpreter[Tapped]):
 
     table: AxisTable
     handler: Handler
-    entries: Entries
     marks: tuple[Axes, ...]
     traced_indices: Mapping[str, set[tuple[str, int]]]
     windows: Mapping[str, Window]
@@ -130,7 +128,7 @@ class Rewriter(Interpreter[Tapped]):
             run = of_operands(eqn)
             rows, picks = plan.choices.get(position), position in plan.lookups
             index, into = plan.views[position], self.traced_indices
-            rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
+            rule = SlotRule(eqn, run, values, index, into, rows, picks)
             out = bind_view(eqn, values, run)
             return list(map(Tapped, out, rule.propagate([slots for _, slots in ins])))
         elif plan.calls[position].exports_views or _is_too_deep(eqn, around):
@@ -145,18 +143,18 @@ class Rewriter(Interpreter[Tapped]):
 
     def _use(self, eqn: Eqn, uses: list[Use], ins: list[Tapped], around: Around) -> Any:
         values = [x for x, _ in ins]
-        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
+        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads.encoded]
         refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         # A layer that this pass does not gather has no slot.
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
         beside = [around.computed if u.view.computed_from else ins[u.operand].slots for u in uses]
-        slots = [dict(_at_use(its[u.layer or ""])) for u, its in zip(uses, beside, strict=True)]
+        slots = [_at_use(its[u.layer or ""]) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
                 RowMask(mask, [axis for _, axis in choice], complete=False)
-                for mask, choice in zip(s.pop(CHOSEN, ()), u.view.chosen, strict=False)
+                for mask, choice in zip(s.chosen, u.view.chosen, strict=False)
             ]
             for s, u in zip(slots, uses, strict=True)
         ]
@@ -171,7 +169,7 @@ class Rewriter(Interpreter[Tapped]):
             )
             for u, chosen_rows in zip(uses, chosen, strict=True)
         ]
-        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # one lookup's, for all uses
+        picked = [s.picked for s in slots if s.picked is not None][:1]  # one lookup's, for all uses
         active = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, active, self.table), [*values, *picked])
 

@@ -1,4 +1,4 @@
-"""The re-emitted program is the program: value, gradient, effects, policies."""
+"""The program run again is the program: value, gradient, effects, policies."""
 
 import functools
 
@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from jaxkfac._jaxpr_compat import call_kind
 from jaxkfac.interception._trace import trace
-from jaxkfac.interception.values._slots import SlotEntry
+from jaxkfac.interception.values._slots import Slot
 
 
 def identity(site, operands):
@@ -18,12 +18,12 @@ def identity(site, operands):
 
 
 def rewritten(fn):
-    """The function traced and re-emitted with a handler that changes nothing."""
+    """The function traced and run again with a handler that changes nothing."""
 
     def new(params, *args):
         traced = trace(fn, params, *args)
-        slots = {name: {} for name in traced.table}
-        return traced.emit(identity, params, slots, *args)
+        slots = {name: Slot() for name in traced.table}
+        return traced.run(identity, params, slots, *args)
 
     return new
 
@@ -32,15 +32,15 @@ def slotted(fn):
     """``new(params, slot, x)`` where every layer's product is ``slot`` times as large."""
 
     def handler(site, operands):
-        return site.bind(*operands) * site.slots[0]["t"]
+        return site.bind(*operands) * site.slots[0].constants
 
     def new(params, slot, x):
         traced = trace(fn, params, x)
         slots = {
-            layer.name: {"t": jnp.broadcast_to(slot, layer.stack)}
+            layer.name: Slot(constants=jnp.broadcast_to(slot, layer.stack))
             for layer in traced.table.values()
         }
-        return traced.emit(handler, params, slots, x, entries={"t": SlotEntry(0)})
+        return traced.run(handler, params, slots, x)
 
     return new
 

@@ -274,7 +274,7 @@ def _both(one: Array, other: Array) -> Array:
 
 def own_axes(table: AxisTable, use: Use) -> set[int]:
     """The row axes along which an elementwise use has elements of the parameter."""
-    if not use.kind.elementwise or use.kind.contracts:
+    if not use.kind.elementwise or use.kind.reads.contracts:
         return set()
     shape = use.eqn.invars[use.operand].aval.shape
     lead = len(use.rows) - len(shape)

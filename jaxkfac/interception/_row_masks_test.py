@@ -116,7 +116,7 @@ def test_a_mark_is_in_the_program_that_is_emitted_again():
         return mark_rows(x, MASK) @ p["w"]
 
     traced = trace(fn, PARAMS, X)
-    again = lambda p, x: traced.emit(lambda site, operands: site.bind(*operands), p, {}, x)
+    again = lambda p, x: traced.run(lambda site, operands: site.bind(*operands), p, {}, x)
     found = trace(again, PARAMS, X).analysis.plan.all_marks()
     assert len(found) == len(traced.analysis.plan.all_marks()) == 1
 

@@ -37,7 +37,7 @@ from jaxkfac.interception.values._encoded import (
     refuse_deferred,
 )
 from jaxkfac.interception.values._index import shape_of
-from jaxkfac.interception.values._slots import Entries, Slot, Window, check_entries
+from jaxkfac.interception.values._slots import Slot, Statistic, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,13 +326,12 @@ class Traced:
                     uses_by_layer[name].append(use)
         return uses_by_layer
 
-    def emit(
+    def run(
         self,
         handler: Handler,
         params: ArrayTree,
         slots: Mapping[str, Slot],
         *args: Any,
-        entries: Entries | None = None,
         masks: list[RowMask] | None = None,
         windows: Mapping[str, Window] | None = None,
     ) -> Any:
@@ -343,15 +342,18 @@ class Traced:
             params: Parameters, with the structure and shapes of the trace.
             slots: ``{layer name: slot}``; layers without a slot stay unchanged.
             *args: The remaining arguments.
-            entries: Declarations of the entries of slots; see ``_slots``.
             masks: Which rows exist, for the layers whose rows run along their axes.
             windows: For some layers of a scan, the iterations for which their slots have rows.
 
         Raises:
-            ValueError: a slot holds an entry that ``entries`` does not declare.
+            ValueError: the sums of a slot are no record that declares powers.
         """
-        entries = entries or {}
-        check_entries(slots, entries)
+        for name, slot in slots.items():
+            if slot.sums is not None and not isinstance(slot.sums, Statistic):
+                raise ValueError(
+                    f"the slot of layer {name!r} has sums of type {type(slot.sums).__name__}, "
+                    "which declares no powers: make them a record, a class under @statistic"
+                )
         by_path = collections.defaultdict(dict)
         computed = {name: slot for name, slot in slots.items() if self.table[name].computed_from}
         traced_indices = collections.defaultdict(set)
@@ -359,7 +361,7 @@ class Traced:
             for name in slots.keys() & use.layers:
                 slot, weight = slots[name], self.table[name].weight
                 if self.table[name].is_elementwise:
-                    slot = Elements.of(slot, weight.index, self.shapes[weight.path])
+                    slot = Elements.of(slot.sums, weight.index, self.shapes[weight.path])
                 # Slots go with the parameter through the program: the rewriter slices, stacks and
                 # passes them down exactly as it does the parameter, by its path.
                 by_path[weight.path][name] = slot
@@ -369,7 +371,6 @@ class Traced:
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
-            entries=entries,
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             traced_indices=traced_indices,
             windows=windows or {},

@@ -95,7 +95,7 @@ def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
 def reads_experts(use: Use, experts: str | None) -> bool:
     """Whether the first free axis is a stack, according to the caller's pattern."""
     # With a single free axis there would be no outputs left beside the experts.
-    if not experts or not use.kind.stacks_outputs or use.batch_axes or len(use.out_axes) < 2:
+    if not experts or not use.kind.reads.experts or use.batch_axes or len(use.out_axes) < 2:
         return False
     return re.fullmatch(experts, use.view.path) is not None
 

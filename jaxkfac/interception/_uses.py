@@ -41,7 +41,7 @@ def uses_of(
             def found(
                 kind: Kind, alone: Sequence[Value] = alone, position: int = position
             ) -> list[Use] | str:
-                if is_complex(eqn.outvars[0]) and not kind.reads_complex:
+                if is_complex(eqn.outvars[0]) and not kind.reads.complex:
                     return (
                         f"meets complex numbers in `{name}`, of which a {kind.name!r} layer has no "
                         "rows: multiply their real and imaginary parts apart"
@@ -49,13 +49,13 @@ def uses_of(
                 return kind.find(table, eqn, alone, [position], scope)
 
             if view.picked is not None:
-                if kind.unless_one is None:
+                if kind.reads.unless_one is None:
                     return f"is picked row by row and read by `{name}`, which is no product"
-                uses = found(kind_named(kind.unless_one))
+                uses = found(kind_named(kind.reads.unless_one))
             else:
                 uses = found(kind)
-            if isinstance(uses, str) and kind.unless_matrix is not None:
-                instead = found(kind_named(kind.unless_matrix))
+            if isinstance(uses, str) and kind.reads.unless_matrix is not None:
+                instead = found(kind_named(kind.reads.unless_matrix))
                 uses = uses if isinstance(instead, str) else instead
             if isinstance(uses, str):
                 return uses

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from jaxkfac.interception.values import Statistic, entry, statistic
 from jaxkfac.kinds._squares import (
     ArrayOrShape,
     Basis,
@@ -97,6 +98,56 @@ class LowRankMatrices(NamedTuple):
     right: ArrayOrShape
 
 
+@statistic
+class BasisSquares(Statistic):
+    """Sums of squared gradients in a basis: ``(stack..., in, out)``, and those of a bias.
+
+    A constant factor is in the gradient before it is squared.
+    """
+
+    weight: Any = entry(0)
+    bias: Any = entry(0, default=None)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.weight.shape[:-2]
+
+
+@statistic
+class Gradients(Statistic):
+    """Gradients by example: ``(stack..., examples, in, out)``, and those of a bias."""
+
+    weight: Any = entry(1)
+    bias: Any = entry(0, default=None)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.weight.shape[:-3]
+
+
+@statistic
+class Scores(Statistic):
+    """Inner products with queries: ``(stack..., queries, examples)``, and those of a bias."""
+
+    weight: Any = entry(1)
+    bias: Any = entry(0, default=None)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.weight.shape[:-2]
+
+
+@statistic
+class RowSums(Statistic):
+    """One row for each example, ``(stack..., examples, n)``, that depends on no constant factor."""
+
+    rows: Any = entry(0)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.rows.shape[:-2]
+
+
 @dataclasses.dataclass(frozen=True)
 class BothSides:
     """Input rows and output rows of one use of a dense layer or convolution.
@@ -117,28 +168,28 @@ class BothSides:
         """Input rows and output rows; of a convolution, all patches."""
         return self._rows(self.arrays)
 
-    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
+    def squares(self, like: BasisSquares, basis: Basis) -> BasisSquares:
         """Sums of squares in a basis.
 
         Memory:
             The rows and the gradients of examples, where these have to be formed: together
             ``CHUNK_BYTES``, or what one example takes.
         """
-        stack = like["squares"].ndim - 2
+        stack = like.weight.ndim - 2
 
-        def sums_of_chunk(chunk: Arrays) -> dict[str, Any]:
+        def sums_of_chunk(chunk: Arrays) -> BasisSquares:
             x, g = self._rows(chunk)
             lead = x.ndim - 1 - stack
             if self.by_example:
-                out = {"squares": squares_by_example(x, g, basis)}
+                weight = squares_by_example(x, g, basis)
             else:
-                out = {"squares": squares_by_row(x, g, basis, lead)}
-            if "bias_squares" in like:
-                if self.by_example:
-                    g = g.sum(1, keepdims=True, dtype=like["bias_squares"].dtype)
-                squares = jnp.square(rotate_outputs(g, basis, lead))
-                out["bias_squares"] = squares.sum(range(stack, stack + lead))
-            return out
+                weight = squares_by_row(x, g, basis, lead)
+            if like.bias is None:
+                return BasisSquares(weight)
+            if self.by_example:
+                g = g.sum(1, keepdims=True, dtype=like.bias.dtype)
+            squares = jnp.square(rotate_outputs(g, basis, lead))
+            return BasisSquares(weight, squares.sum(range(stack, stack + lead)))
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         gradients = self.by_example and not over_pairs(x.shape[1])
@@ -151,7 +202,7 @@ class BothSides:
             return chunked(self.arrays, at_once)
         return one_by_one_on_cpu(chunked, self.arrays, at_once)
 
-    def gradients(self, like: dict[str, Any], basis: Basis | None = None) -> dict[str, Any]:
+    def gradients(self, like: Gradients, basis: Basis | None = None) -> Gradients:
         """Gradients by example, in a basis, or in the parameters' own coordinates.
 
         The gradient of a bias that is not joint is in its own coordinates in both cases.
@@ -159,13 +210,11 @@ class BothSides:
         # An empty basis leaves the rows as they are.
         eigenbasis = Basis() if basis is None else basis
 
-        def gradients_of_example(example: Arrays) -> dict[str, Any]:
+        def gradients_of_example(example: Arrays) -> Gradients:
             # The functions of rows expect the axis of examples that `lax.map` has removed.
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
-            out = {"gradients": gradients(x, g, eigenbasis)[..., 0, :, :]}
-            if "bias_gradients" in like:
-                out["bias_gradients"] = g.sum((0, 1), dtype=like["bias_gradients"].dtype)
-            return out
+            bias = None if like.bias is None else g.sum((0, 1), dtype=like.bias.dtype)
+            return Gradients(gradients(x, g, eigenbasis)[..., 0, :, :], bias)
 
         x, g = jax.eval_shape(self._rows, self.arrays)
         mapped = one_by_one_on_cpu(
@@ -173,17 +222,14 @@ class BothSides:
             self.arrays,
             self._at_once(x, g, gradients=True),
         )
-        return {
-            key: jnp.moveaxis(mapped[key], 0, s.ndim - (3 if key == "gradients" else 2))
-            for key, s in like.items()
-        }
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, len(like.stack)), mapped)
 
     def scores(
         self,
-        like: dict[str, Any],
+        like: Scores,
         queries: ArrayOrShape | LowRankMatrices,
         bias_queries: ArrayOrShape | None,
-    ) -> dict[str, Any]:
+    ) -> Scores:
         r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
 
         With one position, one query, or queries of low rank, the rows are multiplied by the queries
@@ -191,7 +237,7 @@ class BothSides:
         and multiplied once.
 
         Args:
-            like: The slot: ``scores`` and ``bias_scores``, ``(stack..., queries, examples)``.
+            like: Shapes of the result.
             queries: ``(stack..., queries, in, out)``, or two factors of it.
             bias_queries: ``(stack..., queries, out)``.
 
@@ -224,8 +270,8 @@ class BothSides:
         def by_gradients(chunk: Arrays) -> ArrayOrShape:
             some = dataclasses.replace(self, arrays=chunk)
             shape = (*first.shape[:-3], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
-            like_gradients = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
-            gradient = some.gradients(like_gradients)["gradients"].astype(dtype)
+            like_gradients = Gradients(jax.ShapeDtypeStruct(shape, dtype))
+            gradient = some.gradients(like_gradients).weight.astype(dtype)
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
         if isinstance(queries, LowRankMatrices):
@@ -239,32 +285,29 @@ class BothSides:
         else:
             product, size = by_gradients, n_in * n_out
 
-        def scores_of_chunk(chunk: Arrays, _: Array | None) -> dict[str, ArrayOrShape]:
-            out = {"scores": product(chunk)}
+        def scores_of_chunk(chunk: Arrays, _: Array | None) -> Scores:
+            weight, bias = product(chunk), None
             if bias_queries is not None:
-                g = self._rows(chunk)[1].sum(1, dtype=dtype)
-                g = jnp.moveaxis(g, 0, -2)
-                out["bias_scores"] = jnp.einsum(
-                    "...no,...qo->...qn", g, bias_queries, precision=_EXACT
-                )
-            return {key: jnp.moveaxis(y, -1, 0) for key, y in out.items()}
+                g = jnp.moveaxis(self._rows(chunk)[1].sum(1, dtype=dtype), 0, -2)
+                bias = jnp.einsum("...no,...qo->...qn", g, bias_queries, precision=_EXACT)
+            return jax.tree.map(lambda y: jnp.moveaxis(y, -1, 0), Scores(weight, bias))
 
         size *= math.prod(first.shape[:-3])
         at_once = max(1, min(len(x), CHUNK_BYTES // (4 * size)))
         scores = map_over_chunks(scores_of_chunk, self.arrays, at_once)
-        return {key: jnp.moveaxis(scores[key], 0, -1) for key in like}
+        return jax.tree.map(lambda y: jnp.moveaxis(y, 0, -1), scores)
 
     def own_products(
         self,
-        like: dict[str, Any],
+        like: RowSums,
         basis: Basis,
         scale: ArrayOrShape,
         bias_scale: ArrayOrShape | None,
-    ) -> dict[str, Any]:
+    ) -> RowSums:
         r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$: the product of each example's gradient with itself.
 
         Args:
-            like: The slot: ``products``, ``(stack..., examples, 1)``.
+            like: Shape of the result, one number for each example.
             basis: The eigenbasis.
             scale: $s$, ``(stack..., in[+1], out)``.
             bias_scale: The scale of a bias with its own block, ``(stack..., out)``.
@@ -278,7 +321,7 @@ class BothSides:
             products = weighed_squares(x, g, basis, scale)
             if bias_scale is None:
                 return products
-            summed = g.sum(1, keepdims=True, dtype=like["products"].dtype)
+            summed = g.sum(1, keepdims=True, dtype=like.rows.dtype)
             g = rotate(summed, basis.g, 2)[..., 0, :]
             bias_products = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
             return products + bias_products.sum(-1).astype(products.dtype)
@@ -296,15 +339,14 @@ class BothSides:
                 self._at_once(x, g, gradients=True),
             )
             products = jnp.moveaxis(mapped, 0, -1)
-        return {"products": products[..., None].astype(like["products"].dtype)}
+        return RowSums(products[..., None].astype(like.rows.dtype))
 
     def scaled_outputs(
         self,
-        like: dict[str, Any],
         basis: Basis,
         scale: ArrayOrShape,
         bias_scale: ArrayOrShape | None,
-    ) -> dict[str, Any]:
+    ) -> RowSums:
         r"""Output rows $\sqrt{w} \odot \tilde g$ instead of gradients, for single positions.
 
         The gradient is then $\tilde a \tilde g^\top$. For two gradients of one example, the product
@@ -312,7 +354,6 @@ class BothSides:
         $w_j = \sum_i \tilde a_i^2 D_{ij}$.
 
         Args:
-            like: The slot: ``outputs``, ``(stack..., examples, out)``.
             basis: The eigenbasis.
             scale: $D$, ``(stack..., in[+1], out)``.
             bias_scale: The scale of a bias with its own block, ``(stack..., out)``; it adds to $w$.
@@ -323,7 +364,7 @@ class BothSides:
         weights = jnp.matmul(jnp.square(x), scale.astype(x.dtype), precision=_EXACT)
         if bias_scale is not None:
             weights = weights + bias_scale.astype(x.dtype)[..., None, :]
-        return {"outputs": jnp.sqrt(weights) * g.astype(weights.dtype)}
+        return RowSums(jnp.sqrt(weights) * g.astype(weights.dtype))
 
     def _rows(self, chunk: Arrays) -> tuple[ArrayOrShape, ArrayOrShape]:
         if self.rows is not None:

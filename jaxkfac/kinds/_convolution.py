@@ -1,7 +1,7 @@
 """Convolutions: every output position is a row that reads one patch of the signal."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -130,7 +130,7 @@ class Convolution(TwoSided):
         return _moments.sum_over_patches(side, precision)
 
     def both_sides(
-        self, vjp: LayerVjp, examples: Atoms | None, like: Mapping[str, Any]
+        self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]
     ) -> BothSides:
         """The two sides; patches are formed from the signal for one chunk of examples at a time."""
         numbers = vjp.site.eqn.params["dimension_numbers"]

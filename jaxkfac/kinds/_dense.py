@@ -3,15 +3,21 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, is_complex
-from jaxkfac.interception import LayerVjp, Use, broadcast_axes, kind_named, register_kind
+from jaxkfac.interception import LayerVjp, Reads, Use, broadcast_axes, kind_named, register_kind
 from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
+
+
+class SharedRows(NamedTuple):
+    """Which pairs of shared axes are rows, because the parameter was broadcast along them."""
+
+    row_batch: tuple[int, ...]
 
 
 @register_kind
@@ -22,12 +28,14 @@ class Dense(TwoSided):
     primitives = frozenset(("dot_general",))
     suffix = "transposed"
     product = True
-    stacks_outputs = True
-    unless_matrix = "transformed"
-    unless_one = "gathered"
     packs_inputs = True
-    reads_encoded = True
-    reads_complex = True
+    reads = Reads(
+        encoded=True,
+        complex=True,
+        experts=True,
+        unless_matrix="transformed",
+        unless_one="gathered",
+    )
 
     def find(
         self,
@@ -57,7 +65,7 @@ class Dense(TwoSided):
             return problem
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
-        use = Use(self, eqn, position, view, scope, data=data, row_batch=rows)
+        use = Use(self, eqn, position, view, scope, data=data, detail=SharedRows(rows))
         use.in_axes = tuple(view.axes[d] for d in contract[position])
         use.batch_axes = tuple(view.axes[d] for d in _stacked(batch[position], rows))
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in mine)
@@ -74,9 +82,9 @@ class Dense(TwoSided):
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
         shared = use.eqn.params["dimension_numbers"][1][0]
         stack = iter(use.batch_axes)
-        batch = [None if k in use.row_batch else next(stack) for k in range(len(shared))]
+        batch = [None if k in use.detail.row_batch else next(stack) for k in range(len(shared))]
         # Rows that are shared axes come first in the result, among the stack.
-        rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.row_batch))
+        rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.detail.row_batch))
         free: list[Atoms | None] = list(use.out_axes)
         return (*batch, *(rows + free if use.operand == 1 else free + rows))
 
@@ -89,14 +97,14 @@ class Dense(TwoSided):
             (place(axis), d)
             for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
         )
-        return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.row_batch)))
+        return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.detail.row_batch)))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         contract, shared = vjp.site.eqn.params["dimension_numbers"]
         x, use = vjp.data, vjp.use
         data_operand = 1 - use.operand
         features = sorted(zip(contract[data_operand], use.in_axes, strict=True))
-        batch = _stacked(shared[data_operand], use.row_batch)
+        batch = _stacked(shared[data_operand], use.detail.row_batch)
         not_rows = {*contract[data_operand], *batch}
         rows = tuple(d for d in range(x.ndim) if d not in not_rows)
         return Rows(x, rows, batch, tuple(features))
@@ -104,19 +112,19 @@ class Dense(TwoSided):
     def outputs(self, vjp: LayerVjp) -> Rows:
         use, (contract, shared) = vjp.use, vjp.site.eqn.params["dimension_numbers"]
         data_operand, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
-        num_rows = len(use.rows) - len(use.row_batch)
+        num_rows = len(use.rows) - len(use.detail.row_batch)
         first_free = num_batch + (num_rows if use.operand == 1 else 0)
         first_row = num_batch + (0 if use.operand == 1 else num_free)
         free = [(first_free + i, axis) for i, axis in enumerate(use.out_axes)]
-        batch = list(_stacked(range(num_batch), use.row_batch))
+        batch = list(_stacked(range(num_batch), use.detail.row_batch))
         if use.free_stack:
             # The experts are the parameter's first free axis: they read one input, and have a G
             # each.
             batch.append(free.pop(0)[0])
         # Rows are in the order of the data operand, and some of them may be shared axes.
-        at = {shared[data_operand][k]: k for k in use.row_batch}
+        at = {shared[data_operand][k]: k for k in use.detail.row_batch}
         plain = iter(range(first_row, first_row + num_rows))
-        not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.row_batch)}
+        not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.detail.row_batch)}
         axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
         return Rows(vjp.cotangent, rows, tuple(batch), tuple(free))
@@ -134,7 +142,7 @@ class ComplexDense(Dense):
     name = "complex"
     primitives = frozenset()
     suffix = "complex"
-    reads_encoded = False
+    reads = Reads(complex=True, experts=True)
 
     def product_axes(self, use: Use, ndim: int) -> None:
         """None: a bias that is added has no row of ones in the imaginary part."""

@@ -1,29 +1,48 @@
 """Kinds without an input side: each element of the parameter meets data by itself."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, bind
-from jaxkfac.interception import Data, Kind, LayerVjp, Use, register_kind
+from jaxkfac.interception import Data, Kind, LayerVjp, Reads, Use, register_kind
 from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Slot,
-    SlotEntry,
+    Statistic,
     View,
     cuts_of,
+    entry,
     pieces_of,
+    statistic,
 )
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example, masked
 
 # ---------------- the base class
+
+
+@statistic
+class ElementSquares(Statistic):
+    """Squares of the gradient at each position, summed, and the number of positions."""
+
+    count: Any = entry(0, default=None)
+    squares: Any = entry(2, default=None)
+
+
+@statistic
+class ElementGradients(Statistic):
+    """Gradients summed over the positions of each example, and the numbers of positions."""
+
+    by_example: ClassVar[bool] = True
+    counts: Any = entry(0, default=None)
+    gradient: Any = entry(1, default=None)
 
 
 class Elementwise(Kind):
@@ -32,51 +51,54 @@ class Elementwise(Kind):
     A new kind defines how it is found (``find``), and ``gradient``.
     """
 
-    entries: ClassVar = {
-        "diagonal": SlotEntry(2),  # squared gradients of the parameter
-        "count": SlotEntry(0),
-        "gradient": SlotEntry(1, by_example=True),
-        "counts": SlotEntry(0, by_example=True),
-    }
-    rank = 2
     elementwise = True
-    reads_complex = True
+
+    rank = 2
+    reads = Reads(complex=True)
 
     def place(self, use: Use, axes: Axes) -> None:
         use.result = axes
 
+    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
+        """The parameter's gradient at each position, before any sum."""
+        raise NotImplementedError(f"{self.name!r} has no gradient at a position")
+
     def elements(
         self,
         vjp: LayerVjp,
-        like: Mapping[str, Any],
+        like: ElementSquares | ElementGradients,
         examples: Atoms,
-        derivative: ArrayOrShape | None,
-    ) -> Slot:
-        use, dtype, weights = vjp.use, next(iter(like.values())).dtype, vjp.weights
+    ) -> ElementSquares | ElementGradients:
+        """The statistics of the elements.
+
+        Args:
+            vjp: The use.
+            like: Their shapes and dtypes.
+            examples: The atoms of the example axis.
+        """
+        use, dtype, weights = vjp.use, jax.tree.leaves(like)[0].dtype, vjp.weights
         ones = masked(jnp.ones(vjp.cotangent.shape, dtype), weights)
         cotangent = masked(_in_dtype(vjp.cotangent, dtype), weights)
         gradient = self.gradient(dataclasses.replace(vjp, cotangent=cotangent))
-        if derivative is not None:
-            gradient = gradient * derivative.astype(gradient.dtype)
+        if vjp.derivative is not None:
+            gradient = gradient * vjp.derivative.astype(gradient.dtype)
         # The cotangent g of a complex value z says that the loss changes by the real part of g dz.
         gradient = gradient.real if jnp.iscomplexobj(gradient) else gradient
         # Once more: in rows of padding, data and derivative may be NaN, and 0 * NaN is NaN.
         gradient = masked(gradient, weights)
-        if "diagonal" in like:
-            shape = like["diagonal"].shape
+        if isinstance(like, ElementSquares):
+            shape = like.squares.shape
             lead = gradient.ndim - len(shape)
             # Features that share an element are summed before the square: a position has one
             # gradient, and counts once whatever their number (docs/conventions.md).
             shared = tuple(d for d in use.features if d < lead or shape[d - lead] == 1)
             gradient = gradient.sum(shared, keepdims=True)
             ones = ones.max(shared, keepdims=True)
-            statistics = {"diagonal": jnp.square(gradient), "count": ones}
-            return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
-        statistics = {"gradient": gradient, "counts": ones}
-        return {
-            key: gradients_by_example(vjp, statistics[key], examples, entry)
-            for key, entry in like.items()
-        }
+            at_positions = ElementSquares(ones, jnp.square(gradient))
+            return jax.tree.map(lambda s, x: sum_to(x, s.shape), like, at_positions.only(like))
+        at_positions = ElementGradients(ones, gradient).only(like)
+        by_example = functools.partial(gradients_by_example, vjp, examples)
+        return jax.tree.map(by_example, like, at_positions)
 
 
 def _in_dtype(x: ArrayOrShape, dtype: jnp.dtype) -> Any:
@@ -87,15 +109,15 @@ def _in_dtype(x: ArrayOrShape, dtype: jnp.dtype) -> Any:
 
 
 def gradients_by_example(
-    vjp: LayerVjp, gradient: ArrayOrShape, examples: Atoms, like: ArrayOrShape
+    vjp: LayerVjp, examples: Atoms, like: ArrayOrShape, gradient: ArrayOrShape
 ) -> ArrayOrShape:
     """Elementwise gradients summed over the positions of each example.
 
     Args:
         vjp: A scale or bias.
-        gradient: Gradient at each position, with the axes of the result.
         examples: The atoms of the example axis.
-        like: The slot, ``(parameter..., examples)``.
+        like: The sums, ``(parameter..., examples)``.
+        gradient: Gradient at each position, with the axes of the result.
     """
     shape = like.shape[:-1]
     lead = gradient.ndim - len(shape)
@@ -246,7 +268,7 @@ class Reparameterised(Elementwise):
     name = "reparameterised"
     suffix = "reparameterised"
     rank = 2
-    contracts = True
+    reads = Reads(complex=True, contracts=True)
     covered = False
 
     def find(

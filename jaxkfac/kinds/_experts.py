@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Data, LayerVjp, Use, register_kind
+from jaxkfac.interception import Data, LayerVjp, Reads, Use, register_kind
 from jaxkfac.interception.values import Atoms, Axes, AxisTable
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
@@ -32,7 +32,7 @@ class Gathered(TwoSided):
 
     name = "gathered"
     suffix = "gathered"
-    picks = True
+    reads = Reads(picked=True)
 
     def find(
         self,
@@ -146,7 +146,7 @@ class Gathered(TwoSided):
         flat = [a for axis in rows for a in table.atoms(axis)]
         mine = [a for axis in picked.rows for a in table.atoms(axis)]
         order = sorted(range(len(mine)), key=lambda i: flat.index(mine[i]))
-        # A handler of a kind that `picks` gets the indices as the last operand.
+        # A handler of a kind that reads `picked` entries gets the indices as the last operand.
         index = vjp.operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
         index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
         number = _size(table, picked.axis)
@@ -207,7 +207,8 @@ class _Axes(NamedTuple):
 
 def _by_expert(vjp: LayerVjp, side: Rows) -> Rows:
     """One copy of the rows for each expert, zero where the rows pick another."""
-    reaches = vjp.use.kind.reached(vjp)
+    kind: Any = vjp.use.kind
+    reaches = kind.reached(vjp)
     assert reaches is not None
     order = sorted(range(len(side.rows)), key=side.rows.__getitem__)
     shape = [1] * side.x.ndim

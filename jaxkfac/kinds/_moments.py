@@ -1,8 +1,9 @@
 """Statistics of positions, where each row of a layer counts by itself (``sharing="expand"``)."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,16 +13,16 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying
 from jaxkfac.interception import LayerVjp, Use
-from jaxkfac.interception.values import Slot
+from jaxkfac.interception.values import Statistic, entry, statistic
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import (
     PANELS_FROM,
     fold_triangle,
     gram,
     gram_panels,
-    is_folded,
     statistics_dtype,
     symmetric_gram,
+    unfolded_size,
 )
 
 # ---------------- Gram products: over all rows or a random sample, and their precision
@@ -125,20 +126,72 @@ def draw_rows(
     return index, rows_per_draw
 
 
+# ---------------- records: what one layer gathers of both sides
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moment:
+    """The sum of outer products of rows.
+
+    Attributes:
+        data: By form: matrices ``(stack..., n, n)``; the same with each triangle folded to half the
+            size; a tuple of the panels of one triangle, without a stack; or diagonals
+            ``(stack..., n)``.
+        form: The form.
+    """
+
+    data: Any
+    form: Literal["full", "folded", "panels", "diagonal"] = dataclasses.field(
+        metadata={"static": True}
+    )
+
+    @property
+    def size(self) -> int:
+        """Number of features."""
+        first = jax.tree.leaves(self.data)[0]  # the first panel is as wide as the matrix
+        return unfolded_size(first) if self.form == "folded" else first.shape[-1]
+
+
+@statistic
+class InputMoments(Statistic):
+    """Sums over input rows, by position: of their outer products, of ones, and of the rows."""
+
+    a: Moment = entry(2)
+    count: Any = entry(0)
+    sum: Any = entry(1, default=None)
+
+
+@statistic
+class InputRows(Statistic):
+    """Input rows summed over the positions of each example, and the numbers of positions."""
+
+    numbers: Any = entry(0)
+    rows: Any = entry(1)
+
+
+@statistic
+class SideSums(Statistic):
+    """What one layer with two sides gathers: its input side and its output side.
+
+    The output side is a ``Moment``, or an array of output rows summed over each example. The
+    cotangent of a product does not change with a constant factor of the parameter.
+    """
+
+    inputs: InputMoments | InputRows | None = entry(None, default=None)
+    outputs: Any = entry(0, default=None)
+
+
 # ---------------- moments
 
 
-# A slot's entry: a matrix, which may be folded, a vector for a diagonal, or the panels of a matrix.
-Entry = ArrayOrShape | tuple[ArrayOrShape, ...]
-
-
 def output_moments(
-    vjp: LayerVjp, side: Rows, like: Entry, products: Products, *, panels: bool = False
-) -> Any:
-    """The entry ``g``: the sum of outer products of rows, for a dense entry of a sample of them."""
+    vjp: LayerVjp, side: Rows, like: Moment, products: Products, *, panels: bool = False
+) -> Moment:
+    """The sum of outer products of rows, for a matrix of a sample of them."""
     times = None
     # Sampling spares products. A diagonal takes one pass over the rows, and stays exact.
-    if _is_dense(like, len(side.batch) + bool(vjp.use.free_stack and not side.batch)):
+    if like.form != "diagonal":
         side, times = products.sampled(side, vjp.weights)
     precision = products.precision_of(vjp.site.eqn)
     return _multiplied(moments(vjp, side, like, precision=precision, panels=panels), times)
@@ -147,41 +200,37 @@ def output_moments(
 def moments(
     vjp: LayerVjp,
     side: Rows,
-    like: Entry,
+    like: Moment,
     *,
     precision: jax.lax.PrecisionLike,
     panels: bool = False,
-) -> Any:
-    """The sum of outer products of rows, in the form of a slot's entry.
+) -> Moment:
+    """The sum of outer products of rows, in the form of ``like``.
 
-    ``like`` is a matrix, which may be folded, a vector for a diagonal, or a tuple for panels (see
-    ``packs``). Its leading axes beyond the stack of ``side`` are filled with copies. With
-    ``panels`` a wide matrix is computed by panels and mirrored (``symmetric_gram``).
+    Axes of the stack that ``side`` lacks are filled with copies. With ``panels`` a wide matrix is
+    computed by panels and mirrored (``symmetric_gram``).
     """
     # Panels only exist for one feature axis without a stack (see `packs`).
-    if isinstance(like, tuple) or panels:
-        product = gram_panels if isinstance(like, tuple) else symmetric_gram
-        return product(side.x, side.features[0][0], precision=precision)
+    if like.form == "panels" or panels:
+        product = gram_panels if like.form == "panels" else symmetric_gram
+        return Moment(product(side.x, side.features[0][0], precision=precision), like.form)
     use, lead = vjp.use, len(side.batch)
-    lost = 1 if use.free_stack and not lead else 0  # experts that share one input
-    if _is_dense(like, lead + lost):
-        sums = use.kind.second_moment(side, precision)
+    kind: Any = use.kind
+    if like.form != "diagonal":
+        sums = kind.second_moment(side, precision)
         sums = in_own_order(vjp, side, sums, lead=lead, copies=2)
-        sums = fold_triangle(sums) if is_folded(like) else sums
+        sums = fold_triangle(sums) if like.form == "folded" else sums
     else:
         # The rows are widened before the square, which in 16 bits would underflow for small
         # gradients.
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(vjp, side, squares)
-    return jnp.broadcast_to(sums, like.shape) if lost else sums
+    if use.free_stack and not lead:  # experts that share one input
+        sums = jnp.broadcast_to(sums, like.data.shape)
+    return Moment(sums, like.form)
 
 
-def _is_dense(like: Entry, lead: int) -> bool:
-    """Whether a slot's entry is a matrix behind its leading axes, or the panels of one."""
-    return isinstance(like, tuple) or like.ndim - lead == 2
-
-
-def _multiplied(sums: Entry, times: ArrayOrShape | None) -> Any:
+def _multiplied(sums: Any, times: ArrayOrShape | None) -> Any:
     return sums if times is None else jax.tree.map(lambda x: x * times.astype(x.dtype), sums)
 
 
@@ -202,7 +251,7 @@ def sum_over_patches(side: Rows, precision: jax.lax.PrecisionLike) -> ArrayOrSha
 def packs(uses: Sequence[Use], side: str) -> bool:
     """Whether a factor can be gathered in panels: each use has one feature axis and no experts."""
     return all(
-        (side == "g" or u.kind.packs_inputs)
+        (side == "g" or getattr(u.kind, "packs_inputs", False))
         and not u.batch_axes
         and not u.free_stack
         and len(u.in_axes if side == "a" else u.out_axes) == 1
@@ -212,35 +261,34 @@ def packs(uses: Sequence[Use], side: str) -> bool:
 
 def input_moments(
     vjp: LayerVjp,
-    slot: Mapping[str, Any],
+    like: InputMoments,
     side: Rows,
     weights: ArrayOrShape | None,
     products: Products,
-) -> Slot:
-    """The entries that the slot has of the input side: ``a``, ``a_count``, ``a_sum``.
+) -> InputMoments:
+    """The statistics of the input side.
 
     ``side`` may be a chunk of the rows, and ``weights`` says which rows of the chunk exist, or what
     weights they have.
     """
-    dtype, times = slot["a_count"].dtype, None
+    dtype, times = like.count.dtype, None
     count = jnp.asarray(side.number, dtype) if weights is None else weights.sum(dtype=dtype)
-    summands = side  # of `a_sum`; of `a` they are the rows that are squared
+    summands = side  # of `sum`; of `a` they are the rows that are squared
     if weights is not None and weights.dtype != jnp.bool_:
         wide, of_rows = side.x.astype(dtype), side.spread(weights.astype(dtype))
         side = side._replace(x=wide * jnp.sqrt(of_rows))
         summands, weights = summands._replace(x=wide * of_rows), weights != 0
-    if _is_dense(slot["a"], slot["a_count"].ndim):
+    if like.a.form != "diagonal":
         drawn, times = products.sampled(side, weights)
         # The key is the same, and so are the rows.
         summands = drawn if summands is side else products.sampled(summands, weights)[0]
         side = drawn
     precision = products.precision_of(vjp.site.eqn)
-    out = {"a": _multiplied(moments(vjp, side, slot["a"], precision=precision), times)}
-    out["a_count"] = jnp.broadcast_to(count, slot["a_count"].shape)
-    if "a_sum" in slot:  # over the same rows; otherwise A with a ones column is no second moment
+    a, total = _multiplied(moments(vjp, side, like.a, precision=precision), times), None
+    if like.sum is not None:  # over the same rows, or A with a ones column is no second moment
         total = _multiplied(_summed(vjp, summands, summands.x, dtype), times)
-        out["a_sum"] = jnp.broadcast_to(total, slot["a_sum"].shape)
-    return out
+        total = jnp.broadcast_to(total, like.sum.shape)
+    return InputMoments(a, jnp.broadcast_to(count, like.count.shape), total)
 
 
 def _summed(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Data, LayerVjp, Use
+from jaxkfac.interception import Data, LayerVjp, Reads, Use
 from jaxkfac.interception.values import Atoms, Axes, AxisTable, View
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
@@ -40,7 +40,7 @@ class NamedLayer(TwoSided):
             and ``fn`` has to return them in front, too.
     """
 
-    reads_complex = True
+    reads = Reads(complex=True)
     matrices: ClassVar[Mapping[int, str]]
     data: ClassVar[int]
     data_ndim: ClassVar[int]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception import LayerVjp, reversal
@@ -248,3 +248,77 @@ def split_examples(
     rows = tuple(range(num_rows))
     features = tuple((d, ()) for d in range(num_rows, x.ndim))
     return by_example(vjp, Rows(x, rows, (), features), vjp.use.rows, examples)
+
+
+# ---------------- sums over the positions of each example (``sharing="reduce"``)
+#
+# Cotangents of a slot add up over the uses of a parameter and the iterations of a scan, so the slot
+# holds each example's sum over all of them; outer products and squares are formed afterwards,
+# because they are not linear.
+
+
+ExampleAxes = Sequence[tuple[Atoms, int]]  # atoms and length of each leading axis of the outputs
+
+
+def example_sums(
+    vjp: LayerVjp, side: Rows, examples: ExampleAxes, like: ArrayOrShape
+) -> Float[Array, "*stack examples n"]:
+    """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
+    total = _sums(vjp, side, examples, like.dtype)
+    lead = 1 + len(side.batch)
+    total = in_own_order(vjp, side, total, lead=lead)
+    return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
+
+
+def example_counts(
+    vjp: LayerVjp,
+    side: Rows,
+    reached: Bool[Array, "..."] | None,
+    examples: ExampleAxes,
+    like: ArrayOrShape,
+) -> Float[Array, "*stack examples"]:
+    """The number of positions of each example, ``(stack..., examples)``.
+
+    ``reached`` says which positions each entry of a stack reads; ``None`` means all.
+    """
+    use, weights = vjp.use, vjp.weights
+    if reached is not None:
+        present = reached if weights is None else reached & weights
+        every = Rows(present, tuple(range(1, present.ndim)), (0,), ())
+        counts = _sums(vjp, every, examples, like.dtype).T
+        ones = (1,) * (len(like.shape) - 2)
+        return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
+    if weights is None and len(examples) > 1:
+        axes = range(len(use.rows))
+        weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
+    if weights is None:
+        return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
+    every = Rows(weights, tuple(range(weights.ndim)), (), ())
+    counts = _sums(vjp, every, examples, like.dtype)
+    return jnp.broadcast_to(counts, like.shape)
+
+
+def _sums(
+    vjp: LayerVjp, side: Rows, examples: ExampleAxes, dtype: Any
+) -> Float[Array, "examples ..."]:
+    """Sum rows over positions; the examples of all example axes follow one another.
+
+    A use has rows for the examples of one axis; the sums of all other examples are zero.
+    """
+    table, axes = vjp.table, vjp.use.rows
+    mine = {a for axis in axes for a in table.atoms(axis)}
+    axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
+    if len(axis_numbers) > 1:
+        raise LostRowsError(
+            f"layer {vjp.use.view.path!r}: its rows run over pairs of examples of two "
+            "jk.mark_outputs, and statistics of whole examples were asked for: take "
+            'sharing="expand" and scales="diagonal", or leave the layer out with layers='
+        )
+    chosen = axis_numbers[0] if axis_numbers else 0
+    x = by_example(vjp, side, axes, examples[chosen][0])
+    total = x.sum(1, dtype=dtype)
+    if len(examples) == 1:
+        return total
+    sizes = [size for _, size in examples]
+    before, after = sum(sizes[:chosen]), sum(sizes[chosen + 1 :])
+    return jnp.pad(total, [(before, after), *[(0, 0)] * (total.ndim - 1)])

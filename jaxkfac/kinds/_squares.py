@@ -6,11 +6,13 @@ result is $\sum_n \Gamma_n^{\odot 2}$. Input rows are ``(examples, positions, st
 output rows ``(examples, positions, stack..., out)``; rows that do not exist are zero.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkfac.interception.values import Statistic, entry, statistic
 from jaxkfac.kinds._rows import ArrayOrShape
 from jaxkfac.linalg import statistics_dtype
 
@@ -24,7 +26,8 @@ _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradie
 PAIRS_UP_TO = 4
 
 
-class Basis(NamedTuple):
+@statistic
+class Basis(Statistic):
     """The eigenbasis of one use.
 
     Attributes:
@@ -36,11 +39,13 @@ class Basis(NamedTuple):
         unit: Divisor of gradients before they are squared, ``(stack..., 1, 1)``; ``None`` for 1.
     """
 
-    a: ArrayOrShape | None = None
-    g: ArrayOrShape | None = None
-    ones: bool = False
-    constant: ArrayOrShape | None = None
-    unit: ArrayOrShape | None = None
+    a: Any = entry(0, default=None)
+    g: Any = entry(0, default=None)
+    ones: bool = dataclasses.field(default=False, metadata={"static": True})
+    # In a slot, ones that become the constant factor itself. It belongs to the kernel's rows and
+    # not to the row of a joint bias, so it must be in them before a rotation mixes the two.
+    constant: Any = entry(1, default=None)
+    unit: Any = entry(0, default=None)
 
 
 def rotate(x: ArrayOrShape, vectors: ArrayOrShape | None, lead: int) -> ArrayOrShape:

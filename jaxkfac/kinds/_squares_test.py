@@ -1,12 +1,19 @@
 """Sums of squares of gradients in an eigenbasis, by every route, against forming them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkfac.kinds import _both_sides
-from jaxkfac.kinds._both_sides import BothSides, sum_over_strided_chunks
+from jaxkfac.kinds._both_sides import (
+    BasisSquares,
+    BothSides,
+    Gradients,
+    sum_over_strided_chunks,
+)
 from jaxkfac.kinds._squares import (
     PAIRS_UP_TO,
     Basis,
@@ -61,7 +68,7 @@ def test_every_route_sums_the_same_squares(stack, ones, dense, positions):
     """Single rows, pairs, gradients of rotated rows, and rotated gradients."""
     x, g = sides(positions, stack)
     basis = basis_of(stack, 3, 4, ones=ones, dense=dense, constant=jnp.full(stack, 3.0))
-    basis_by_hand = basis._replace(constant=3.0)
+    basis_by_hand = dataclasses.replace(basis, constant=3.0)
     expected = formed(x, g, basis_by_hand)
     assert_close(gradients(x, g, basis), expected)
     assert_close(squares_by_example(x, g, basis), jnp.square(expected).sum(-3))
@@ -119,12 +126,12 @@ def test_gradients_several_at_once_are_those_one_by_one(monkeypatch, at_once):
     basis, expected = basis_of((2,), 3, 4, ones=True), formed(x, g, Basis())
     monkeypatch.setattr(_both_sides, "one_by_one_on_cpu", lambda fn, arrays, _: fn(arrays, at_once))
     both = BothSides((x, g), by_example=True)
-    like = {"squares": jnp.zeros((2, 4, 4)), "bias_squares": jnp.zeros((2, 4))}
+    like = BasisSquares(jnp.zeros((2, 4, 4)), jnp.zeros((2, 4)))
     found = both.squares(like, basis)
-    assert_close(found["squares"], jnp.square(formed(x, g, basis)).sum(-3))
+    assert_close(found.weight, jnp.square(formed(x, g, basis)).sum(-3))
     rotated = jnp.einsum("nseo,eop->enp", g, basis.g)
-    assert_close(found["bias_squares"], jnp.square(rotated).sum(1))
-    like = {"gradients": jnp.zeros((2, 5, 3, 4)), "bias_gradients": jnp.zeros((2, 5, 4))}
+    assert_close(found.bias, jnp.square(rotated).sum(1))
+    like = Gradients(jnp.zeros((2, 5, 3, 4)), jnp.zeros((2, 5, 4)))
     found = both.gradients(like)
-    assert_close(found["gradients"], expected)
-    assert_close(found["bias_gradients"], g.sum(1).swapaxes(0, 1))
+    assert_close(found.weight, expected)
+    assert_close(found.bias, g.sum(1).swapaxes(0, 1))

@@ -1,16 +1,16 @@
 """Parameters that go through a function before a product: ``x @ softplus(w)``."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import LayerVjp, Use, register_kind
-from jaxkfac.interception.values import Atoms, AxisTable, Slot
-from jaxkfac.kinds._elementwise import Elementwise
+from jaxkfac.interception import LayerVjp, Reads, Use, register_kind
+from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.kinds._elementwise import ElementGradients, ElementSquares, Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
 
@@ -31,8 +31,7 @@ class Transformed(Elementwise):
     name = "transformed"
     suffix = "transformed"
     rank = 2
-    contracts = True
-    reads_complex = False
+    reads = Reads(contracts=True)
 
     def find(
         self,
@@ -58,17 +57,16 @@ class Transformed(Elementwise):
     def elements(
         self,
         vjp: LayerVjp,
-        like: Mapping[str, Any],
+        like: ElementSquares | ElementGradients,
         examples: Atoms,
-        derivative: ArrayOrShape | None,
-    ) -> Slot:
-        use, dtype = vjp.use, next(iter(like.values())).dtype
+    ) -> ElementSquares | ElementGradients:
+        use, dtype = vjp.use, jax.tree.leaves(like)[0].dtype
         vjp = dataclasses.replace(vjp, cotangent=vjp.cotangent.astype(dtype))
         x, g = (side.masked(vjp.weights) for side in _sides(vjp))
         ones = [side._replace(x=jnp.ones_like(side.x)) for side in (x, g)]
         # The count of an element is the number of rows that exist, from the same product with ones.
         ones[1] = ones[1].masked(vjp.weights)
-        by_row = "diagonal" in like
+        by_row = isinstance(like, ElementSquares)
 
         def gradients(x: Rows, g: Rows) -> ArrayOrShape:
             """Gradients of the weight by example; the examples are the last axis."""
@@ -76,19 +74,17 @@ class Transformed(Elementwise):
                 return _product(use, _flat(x), _flat(g))[..., 0]
             return _product(use, *(by_example(vjp, side, use.rows, examples) for side in (x, g)))
 
+        d = None if vjp.derivative is None else vjp.derivative.astype(dtype)
         if by_row:
-            squared = (side._replace(x=jnp.square(side.x)) for side in (x, g))
-            statistics = {"diagonal": gradients(*squared), "count": gradients(*ones)}
+            squares = gradients(*(side._replace(x=jnp.square(side.x)) for side in (x, g)))
+            # The derivative does not depend on the row, so it is applied once, to the sum.
+            squares = squares if d is None else squares * jnp.square(d)
+            statistics = ElementSquares(gradients(*ones), squares).only(like)
         else:
-            statistics = {"gradient": gradients(x, g), "counts": gradients(*ones)}
-        if derivative is not None:
-            d = derivative.astype(dtype)
-            if by_row:
-                # The derivative does not depend on the row, so it is applied once, to the sum.
-                statistics["diagonal"] *= jnp.square(d)
-            else:
-                statistics["gradient"] *= d[..., None]
-        return {key: sum_to(statistics[key], entry.shape) for key, entry in like.items()}
+            gradient = gradients(x, g)
+            gradient = gradient if d is None else gradient * d[..., None]
+            statistics = ElementGradients(gradients(*ones), gradient).only(like)
+        return jax.tree.map(lambda s, x: sum_to(x, s.shape), like, statistics)
 
 
 def _sides(vjp: LayerVjp) -> tuple[Rows, Rows]:

@@ -13,18 +13,15 @@ from jaxkfac._arguments import ArrayTree, check_arrays, check_function, leaves_b
 from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac.factors import takes_key
 from jaxkfac.interception import Handler, Layer, Site, TraceCache, Traced, trace
-from jaxkfac.interception.values import SlotEntry, decoded_shapes, encoded_paths
+from jaxkfac.interception.values import Slot, decoded_shapes, encoded_paths
 from jaxkfac.lslora._bank import Bank
-from jaxkfac.lslora._branch import BranchOptions, adapted_product
+from jaxkfac.lslora._branch import BranchOptions, Measured, SlotAdapter, adapted_product
 from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
 from jaxkfac.lslora._modules import separated, tied_again, tied_value, ties_of, turned
 from jaxkfac.lslora._nonlinearity import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A
-
-# The branch is added to the product, so a constant that scales the kernel does not scale it.
-_ENTRIES = {key: SlotEntry(0) for key in ("adapter", "index", "key", "extra")}
 
 
 class Adapted:
@@ -123,18 +120,15 @@ class Adapted:
         for number, (name, leaves) in enumerate(sorted(own_adapters.items())):
             layer = traced.table[name]
             leaves = check_leaves(leaves, layer, self.config, banked=rows is not None)
-            slots[name] = {"adapter": leaves}
             options[name] = self._options(
                 traced, layer, leaves, key, scaled=scaled, bank=bank, settings=settings[name]
             )
-            if rows is not None:
-                slots[name]["index"] = jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
-            if key is not None and self.config.dropout:
-                slots[name]["key"] = _keys(key, number, layer)
-            if extra is not None:
-                slots[name]["extra"] = extra[name]
-        chosen = (handler or adapt)(options)
-        return traced.emit(chosen, params, slots, inputs, key, entries=_ENTRIES)
+            index = None if rows is None else jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
+            drops = key if self.config.dropout else None
+            keys = None if drops is None else _keys(drops, number, layer)
+            sums = None if extra is None else Measured(extra[name])
+            slots[name] = Slot(sums, SlotAdapter(leaves, index, keys))
+        return traced.run((handler or adapt)(options), params, slots, inputs, key)
 
     def separated(self, params: ArrayTree, names: Sequence[str] | None = None) -> ArrayTree:
         """The parameters with one for each tied module, if one of them or their matrix is named.
@@ -245,7 +239,7 @@ class Adapted:
 def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False) -> Adapted:
     r"""Add the branch to the model at every layer that has an adapter.
 
-    The program is emitted again with the branch at the product itself, inside its scan, remat or
+    The program is run again with the branch at the product itself, inside its scan, remat or
     jit. Layers are found as by :func:`jaxkfac.find_layers`. A constant that multiplies the kernel
     scales only the base product. A tied parameter is adapted in the orientation that the layer's
     name states, in every use with that orientation; a head that ``load_decoder`` ties is the layer
@@ -338,7 +332,7 @@ def _check_saved(params: ArrayTree, saved: Mapping[str, Any]) -> None:
 
 
 def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."]:
-    """Key data for each slice of a layer; raw data, because slots may be multiplied."""
+    """Key data for each slice of a layer; raw data, because slots are stacked and sliced."""
     mine = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), number)
     return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
 

@@ -12,10 +12,36 @@ from jaxtyping import Array
 from jaxkfac._errors import LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.interception import Lookup, Site, Use
-from jaxkfac.interception.values import Atoms, DeferredParameter
+from jaxkfac.interception.values import Atoms, DeferredParameter, Statistic, entry, statistic
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._config import OWN_AXES, Adapter, EmbeddingAdapter, Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width
+
+# ---------------- what the slot of a layer holds
+
+
+class SlotAdapter(NamedTuple):
+    """The constants of the slot of a layer with an adapter.
+
+    The branch is added to the product, so a constant that scales the kernel does not scale it.
+
+    Attributes:
+        adapter: The adapter.
+        index: Each example's slot of a bank, behind the layer's stack; ``None`` without a bank.
+        key: Key data for dropout, or ``None``.
+    """
+
+    adapter: Any
+    index: Any
+    key: Any
+
+
+@statistic
+class Measured(Statistic):
+    """Sums that a handler measures besides, a tree."""
+
+    sums: Any = entry(0)
+
 
 # ---------------- the axes of a product, and the two low-rank products along them
 
@@ -52,7 +78,7 @@ class ProductAxes:
     def of(
         cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
     ) -> "ProductAxes":
-        if use.row_batch:
+        if use.detail.row_batch:
             raise ValueError(
                 f"layer {use.view.path!r} is broadcast along rows (a cond under vmap, which runs "
                 "all branches): adapters have no rule for it; leave it out of target="
@@ -384,17 +410,17 @@ def branch(
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
     assert not isinstance(x, DeferredParameter)  # only the parameter may be encoded
-    slot = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot)
-    index, p, product = slot.get("index"), site.eqn.params, {}
-    if isinstance(slot["adapter"], EmbeddingAdapter):  # whose inputs, indices, are not dropped
+    stored, index, key = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot.constants)
+    p, product = site.eqn.params, {}
+    if isinstance(stored, EmbeddingAdapter):  # whose inputs, indices, are not dropped
         axes = LookupAxes.of(site, use, operands, index, options.examples)
         dtype = site.eqn.outvars[0].aval.dtype
     else:
-        if "key" in slot:
-            x = _dropped(x, slot["key"], options, use)
+        if key is not None:
+            x = _dropped(x, key, options, use)
         axes, dtype = ProductAxes.of(site, use, x, index, options.examples), x.dtype
         product = {name: p[name] for name in ("precision", "preferred_element_type")}
-    adapter = axes.pick(slot["adapter"], index)
+    adapter = axes.pick(stored, index)
     inside = axes.down(x, adapter.a.astype(dtype), product)
 
     def up(h: Array) -> Array:

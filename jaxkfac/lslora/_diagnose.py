@@ -57,7 +57,7 @@ def measure(
         def handler(site: Site, operands: list[Any]) -> Any:
             base = site.bind(*operands)
             result = branch(site, operands, options[str(site.uses[0].layer)])
-            slot = site.slots[0]["extra"]
+            slot = site.slots[0].sums.sums
             sums = jax.tree.map(
                 lambda x, s: x.astype(s.dtype).reshape(s.shape),
                 statistic(site, operands, result),
@@ -236,7 +236,7 @@ def diagnose(
 
 def _saturated(phi: Nonlinearity) -> Statistic:
     def statistic(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
-        sigma, z = site.slots[0]["adapter"].sigma, branch.z
+        sigma, z = site.slots[0].constants.adapter.sigma, branch.z
         over = phi.saturated(phi.argument(over_width(sigma, z)))
         total = over.sum(tuple(range(sigma.ndim, z.ndim)), dtype=jnp.float32)
         return {"saturated": total, "count": jnp.full(total.shape, z.size // max(1, total.size))}

@@ -192,7 +192,7 @@ def measured_sigmas(
     def squares(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
         layer = str(site.uses[0].layer)
         z = branch.inside * config.scaling(layer) if inside else branch.z
-        lead = site.slots[0]["adapter"].sigma.ndim
+        lead = site.slots[0].constants.adapter.sigma.ndim
         axes = tuple(range(lead, z.ndim))
         total = jnp.square(z.astype(statistics_dtype(z.dtype))).sum(axes)
         size = z.size // max(1, total.size)

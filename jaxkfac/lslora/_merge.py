@@ -130,11 +130,11 @@ def approximate_merge(
     ones = {name: traced.table[name].bias is not None for name in own_adapters}
 
     def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
-        use = site.uses[0]
-        dtype = statistics_dtype(branch.added.dtype)
+        use, dtype = site.uses[0], statistics_dtype(branch.added.dtype)
+        kind: Any = use.kind
         vjp = LayerVjp(site, use, operands, branch.added)  # the rows of what the branch adds
-        x = _matrix(vjp, use.kind.input_rows(vjp)).astype(dtype)
-        v = _matrix(vjp, use.kind.output_rows(vjp)).astype(dtype)
+        x = _matrix(vjp, kind.input_rows(vjp)).astype(dtype)
+        v = _matrix(vjp, kind.output_rows(vjp)).astype(dtype)
         x = jnp.broadcast_to(x, (*v.shape[:-1], x.shape[-1]))  # experts read the same rows
         if ones[str(use.layer)]:
             x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), dtype)], -1)

@@ -4,8 +4,21 @@ matplotlib is imported by the first figure: ``pip install "jaxkfac[report]"``. F
 look like these after ``plt.rcParams.update(jk.plot.FIGURE_STYLE)``.
 """
 
-from jaxkfac.plot._figures import calibration, capacity, coverage, nonlinearities, plan, spectra
-from jaxkfac.plot._style import COLORS, FACE, FIGURE_STYLE, INK, MUTED, RULE, SIDES
+from jaxkfac.plot._figures import (
+    COLORS,
+    FACE,
+    FIGURE_STYLE,
+    INK,
+    MUTED,
+    RULE,
+    SIDES,
+    calibration,
+    capacity,
+    coverage,
+    nonlinearities,
+    plan,
+    spectra,
+)
 
 __all__ = [
     "COLORS",

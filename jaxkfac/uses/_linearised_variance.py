@@ -15,14 +15,14 @@ from jaxkfac._arguments import ArrayTree, partition, with_leaves
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature.per_example import ExampleGradients, block_dtype
 from jaxkfac.factors import Batch, Bernoulli, Categorical, Gaussian, Head, ModelCall, kept_targets
-from jaxkfac.interception import Layer, Traced, Use, fast_convolutions
-from jaxkfac.interception.values import Slot, SlotEntry
-from jaxkfac.kinds import Basis
+from jaxkfac.interception import Layer, LayerVjp, Traced, fast_convolutions
+from jaxkfac.interception.values import Slot
+from jaxkfac.kinds import Basis, RowSums
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
-from jaxkfac.uses._rotated_gradients import whole_gradients
+from jaxkfac.uses._rotated_gradients import ScaledBasis, whole_gradients
 
 # ---------------- whitened gradients of outputs
 #
@@ -30,16 +30,6 @@ from jaxkfac.uses._rotated_gradients import whole_gradients
 # output $c$, such that $\langle v_c, v_d \rangle = J_c^\top P^{-1} J_d$. Their products are the
 # covariance of the outputs.
 
-
-_ENTRIES = {
-    "outputs": SlotEntry(0),
-    "constants": {
-        "a_vectors": SlotEntry(0),
-        "g_vectors": SlotEntry(0),
-        "scale": SlotEntry(0),
-        "bias_scale": SlotEntry(0),
-    },
-}
 
 GRADIENTS = 3  # alive at once for each output: the gradient, its copy by layer, the whitened one
 
@@ -74,12 +64,6 @@ class OutputGradients(ExampleGradients):
         return has_examples and rows == self._number
 
     @property
-    def entries(self) -> Any:
-        """Which entries of a slot follow the layout of their parameter."""
-        both = super().entries["constants"] | _ENTRIES["constants"]
-        return super().entries | _ENTRIES | {"constants": both}
-
-    @property
     def size(self) -> int:
         """How many numbers are alive for one output of one example."""
         return sum(
@@ -94,36 +78,24 @@ class OutputGradients(ExampleGradients):
             return super()._slot(layer)
         a, g = self._bases.spectra(layer)
         scale, bias_scale = self._precision.inverse_eigenvalues(layer.name)
-        constants = {
-            "a_vectors": a.vectors,
-            "g_vectors": g.vectors,
-            "scale": scale,
-            "bias_scale": bias_scale,
-        }
+        basis = Basis(a.vectors, g.vectors, self._bases.wants_ones(layer))
         shape = *layer.stack, self._number, layer.out_features
-        return {
-            "outputs": jnp.zeros(shape, self._dtype(layer)),
-            "constants": {key: x for key, x in constants.items() if x is not None},
-        }
+        sums = RowSums(jnp.zeros(shape, self._dtype(layer)))
+        return Slot(sums, ScaledBasis(basis, scale, bias_scale))
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """The slot's values from both sides of a use."""
-        if "outputs" not in like:
-            return super().products(use, like, sides, constants)
-        assert use.layer is not None
-        ones = self._bases.wants_ones(self._layers[use.layer])
-        basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones)
-        return sides.scaled_outputs(like, basis, constants["scale"], constants.get("bias_scale"))
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
+        """The statistics from both sides of a use."""
+        if not isinstance(like, RowSums):
+            return super().products(vjp, like, sides)
+        return sides.scaled_outputs(*vjp.constants)
 
-    def whitened(
-        self, emitted: Mapping[str, Slot]
-    ) -> dict[str, Float[Array, "outputs examples n"]]:
+    def whitened(self, emitted: Mapping[str, Any]) -> dict[str, Float[Array, "outputs examples n"]]:
         """``{layer: vectors}`` from the emissions of several cotangents, stacked along axis 0."""
         number = len(jax.tree.leaves(emitted)[0])
         shape = number, self._number, -1
         by_layer = {}
         for name in self._by_rows:
-            rows = jnp.moveaxis(emitted[name]["outputs"], -2, 1)
+            rows = jnp.moveaxis(emitted[name].rows, -2, 1)
             by_layer[name] = rows.reshape(shape)
         gradients = {name: slot for name, slot in emitted.items() if name not in self._by_rows}
         if not gradients:

@@ -2,28 +2,35 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.curvature.per_example import ExampleGradients, block_dtype
-from jaxkfac.interception import Layer, Traced, Use
-from jaxkfac.interception.values import Slot, SlotEntry
-from jaxkfac.kinds import Basis
+from jaxkfac.interception import Layer, LayerVjp, Traced
+from jaxkfac.interception.values import Slot
+from jaxkfac.kinds import Basis, Gradients, RowSums
 from jaxkfac.uses._damped_gradients import BlockDamping
 from jaxkfac.uses._rotated_blocks import block_powers, rotated
 
 # ---------------- products of gradients with themselves
 
 
-_PRODUCT_ENTRIES = {
-    "products": SlotEntry(0),
-    "constants": {
-        name: SlotEntry(0) for name in ("a_vectors", "g_vectors", "unit", "scale", "bias_scale")
-    },
-}
+class ScaledBasis(NamedTuple):
+    """An eigenbasis, and factors of squared gradients in it.
+
+    Attributes:
+        basis: The eigenbasis.
+        scale: ``(stack..., in[+1], out)``.
+        bias_scale: ``(stack..., out)``, for a bias with a block of its own.
+    """
+
+    basis: Basis
+    scale: Any
+    bias_scale: Any
 
 
 class OwnProducts(ExampleGradients):
@@ -37,8 +44,6 @@ class OwnProducts(ExampleGradients):
         bases: The eigenbases.
         damping: $\delta$.
     """
-
-    more_entries: ClassVar = _PRODUCT_ENTRIES
 
     def __init__(self, traced: Traced, bases: Eigenbases, damping: BlockDamping) -> None:
         dtype = functools.partial(block_dtype, bases)
@@ -58,34 +63,29 @@ class OwnProducts(ExampleGradients):
         dtype = self._dtype(layer)
         a, g = (x.vectors for x in self._bases.spectra(layer))
         scale, bias_scale = block_powers(self._bases, layer, self._damping)
-        scales = {"bias_scale": bias_scale, "scale": scale.values, "unit": 1 / scale.root}
-        vectors = {"a_vectors": a, "g_vectors": g}  # in their stored dtype: products widen them
-        constants = {k: x.astype(dtype) for k, x in scales.items() if x is not None}
-        return {
-            "products": jnp.zeros((*layer.stack, self._number, 1), dtype),
-            "constants": constants | {k: x for k, x in vectors.items() if x is not None},
-        }
+        scales = scale.values, bias_scale, 1 / scale.root
+        scale, bias_scale, unit = jax.tree.map(lambda x: x.astype(dtype), scales)
+        # Vectors are in their stored dtype: products widen them.
+        basis = Basis(a, g, self._bases.wants_ones(layer), unit=unit)
+        constants = ScaledBasis(basis, scale, bias_scale)
+        return Slot(RowSums(jnp.zeros((*layer.stack, self._number, 1), dtype)), constants)
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """The slot's values from both sides of a use."""
-        if "products" not in like:
-            return super().products(use, like, sides, constants)
-        assert use.layer is not None
-        ones = self._bases.wants_ones(self._layers[use.layer])
-        vectors = constants.get("a_vectors"), constants.get("g_vectors")
-        basis = Basis(*vectors, ones, unit=constants["unit"])
-        return sides.own_products(like, basis, constants["scale"], constants.get("bias_scale"))
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
+        """The statistics from both sides of a use."""
+        if not isinstance(like, RowSums):
+            return super().products(vjp, like, sides)
+        return sides.own_products(like, *vjp.constants)
 
-    def summed(self, emitted: Mapping[str, Slot]) -> list[Float[Array, " examples"]]:
+    def summed(self, emitted: Mapping[str, Any]) -> list[Float[Array, " examples"]]:
         """The products of each layer that has emitted numbers."""
         return [
-            emitted[name]["products"][..., 0].sum(range(len(layer.stack)))
+            emitted[name].rows[..., 0].sum(range(len(layer.stack)))
             for name, layer in self._layers.items()
             if name in self._alone
         ]
 
     def remaining_gradients(
-        self, emitted: Mapping[str, Slot]
+        self, emitted: Mapping[str, Any]
     ) -> dict[str, Float[Array, "examples ..."]]:
         """The gradients of all other layers' parameters."""
         return self.gradients({layer.name: emitted[layer.name] for layer in self.gradient_layers})
@@ -116,12 +116,6 @@ def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
 # ---------------- rotated gradients
 
 
-_ROTATED_ENTRIES = {
-    "rotated": SlotEntry(0),
-    "constants": {"a_vectors": SlotEntry(0), "g_vectors": SlotEntry(0)},
-}
-
-
 class RotatedGradients(ExampleGradients):
     r"""The taps of one traced program: $Q_A^\top \nabla \ell_n Q_G$.
 
@@ -133,8 +127,6 @@ class RotatedGradients(ExampleGradients):
         bases: The eigenbases.
     """
 
-    more_entries: ClassVar = _ROTATED_ENTRIES
-
     def __init__(self, traced: Traced, bases: Eigenbases) -> None:
         dtype = functools.partial(block_dtype, bases)
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
@@ -144,34 +136,21 @@ class RotatedGradients(ExampleGradients):
         if layer.name not in self._alone:
             return super()._slot(layer)
         joint, dtype = self._bases.wants_ones(layer), self._dtype(layer)
-        rows, out, lead = (
-            layer.in_features + joint,
-            layer.out_features,
-            (*layer.stack, self._number),
-        )
-        slot: Slot = {"rotated": jnp.zeros((*lead, rows, out), dtype)}
-        if layer.bias is not None and not joint:
-            slot["bias_gradients"] = jnp.zeros((*lead, out), dtype)
+        out, lead = layer.out_features, (*layer.stack, self._number)
+        weight = jnp.zeros((*lead, layer.in_features + joint, out), dtype)
+        own_bias = layer.bias is not None and not joint
+        bias = jnp.zeros((*lead, out), dtype) if own_bias else None
         a, g = (spectrum.vectors for spectrum in self._bases.spectra(layer))
-        vectors = {"a_vectors": a, "g_vectors": g}
-        slot["constants"] = {key: x for key, x in vectors.items() if x is not None}
-        return slot
+        return Slot(Gradients(weight, bias), Basis(a, g, joint))
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """The slot's values from both sides of a use."""
-        if "rotated" not in like:
-            return super().products(use, like, sides, constants)
-        assert use.layer is not None
-        ones = self._bases.wants_ones(self._layers[use.layer])
-        basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones)
-        like_gradients = {"gradients": like["rotated"]}
-        if "bias_gradients" in like:
-            like_gradients["bias_gradients"] = like["bias_gradients"]
-        emitted = sides.gradients(like_gradients, basis)
-        return {"rotated": emitted.pop("gradients"), **emitted}
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
+        """The statistics from both sides of a use."""
+        if vjp.constants is None:
+            return super().products(vjp, like, sides)
+        return sides.gradients(like, vjp.constants)
 
     def rotated(
-        self, emitted: Mapping[str, Slot], scale: Callable[[Array], Array]
+        self, emitted: Mapping[str, Any], scale: Callable[[Array], Array]
     ) -> list[Float[Array, "..."]]:
         """Every block's rotated gradient, in the order of ``rotated_parts``.
 
@@ -179,10 +158,10 @@ class RotatedGradients(ExampleGradients):
             emitted: What the pass has emitted.
             scale: Maps an array to the factor that it is multiplied by.
         """
-        done = {name: slot["rotated"] for name, slot in emitted.items() if "rotated" in slot}
+        done = {name: sums.weight for name, sums in emitted.items() if name in self._alone}
         remaining = self.gradients({name: x for name, x in emitted.items() if name not in done})
         for name in done:
             layer = self._layers[name]
-            if layer.bias is not None and "bias_gradients" in emitted[name]:
-                self._add(remaining, layer, layer.bias, emitted[name]["bias_gradients"])
+            if layer.bias is not None and emitted[name].bias is not None:
+                self._add(remaining, layer, layer.bias, emitted[name].bias)
         return [x * scale(x) for x in rotated(remaining, self._bases, done)]

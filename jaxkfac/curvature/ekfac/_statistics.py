@@ -12,25 +12,17 @@ from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layer_power import owners
 from jaxkfac.factors import Statistics, gradient_rows
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use
-from jaxkfac.interception.values import Entries, Slot, SlotEntry
-from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
+from jaxkfac.interception.values import Slot
+from jaxkfac.kinds import (
+    ArrayOrShape,
+    Basis,
+    BasisSquares,
+    Gradients,
+    in_unit,
+    rotate_gradients,
+)
 
 Per = Literal["example", "token"]
-
-_ENTRIES = {
-    "squares": SlotEntry(0),  # a constant factor is in the gradient before it is squared
-    "bias_squares": SlotEntry(0),
-    "gradients": SlotEntry(1),
-    "bias_gradients": SlotEntry(0),
-    "constants": {
-        "a_vectors": SlotEntry(0),
-        "g_vectors": SlotEntry(0),
-        "unit": SlotEntry(0),
-        # Ones that become the constant factor itself. It belongs to the kernel's rows and not to
-        # the row of a joint bias, so it must be in them before a rotation mixes the two.
-        "constant": SlotEntry(1),
-    },
-}
 
 
 class Squares(NamedTuple):
@@ -50,9 +42,9 @@ class SquaredGradients:
     """Squared gradients of one traced program in given eigenbases.
 
     If an example passes a layer once, its gradient is squared in the backward pass: the slot holds
-    ``squares``. If an example's gradient is a sum over several uses or iterations of a loop, no
-    single use sees all of it: the slot holds ``gradients`` by example, which are squared after the
-    pass. The same applies to a parameter that is read in two orientations, such as a tied embedding
+    ``BasisSquares``. If the gradient is a sum over several uses or iterations of a loop, no single
+    use sees all of it: the slot holds ``Gradients`` by example, which are squared after the pass.
+    The same applies to a parameter that is read in two orientations, such as a tied embedding
     and head: the block that owns it (``owners``: the head) sees the sum of both uses, and the other
     block its own use only.
 
@@ -77,12 +69,6 @@ class SquaredGradients:
         self._tied_blocks = {} if per == "token" else _tied_blocks(bases.layers, self._layers)
         self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter."""
-        element_entries = (elements.entries for elements in self._elements.values())
-        return {k: v for entries in (_ENTRIES, *element_entries) for k, v in entries.items()}
-
     def slots(self) -> dict[str, Slot]:
         """Zeros whose cotangents are the statistics, and the eigenvectors for the taps."""
         return self._slots
@@ -99,25 +85,18 @@ class SquaredGradients:
                 )
         a, g = bases.spectra(layer)
         stack, n_out, dtype = layer.stack, layer.out_features, g.values.dtype
-        slot: Slot = {}
         # The square of a sum is not the sum of its parts' squares: the parts are added first.
         if self._sums_first(layer):
-            examples = self._traced.num_examples
-            of_examples = self._of_examples
-            shape = (*stack, examples, layer.in_features, n_out)
-            slot["gradients"] = of_examples(jnp.zeros(shape, dtype))
-            if layer.bias is not None:
-                slot["bias_gradients"] = of_examples(jnp.zeros((*stack, examples, n_out), dtype))
-            return slot
-        slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
-        if self._has_own_bias(layer):
-            slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        constants = {"a_vectors": a.vectors, "g_vectors": g.vectors}
-        constants["unit"] = bases.block_root(layer)
-        if any(use.view.scaled for use in self._traced.uses_of(layer)):
-            constants["constant"] = jnp.ones(stack, dtype)
-        slot["constants"] = {key: value for key, value in constants.items() if value is not None}
-        return slot
+            rows = (*stack, self._traced.num_examples)
+            weight = self._of_examples(jnp.zeros((*rows, layer.in_features, n_out), dtype))
+            bias = self._of_examples(jnp.zeros((*rows, n_out), dtype)) if layer.bias else None
+            return Slot(Gradients(weight, bias))
+        weight = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
+        bias = jnp.zeros((*stack, n_out), dtype) if self._has_own_bias(layer) else None
+        scaled = any(use.view.scaled for use in self._traced.uses_of(layer))
+        constant = jnp.ones(stack, dtype) if scaled else None
+        ones, unit = self._has_ones(layer), bases.block_root(layer)
+        return Slot(BasisSquares(weight, bias), Basis(a.vectors, g.vectors, ones, constant, unit))
 
     def _sums_first(self, layer: Layer) -> bool:
         """Whether an example's gradient is a sum over uses, or over iterations of a loop."""
@@ -147,42 +126,41 @@ class SquaredGradients:
         """See ``_taps.Emitter``."""
         return
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Any) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """See ``_taps.Emitter``."""
         assert vjp.use.layer is not None
         layer = self._layers[vjp.use.layer]
         if layer.name in self._elements:
-            return self._elements[layer.name].emit(vjp, like, constants)
+            return self._elements[layer.name].emit(vjp, like)
         examples = self._traced.examples if self._per == "example" else None
-        sides = vjp.use.kind.both_sides(vjp, examples, like)
-        if "gradients" in like:
+        kind: Any = vjp.use.kind
+        sides = kind.both_sides(vjp, examples, like.stack)
+        if isinstance(like, Gradients):
             return sides.gradients(like)
-        ones, constant = self._has_ones(layer), constants.get("constant")
-        vectors = constants.get("a_vectors"), constants.get("g_vectors")
-        basis = Basis(*vectors, ones, constant, constants["unit"])
-        return sides.squares(like, basis)
+        return sides.squares(like, vjp.constants)
 
     # -- after it ---------------------------------------------------------------------
 
-    def outputs(self, emitted: Mapping[str, Slot], bases: Eigenbases) -> Squares:
+    def outputs(self, emitted: Mapping[str, Any], bases: Eigenbases) -> Squares:
         """Sums of squares of one backward pass.
 
         They add up over vector-Jacobian products.
         """
         values, bias_values = {}, {}
         for name, layer in self._layers.items():
-            slot = emitted[name]
+            sums = emitted[name]
             if name in self._elements:
-                values[name] = self._of_elements(layer, slot, bases)
+                values[name] = self._of_elements(layer, sums, bases)
                 continue
             a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
             root = bases.block_root(layer)
-            if "gradients" not in slot:
-                values[name], bias = slot["squares"], slot.get("bias_squares")
+            bias = sums.bias
+            if isinstance(sums, BasisSquares):
+                values[name] = sums.weight
             else:
-                gradient, bias = slot["gradients"], slot.get("bias_gradients")
+                gradient = sums.weight
                 for tied in self._tied_blocks.get(name, ()):
-                    gradient = gradient + self._reoriented(tied, layer, emitted[tied]["gradients"])
+                    gradient = gradient + self._reoriented(tied, layer, emitted[tied].weight)
                 if bias is not None and self._has_ones(layer):
                     gradient, bias = jnp.concatenate([gradient, bias[..., None, :]], -2), None
                 values[name] = _squared(gradient, a, g, root)
@@ -202,10 +180,10 @@ class SquaredGradients:
 
         return jax.vmap(read, in_axes=-3, out_axes=-3)(gradient)
 
-    def _of_elements(self, layer: Layer, slot: Slot, bases: Eigenbases) -> ArrayOrShape:
+    def _of_elements(self, layer: Layer, sums: Any, bases: Eigenbases) -> ArrayOrShape:
         if not layer.g_dense:
-            return self._elements[layer.name].output(layer, slot)
-        rows = gradient_rows(layer, slot["gradient"])[..., None, :]
+            return self._elements[layer.name].output(layer, sums)
+        rows = gradient_rows(layer, sums.gradient)[..., None, :]
         vectors = bases.spectra(layer)[1].vectors
         return _squared(rows, None, vectors, bases.block_root(layer))
 

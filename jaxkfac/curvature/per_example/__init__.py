@@ -4,17 +4,15 @@ from jaxkfac.curvature.per_example._example_gradients import (
     ExampleGradients,
     Queries,
     block_dtype,
+    check_readings,
+    leaves_out_readings,
     read_many,
+    refuse_meeting,
     write_many,
 )
 from jaxkfac.curvature.per_example._gram_plan import GramPlan
 from jaxkfac.curvature.per_example._jacobian import Jacobian, gram, jacobian
 from jaxkfac.curvature.per_example._jacobian_rows import RowSource
-from jaxkfac.curvature.per_example._readings import (
-    check_readings,
-    leaves_out_readings,
-    refuse_meeting,
-)
 from jaxkfac.curvature.per_example._row_products import GatheredProducts
 
 __all__ = [

@@ -6,19 +6,20 @@ the blocks of a tied parameter add up, and no gradient has to be complete before
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree
-from jaxkfac._errors import LostRowsError
+from jaxkfac._errors import CoupledExamplesError, LostRowsError
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.blocks import Origin
-from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors import gradient_rows
+from jaxkfac.curvature import Eigenbases, covered_indices, uncovered_mask
+from jaxkfac.factors import apart_remedy, gradient_rows
 from jaxkfac.interception import (
     Layer,
     LayerVjp,
@@ -26,10 +27,70 @@ from jaxkfac.interception import (
     Site,
     Traced,
     Use,
-    kind_named,
 )
-from jaxkfac.interception.values import Atoms, Entries, Slot, SlotEntry
-from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.interception.values import Atoms, Slot
+from jaxkfac.kinds import ElementGradients, Gradients, LowRankMatrices, Scores
+
+# ---------------- whether they exist: examples that meet, and readings left out
+
+
+def refuse_meeting(names: str, met: str) -> None:
+    """Refuse gradients of single examples if an example's output depends on other examples.
+
+    Args:
+        names: The layers, for the message.
+        met: Where examples meet; empty if nowhere.
+
+    Raises:
+        CoupledExamplesError: with a remedy.
+    """
+    if not met:
+        return
+    if "without an example axis" in met:
+        raise CoupledExamplesError(
+            f"{names}: gradients of single examples are asked for, and {met}, as in a "
+            "batched graph, whose nodes do not show their graph: give each example rows "
+            "of its own, padded to the largest one (jax.vmap of the model over (N, nodes, "
+            f"...)){apart_remedy(met)}"
+        )
+    raise CoupledExamplesError(
+        f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
+        "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "
+        f"model.eval()){apart_remedy(met)}"
+    )
+
+
+def leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
+    """Whether a parameter of the layers is also read outside of them."""
+    paths = covered_indices(layers).keys()
+    return any(
+        name is None and view.path in paths
+        for use in traced.analysis.plan.all_uses()
+        if use.join is None  # a joint bias belongs to the layer of its product
+        for view, name in itertools.zip_longest(use.view.members or (use.view,), use.layers)
+    )
+
+
+def check_readings(layers: tuple[Layer, ...], full_trace: Traced) -> None:
+    """Refuse layers that leave out another reading of the same elements."""
+    mine = covered_indices(layers)
+    names = {layer.name for layer in layers}
+    for layer in full_trace.table.layers:
+        if layer.name in names:
+            continue
+        for path, indices in covered_indices([layer]).items():
+            if path in mine and overlap(full_trace.shapes[path], mine[path], indices):
+                raise ValueError(
+                    f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
+                    "the layers, so that the gradient would lack its part: choose it too, here "
+                    f"and for the factors (layers={path!r} matches both of a weight), or neither"
+                )
+
+
+def overlap(shape: tuple[int, ...], some: set[Any], more: set[Any]) -> bool:
+    """Whether slices of a parameter, given by their indices, have a common element."""
+    return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, more)).any())
+
 
 # ---------------- matrices of many gradients
 
@@ -113,15 +174,17 @@ class Queries:
 # ---------------- the taps
 
 
-_ENTRIES = {
-    "gradients": SlotEntry(1),
-    "bias_gradients": SlotEntry(0),
-    "scores": SlotEntry(1),
-    "bias_scores": SlotEntry(0),
-    "constants": {
-        name: SlotEntry(0) for name in ("queries", "left_queries", "right_queries", "bias_queries")
-    },
-}
+class LayerQueries(NamedTuple):
+    """The queries of one layer.
+
+    Attributes:
+        weight: ``(stack..., Q, in, out)``, or its two factors.
+        bias: ``(stack..., Q, out)``; ``None`` for a layer without a bias.
+    """
+
+    weight: Any
+    bias: Any
+
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -145,8 +208,6 @@ class ExampleGradients:
         number: Number of such rows.
         queries: Multiplied with each row's gradient; ``None`` keeps the gradient itself.
     """
-
-    more_entries: ClassVar[Mapping[str, Any]] = {}  # further entries of a subclass
 
     def __init__(
         self,
@@ -172,48 +233,29 @@ class ExampleGradients:
         clone._data = data
         return clone
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter."""
-        elements = [x for x in self._layers.values() if x.is_elementwise]
-        element_entries = (kind_named(layer.kind).entries for layer in elements)
-        every = (_ENTRIES, *element_entries, self.more_entries)
-        merged = {key: entry for entries in every for key, entry in entries.items()}
-        constants = _ENTRIES["constants"] | self.more_entries.get("constants", {})
-        return merged | {"constants": constants}
-
     def slots(self) -> dict[str, Slot]:
         """Zeros whose cotangents are the gathered values, and the queries for the taps."""
         return {name: self._varying(self._slot(layer)) for name, layer in self._layers.items()}
 
     def _varying(self, slot: Slot) -> Slot:
         """Mark a slot as varying; otherwise its cotangents would be summed over devices."""
-        gathered = {key: x for key, x in slot.items() if key != "constants"}
+        sums = slot.sums
         for leaf in jax.tree.leaves(self._data):
-            gathered = {key: cast_varying(x, leaf) for key, x in gathered.items()}
-        return slot | gathered
+            sums = jax.tree.map(lambda x, leaf=leaf: cast_varying(x, leaf), sums)
+        return dataclasses.replace(slot, sums=sums)
 
     def _slot(self, layer: Layer) -> Slot:
         dtype, stack = self._dtype(layer), layer.stack
         if layer.is_elementwise:
             shape = self._traced.part_shape(layer.weight)
-            return {"gradient": jnp.zeros((*shape, self._number), dtype)}
-        slot: Slot = {}
+            return Slot(ElementGradients(gradient=jnp.zeros((*shape, self._number), dtype)))
         if self._queries is None:
-            sides = layer.in_features, layer.out_features
-            slot["gradients"] = jnp.zeros((*stack, self._number, *sides), dtype)
-            if layer.bias is not None:
-                slot["bias_gradients"] = jnp.zeros((*stack, self._number, sides[1]), dtype)
-            return slot
-        weight, bias = self._queries.of_weight(layer), self._queries.of_bias(layer)
+            n_in, n_out, lead = layer.in_features, layer.out_features, (*stack, self._number)
+            bias = None if layer.bias is None else jnp.zeros((*lead, n_out), dtype)
+            return Slot(Gradients(jnp.zeros((*lead, n_in, n_out), dtype), bias))
+        queries = LayerQueries(self._queries.of_weight(layer), self._queries.of_bias(layer))
         zeros = jnp.zeros((*stack, self._queries.number, self._number), dtype)
-        slot["scores"], constants = zeros, {"queries": weight}
-        if isinstance(weight, LowRankMatrices):
-            constants = {"left_queries": weight.left, "right_queries": weight.right}
-        if bias is not None:
-            slot["bias_scores"], constants["bias_queries"] = zeros, bias
-        slot["constants"] = constants
-        return slot
+        return Slot(Scores(zeros, None if queries.bias is None else zeros), queries)
 
     # -- in the backward pass ---------------------------------------------------------
 
@@ -225,46 +267,43 @@ class ExampleGradients:
         """See ``Emitter`` in ``factors``."""
         return None
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """See ``Emitter`` in ``factors``.
 
         Rows that a mask leaves out of the curvature still belong to the gradient.
         """
-        constants, use = constants or {}, vjp.use
-        vjp = vjp.masked_by(None)
+        vjp, use = vjp.masked_by(None), vjp.use
+        kind: Any = use.kind
         try:
-            if use.kind.elementwise:
-                return use.kind.elements(vjp, like, self._rows, constants.get("derivative"))
-            sides = use.kind.both_sides(vjp, self._rows, like)
+            if kind.elementwise:
+                return kind.elements(vjp, like, self._rows)
+            sides = kind.both_sides(vjp, self._rows, like.stack)
         except LostRowsError as error:
             raise LostRowsError(
                 f"layer {use.layer!r} cannot be told apart by example, or with per='token' by "
                 f"position, at `{vjp.site.eqn.primitive.name}`: leave it out with layers="
             ) from error
-        return self.products(use, like, sides, constants)
+        return self.products(vjp, like, sides)
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        """The slot's values from both sides of a use."""
-        if "gradients" in like:
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
+        """The statistics from both sides of a use."""
+        if isinstance(like, Gradients):
             return sides.gradients(like)
-        queries = constants.get("queries")
-        if queries is None:
-            queries = LowRankMatrices(constants["left_queries"], constants["right_queries"])
-        return sides.scores(like, queries, constants.get("bias_queries"))
+        return sides.scores(like, *vjp.constants)
 
     # -- after it ---------------------------------------------------------------------
 
-    def gradients(self, emitted: Mapping[str, Slot]) -> dict[str, Array]:
+    def gradients(self, emitted: Mapping[str, Any]) -> dict[str, Array]:
         """``{path: (rows, *parameter)}``; elements of a parameter that no layer covers are 0."""
         leaves: dict[str, Array] = {}
-        for name, slot in emitted.items():
+        for name, sums in emitted.items():
             layer = self._layers[name]
             if layer.is_elementwise:
-                self._add(leaves, layer, layer.weight, gradient_rows(layer, slot["gradient"]))
+                self._add(leaves, layer, layer.weight, gradient_rows(layer, sums.gradient))
                 continue
-            self._add(leaves, layer, layer.weight, slot["gradients"])
+            self._add(leaves, layer, layer.weight, sums.weight)
             if layer.bias is not None:
-                self._add(leaves, layer, layer.bias, slot["bias_gradients"])
+                self._add(leaves, layer, layer.bias, sums.bias)
         return leaves
 
     def _add(
@@ -276,17 +315,17 @@ class ExampleGradients:
         total = read_many(leaf, matrix, layer) + gradient
         leaves[matrix.path] = write_many(leaf, matrix, total, layer)
 
-    def scores(self, emitted: Mapping[str, Slot]) -> dict[str, Float[Array, "queries rows"]]:
+    def scores(self, emitted: Mapping[str, Any]) -> dict[str, Float[Array, "queries rows"]]:
         """``{layer: products of the queries with each row's gradient}``."""
         assert self._queries is not None
         by_layer = {}
         for name, layer in self._layers.items():
-            slot = emitted[name]
+            sums = emitted[name]
             if layer.is_elementwise:
-                rows = gradient_rows(layer, slot["gradient"])
+                rows = gradient_rows(layer, sums.gradient)
                 queries = self._queries.of_weight(layer)[..., 0, :]
                 products = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
             else:
-                products = slot["scores"] + slot.get("bias_scores", 0)
+                products = sums.weight + (0 if sums.bias is None else sums.bias)
             by_layer[name] = products.sum(range(len(layer.stack)))
         return by_layer

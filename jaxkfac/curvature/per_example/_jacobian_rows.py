@@ -14,8 +14,8 @@ from jaxkfac._arguments import ArrayTree, leaves_by_path, partition, with_leaves
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac._jaxpr_compat import cast_varying
 from jaxkfac.curvature import covered_indices, uncovered_mask
-from jaxkfac.curvature.per_example._example_gradients import ExampleGradients
-from jaxkfac.curvature.per_example._readings import (
+from jaxkfac.curvature.per_example._example_gradients import (
+    ExampleGradients,
     check_readings,
     leaves_out_readings,
     refuse_meeting,
@@ -29,7 +29,6 @@ from jaxkfac.curvature.per_example._row_taps import (
     RowTaps,
     add_to_parameter,
     gathered,
-    part_of,
     row_gradients,
 )
 from jaxkfac.factors import (
@@ -400,7 +399,7 @@ class JacobianRows:
         whole = [seeds[self._group_of(k)][k] for k in range(len(heads))]
         slots = at.vjp(at.terms_of.tree(_varying_like(heads, whole)))
         for k in range(len(taps)):
-            own = {name: part_of(slot, k) for name, slot in slots.items()}
+            own = {n: sums.parts[k] for n, sums in slots.items() if sums.parts[k] is not None}
             yield EmittedRows(at, heads, cotangents, lambda _, own=own: own)
 
     def _at(self, taps: Any, call: ModelCall) -> tuple[Any, list[Head], Cotangents]:

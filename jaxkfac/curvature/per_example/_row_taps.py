@@ -7,7 +7,7 @@ $\sum_{s,t} (a_{ns}^\top a_{mt}) (g_{ns}^\top g_{mt})$. Pairs of positions thus 
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxkfac.curvature.per_example._example_gradients import (
     write_many,
 )
 from jaxkfac.interception import Layer, LayerVjp, ParameterMatrix, Traced, Use
-from jaxkfac.interception.values import Entries, Slot, SlotEntry
+from jaxkfac.interception.values import Slot, Statistic, entry, statistic
+from jaxkfac.kinds import Scores
 from jaxkfac.linalg import map_over_chunks
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: a Gram matrix is inverted
@@ -83,10 +84,10 @@ class GroupTaps(ExampleGradients):
         reached = self._traced.marks_reached.get(id(use), frozenset())
         return bool(reached & {*self._group.outputs})
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         if not self.leads_there(vjp.use):
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        return super().emit(vjp, like, constants)
+        return super().emit(vjp, like)
 
 
 class Probe(GroupTaps):
@@ -105,19 +106,36 @@ class Probe(GroupTaps):
     def _slot(self, layer: Layer) -> Slot:
         if layer.is_elementwise:
             return super()._slot(layer)
-        return {"scores": jnp.zeros((*layer.stack, 1, self._number), self._dtype(layer))}
+        return Slot(Scores(jnp.zeros((*layer.stack, 1, self._number), self._dtype(layer))))
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: Any) -> Any:
         try:
-            super().emit(vjp, like, constants)
+            super().emit(vjp, like)
         except LostRowsError:
             self.lost.add(id(vjp.use))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
         x, _ = jax.eval_shape(sides.both_rows)
-        self.positions[id(use)] = x.shape[1]
+        self.positions[id(vjp.use)] = x.shape[1]
         return like
+
+
+@statistic
+class GatheredSides(Statistic):
+    """Rows of both sides, ``(stack..., examples * positions, n)``, and tokens of an embedding.
+
+    A constant factor of the parameter multiplies the gradient of the weight, and not that of a
+    joint bias; so it belongs to the input rows. Tokens are no rows, and stand beside them.
+    """
+
+    inputs: Any = entry(1)
+    outputs: Any = entry(0)
+    tokens: Any = entry(0, default=None)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.outputs.shape[:-2]
 
 
 class RowTaps(GroupTaps):
@@ -133,14 +151,6 @@ class RowTaps(GroupTaps):
             cotangents of a slot add up.
         positions: Number of positions of all uses together, for these layers.
     """
-
-    # A constant factor of the parameter multiplies the gradient of the weight, and not that of a
-    # joint bias; so it belongs to the input rows. Tokens are no rows, and stand beside them.
-    more_entries: ClassVar = {
-        "inputs": SlotEntry(1),
-        "outputs": SlotEntry(0),
-        "tokens": SlotEntry(0),
-    }
 
     def __init__(
         self,
@@ -159,30 +169,42 @@ class RowTaps(GroupTaps):
             return super()._slot(layer)
         rows = (*layer.stack, self._number * self._positions[layer.name])
         zeros = lambda features: jnp.zeros((*rows, features), self._dtype(layer))
-        slot = {"inputs": zeros(layer.in_features), "outputs": zeros(layer.out_features)}
         if layer.is_lookup:
-            slot |= {"inputs": zeros(1), "tokens": zeros(1)}
-        return slot
+            return Slot(GatheredSides(zeros(1), zeros(layer.out_features), zeros(1)))
+        return Slot(GatheredSides(zeros(layer.in_features), zeros(layer.out_features)))
 
-    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
-        if "outputs" not in like:
-            return super().products(use, like, sides, constants)
+    def products(self, vjp: LayerVjp, like: Any, sides: Any) -> Any:
+        if not isinstance(like, GatheredSides):
+            return super().products(vjp, like, sides)
+        use = vjp.use
         assert use.layer is not None
         x, g = sides.both_rows()
         start, number = self._places[use.layer][id(use)], self._positions[use.layer]
 
-        def placed(y: Array, key: str) -> Array:
-            y = y.astype(like[key].dtype)
+        def placed(y: Array, like: Any) -> Array:
+            y = y.astype(like.dtype)
             beside = start, number - start - y.shape[1]
             y = jnp.pad(y, [(0, 0), beside, *[(0, 0)] * (y.ndim - 2)])
-            return jnp.moveaxis(y, (0, 1), (-3, -2)).reshape(like[key].shape)
+            return jnp.moveaxis(y, (0, 1), (-3, -2)).reshape(like.shape)
 
-        slot = {"outputs": placed(g, "outputs")}
-        if "tokens" not in like:
-            return slot | {"inputs": placed(x, "inputs")}
+        outputs = placed(g, like.outputs)
+        if like.tokens is None:
+            return GatheredSides(placed(x, like.inputs), outputs)
         # A token out of range picks no row of the table; it has the number of rows in its place.
-        size = self._layers[use.layer].in_features
-        return slot | {"inputs": placed(x < size, "inputs"), "tokens": placed(x, "tokens")}
+        exists = x < self._layers[use.layer].in_features
+        return GatheredSides(placed(exists, like.inputs), outputs, placed(x, like.tokens))
+
+
+@statistic
+class JointSums(Statistic):
+    """What several taps gather of one layer, in their order; ``None`` for those without it."""
+
+    parts: Any = entry(None)
+
+    @property
+    def by_example(self) -> bool:  # type: ignore[override]
+        """Whether the last axis of each array is the examples."""
+        return any(part.by_example for part in self.parts if part is not None)
 
 
 class JointTaps:
@@ -199,22 +221,14 @@ class JointTaps:
         """See ``ExampleGradients``."""
         return JointTaps([cast(GroupTaps, part.of(data)) for part in self._parts])
 
-    @property
-    def entries(self) -> Entries:
-        """Which entries of a slot follow the layout of their parameter; see ``Emitter``."""
-        merged: dict[str, Any] = {"constants": {}}
-        for k, part in enumerate(self._parts):
-            own = {key: x for key, x in part.entries.items() if key != "constants"}
-            merged |= {f"{k} {key}": entry for key, entry in own.items()}
-        return merged
-
     def slots(self) -> dict[str, Slot]:
         """The slots of all groups beside each other."""
-        slots: dict[str, Slot] = {}
-        for k, part in enumerate(self._parts):
-            for name, slot in part.slots().items():
-                slots.setdefault(name, {}).update({f"{k} {key}": x for key, x in slot.items()})
-        return slots
+        parts = [part.slots() for part in self._parts]
+        names = dict.fromkeys(name for slots in parts for name in slots)
+        return {
+            name: Slot(JointSums(tuple(slots.get(name, Slot()).sums for slots in parts)))
+            for name in names
+        }
 
     def comes_first(self, use: Use) -> bool:
         """See ``Emitter`` in ``factors``."""
@@ -224,18 +238,10 @@ class JointTaps:
         """See ``Emitter`` in ``factors``."""
         return None
 
-    def emit(self, vjp: LayerVjp, like: Slot, constants: Slot | None) -> Slot:
+    def emit(self, vjp: LayerVjp, like: JointSums) -> JointSums:
         """See ``Emitter`` in ``factors``."""
-        out: Slot = {}
-        for k, part in enumerate(self._parts):
-            slot = part.emit(vjp, part_of(like, k), constants)
-            out |= {f"{k} {key}": x for key, x in slot.items()}
-        return out
-
-
-def part_of(slot: Slot, k: int) -> Slot:
-    """The entries of one group in a slot of :class:`JointTaps`."""
-    return {key.removeprefix(f"{k} "): x for key, x in slot.items() if key.startswith(f"{k} ")}
+        both = zip(self._parts, like.parts, strict=True)
+        return JointSums(tuple(x if x is None else part.emit(vjp, x) for part, x in both))
 
 
 # ---------------- what was gathered
@@ -283,7 +289,7 @@ class GatheredRows(NamedTuple):
 
 def gathered(
     taps: RowTaps,
-    emitted: Callable[[Array], Mapping[str, Slot]],
+    emitted: Callable[[Array], Mapping[str, Any]],
     group: RowGroup,
     layers: Mapping[str, Layer],
 ) -> GatheredRows:
@@ -299,9 +305,9 @@ def gathered(
     # Inputs do not depend on the row; the compiler drops what else this pass computes.
     first = emitted(columns[0]) if layers or len(columns) == 1 else {}
 
-    def of_slots(slots: Mapping[str, Slot]) -> tuple[dict[str, Array], dict[str, Array]]:
+    def of_slots(slots: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
         others = {name: slot for name, slot in slots.items() if name not in layers}
-        return {name: slots[name]["outputs"] for name in layers}, taps.gradients(others)
+        return {name: slots[name].outputs for name in layers}, taps.gradients(others)
 
     of_column = lambda column: of_slots(emitted(column))
     if len(columns) == 1:
@@ -320,8 +326,8 @@ def gathered(
 
         g = outputs[name]
         g = g.reshape(len(g), stack, group.number, -1, g.shape[-1]).transpose(1, 2, 0, 3, 4)
-        tokens = split(first[name]["tokens"])[..., 0] if layer.is_lookup else None
-        rows[name] = LayerRows(split(first[name]["inputs"]), g, tokens)
+        tokens = split(first[name].tokens)[..., 0] if layer.is_lookup else None
+        rows[name] = LayerRows(split(first[name].inputs), g, tokens)
     return GatheredRows(rows, {path: jnp.moveaxis(x, 0, 1) for path, x in leaves.items()}, {})
 
 

@@ -22,10 +22,11 @@ from jaxkfac.interception.values._index import (
     slices,
 )
 from jaxkfac.interception.values._slots import (
-    Entries,
     Slot,
-    SlotEntry,
+    Statistic,
     Window,
+    entry,
+    statistic,
 )
 from jaxkfac.interception.values._values import (
     View,
@@ -37,19 +38,20 @@ __all__ = [
     "AxisTable",
     "DeferredParameter",
     "EncodedParameter",
-    "Entries",
     "Index",
     "Piece",
     "Range",
     "Slot",
-    "SlotEntry",
+    "Statistic",
     "View",
     "Window",
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
+    "entry",
     "is_encoded",
     "own_atoms",
     "pieces_of",
     "slices",
+    "statistic",
 ]

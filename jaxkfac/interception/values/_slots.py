@@ -3,59 +3,133 @@
 If a program reads ``c W``, the gradient with respect to ``W`` is ``c`` times the gradient with
 respect to ``c W``. A statistic of the gradients of ``c W`` therefore becomes one of ``W`` after
 multiplication by a power of ``c``, and only the author of the statistic knows this power. Each
-entry of a slot declares its power. An entry without a declaration is an error, because a wrong
-power would silently give a wrong number.
+field of a record of statistics declares its power. A field without a declaration is an error,
+because a wrong power would silently give a wrong number.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple, Union
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
+if TYPE_CHECKING:
+    from typing import Self
 
-# Two keys that stand in a slot beside its declared entries: masks of the rows that choose the view,
-# and the entry of a stack that each row picks.
-CHOSEN, PICKED = "chosen", "picked"
+# ---------------- records of statistics
 
 
-class SlotEntry(NamedTuple):
-    """How one entry of a slot is propagated with its parameter.
+def entry(power: int | None, *, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a record of statistics.
+
+    Args:
+        power: The power with which a constant factor of the parameter multiplies the field: 2 for
+            second moments, 1 for gradients, 0 for counts and for anything merely passed on.
+            ``None`` for records inside, which declare their own.
+        default: ``None`` for a field that a record may lack.
+    """
+    return dataclasses.field(default=default, metadata={"power": power})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Statistic:
+    """Base class of records of statistics, for which see :func:`statistic`.
 
     Attributes:
-        power: The power with which a constant factor of the parameter multiplies the entry: 2 for
-            second moments, 1 for gradients, 0 for counts and for anything merely passed on.
-        by_example: For a slot shaped like the parameter, whether its last axis is the examples.
+        by_example: For a record shaped like the parameter, whether the last axis is the examples.
     """
 
-    power: int
-    by_example: bool = False
+    by_example: ClassVar[bool] = False
+
+    def only(self, like: "Statistic") -> "Self":
+        """The record without the fields that ``like`` lacks."""
+        gone = {f.name: None for f in dataclasses.fields(like) if getattr(like, f.name) is None}
+        return dataclasses.replace(self, **gone)
 
 
-# An entry that is a dictionary may declare its own entries.
-Entries = Mapping[str, Union[SlotEntry, "Entries"]]
+AnyStatistic = TypeVar("AnyStatistic", bound=type[Statistic])
 
 
-def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
-    """Refuse slots with an entry that is not declared.
+@dataclass_transform(frozen_default=True, field_specifiers=(entry,))
+def statistic(cls: AnyStatistic) -> AnyStatistic:
+    """Make a class a record of statistics: a frozen dataclass, and a pytree.
 
     Raises:
-        ValueError: an entry is not declared; the message names the layer and the entry.
+        ValueError: a field is no :func:`entry`, so that it declares no power.
     """
-    for layer, slot in slots.items():
-        for key, value in slot.items():
-            if key not in entries:
-                raise ValueError(
-                    f"the slot of layer {layer!r} holds {key!r}, which declares no SlotEntry: say "
-                    "in entries= with which power a constant times the parameter multiplies it; "
-                    f"declared are {sorted(entries)}"
-                )
-            inside = entries[key]
-            if not isinstance(inside, SlotEntry):
-                check_entries({layer: value}, inside)
+    record: Any = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    for field in dataclasses.fields(record):
+        if not field.metadata.keys() & {"power", "static"}:
+            raise ValueError(
+                f"{cls.__name__}.{field.name} declares no power: write {field.name}: Any = "
+                "entry(power), with the power with which a constant times the parameter "
+                "multiplies it"
+            )
+    return jax.tree_util.register_dataclass(record)
+
+
+def times_constant(tree: PyTree, c: Shaped[Array, ""]) -> PyTree:
+    """The records in a tree, of a parameter that the program reads multiplied by ``c``."""
+
+    def times(value: PyTree, power: int | None) -> PyTree:
+        if power is None:
+            return times_constant(value, c)
+        # Counts, and cotangents of products, do not change with the scale of the parameter.
+        if power == 0:
+            return value
+        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** power, value)
+
+    def of_record(record: Any) -> Any:
+        if not isinstance(record, Statistic):
+            return record
+        multiplied = {
+            f.name: times(getattr(record, f.name), f.metadata["power"])
+            for f in dataclasses.fields(record)
+            if "power" in f.metadata
+        }
+        return dataclasses.replace(record, **multiplied)
+
+    return jax.tree.map(of_record, tree, is_leaf=lambda x: isinstance(x, Statistic))
+
+
+# ---------------- slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """What is propagated with a parameter to the handler of its uses.
+
+    Attributes:
+        sums: Zeros in the form of the statistics, a :func:`statistic`. The backward rule of a tap
+            returns the statistics as their cotangent.
+        constants: Arrays that the handler reads. Only fields of a :func:`statistic` in them are
+            multiplied by constant factors of the parameter.
+        chosen: For each choice of some rows on the way, which rows choose the parameter.
+        picked: The entry of a stack that each row picks.
+        derivative: If the program reads a function of the parameter, the derivative of that,
+            element by element.
+    """
+
+    sums: Any = None
+    constants: Any = None
+    chosen: tuple[Any, ...] = ()
+    picked: Any = None
+    derivative: Any = None
+
+    def times(self, c: Shaped[Array, ""]) -> "Slot":
+        """The slot of the parameter multiplied by a constant."""
+        sums, constants = times_constant((self.sums, self.constants), c)
+        return dataclasses.replace(self, sums=sums, constants=constants)
+
+    def entry_at(self, index: Int[Array, ""]) -> "Slot":
+        """The slot of one entry of a stack."""
+        sums, constants = jax.tree.map(
+            lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False),
+            (self.sums, self.constants),
+        )
+        return dataclasses.replace(self, sums=sums, constants=constants)
 
 
 # ---------------- windows: slots for some iterations of a scan

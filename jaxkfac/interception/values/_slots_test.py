@@ -1,36 +1,65 @@
-"""Slot entries follow their parameter as they declare, and none goes without a declaration."""
+"""Fields of records follow their parameter as they declare, and none goes without a declaration."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxkfac.interception._trace import trace
-from jaxkfac.interception.values._slots import SlotEntry
+from jaxkfac.interception.values._slots import Slot, Statistic, entry, statistic
+
+
+@statistic
+class Counts(Statistic):
+    new: Any = entry(0)
+
+
+@statistic
+class Rows(Statistic):
+    new: Any = entry(1)
+
+
+@statistic
+class Moments(Statistic):
+    new: Any = entry(2)
+
+
+@statistic
+class Both(Statistic):
+    """Records inside a record, one of which declares its own power."""
+
+    inside: Any = entry(None)
+    other: Any = entry(0)
 
 
 @jax.custom_vjp
-def product(x, w, slot):
+def product(x, w, sums):
     return x @ w
 
 
 product.defvjp(
-    lambda x, w, slot: (x @ w, (x, w)),
-    lambda saved, g: (g @ saved[1].T, saved[0].T @ g, {"new": (saved[0] ** 2).sum()}),
+    lambda x, w, sums: (x @ w, (x, w, sums)),
+    lambda saved, g: (
+        g @ saved[1].T,
+        saved[0].T @ g,
+        jax.tree.map(lambda _: (saved[0] ** 2).sum(), saved[2]),
+    ),
 )
 
 
-def second_moment(fn, entries):
-    """The sum of squares of what the layer of ``fn(w, x)`` reads, as an entry called "new"."""
+def second_moment(fn, zeros):
+    """The sum of squares of what the layer of ``fn(w, x)`` reads, in each field of a record."""
     w, x = jnp.ones((1, 1)), jnp.full((1, 1), 3.0)
     traced = trace(fn, w, x)
 
     def handler(site, operands):
-        return product(*operands, site.slots[0])
+        return product(*operands, site.slots[0].sums)
 
-    def run(slot):
-        return traced.emit(handler, w, {"": slot}, x, entries=entries).sum()
+    def run(sums):
+        return traced.run(handler, w, {"": Slot(sums)}, x).sum()
 
-    return float(jax.grad(run)({"new": jnp.zeros(())})["new"])
+    return [float(x) for x in jax.tree.leaves(jax.grad(run)(zeros))]
 
 
 @pytest.mark.parametrize(
@@ -42,38 +71,48 @@ def second_moment(fn, entries):
         (lambda w, x: jax.checkpoint(lambda w: x @ w)(3 * w), 81),
     ],
 )
-def test_a_constant_enters_an_entry_with_the_power_it_declares(fn, expected):
-    assert second_moment(fn, {"new": SlotEntry(2)}) == expected
+def test_a_constant_enters_a_field_with_the_power_it_declares(fn, expected):
+    assert second_moment(fn, Moments(jnp.zeros(()))) == [expected]
 
 
 @pytest.mark.parametrize("fn", [lambda w, x: x @ -w, lambda w, x: x @ (2 - w)])
 def test_a_sign_enters_odd_powers_alone(fn):
-    assert [second_moment(fn, {"new": SlotEntry(power)}) for power in (0, 1, 2)] == [9, -9, 9]
+    records = [record(jnp.zeros(())) for record in (Counts, Rows, Moments)]
+    assert [second_moment(fn, record) for record in records] == [[9], [-9], [9]]
 
 
 def test_what_is_declared_with_power_zero_is_handed_on():
-    assert second_moment(lambda w, x: x @ (3 * w), {"new": SlotEntry(0)}) == 9
+    assert second_moment(lambda w, x: x @ (3 * w), Counts(jnp.zeros(()))) == [9]
+
+
+def test_a_record_inside_declares_for_itself():
+    zeros = Both((Moments(jnp.zeros(())), None, Rows(jnp.zeros(()))), jnp.zeros(()))
+    assert second_moment(lambda w, x: x @ (3 * w), zeros) == [81, 27, 9]
+
+
+def test_a_field_that_declares_nothing_is_refused():
+    with pytest.raises(ValueError, match="Silent.new declares no power"):
+
+        @statistic
+        class Silent(Statistic):
+            new: Any
 
 
 @pytest.mark.parametrize("fn", [lambda w, x: x @ (3 * w), lambda w, x: x @ w])
-def test_an_entry_that_declares_nothing_is_refused(fn):
-    with pytest.raises(ValueError, match="'new', which declares no SlotEntry"):
-        second_moment(fn, {"a": SlotEntry(2)})
+def test_sums_that_are_no_record_are_refused(fn):
+    with pytest.raises(ValueError, match="sums of type dict, which declares no powers"):
+        second_moment(fn, {"new": jnp.zeros(())})
 
 
-def test_what_lies_inside_an_entry_declares_for_itself():
-    slot = {"held": {"new": jnp.zeros(()), "other": jnp.ones(())}}
+def test_constants_are_multiplied_where_they_declare_it():
+    seen = []
     traced = trace(lambda w, x: x @ (3 * w), jnp.ones((1, 1)), jnp.ones((1, 1)))
-    seen = {}
 
     def handler(site, operands):
-        seen.update(site.slots[0]["held"])
+        seen.append(site.slots[0].constants)
         return site.bind(*operands)
 
-    def run(entries):
-        traced.emit(handler, jnp.ones((1, 1)), {"": slot}, jnp.ones((1, 1)), entries=entries)
-
-    with pytest.raises(ValueError, match="'other', which declares no SlotEntry"):
-        run({"held": {"new": SlotEntry(1)}})
-    run({"held": {"new": SlotEntry(1), "other": SlotEntry(1)}})
-    assert (float(seen["new"]), float(seen["other"])) == (0, 3)
+    slot = Slot(constants=(jnp.ones(()), Rows(jnp.ones(()))))
+    traced.run(handler, jnp.ones((1, 1)), {"": slot}, jnp.ones((1, 1)))
+    ((plain, record),) = seen
+    assert (float(plain), float(record.new)) == (1, 3)
