@@ -129,10 +129,12 @@ def test_the_first_figure_is_a_record_in_which_the_default_ends_lowest():
     record = json.loads((folder / "poisson.json").read_text())
     text = (ROOT / "README.md").read_text()
     assert "results/poisson/poisson.svg" in text and (folder / "poisson.svg").exists()
-    assert f"each for {record['seconds']:g} CPU seconds" in text
+    assert f"after {record['seconds']:g} CPU s" in text
     ends = {name: errors[-1] for name, (_, errors) in record["curves"].items()}
     ours = next(iter(ends))
     assert min(ends, key=ends.__getitem__) == ours and ours.startswith("jk.")
-    for factor, name in re.findall(r"(\d+) times below ([\w-]+)", text):
+    pairs = re.findall(r"(\d+) × below ([\w-]+)'s", text)
+    assert pairs
+    for factor, name in pairs:
         (peer,) = (end for other, end in ends.items() if other.startswith(name))
         assert round(peer / ends[ours]) == int(factor), name

@@ -202,11 +202,6 @@ ADAPTATION = (
     ),
     Exempt(PAGE, "The tolerance is 1 % plus the parameters' rounding", SETTING),
     Exempt(PAGE, "a bias that has less than 1 % of the update's square", SETTING),
-    Exempt(PAGE, "autoencoder, 20 CPU s:", BUDGET),
-    Exempt(PAGE, "Poisson, 4 CPU s:", BUDGET),
-    Exempt(PAGE, "Burgers, 12 CPU s:", BUDGET),
-    Exempt(PAGE, "byte-level decoder, 25 CPU s:", BUDGET),
-    Exempt(PAGE, "ResNet, 25 CPU s:", BUDGET),
     Exempt(
         PAGE,
         "(24.3 s against 25.2 s)",
@@ -329,11 +324,6 @@ OTHERS = (
     Exempt("docs/analysis.md", "and allows 320 MiB for it to grow", SETTING),
     Exempt("docs/analysis.md", "and has 8 MiB to spare", SETTING),
     Exempt("docs/analysis.md", "10 MB is refused, and the error names 714 MiB", ONCE),
-    Exempt(
-        "docs/repository.md",
-        "`code` took 1171 s (2026-11-27)",
-        "the log of one day's run, with its date",
-    ),
     Exempt("docs/finetuning.md", "(370 s of CPU time on one core, peak of main", ONCE),
     Exempt("docs/finetuning.md", "main memory 1.3 GB)", ONCE),
     Exempt("docs/finetuning.md", "the documented run (8 rows, 16 times,", DOCUMENTS),
