@@ -337,6 +337,12 @@ def test_non_finite_inputs_are_a_field_of_the_result_inside_jit(x64):
     assert not bool(finite["w"])
 
 
+@pytest.mark.parametrize("build", [jk.value_grad_and_factors, jk.Optimizer])
+def test_an_option_that_does_not_exist_is_named_with_the_nearest(build):
+    with pytest.raises(TypeError, match="has no option fischer=: the nearest are 'fisher'"):
+        build(objective_of(mlp), fischer="mc")
+
+
 def test_max_dense_must_be_positive():
     with pytest.raises(ValueError, match="max_dense"):
         jk.value_grad_and_factors(objective_of(mlp), max_dense=0)

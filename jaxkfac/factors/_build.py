@@ -1,10 +1,12 @@
 """Build the collector that the options of ``value_grad_and_factors`` describe."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, overload, runtime_checkable
 
 from jaxkfac._arguments import check_function
+from jaxkfac._errors import nearest
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector
 from jaxkfac.factors._objective import Objective
@@ -162,8 +164,9 @@ def value_grad_and_factors(objective: Callable[..., Any], **options: Any) -> Any
         ``BudgetedCollector``, which is called in the same way.
 
     Raises:
-        ValueError: an unknown option, or one that a scalar loss does not support; when called, an
-            ``axis_name`` that no map around the call has.
+        TypeError: an option that does not exist, with the nearest names.
+        ValueError: a value that an option does not take, or an option that a scalar loss does not
+            support; when called, an ``axis_name`` that no map around the call has.
         MemoryBudgetError: when called: one side of one layer, at one iteration, is larger
             than ``max_factor_bytes``.
 
@@ -190,6 +193,11 @@ def value_grad_and_factors(objective: Callable[..., Any], **options: Any) -> Any
     """
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+    known = [option.name for option in dataclasses.fields(CollectOptions)]
+    for name in options.keys() - {*known}:
+        raise TypeError(
+            f"value_grad_and_factors has no option {name}=: the nearest are {nearest(name, known)}"
+        )
     budget = options.get("max_factor_bytes")
     if budget is None and options.get("sink") is not None:
         raise ValueError(
