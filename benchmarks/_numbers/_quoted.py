@@ -200,6 +200,19 @@ ADAPTATION = (
         "optimizer_steps-cpu.json",
         lambda record: [1 / record["adaptive, adaptive"]["step_ratio"]],
     ),
+    Linked(
+        PAGE,
+        "ran for {:g} CPU seconds: `code` ends at {:.3f} nats, tuned Muon at {:.3f}, SOAP at "
+        "{:.3f} and AdamW at {:.3f}.",
+        "clock-cpu.json",
+        lambda record: [
+            record["equal_time"]["decoder"]["kfe_adam"]["cpu_s"],
+            *(
+                statistics.median(record["equal_time"]["decoder"][name]["values"][1:])
+                for name in ("kfe_adam", "muon", "soap", "adamw")
+            ),
+        ],
+    ),
     Exempt(PAGE, "The tolerance is 1 % plus the parameters' rounding", SETTING),
     Exempt(PAGE, "a bias that has less than 1 % of the update's square", SETTING),
     Exempt(

@@ -15,7 +15,7 @@ from jaxkfac.factors import takes_key
 from jaxkfac.interception import Handler, Layer, Site, TraceCache, Traced, trace
 from jaxkfac.interception.values import Slot, decoded_shapes, encoded_paths
 from jaxkfac.lslora._bank import Bank
-from jaxkfac.lslora._branch import BranchOptions, Measured, SlotAdapter, adapted_product
+from jaxkfac.lslora._branch import BranchOptions, HandlerSums, SlotAdapter, adapted_product
 from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
 from jaxkfac.lslora._modules import separated, tied_again, tied_value, ties_of, turned
 from jaxkfac.lslora._nonlinearity import find_nonlinearity
@@ -126,7 +126,7 @@ class Adapted:
             index = None if rows is None else jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
             drops = key if self.config.dropout else None
             keys = None if drops is None else _keys(drops, number, layer)
-            sums = None if extra is None else Measured(extra[name])
+            sums = None if extra is None else HandlerSums(extra[name])
             slots[name] = Slot(sums, SlotAdapter(leaves, index, keys))
         return traced.run((handler or adapt)(options), params, slots, inputs, key)
 

@@ -37,7 +37,7 @@ class SlotAdapter(NamedTuple):
 
 
 @statistic
-class Measured(Statistic):
+class HandlerSums(Statistic):
     """Sums that a handler measures besides, a tree."""
 
     sums: Any = entry(0)
