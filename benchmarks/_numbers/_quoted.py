@@ -89,7 +89,7 @@ README = (
     Linked("README.md", "takes {:.1f} times kfac-jax's time", "atoms-cpu.json", _spring_step),
     Linked(
         "docs/atoms.md",
-        "for {:.1f} times the time of a step of kfac-jax",
+        "at {:.1f} times kfac-jax's time per step.",
         "atoms-cpu.json",
         _spring_step,
     ),
