@@ -118,7 +118,7 @@ ACCELERATORS = (
     ),
     Linked(
         PAGE,
-        "whose norms have scales, they take {:.2f} and {:.2f} times.",
+        "whose norms have scales, they take {:.2f} and {:.2f} times",
         "accelerators.json",
         lambda record: [
             _over_gradient(
