@@ -68,7 +68,7 @@ _KEYS_BY_REASON = {
         "jaxkfac/factors/_objective.py:_joined: mask.shape != by_targets.shape",
     ),
     "It leaves out what is no floating number; jaxkfac/factors/_collect_test.py and jaxkfac/lslora/_diagnose_test.py compare the rest.": (
-        "jaxkfac/factors/_collect.py:_gradient: jnp.issubdtype(x.dtype, jnp.number)",
+        "jaxkfac/factors/_gather.py:gradient_tree: jnp.issubdtype(x.dtype, jnp.number)",
         "jaxkfac/lslora/_diagnose.py:measure.total: jnp.issubdtype(x.dtype, jnp.floating)",
     ),
     "It decides where results lie; jaxkfac/curvature/_sharding_test.py compares the places, and _divided_test.py the bits.": (

@@ -128,6 +128,7 @@ NAMES = {
     "Data": _PART,
     "Reads": _TYPE,
     "entry": _PART,
+    "statistic": _PART,
     "Kind": _PART,
     "LayerVjp": _PART,
     "RowMask": _PART,

@@ -127,7 +127,8 @@ def move_elements(
         return move(eqn, x, position, values)
 
     arrays, form = jax.tree.flatten(elements.sums)
-    by_result = zip(*map(moved, arrays), strict=True)
+    # A slot without sums, whose layer gathers nothing, has none for any result.
+    by_result = zip(*map(moved, arrays), strict=True) if arrays else [()] * len(eqn.outvars)
     derivatives: list[Any] = [None] * len(eqn.outvars)
     if elements.derivative is not None:
         derivative = elements.derivative
